@@ -1,24 +1,33 @@
-# Two commands: `make quickstart` and `make test`. Both make .venv first; after that no network is needed.
+# Start with `make quickstart` and `make test-fast`. Both make .venv first; after that no network is needed.
 PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart test lint schema locks sbom soak flakes bench clean
+.PHONY: quickstart test test-fast lint schema locks sbom soak flakes bench clean
 
 quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
 
+# The unit tests: two minutes on two cores
+test-fast: export PYTHONDONTWRITEBYTECODE =
+test-fast: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m 'not soak and not alone' -n 2 --dist worksteal
+
+# What CI runs: all but what takes too long (`make soak`) and what needs a GPU. 16 minutes on two cores
 test: export PYTHONDONTWRITEBYTECODE =# what is compiled once serves the many processes that the tests start
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m alone
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone' -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'alone and not soak and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone and not soak and not gpu' -n 2 --dist worksteal
 
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check finetune scripts tests examples benchmarks
 	$(BIN)/ruff check finetune scripts tests examples benchmarks
 	$(BIN)/pyright
 
+soak: export PYTHONDONTWRITEBYTECODE =
 soak: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'soak and alone and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'soak and not alone and not gpu' -n 2 --dist worksteal
 	$(BIN)/python benchmarks/reliability.py --kills 100 --signals 50 --variants 20 --resume-matrix --rank-kills 20 --endurance 5000 --fuzz 10000 --seeded --saves --attacks
 	$(BIN)/python benchmarks/tuning.py
 	$(MAKE) schema

@@ -8,7 +8,7 @@ recipes that are changed at random; bugs that are put back; artefacts that attac
     python benchmarks/reliability.py --fuzz 10000                  # benchmarks/fuzz.py
     python benchmarks/reliability.py --seeded                      # benchmarks/seeded_bugs.py
     python benchmarks/reliability.py --saves                       # cut off before each operation, damaged
-    python benchmarks/reliability.py --attacks                     # tests/test_advisories.py and its kin
+    python benchmarks/reliability.py --attacks                     # tests/security and the bad inputs
 
 What is not asked for stays in the results as it was.
 
@@ -209,16 +209,18 @@ def held_out(folder: Path) -> Path:
 
 
 ATTACKS = {  # test file -> what is counted
-    "tests/test_advisories.py": "attacks by real artefacts, named after their advisories",
-    "tests/test_untrusted.py": "indices, links and adapters that reach out of their folder or lack a part",
-    "tests/test_secrets.py": "canaries and what masks them, through a run's whole life",
-    "tests/test_bad_inputs.py": "bad inputs: code, place, words, time (52 rows of the table)",
+    "tests/security/test_advisories.py": "attacks by real artefacts, named after their advisories",
+    "tests/security/test_untrusted_files.py": (
+        "indices, links and adapters that reach out of their folder or lack a part"
+    ),
+    "tests/security/test_secrets.py": "canaries and what masks them, through a run's whole life",
+    "tests/integration/test_bad_inputs.py": "bad inputs: code, place, words, time (52 rows of the table)",
 }
 
 
 SAVES = (
-    "tests/test_checkpoint.py::test_wherever_a_save_is_cut_off_one_verifies",
-    "tests/test_resume.py::test_damage_is_seen_and_passed_over",
+    "tests/unit/checkpointing/test_checkpoints.py::test_wherever_a_save_is_cut_off_one_verifies",
+    "tests/integration/test_resume.py::test_damage_is_seen_and_passed_over",
 )
 
 

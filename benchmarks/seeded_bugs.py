@@ -3,7 +3,7 @@
     python benchmarks/reliability.py --seeded
 
 Each is a change of one place in our source. The tree is copied, changed and tested, and compared with the
-same test on the tree as it is; tests/test_seeded_bugs.py holds that every place and every test exists.
+same test on the tree as it is. tests/unit/core/test_seeded_bugs.py checks that every place and test exists.
 """
 
 from __future__ import annotations
@@ -36,70 +36,70 @@ BUGS = (
         "finetune/training/trainer.py",
         "items = num_labels if num_items_in_batch is None else num_items_in_batch",
         "items = num_labels * self.current_gradient_accumulation_steps",
-        "tests/test_train.py::test_how_a_batch_is_split_does_not_matter",
+        "tests/integration/test_train.py::test_how_a_batch_is_split_does_not_matter",
     ),
     Bug(
         "random state missing in a checkpoint",
         "finetune/checkpointing/training_state.py",
         '"rng": (lambda trainer: random_state(), lambda trainer, kept: set_random_state(kept)),',
         '"rng": (lambda trainer: random_state(), lambda trainer, kept: None),',
-        "tests/test_resume.py::test_every_kind_goes_on_bit_for_bit[lora]",
+        "tests/integration/test_resume.py::test_every_kind_goes_on_bit_for_bit[lora]",
     ),
     Bug(
         "optimizer dropped: a resumed run starts with an empty one",
         "finetune/checkpointing/training_state.py",
         "    trainer.optimizer.load_state_dict(kept)",
         "    pass",
-        "tests/test_resume.py::test_every_kind_goes_on_bit_for_bit[lora]",
+        "tests/integration/test_resume.py::test_every_kind_goes_on_bit_for_bit[lora]",
     ),
     Bug(
         "leaked packing mask: documents of a packed row see each other",
         "finetune/training/training_arguments.py",
         '"padding_free": data.packing or data.padding_free,',
         '"padding_free": False,',
-        "tests/test_packing.py::test_a_step_on_packed_rows_is_a_step_on_the_same_documents",
+        "tests/integration/test_packed_training.py::test_a_step_on_packed_rows_is_a_step_on_the_same_documents",
     ),
     Bug(
         "labels not shifted",
         "finetune/speed/lm_head_loss.py",
         "labels[:, 1:], (0, 1), value=IGNORED",
         "labels, (0, 0), value=IGNORED",
-        "tests/test_loss.py::test_on_each_family_it_is_the_model_s_own_loss[llama]",
+        "tests/unit/speed/test_chunked_cross_entropy.py::test_on_each_family_it_is_the_model_s_own_loss[llama]",
     ),
     Bug(
         "prompt not masked",
         "finetune/data/encoding.py",
         "        return Encoded(ids, found, merged)",
         "        return Encoded(ids, [(0, len(ids))], merged)",
-        "tests/test_masks.py::test_train_on_says_which_turns",
+        "tests/unit/data/test_encoding.py::test_train_on_says_which_turns",
     ),
     Bug(
         "end of text lost: the model never learns to stop",
         "finetune/data/encoding.py",
         "            ids.append(self.tokenizer.eos_token_id)",
         "            pass",
-        "tests/test_masks.py::test_a_tokenizer_that_ends_texts_does_not_end_prompts",
+        "tests/unit/data/test_encoding.py::test_a_tokenizer_that_ends_texts_does_not_end_prompts",
     ),
     Bug(
         "NaN replaced by an old average in the log",
         "finetune/training/training_arguments.py",
         '"logging_nan_inf_filter": False,',
         '"logging_nan_inf_filter": True,',
-        "tests/test_errors.py::test_a_log_shows_nan_as_nan",
+        "tests/unit/recipe/test_error_messages.py::test_a_log_shows_nan_as_nan",
     ),
     Bug(
         "adapter saved empty",
         "finetune/adapters/initialization.py",
         "adapted.save_pretrained(str(target), state_dict=state, **options)",
         "adapted.save_pretrained(str(target), state_dict={}, **options)",
-        "tests/test_train.py::test_a_run_trains_and_verifies[lora]",
+        "tests/integration/test_train.py::test_a_run_trains_and_verifies[lora]",
     ),
     Bug(
         "manifest not checked: a flipped byte is loaded",
         "finetune/checkpointing/checkpoints.py",
         'if client.sha256(file) != said["sha256"]:',
         "if False:",
-        "tests/test_resume.py::test_damage_is_seen_and_passed_over",
+        "tests/integration/test_resume.py::test_damage_is_seen_and_passed_over",
     ),
     Bug(
         "older checkpoints let go before the new one is published",
@@ -107,7 +107,7 @@ BUGS = (
         "        os.rename(staged, published)\n        flush(checkpoints)",
         "        for old in checkpoints.glob('step-*'):\n            _let_go(old)\n"
         "        os.rename(staged, published)\n        flush(checkpoints)",
-        "tests/test_checkpoint.py::test_wherever_a_save_is_cut_off_one_verifies[next]",
+        "tests/unit/checkpointing/test_checkpoints.py::test_wherever_a_save_is_cut_off_one_verifies[next]",
     ),
     Bug(
         "merge with another scaling than was trained",
@@ -115,49 +115,49 @@ BUGS = (
         "        merged: Any = adapted.merge_and_unload(safe_merge=True)",
         "        for one in adapted.modules():\n            getattr(one, 'scaling', {}).update(default=1.0)\n"
         "        merged: Any = adapted.merge_and_unload(safe_merge=True)",
-        "tests/test_merge.py::test_in_float32_the_merge_is_exact[lora]",
+        "tests/integration/test_merge.py::test_in_float32_the_merge_is_exact[lora]",
     ),
     Bug(
         "DoRA's norm not refreshed after a step",
         "finetune/speed/dora_norm.py",
         "if stepped or state != self.seen[index]:",
         "if not self.seen[index]:",
-        "tests/test_fused.py::test_norms_follow_the_weights",
+        "tests/unit/speed/test_fused_layers.py::test_norms_follow_the_weights",
     ),
     Bug(
         "AdaLoRA never allocates: every rank stays",
         "finetune/training/trainer.py",
         "        watching = [*watching, adalora.AllocateRanks()]",
         "        pass",
-        "tests/test_train.py::test_adalora_ends_at_its_budget",
+        "tests/integration/test_train.py::test_adalora_ends_at_its_budget",
     ),
     Bug(
         "effective batch multiplied by the number of ranks",
         "finetune/autoconfig/batch_size.py",
         "    share = effective // processes",
         "    share = effective",
-        "tests/test_errors.py::test_58_a_batch_that_processes_can_t_share",
+        "tests/unit/recipe/test_error_messages.py::test_58_a_batch_that_processes_can_t_share",
     ),
     Bug(
         "resume takes a changed learning rate for nothing",
         "finetune/checkpointing/resume_contract.py",
         '    "train.output_dir",\n)',
         '    "train.output_dir",\n    "train.learning_rate",\n)',
-        "tests/test_resume.py::test_what_differs_must_match_or_is_named",
+        "tests/integration/test_resume.py::test_what_differs_must_match_or_is_named",
     ),
     Bug(
         "secrets shown",
         "finetune/core/privacy.py",
         "for value in secrets() if known is None else known:",
         "for value in ():",
-        "tests/test_secrets.py::test_errors_screen_and_logs_mask_every_secret",
+        "tests/security/test_secrets.py::test_errors_screen_and_logs_mask_every_secret",
     ),
     Bug(
         "code of a repository trusted",
         "finetune/models/model_files.py",
         "revision=revision, trust_remote_code=False, **options",
         "revision=revision, trust_remote_code=True, **options",
-        "tests/test_advisories.py::test_cve_2026_22807_cve_2026_4944_code_of_a_repository_never_runs"
+        "tests/security/test_advisories.py::test_cve_2026_22807_cve_2026_4944_code_of_a_repository_never_runs"
         "[CVE-2026-22807-unknown type]",
     ),
     Bug(
@@ -165,28 +165,28 @@ BUGS = (
         "finetune/quantization/fp8_linear.py",
         "made = input_gradient(grads[0], weight, weight_scale)",
         "made = input_gradient(grads[0], weight, torch.ones_like(weight_scale))",
-        "tests/test_fp8.py::test_forward_and_gradient_against_the_dequantised_weight",
+        "tests/unit/quantization/test_fp8_linear.py::test_forward_and_gradient_against_the_dequantised_weight",
     ),
     Bug(
         "held-out rows trained on",
         "finetune/data/source_loading.py",
         "return (row for row in rows if isinstance(row, BadRow) or digest(row, seed, data) not in held_out)",
         "return rows",
-        "tests/test_prepare.py::test_equal_rows_stay_on_one_side_whatever_their_ids",
+        "tests/unit/data/test_preparation.py::test_equal_rows_stay_on_one_side_whatever_their_ids",
     ),
     Bug(
         "an index of weights names files elsewhere",
         "finetune/core/untrusted_files.py",
         "outside = {str(file): None for file in named.values() if not plain(file)}",
         "outside: dict[str, None] = {}",
-        "tests/test_untrusted.py::test_an_index_names_files_of_its_folder[../victim/model.safetensors]",
+        "tests/security/test_untrusted_files.py::test_an_index_names_files_of_its_folder[../victim/model.safetensors]",
     ),
     Bug(
         "a run is reported to the Hub's telemetry",
         "finetune/cli/main.py",
         "    privacy.switch_off_telemetry()",
         "    pass",
-        "tests/test_secrets.py::test_no_secret_is_left_anywhere",
+        "tests/security/test_secrets.py::test_no_secret_is_left_anywhere",
     ),
 )
 

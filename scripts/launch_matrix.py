@@ -35,8 +35,9 @@ COLUMNS = [  # adapter.type, model.quantization
 ]  # fmt: skip
 ALL = tuple(kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS)
 # What was trained: on one GPU (benchmarks/gpu.json), on two (tests/gpu/test_multi_gpu.py and
-# benchmarks/multi_gpu.json), or on two processes of a CPU, in fp32 (test_cpu_2, which is DDP, _fsdp,
-# _deepspeed, _two_hosts and _adalora)
+# benchmarks/multi_gpu.json), or on two processes of a CPU, in fp32 (tests/distributed:
+# test_two_cpu_processes, which is DDP, test_fsdp, test_deepspeed, test_two_hosts;
+# tests/integration/test_adalora.py)
 PROVED = {  # `ALL` but what is refused
     "cpu": ALL,
     "single_gpu": ALL,

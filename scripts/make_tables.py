@@ -3,7 +3,7 @@
     python scripts/make_tables.py
 
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; ladder.md and reliability.md are
-made whole. tests/test_readme.py compares.
+made whole. tests/integration/test_readme.py compares.
 """
 
 from __future__ import annotations

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import gc
-import importlib
+import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import hub_server
 import pytest
-import small_tasks
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -26,24 +22,29 @@ if os.environ.get("FINETUNE_CACHE_OF") != os.environ.get("PYTEST_XDIST_WORKER", 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
 from finetune.cli import main
-from finetune.planning import planner
-from finetune.recipe import loader
 from finetune.run_folder.run_folder import RunFolder
+from support import hub_server, small_tasks, warning_filters
+from support.paths import DATA, MODEL, QUICKSTART, ROOT
+from support.plans import LLAMA_8B
+from support.runs import keep_what_is_imported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-ROOT = Path(__file__).resolve().parent.parent
-QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
-MODEL = ROOT / "examples" / "tiny_llama" / "model"
-DATA = ROOT / "examples" / "tiny_llama" / "data"
 _TRAINED: dict[str, Path] = {}
-LLAMA_8B = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}  # fmt: skip
-ADAPTERS = ("lora", "qlora", "dora", "qdora", "adalora", "ia3", "full")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in warning_filters.third_party_filters(ROOT):
+        config.addinivalue_line("filterwarnings", line)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tier: the name of the first folder under tests/."""
+    for item in items:
+        tier = item.path.relative_to(ROOT / "tests").parts[0]
+        item.add_marker(getattr(pytest.mark, tier))
 
 
 def pytest_unconfigure() -> None:
@@ -94,22 +95,6 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _cut(tmp_path_factory.mktemp("untied"), tied=False)
 
 
-@functools.cache
-def module_of(folder: str, name: str) -> Any:
-    """A module of benchmarks/ or scripts/, which import their neighbours by name alone."""
-    sys.path.insert(0, str(ROOT / folder))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.pop(0)
-
-
-def keep_what_is_imported() -> None:
-    """Once a run has imported the libraries: every collection would look at all of their objects."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_collection_finish() -> None:
     """What the tests import themselves, too."""
     gc.freeze()
@@ -145,16 +130,23 @@ def in_bf16(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[[str], RunFolder]:
-    """`trained(type)`: a copy of a run of two steps on the whole model, trained once for all tests."""
+def trained(train: Callable[..., RunFolder], tmp_path: Path) -> Callable[..., RunFolder]:
+    """`trained(type, *overrides)`: a copy of a run of two steps on the whole model.
 
-    def run(kind: str = "lora") -> RunFolder:
-        if kind not in _TRAINED:
-            rate = "1e-3" if kind == "full" else "4e-3"
-            options = [f"adapter.type={kind}", f"train.learning_rate={rate}", "eval.max_new_tokens=2"]
-            options.append("model.name=examples/tiny_llama/model")
-            _TRAINED[kind] = train(*options, name=f"trained-{kind}").path
-        return RunFolder(Path(shutil.copytree(_TRAINED[kind], tmp_path / f"run-{kind}")))
+    A session trains each recipe once: the key is a hash of its overrides.
+    """
+
+    def run(kind: str = "lora", *overrides: str) -> RunFolder:
+        rate = "1e-3" if kind == "full" else "4e-3"
+        options = [f"adapter.type={kind}", f"train.learning_rate={rate}", "eval.max_new_tokens=2"]
+        options.append("model.name=examples/tiny_llama/model")
+        given = {override.partition("=")[0] for override in overrides}
+        options = [option for option in options if option.partition("=")[0] not in given]
+        key = hashlib.sha256(json.dumps(sorted([*options, *overrides])).encode()).hexdigest()[:16]
+        if key not in _TRAINED:
+            _TRAINED[key] = train(*options, *overrides, name=f"trained-{key}").path
+        names = f"run-{kind}", f"run-{kind}-{key}"
+        return RunFolder(Path(shutil.copytree(_TRAINED[key], tmp_path / names[bool(overrides)])))
 
     return run
 
@@ -215,45 +207,6 @@ def recipe_file(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def in_four_bits(model: Any, quant_type: str = "nf4", *, nested: bool = True, storage: Any = None) -> Any:
-    """A model whose decoder layers are stored by bitsandbytes, as loading it so leaves them."""
-    import bitsandbytes as bnb
-    import torch
-    from torch import nn
-
-    storage = storage or torch.uint8
-
-    for name, plain in model.get_decoder().layers.named_modules():
-        if not isinstance(plain, nn.Linear):
-            continue
-        dtype, device = plain.weight.dtype, plain.weight.device
-        made = bnb.nn.Linear4bit(
-            plain.in_features, plain.out_features, plain.bias is not None, dtype, nested, quant_type, storage
-        )
-        made.weight = bnb.nn.Params4bit(
-            plain.weight.data,
-            compress_statistics=nested,
-            quant_type=quant_type,
-            quant_storage=storage,
-            module=made,
-        ).to(device)
-        made.bias = plain.bias
-        made.support_avx512bf16_for_cpu = False  # as `model.load` does
-        model.get_decoder().layers.set_submodule(name, made.requires_grad_(False))
-    model.is_loaded_in_4bit = True  # what PEFT asks
-    return model
-
-
-def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
-    """A run's receipts by what they are of."""
-    return {receipt["option"]: receipt for receipt in run.read("checks.json")}
-
-
-def metrics(run: RunFolder) -> list[dict[str, float]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture
 def weightless(tmp_path: Path) -> Path:
     """A model with a config and a tokenizer and no weights: what errs here errs before they load."""
@@ -294,8 +247,3 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """
     (tmp_path / "large.yaml").write_text(text)
     return tmp_path / "large.yaml"
-
-
-def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> planner.Plan:
-    """The plan of a recipe for GPUs of the table."""
-    return planner.make(loader.load(path, overrides), *planner.planned_machine(gpu, count))

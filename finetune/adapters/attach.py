@@ -1,6 +1,6 @@
 """Put an adapter on a model, or go on from one; then say which modules it changed and which weights train.
 
-`recipe/adapter_types.py` has the types and their keys, `initialization.py` the initializations that look at data.
+`recipe/adapter_types.py` has the types and their keys, `initialization.py` what looks at data.
 """
 
 from __future__ import annotations

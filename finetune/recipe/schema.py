@@ -246,9 +246,9 @@ class Speed(Section):
     """What a GPU keeps in the CPU's memory. `activations`: what layers keep under `mlp`, which
     `activation_checkpointing: auto` takes where the CPU has room for it, or the inputs of layers that are
     recomputed whole (under `mlp_int8`: all else); `activations:8`: of eight layers; copied beside the layers.
-    `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's is small. `auto`: on an fp8
-    base, where int8 is not enough, activations of as many layers as let none be made again, if copies take no
-    longer than what they run beside."""
+    `optimizer`: AdamW's state, which steps on the CPU; for `full`, as an adapter's is small. `auto`: on
+    an fp8 base, where int8 is not enough, activations of as many layers as let none be made again, if copies
+    take no longer than what they run beside."""
     loss: Literal["auto", "chunked", "trl"] = "auto"
     """Cross-entropy in chunks of tokens, or TRL's; `auto`: chunked where it is the same."""
     qat: Qat | None = None

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_adalora import STEPS, adamw, same, tiny
 
 from finetune.adapters import adalora
 from finetune.core import fault_injection
+from support.adalora_steps import STEPS, adamw, same, tiny
 
 pytestmark = [
     pytest.mark.gpu,

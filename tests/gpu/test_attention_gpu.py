@@ -3,8 +3,6 @@ apart, one compiled graph, and its speed."""
 
 import pytest
 import torch
-from conftest import MODEL, receipts
-from plain_attention import batch, by_document, loss_and_gradients, tiny
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
@@ -14,6 +12,9 @@ from finetune.hardware import detection
 from finetune.kernels.attention_functions import KERNELS, register, without_mask
 from finetune.kernels.kernel_limits import FLASH, IMPLEMENTATIONS
 from finetune.speed.packing_isolation import prove_apart, prove_same
+from support.paths import MODEL
+from support.plain_attention import batch, by_document, loss_and_gradients, tiny
+from support.runs import receipts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate.utils.memory import clear_device_cache
-from conftest import MODEL, QUICKSTART, receipts
 
 from finetune.adapters import attach, trainable_parameters
 from finetune.autoconfig import machine_setup
@@ -11,6 +10,8 @@ from finetune.core.run_checks import RunChecks
 from finetune.evaluation import reopen
 from finetune.export import merging
 from finetune.recipe import adapter_types, loader
+from support.paths import MODEL, QUICKSTART
+from support.runs import receipts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,12 +11,12 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
 from peft import LoraConfig, get_peft_model
-from test_kernels_gpu import apart, step
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.quantization import fp8_linear
 from finetune.speed.apply_to_model import decoder_layers
 from finetune.speed.fused_layers import Fused
+from support.kernel_steps import apart, step
 
 # hidden, intermediate, heads, key-value heads, head size
 FAMILIES = {

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from accelerate.utils.memory import clear_device_cache
-from conftest import MODEL, QUICKSTART, metrics, receipts
 
 from finetune.evaluation import reopen
 from finetune.export import merging
@@ -11,6 +10,8 @@ from finetune.kernels import ops
 from finetune.kernels.kernel_limits import FP8_CAPABILITY
 from finetune.quantization import fp8_linear
 from finetune.recipe import loader
+from support.paths import MODEL, QUICKSTART
+from support.runs import metrics, receipts
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CAPABLE, reason="no GPU with fp8 GEMMs")]

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from conftest import ADAPTERS, MODEL, metrics
 
 from finetune.autoconfig import cuda_graphs
 from finetune.experiments.runner import measured_run
+from support.adapters import ADAPTERS
+from support.paths import MODEL
+from support.runs import metrics
 
 pytestmark = [
     pytest.mark.gpu,

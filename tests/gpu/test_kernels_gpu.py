@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from bitsandbytes import functional, nn
-from conftest import in_four_bits
 from peft import AdaLoraConfig, IA3Config, LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -19,6 +18,8 @@ from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed.apply_to_model import decoder_layers
 from finetune.speed.fused_layers import Fused
+from support.four_bit import in_four_bits
+from support.kernel_steps import apart, error, step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +37,6 @@ TYPES = {
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float32).to(dtype)
-
-
-def error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    got, expected = got.double().cpu(), expected.double().cpu()
-    return float((got - expected).norm() / expected.norm())
 
 
 def on_gpu(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
@@ -244,24 +240,6 @@ def model(kind: str, stored: str) -> torch.nn.Module:
                     name, fp8_linear.Fp8Linear.of(module)
                 )
     return made.train()
-
-
-def step(made: torch.nn.Module, tokens: int = 512) -> tuple[float, dict[str, torch.Tensor]]:
-    ids = torch.arange(tokens, device="cuda").view(2, -1) % 1000
-    with torch.autocast("cuda", torch.bfloat16):
-        loss = made(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    gradients = {n: p.grad.clone() for n, p in made.named_parameters() if p.grad is not None}
-    made.zero_grad()
-    return float(loss.detach()), gradients
-
-
-def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Over all gradients together: a single one of a small tensor is mostly rounding."""
-    assert ours.keys() == theirs.keys()
-    return error(
-        torch.cat([ours[n].flatten() for n in theirs]), torch.cat([theirs[n].flatten() for n in theirs])
-    )
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from conftest import metrics, receipts
-from test_loss import trainer_of
 from torch.nn.functional import cross_entropy, linear
 
 from finetune.autoconfig import memory_estimate
 from finetune.speed import chunked_cross_entropy
+from support.runs import metrics, receipts
+from support.trainers import trainer_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import two_ranks
-from conftest import MODEL, QUICKSTART, ROOT, metrics, module_of
 from safetensors.torch import load_file
 
 from finetune.experiments.runner import measured_run
 from finetune.run_folder.run_folder import RunFolder
+from support import two_ranks
+from support.paths import MODEL, QUICKSTART, ROOT
+from support.runs import metrics
+from support.scripts import module_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

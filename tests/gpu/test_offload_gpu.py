@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import metrics, receipts
-from test_offload import assert_same, batches, gradients, model_of
-from test_optimizers import distance
 
 from finetune.core.run_checks import RunChecks
 from finetune.recipe.schema import Speed
 from finetune.speed import activation_offload, apply_to_model
 from finetune.training import optimizers
+from support.offloading import assert_same, batches, distance, gradients, model_of
+from support.runs import metrics, receipts
 
 pytestmark = [
     pytest.mark.gpu,

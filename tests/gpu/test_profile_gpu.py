@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import QUICKSTART
-from test_profile import SlowLoader
 
 from finetune.profiling import profiler
+from support.paths import QUICKSTART
+from support.profiles import SlowLoader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 LARGE = ["data.max_length=2048", "data.packing=true", "speed.compile=true", "model.quantization=none"]

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from conftest import DATA, MODEL, QUICKSTART, metrics
 
 from finetune.checkpointing import checkpoints
 from finetune.cli import main
 from finetune.run_folder.run_folder import RunFolder
+from support.paths import DATA, MODEL, QUICKSTART
+from support.runs import metrics
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,0 +1,321 @@
+"""`finetune train` under FSDP2, from recipe to reopened weights, on two CPU ranks; and from its checkpoints.
+
+Accelerate runs DDP where it finds CPUs: in these processes it takes them for GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from finetune.autoconfig import machine_setup
+from finetune.checkpointing import checkpoints, resume_contract
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.models import loading
+from finetune.preflight import launch_conflicts
+from finetune.quantization import four_bit
+from finetune.recipe import loader
+from finetune.recipe.schema import Eval, Train
+from finetune.run_folder.run_folder import RunFolder
+from finetune.speed import apply_to_model
+from finetune.training import stages, stopping
+from support import two_ranks
+from support.paths import QUICKSTART
+from support.soak import soak_except
+
+# Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
+# FSDP computes with every parameter in bf16, autocast leaves norms in fp32
+KINDS = {"lora": ("false", "no", 2e-6), "full": ("true", "bf16", 0.01)}
+# In fp32; whether rank 0 alone reads the base: not under fsdp2_8_quantised
+OTHERS = [("dora", "false"), ("ia3", "true"), ("vera", "false")]
+ENVIRONMENT = {
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
+def one_rank(arguments: list[str]) -> None:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    begin = PartialState.__init__
+
+    def as_on_gpus(self: Any, *args: Any, **given: Any) -> None:
+        begin(self, *args, **given)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = as_on_gpus
+    launch_conflicts._sharding = lambda *given: []  # it refuses what Accelerate would not split
+    if code := main.main(arguments):
+        sys.exit(code)
+
+
+def one_rank_as_on_gpus(arguments: list[str]) -> None:
+    """Tensors are copied as CUDA does: a NaN of 16 bits comes out as one and the same (pytorch #159333)."""
+    copied = torch._foreach_copy_
+
+    def through_fp32(to: Any, given: Any, *more: Any) -> None:
+        for tensor, made in zip(given, seen := [one.clone() for one in given], strict=True):
+            if tensor.dtype in (torch.bfloat16, torch.float16):
+                made.view(torch.int16)[tensor.isnan()] = 0x7FFF
+        copied(to, seen, *more)
+
+    torch._foreach_copy_ = through_fp32
+    one_rank(arguments)
+
+
+def one_rank_in_16_bits(arguments: list[str]) -> None:
+    """4-bit codes as numbers of 16 bits, as they were gathered once."""
+    policy, packed = MixedPrecisionPolicy(torch.bfloat16, torch.float32), four_bit.pack
+    four_bit.fsdp_policy = lambda *_: policy
+    four_bit.pack = lambda base: packed(base, torch.bfloat16)
+    one_rank_as_on_gpus(arguments)
+
+
+@pytest.fixture(scope="module")
+def runs(small, untied, tmp_path_factory) -> Callable[[str], Path]:
+    """`runs(kind)`: the folder of a run of four steps, and of one that goes on from its second."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    given = [
+        *small,
+        f"model.name={untied}",
+        "train.max_steps=4",
+        "train.warmup_steps=0",
+        "train.save_steps=2",
+    ]
+    given += [
+        "train.effective_batch_size=2",
+        "train.logging_steps=1",
+        "eval.forgetting=false",
+        "eval.samples=0",
+    ]
+    given += ["eval.max_new_tokens=1", "train.learning_rate=1e-3", "train.save_total_limit=5"]
+
+    @functools.cache
+    def of(kind: str) -> Path:
+        by_rank_0, precision, _ = KINDS[kind]
+        launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
+        launch["ACCELERATE_MIXED_PRECISION"] = precision
+        whole, half = folder / kind, folder / f"{kind}-again"
+        words = ["train", str(QUICKSTART), f"adapter.type={kind}", *given, "--quiet"]
+        two_ranks.run(one_rank, [*words, f"train.output_dir={whole}"], **launch)
+        shutil.copytree(whole, half, ignore=shutil.ignore_patterns("step-4", "adapter", "model", "eval.json"))
+        two_ranks.run(one_rank, [*words, f"train.output_dir={half}", "--resume"], **launch)
+        return folder
+
+    return of
+
+
+@pytest.mark.parametrize("kind", soak_except(["lora"], KINDS))
+def test_the_weights_are_split_and_what_is_saved_is_whole(
+    kind: str, runs: Callable[[str], Path], untied, train, monkeypatch
+) -> None:
+    _, precision, near = KINDS[kind]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    folder = RunFolder(runs(kind) / kind)
+    receipts = {one["option"]: one for one in json.loads((folder.path / "checks.json").read_text())}
+    assert receipts["split by FSDP"]["actual"].startswith("50.0%")
+    assert receipts["saved tensors"]["passed"] and receipts["saved weights"]["passed"]
+    assert receipts["speed.loss"]["actual"].startswith("chunked"), "of a head that trains, and is split, too"
+    alone = train(
+        f"adapter.type={kind}",
+        f"model.name={untied}",
+        "train.max_steps=4",
+        "train.effective_batch_size=2",
+        "train.logging_steps=1",
+        "train.learning_rate=1e-3",
+        "eval.max_new_tokens=1",
+    )
+    both = [losses(one) for one in (folder, alone)]
+    assert both[0] == pytest.approx(both[1], rel=near)
+
+
+def on_two_ranks(
+    given: list[str],
+    small: tuple[str, str],
+    place: Path,
+    by_rank_0: str,
+    precision: str = "no",
+    rank: Any = one_rank,
+) -> dict[str, Any]:
+    """A run that both split, into `place`; its receipts, all of which must hold, by option."""
+    launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
+    launch["ACCELERATE_MIXED_PRECISION"] = precision
+    words = [
+        "train",
+        str(QUICKSTART),
+        *small,
+        *given,
+        "train.warmup_steps=0",
+        "eval.forgetting=false",
+        "--quiet",
+    ]
+    two_ranks.run(rank, [*words, f"train.output_dir={place}"], **launch)
+    receipts = json.loads((place / "checks.json").read_text())
+    assert all(one["passed"] for one in receipts)
+    return {one["option"]: one["actual"] for one in receipts}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "by_rank_0"), OTHERS)
+def test_other_adapters_train_what_one_process_does(
+    kind: str, by_rank_0: str, small, untied, train, tmp_path
+) -> None:
+    given = [f"adapter.type={kind}", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
+    given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
+    found = on_two_ranks(given, small, tmp_path / "two", by_rank_0)
+    assert found["split by FSDP"].startswith("50.0%")
+    assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=2e-6)
+
+
+@pytest.mark.soak
+def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, monkeypatch) -> None:
+    """Whatever bits they are: what lies in numbers of 16 bits is other codes where CUDA has copied it."""
+    given = ["adapter.type=qlora", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
+    given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
+    place = tmp_path / "two"
+    found = on_two_ranks(given, small, place, "false", "bf16", one_rank_as_on_gpus)
+    assert found["codes that FSDP gathers"] == "all 14" and found["saved weights"] == "0"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert losses(RunFolder(place)) == pytest.approx(losses(train(*given)), rel=2e-3)
+    with pytest.raises(AssertionError, match="codes that FSDP gathers: asked for one thing, got another"):
+        on_two_ranks(given, small, tmp_path / "once", "false", "bf16", one_rank_in_16_bits)
+
+
+@pytest.mark.soak
+def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
+    """And run again in backward; on a GPU `auto` compiles them: launch_env.eager."""
+    given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]
+    given += ["speed.activation_checkpointing=full", "data.packing=true", "data.max_length=256"]
+    given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]
+    found = on_two_ranks([*given, "speed.compile=true"], small, tmp_path / "two", "true")
+    assert found["split by FSDP"].startswith("50.0%") and found["speed.compile"].startswith("0 graph breaks")
+    assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", soak_except(["lora"], KINDS))
+def test_a_run_goes_on_bit_for_bit(kind: str, runs: Callable[[str], Path]) -> None:
+    whole, again = RunFolder(runs(kind) / kind), RunFolder(runs(kind) / f"{kind}-again")
+    ends = [one.checkpoints / "step-4" for one in (whole, again)]
+    for path in ends:
+        checkpoints.verify(path)
+    kept = [checkpoints.digests(path) for path in ends]
+    tensors = {name for name in kept[0] if name.endswith(".safetensors")}
+    assert {"weights.safetensors", "optimizer.safetensors"} <= tensors
+    assert {name: kept[0][name] for name in tensors} == {name: kept[1][name] for name in tensors}
+    assert losses(whole) == losses(again)
+    optimizer = checkpoints.read_tensors(ends[0], "optimizer.safetensors")
+    weights = checkpoints.read_tensors(ends[0], "weights.safetensors")
+    moments = [tensor for name, tensor in optimizer.items() if name.endswith("exp_avg")]
+    assert sorted(p.shape for p in moments) == sorted(p.shape for p in weights.values()), "whole, not parts"
+
+
+def test_a_run_that_was_not_split_does_not_go_on_split_nor_the_other_way_round(
+    runs: Callable[[str], Path],
+) -> None:
+    path = runs("lora") / "lora" / "checkpoints" / "step-2"
+    kept = checkpoints.read_json(path, checkpoints.CONTRACT)
+    facts = {name: value for name, value in kept["facts"].items() if name != "weights split by"}
+    for then, now in ((facts, kept["facts"]), (kept["facts"], facts)):
+        with pytest.raises(UserError, match="weights split by") as raised:
+            resume_contract.compare({**kept, "facts": then}, {**kept, "facts": now}, path)
+        assert raised.value.code == 4
+
+
+def test_state_that_can_not_be_made_whole_is_refused_by_name() -> None:
+    low = loader.load(QUICKSTART, ["train.optim=adamw_torch_8bit"]).train
+    for section, resumes in ((low.model_copy(update={"save_steps": 5}), None), (low, "newest")):
+        with pytest.raises(UserError, match="FSDP, under adamw_torch_8bit") as raised:
+            stopping.check(section, resumes, "FSDP")
+        assert raised.value.code == 3
+    stopping.check(low, None, "FSDP")
+    stopping.check(Train(save_steps=5), "newest", "FSDP")
+    stopping.check(Train(save_steps=5), "newest", "DeepSpeed")
+    with pytest.raises(UserError, match="DeepSpeed in fp16"):
+        stopping.check(Train(save_steps=5), None, "DeepSpeed in fp16")
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(10**6, False), (10**12, True)])
+def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: bool, tmp_path) -> None:
+    """Twelve bytes a weight: 9.2 MB of these 0.77 M; only where weights are split, and checkpoints made."""
+    (tmp_path / "memory.max").write_text(str(limit))
+    (tmp_path / "memory.current").write_text("0")
+    loaded = loader.load(QUICKSTART, ["adapter.type=full", "train.save_steps=2"])
+    model, setup = (
+        torch.nn.Linear(1024, 750),
+        machine_setup.choose(attention="sdpa", base="auto", adapter_type="full"),
+    )
+    split = dataclasses.replace(
+        setup, launch=dataclasses.replace(setup.launch, sharded="FSDP", splitter="FSDP")
+    )
+    no = loaded.train.model_copy(update={"save_strategy": "no", "save_steps": None})
+    where = str(tmp_path / "run")
+    for section, own in ((loaded.train, setup), (no, split)):
+        stages.check_space(model, section, loaded.speed, own, where, loaded.eval, tmp_path)
+    if fits:
+        stages.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
+        return
+    with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
+        stages.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
+    assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
+
+
+def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeypatch) -> None:
+    loaded, model = loader.load(QUICKSTART, ["adapter.type=full"]), torch.nn.Linear(10, 10, bias=False)
+    setup, told = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full"), list[int]()
+    monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
+    for evaluated in (Eval(), Eval(eval_steps=2), Eval(eval_steps=2, load_best_model_at_end=False)):
+        stages.check_space(model, loaded.train, loaded.speed, setup, str(tmp_path), evaluated)
+    assert told == [1200, 1600, 1200], "weights and moments in fp32"
+
+
+def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
+    """What splits weights leaves each process its part of them, and two layers; a base of codes leaves."""
+    loaded = loader.load(QUICKSTART, ["adapter.type=full"])
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full")
+    launch = dataclasses.replace(setup.launch, processes=4, sharded="FSDP", splitter="FSDP")
+    split = dataclasses.replace(setup, launch=launch)
+    base = loading.load(loaded.model, setup, "cpu")
+    whole = sum(p.nbytes for p in base.parameters())
+    linear = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
+    layers = sum(p.nbytes for layer in base.model.layers[:2] for p in layer.parameters())
+    work = stages.work_of(base, loaded, split, 64, 0.0)
+    assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
+    alone = stages.work_of(base, loaded, setup, 64, 0.0)
+    assert (alone.parts, alone.awaited) == (1, 0)
+    assert (work.each, alone.each) == (12, 12), "gradient and AdamW's moments"
+    for processes, precision, more in ((1, "bf16", 2 * linear), (4, "no", 0), (4, "bf16", 2 * linear)):
+        launch = dataclasses.replace(setup.launch, processes=processes, precision=precision)
+        work = stages.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
+        assert work.awaited == pytest.approx(more / 2**30), "autocast's copies"
+        assert work.each == (16 if processes > 1 else 12), "and the gradients DDP sends"
+    how = {"fused": False, "compiled": False}
+    rooms = [apply_to_model.memory(base, 64, setup.hardware, **how, parts=n).room for n in (1, 4)]
+    assert rooms[1] - rooms[0] == pytest.approx(12 * whole / 4 * 0.75 / 2**30, rel=1e-3)
+    light = apply_to_model.memory(base, 64, setup.hardware, **how, each=6.0).room
+    assert light - rooms[0] == pytest.approx((12 - 6) * whole / 4 / 2**30, rel=1e-3)
+    elsewhere = base.to("meta")  # where its head is a copy
+    whole = sum(p.nbytes for p in elsewhere.parameters())
+    work = stages.work_of(elsewhere, loaded, split, 64, 0.0)
+    assert work.awaited == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
+
+
+def losses(folder: RunFolder) -> list[float]:
+    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]

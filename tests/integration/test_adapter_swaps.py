@@ -1,0 +1,43 @@
+"""Every shipped recipe with every adapter type: valid, or refused by the one key that stands in the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from finetune.cli import main
+from finetune.core import shipped_files
+from support.adapters import ADAPTERS
+from support.runs import receipts
+from support.soak import soak_except
+
+RECIPES = shipped_files.recipes()
+# But for those that need a GPU, and those that train twenty steps as they are (test_loss_curves.py)
+TRAINED = [name for name in RECIPES if not name.startswith(("gpus/", "isc25/", "llama3_8b/", "adapters/"))]
+EACH_CHANGE = ["quickstart", "llama3_1b/dora", "mistral_7b/adalora", "qwen3_8b/full", "qwen3_8b/qlora"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_adapter_swapped_into_a_recipe_is_checked_on_the_model_itself(
+    name: str, small, two_layers, capsys
+) -> None:
+    """Names of modules and shapes too, for the model is there. A stated base may be none for the type."""
+    for kind in ADAPTERS:
+        words = ["check", str(RECIPES[name]), f"adapter.type={kind}", f"model.name={two_layers}", *small]
+        words += ["model.revision=null"]
+        code = main.main(words)
+        said = capsys.readouterr().err
+        assert code == 0 or said.startswith("error: model.quantization: "), said
+        if code:
+            assert "  try: " in said and main.main([*words, "model.quantization=auto"]) == 0, (
+                capsys.readouterr().err
+            )
+
+
+@pytest.mark.parametrize("name", soak_except(EACH_CHANGE, TRAINED))
+def test_a_recipe_trains_two_steps_with_another_adapter(name: str, train) -> None:
+    """Each with the next type in turn."""
+    given = [f"adapter.type={ADAPTERS[TRAINED.index(name) % len(ADAPTERS)]}", "model.quantization=auto"]
+    given += ["model.revision=null", "data.max_length=256", "eval.generate=false"]
+    given += ["train.effective_batch_size=2", "train.per_device_train_batch_size=1"]
+    run = train(*given, recipe=RECIPES[name])
+    assert all(receipt["passed"] for receipt in receipts(run).values())

@@ -1,0 +1,285 @@
+"""What was published names no path of this machine, and is used from there: opened, trained on, merged."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.export.publishing import without_paths
+from finetune.hub import client
+from finetune.recipe import loader
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
+from support.hub_server import Hub, Repo
+from support.paths import DATA, MODEL, QUICKSTART
+from support.runs import metrics, receipts
+
+# huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
+HERE = [f"model.name={MODEL}", f"data.validation={DATA / 'test.jsonl'}"]
+
+
+def publish(run: RunFolder, *options: str) -> str:
+    """The commit of a run that is published as me/notes."""
+    assert main.main(["publish", str(run.path), "--repo", "me/notes", "--quiet", *options]) == 0
+    return run.read("publish.json")["commit"]
+
+
+def test_a_published_run_is_opened_and_merged(hub: Hub, trained, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 2)
+    pinned = f"me/notes@{publish(trained())}"
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["merge", pinned]) == 2
+    said = capsys.readouterr()
+    assert "./model" in said.err and "model.name=PATH" in said.err and "data.validation=null" in said.err
+    folder = RunFolder(Path("runs") / f"notes-{pinned[-40:][:8]}")
+    assert f"{pinned} is in {folder.path}" in said.out
+    assert main.main(["merge", pinned, *HERE, "--dtype", "float32", "--quiet"]) == 0
+    assert folder.read("merge.json")["merged"]["against_tuned"]["same_top"] == 1
+    hub.requests.clear()
+    assert run_folder.open_run(pinned) == folder and not hub.asked("/resolve/"), "it is in the cache"
+    assert main.main(["publish", str(folder.path), "--merged", "--repo", "me/merged", "--quiet"]) == 0
+    files = hub.repos["me/merged"].files
+    assert {"config.json", "model.safetensors", "merge.json"} <= files.keys()
+    assert "adapter_config.json" not in files and str(tmp_path).encode() not in files["merge.json"]
+
+
+def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, small, capsys) -> None:
+    """On another machine: the base and the held-out rows lie elsewhere, and the figures are the same."""
+    folder = trained()
+    pinned = f"me/notes@{publish(folder)}"
+    monkeypatch.chdir(tmp_path)
+    rows = Path(shutil.copyfile(small[1].partition("=")[2], tmp_path / "elsewhere.jsonl"))
+    command = ["evaluate", pinned, HERE[0], f"data.validation={rows}"]
+    assert main.main(command) == 0
+    assert "is not what the run held out" not in capsys.readouterr().out
+    (opened,) = (tmp_path / "runs").iterdir()
+    assert RunFolder(opened).read("eval.json")["tuned"] == folder.read("eval.json")["tuned"]
+
+
+def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys) -> None:
+    commit = publish(trained())
+    other = ["adapter.from_other_base=true", "data.validation=null", HERE[0]]
+    second = train(f"adapter.init_from=me/notes@{commit}", *other, name="second")
+    assert receipts(second)["adapter.init_from"]["actual"] == f"all 84 of me/notes@{commit}"
+    train(f"adapter.init_from=me/notes@{'0' * 40}", *other, name="third", code=3)
+    assert "no such repository or revision" in capsys.readouterr().err
+    assert main.main(["check", "recipes/quickstart.yaml", "adapter.init_from=me/notes"]) == 0
+    assert "pin it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("token", [True, False])
+def test_a_mistyped_folder_is_told_from_a_hub_id(
+    token: bool, hub: Hub, tmp_path, monkeypatch, capsys
+) -> None:
+    """Asked without a token, the Hub answers 401 to a name that it has not."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("models/llama", "runs/first"):
+        Path(name).mkdir(parents=True)
+    if not token:
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nowhere")
+        for name in ("models/lama", "runs/frist"):
+            hub.fail(f"/{name}/", 401, times=99)
+    for key, name, near in (
+        ("model.name", "models/lama", "models/llama"),
+        ("adapter.init_from", "runs/frist", "runs/first"),
+    ):
+        given = [
+            str(QUICKSTART),
+            *HERE,
+            f"data.name={DATA / 'test.jsonl'}",
+            "data.validation=null",
+            f"{key}={name}",
+        ]
+        assert main.main(["check", *given]) == 0
+        assert f"note: {key}: {name} is no folder here ({near} is)" in capsys.readouterr().out
+        assert main.main(["train", *given, "train.output_dir=run", "--quiet"]) == 3
+        said = capsys.readouterr().err
+        assert "error: no such" in said.replace(f"{key}: ", "") and "found:     no such folder here" in said
+        assert f"try:       {near}, which is here; or check the name" in said
+    assert main.main(["check", *given, "adapter.init_from=./runs/frist"]) == 2
+    assert "try:       runs/first" in capsys.readouterr().err
+
+
+class Moving(Repo):
+    """A repository whose `main` is another commit whenever it is asked for."""
+
+    def at(self, revision: str) -> str | None:
+        if revision == "main":
+            self.branches["main"] = next(sha for sha in self.commits if sha != self.branches["main"])
+        return super().at(revision)
+
+
+def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_layers, untied, capsys) -> None:
+    """Config, tokenizer and weights; which it was is kept, and is what is opened again."""
+    repo = hub.repos["me/base"] = Moving(private=False)
+    commits = []
+    for folder in (two_layers, untied):
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
+        commits.append(repo.commit("main", files, folder.name))
+    run = train("model.name=me/base", "train.max_steps=4", "--until=1", code=75)
+    asked = {line.split("/resolve/")[1].partition("/")[0] for line in hub.requests if "/resolve/" in line}
+    (commit,) = asked & set(commits)
+    assert len(asked) == 1, asked
+    assert f'revision: "{commit}"  # hub: the commit of main' in run.recipe.read_text()
+    other = "model.name=me/base", f"model.revision={next(sha for sha in commits if sha != commit)}"
+    train(*other, "train.max_steps=4", "--resume", code=4)
+    assert f"model.revision={commit}, as it was" in capsys.readouterr().err
+    hub.requests.clear()
+    assert main.main(["train", str(run.recipe), "--resume", "train.max_steps=4", "--quiet"]) == 0
+    assert not [line for line in hub.requests if "main" in line], "what is resolved names the commit"
+    kept = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert (kept["base_model_name_or_path"], kept["revision"]) == ("me/base", commit)
+    assert receipts(run)["base of the adapter"]["actual"] == f"me/base {commit}"
+    # it is finished, whatever the branch is now; and an adapter of it goes on under the branch's name
+    steps = len(metrics(run))
+    again = [str(run.recipe), "model.revision=main", "train.max_steps=4", "--resume=auto", "--quiet"]
+    assert main.main(["train", *again]) == 0
+    branch = "model.name=me/base", "model.revision=main", f"adapter.init_from={run.adapter}"
+    assert main.main(["check", str(QUICKSTART), *branch]) == 0 and len(metrics(run)) == steps
+    # another base has no such commit
+    there = loader.load(run.recipe, [f"model.name={two_layers}"])
+    assert there.model.revision is None and "is displaced" in "".join(there.origin.notices)
+    assert loader.load(run.recipe, ["model.name=me/base"]).model.revision == commit
+    given = loader.load(run.recipe, ["model.revision=v1", "model.name=me/other"])
+    assert given.model.revision == "v1"
+
+
+def test_processes_that_one_starts_read_the_same_commit(hub: Hub, monkeypatch) -> None:
+    """A branch is asked for once: children have the answer in their environment."""
+    repo = hub.repos["me/base"] = Moving(private=False)
+    commits = [repo.commit("main", {"config.json": b"{}"}, str(number)) for number in range(2)]
+    first = client.commit("me/base", "main")
+    asked = len(hub.requests)
+    assert first in commits and client.commit("me/base", "main") == first and len(hub.requests) == asked
+    told = json.loads(os.environ[client.COMMITS])
+    assert told == {"me/base@main": first}
+    monkeypatch.setenv(client.COMMITS, "{}")
+    assert client.commit("me/base", "main") != first, "it has moved"
+    with pytest.raises(UserError, match="no such model or revision"):
+        client.commit("me/none", "main")
+
+
+def test_full_fine_tuning_goes_up_whole(hub: Hub, trained, tmp_path, monkeypatch) -> None:
+    commit = publish(trained("full"), "publish.base_model=org/base")
+    files = hub.repos["me/notes"].files
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+    assert "training_args.bin" not in files and b"library_name: transformers" in files["README.md"]
+    monkeypatch.chdir(tmp_path)
+    opened = run_folder.open_run(f"me/notes@{commit}")
+    assert opened.weights == opened.model and (opened.model / "model.safetensors").exists()
+
+
+def test_of_this_machine_s_paths_only_names_are_said() -> None:
+    known = {"/data/my set/train.jsonl": "train.jsonl", "/home/jane": "~", "/": ""}
+    said = {
+        "sources": [{"source": "/data/my set/train.jsonl"}],
+        "data": {"/x/y/task.yaml": "1"},
+        "how": "of /a/b/c (x/y), https://h.co/a/b, 3 tokens/s, /home/jane/d/e, </s>",
+        "worst": [{"where": "/data/my set/train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
+    }
+    assert without_paths(said, known) == {
+        "sources": [{"source": "train.jsonl"}],
+        "data": {"task.yaml": "1"},
+        "how": "of c (x/y), https://h.co/a/b, 3 tokens/s, e, </s>",
+        "worst": [{"where": "train.jsonl:3", "prompt": "see /usr/share/doc, /home/janet/x"}],
+    }
+
+
+def test_held_out_rows_from_elsewhere_are_known_by_the_file_s_name(hub: Hub, trained, tmp_path) -> None:
+    folder, secret = trained(), tmp_path / "acme secret, (new)" / "other.jsonl"
+    secret.parent.mkdir()
+    secret.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[20:23]))
+    assert main.main(["evaluate", str(folder.path), f"data.validation={secret}"]) == 0
+    other = folder.path / "eval.other.json"  # an earlier version wrote it over the run's own
+    assert "acme" in other.read_text() and "acme" not in (folder.path / "eval.json").read_text()
+    other.replace(folder.path / "eval.json")
+    publish(folder)
+    files = hub.repos["me/notes"].files
+    assert not [name for name, content in files.items() if b"acme" in content or b"secret" in content]
+    result = json.loads(files["eval.json"])
+    assert {row["where"] for row in result["worst"]} == {f"other.jsonl:{line}" for line in (1, 2, 3)}
+    assert [part["source"] for part in result["sources"]] == ["other.jsonl"]
+    assert result["settings"]["notes"] == ["other.jsonl is not what the run held out"]
+
+
+def test_files_of_one_name_stay_apart(hub: Hub, trained, tmp_path) -> None:
+    folder, files = trained(), [tmp_path / name / "train.jsonl" for name in "ab"]
+    report, result = folder.read("data_report.json"), folder.read("eval.json")
+    report["train"]["sources"] = {str(path): path.parent.name * 64 for path in files}
+    folder.write("data_report.json", report)
+    folder.write("eval.json", {**result, "worst": [{"where": f"{path}:1"} for path in files]})
+    publish(folder, f"data.name=[{files[0]},{files[1]}]")
+    there = hub.repos["me/notes"].files
+    report, result = json.loads(there["data_report.json"]), json.loads(there["eval.json"])
+    assert report["train"]["sources"] == {"train.jsonl": "a" * 64, "train.jsonl (2)": "b" * 64}
+    assert [row["where"] for row in result["worst"]] == ["train.jsonl:1", "train.jsonl (2):1"]
+
+
+def test_merged_says_what_makes_it(trained, capsys) -> None:
+    folder = trained()
+    command = ["publish", str(folder.path), "--merged", "--dry-run"]
+    assert main.main(command) == 2
+    assert f"finetune merge {folder.path}" in capsys.readouterr().err
+    for name in ("merged-int8", "merged-int4"):
+        (folder.path / name).mkdir()
+    folder.write("merge.json", {"merged-int8": {}, "merged-int4": {}})
+    assert main.main(command) == 2
+    assert "merged-int8, merged-int4" in capsys.readouterr().err
+
+
+def test_a_quantised_model_s_card_has_its_own_scores(hub: Hub, trained, monkeypatch) -> None:
+    monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 2)
+    folder = trained()
+    assert main.main(["merge", str(folder.path), "--quantize", "int8", "--quiet"]) == 0
+    publish(folder, "--merged")
+    written = ModelCard(hub.repos["me/notes"].files["README.md"].decode())
+    scores = folder.read("merge.json")["merged-int8"]["scores"]
+    loss = next(result for result in written.data.eval_results if result.metric_type == "loss")
+    assert loss.metric_value == scores["quantized"]["loss"] != scores["tuned"]["loss"]
+    assert "pip install torchao" in written.text
+
+
+def test_what_is_not_published_there(hub: Hub, capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hub.add("me/other", **{"config.json": b"{}"})
+    assert main.main(["evaluate", "me/other@main"]) == 2
+    assert "no recipe.resolved.yaml" in capsys.readouterr().err
+    assert main.main(["evaluate", "me/none@main"]) == 3
+    assert main.main(["evaluate", "runs/quikstart"]) == 2 and not hub.asked("quikstart")
+    assert "organisation/name@revision" in capsys.readouterr().err
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert main.main(["evaluate", "me/none@main"]) == 3
+    assert "unset HF_HUB_OFFLINE" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_moved(trained, tmp_path) -> None:
+    folder = trained()
+    text = folder.recipe.read_text()
+    for path in (str(MODEL), str(DATA)):
+        text = text.replace(path, "/gone")
+    gone = json.dumps("/gone/test.jsonl")
+    text = "\n".join(
+        f"  validation: {gone}" if "  validation: " in line else line for line in text.splitlines()
+    )
+    moved = RunFolder(Path(shutil.copytree(folder.path, tmp_path / "moved")))
+    moved.recipe.write_text(text + "\n")
+    with pytest.raises(UserError) as raised:
+        run_folder.recipe_of(moved)
+    assert [problem.key for problem in raised.value.problems] == ["model.name"], (
+        "its held-out rows are with it"
+    )
+    (moved.path / run_folder.HELD_OUT).unlink()
+    with pytest.raises(UserError) as raised:
+        run_folder.recipe_of(moved)
+    assert [problem.key for problem in raised.value.problems] == ["model.name", "data.validation"]
+    assert run_folder.recipe_of(moved, files=False).model.name == "/gone"
+    found = run_folder.recipe_of(moved, [HERE[0], "data.validation=null"])
+    assert found.model.name == str(MODEL) and found.data.validation is None
+    assert main.main(["publish", str(moved.path), "--dry-run", "--quiet"]) == 0

@@ -1,0 +1,392 @@
+"""Tasks of `finetune evaluate`: of every kind, against lm-eval itself, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.data.encoding import make_encoder
+from finetune.data.examples import Row
+from finetune.data.formats import convert
+from finetune.evaluation import lm_eval_harness, tasks
+from finetune.recipe.schema import Data, Eval, Model
+from support.paths import MODEL, ROOT
+from support.small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
+
+KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
+
+
+def test_every_kind_of_task_gives_lm_evals_own_numbers(train, two_layers, task_files, tmp_path) -> None:
+    """Base and tuned by the command, against lm-eval given the adapter's path and a YAML of its own form."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    named = json.dumps([*task_files, "general_knowledge"])
+    run = train(f"model.name={two_layers}", f"eval.tasks={named}", "eval.limit=12", "eval.forgetting=true")
+    found = run.read("eval.json")
+    assert set(found["tasks"]) == {
+        *("general_text", "general_knowledge", "choice", "exact", "found", "as_json", "likely")
+    }
+    assert found["tasks"]["choice"]["rows"] == 12 and found["tasks"]["general_text"]["rows"] == 48
+    forgetting = {name for name, task in found["tasks"].items() if task["forgetting"]}
+    assert forgetting == {"general_text", "general_knowledge", "likely"}
+    assert found["tasks"]["exact"]["settings"]["apply_chat_template"] is True
+
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "choice.yaml").write_text(
+        "task: theirs\ndataset_path: json\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'choice.jsonl'}}}}}\n"
+        'test_split: test\noutput_type: multiple_choice\ndoc_to_text: "{{question}}"\n'
+        'doc_to_choice: "{{options}}"\ndoc_to_target: "{{right}}"\n'
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+    )
+    for side, adapter in (("base", {}), ("tuned", {"peft": str(run.adapter)})):
+        loaded = {"pretrained": str(two_layers), "dtype": "float32", **adapter}
+        manager = TaskManager(include_path=str(theirs), include_defaults=False)
+        own: Any = simple_evaluate("hf", loaded, ["theirs"], task_manager=manager, device="cpu", batch_size=5)
+        assert own["results"]["theirs"]["acc,none"] == found["tasks"]["choice"][side]["acc"]
+    # lm-eval's own file as a task of ours: the same again, and what was evaluated before is kept
+    assert main.main(["evaluate", str(run.path), "--tasks", str(theirs / "choice.yaml"), "--quiet"]) == 0
+    again = run.read("eval.json")["tasks"]
+    assert again["theirs"]["tuned"]["acc"] == found["tasks"]["choice"]["tuned"]["acc"]
+    assert again["choice"] == found["tasks"]["choice"]
+
+
+def test_what_an_answer_must_be_to_be_right() -> None:
+    def right(kind: str, said: str, wanted: str, pattern: str | None = None) -> float:
+        named: Any = kind
+        asked = tasks.Task(task="t", data="d", kind=named, prompt="", pattern=pattern)
+        return tasks.right(asked, said, wanted)
+
+    assert right("exact_match", " <think>no</think> yes\n", "yes") == 1.0
+    assert right("exact_match", "yes.", "yes") == 0.0
+    assert right("json_match", 'Here: {"b": 2, "a": [1]} and more', '{"a": [1], "b": 2}') == 1.0
+    assert right("json_match", "{broken", '{"a": 1}') == 0.0
+    assert right("json_match", "[" * 3000, '{"a": 1}') == 0.0
+    extract = "answer1|answer2"
+    assert right("regex_match", "the correct answer is answer2, not answer1", "answer2", extract) == 1.0
+    assert right("regex_match", "Answer2", "answer2", extract) == 0.0  # case-sensitive, as the paper's script
+    assert right("regex_match", "The total is 42 or 43", "42", r"is (\d+)") == 1.0
+
+
+def test_a_number_is_an_index_and_a_text_a_choice() -> None:
+    asked = {"task": "t", "data": "d", "kind": "multiple_choice", "prompt": "?", "choices": "{{ c }}"}
+    task = tasks.Task.model_validate({**asked, "answer": "{{ a }}"})
+    numbers = ["4", "3", "2", "1"]
+    for answer, index in (("1", 3), ("4", 0), (0, 0)):
+        assert tasks._document(task, {"c": numbers, "a": answer})["answer"] == index
+    assert tasks._document(task, {"c": ["x", "1"], "a": 1})["answer"] == 1
+    with pytest.raises(
+        ValueError, match="answer 1 is an index and also another choice: write the right choice as text"
+    ):
+        tasks._document(task, {"c": numbers, "a": 1})  # as a .csv has it, the last one
+    assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
+    with pytest.raises(ValueError, match="none of the choices"):
+        tasks._document(task, {"c": ["x", "y"], "a": "²"})  # a digit, and no number
+
+
+def test_a_null_is_no_text() -> None:
+    """It was asked, and scored, as "None"; a template may look whether there is one."""
+    asked = {"task": "t", "data": "d", "kind": "exact_match", "answer": "b"}
+    row = {"text": None, "said": "yes"}
+    for prompt in ("{{ text }}", "Q: {{ text }}", "{{ text }}{{ said }}"):
+        with pytest.raises(ValueError, match="null"):
+            tasks._document(tasks.Task.model_validate({**asked, "prompt": prompt}), row)
+    guarded = {**asked, "prompt": "{% if text %}{{ text }}{% endif %}{{ said }}"}
+    assert tasks._document(tasks.Task.model_validate(guarded), row)["prompt"] == "yes"
+    choice = {**asked, "kind": "multiple_choice", "prompt": "?", "choices": ["b", "{{ text }}"]}
+    with pytest.raises(ValueError, match="a choice is null"):
+        tasks._document(tasks.Task.model_validate(choice), row)
+
+
+def test_shipped_tasks_are_whole() -> None:
+    asked = tasks.read(KNOWLEDGE)
+    assert asked
+    rows = tasks.documents(asked, KNOWLEDGE)
+    assert len(rows) == 100 and all(len(row["choices"]) == 4 for row in rows)
+    files = sorted((ROOT / "examples" / "commonsense").glob("*.yaml"))
+    assert len(files) == 8
+    for path in files:
+        task = tasks.read(str(path))
+        assert task and task.kind == "regex_match" and task.chat and task.pattern
+
+
+def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
+    from support.paths import ASSETS
+
+    for name, file in (("arc_easy", "ARC-Easy"), ("openbookqa", "openbookqa")):
+        source = ASSETS / "commonsense" / f"{file}_train.json"
+        if not source.exists():
+            pytest.skip(f"needs {source}")
+        shipped = ROOT / "examples" / "commonsense" / f"{name}.yaml"
+        (tmp_path / file).mkdir()
+        shutil.copy(source, tmp_path / file / "test.json")
+        path = shutil.copy(shipped, tmp_path)
+        task = tasks.read(str(path))
+        assert task
+        rows = tasks.documents(task, str(path))
+        outputs = [row["output"] for row in json.loads(source.read_text())]
+        assert all(tasks.right(task, said, row["answer"]) for said, row in zip(outputs, rows, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("kind: multiple_choise\nprompt: a\n", ("try:       multiple_choice", "bad.yaml:2:1")),
+        ("kind: multiple_choice\nprompt: '{{ question }}'\n", ("choices", "is required")),
+        (
+            CHOICE.replace("question", "qestion"),
+            ("'qestion' is undefined", "columns question, options, right"),
+        ),
+        (CHOICE.replace("options", "right"), ("not a list of two or more",)),
+        (CHOICE.replace("right", "question"), ("none of the choices",)),
+        (CHOICE + "chioces: a\n", ("unknown key", "choices")),
+        (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
+        ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is broken",)),
+        ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
+        ("kind: json_match\nprompt: a\nanswer: yes {{ right }}\n", ("'yes 0', not a JSON object or list",)),
+        ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
+        ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),
+        (
+            "kind: exact_match\nprompt: a\nanswer: b\npattern: c\ndelimiter: ''\n",
+            ("pattern: is not read by exact_match", "kind: regex_match", "delimiter: is not read by"),
+        ),
+        ("kind: perplexity\nprompt: a\nstop: [b]\n", ("is not read by perplexity",)),
+    ],
+)
+def test_a_task_file_that_is_wrong_is_explained(text, said, tmp_path, capsys, small) -> None:
+    path = write_task(tmp_path, "bad", QUESTIONS, text)
+    assert main.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{path}]", *small]) == 2
+    printed = capsys.readouterr().err
+    assert all(part in printed for part in said), printed
+
+
+@functools.cache
+def all_of_them() -> Any:
+    """lm-eval's own list of its 14,000 tasks: each takes ten seconds to make, and is the same."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+@pytest.mark.soak
+def test_tasks_that_are_not_there(train, two_layers, tmp_path, capsys, monkeypatch) -> None:
+    listed = all_of_them()
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: listed)
+    missing = tmp_path / "knowlege.yaml"
+    assert main.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{missing}]"]) == 2
+    assert "cannot read the task" in capsys.readouterr().err
+    run = train(f"model.name={two_layers}")
+    before = run.read("eval.json")
+    assert main.main(["evaluate", str(run.path), "--tasks", "arc_eazy"]) == 2
+    assert "no such task" in capsys.readouterr().err and run.read("eval.json") == before
+
+
+def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) -> None:
+    found = tasks.find_spec
+    monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "lm_eval" else found(name))
+    assert main.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
+    assert "finetune-toolkit[eval]" in capsys.readouterr().err
+    with pytest.raises(UserError, match="needs lm-eval") as raised:  # a local task needs it too
+        lm_eval_harness.check(Eval(tasks=["general_knowledge"]))
+    assert raised.value.code == 3
+    monkeypatch.undo()
+    if found("vllm") is None:
+        asked = ["eval.tasks=[arc_easy]", "eval.engine=vllm"]
+        assert main.main(["check", "recipes/quickstart.yaml", *asked]) == 3
+        assert "pip install vllm" in capsys.readouterr().err
+
+
+def test_tasks_are_found_before_weights_are_read(two_layers, tmp_path, capsys, small, monkeypatch) -> None:
+    from finetune.models import loading
+
+    def never(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    listed = all_of_them()
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: listed)
+    monkeypatch.setattr(loading, "load", never)
+    asked = [f"model.name={two_layers}", "eval.tasks=[arc_eazy]", f"train.output_dir={tmp_path / 'run'}"]
+    assert main.main(["train", "recipes/quickstart.yaml", *asked, *small, "--quiet"]) == 2
+    said = capsys.readouterr().err
+    assert "no such task" in said and "arc_easy" in said
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path) -> None:
+    """One would disappear; the same file twice is one task."""
+    one = write_task(tmp_path, "choice", QUESTIONS, CHOICE)
+    for other, more in (("choice2", "task: choice\n"), ("third", "task: arc_easy\n")):
+        path = write_task(tmp_path, other, QUESTIONS, more + CHOICE)
+        with pytest.raises(UserError, match="two tasks of one name"):
+            tasks.check(Eval(tasks=[one, path, "arc_easy"]))
+    with pytest.raises(UserError, match="one file, named in several ways"):
+        tasks.check(Eval(tasks=[one, f"{tmp_path}/../{tmp_path.name}/{Path(one).name}"]))
+    tasks.check(Eval(tasks=[one, one, "arc_easy"]))
+
+
+def test_an_answer_as_long_as_the_model_is_refused_before_it_loads(tmp_path) -> None:
+    longest = json.loads((MODEL / "config.json").read_text())["max_position_embeddings"]
+    base = Model(name=str(MODEL))
+    for tokens, kind, ok in (
+        (longest, "exact", False),
+        (longest - 1, "exact", True),
+        (longest, "regex", False),
+    ):
+        text = f"kind: {kind}_match\nprompt: a\nanswer: b\nmax_new_tokens: {tokens}\n"
+        path = write_task(tmp_path, "long", ANSWERS, text + "pattern: a\n" * (kind == "regex"))
+        asked = ["check", "recipes/quickstart.yaml", f"model.name={MODEL}", f"eval.tasks=[{path}]"]
+        assert main.main(asked) == (0 if ok else 2)
+        if ok:
+            lm_eval_harness.check(Eval(tasks=[path]), base)
+            continue
+        with pytest.raises(UserError) as raised:
+            lm_eval_harness.check(Eval(tasks=[path]), base)
+        (problem,) = raised.value.problems
+        assert (problem.key, problem.where) == ("max_new_tokens", path)
+
+
+def test_a_check_knows_the_names_of_lm_evals_tasks(capsys, monkeypatch) -> None:
+    """Most by a file, in no time; one without is looked for among them all."""
+    made, listed = all_of_them(), list[bool]()
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: (listed.append(True), made)[1])
+    asked = ["check", "recipes/quickstart.yaml"]
+    assert main.main([*asked, "eval.tasks=[arc_easy, mmlu, winogrande, general_knowledge]"]) == 0
+    assert not listed, capsys.readouterr().err
+    assert main.main([*asked, "eval.tasks=[arc_eazy, arc_easy, gsm8x]"]) == 2
+    said = capsys.readouterr().err
+    assert listed and said.count("no such task") == 2
+    assert "arc_eazy\n  try:       arc_easy" in said and "gsm8x\n  try:       gsm8k" in said
+
+
+def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None:
+    from finetune.evaluation import lm_eval_harness
+
+    def row(index: int, right: float) -> dict[str, Any]:
+        return {"doc_id": index, "filter": "none", "prompt_hash": "a", "acc": right}
+
+    def side(values: list[float], said: float) -> dict[str, Any]:
+        rows = [row(index, value) for index, value in enumerate(values)]
+        common = {"higher_is_better": {"acc": True}, "settings": {}}
+        part = {**common, "rows": rows, "subtasks": [], "metrics": {"acc": sum(values) / len(values)}}
+        return {"part": part, "group": {**common, "rows": [], "subtasks": ["part"], "metrics": {"acc": said}}}
+
+    base, tuned = side([0.0] * 10, 0.0), side([1.0] * 9 + [0.0], 0.9)
+    found = lm_eval_harness.compare(base, tuned, set())
+    assert found["group"]["difference"]["acc"]["verdict"] == "better" and found["group"]["asked"]
+    assert not found["part"]["asked"]
+    assert found["part"]["tuned"]["acc_stderr"] == pytest.approx(0.1)
+    weighted = lm_eval_harness.compare(base, side([1.0] * 9 + [0.0], 0.7), set())
+    assert weighted["group"]["difference"] == {}
+
+
+def test_a_task_may_not_differ_between_base_and_tuned() -> None:
+    from finetune.evaluation import lm_eval_harness
+
+    row = {"doc_id": 0, "filter": "none", "prompt_hash": "a", "acc": 1.0}
+    side = {"t": {"rows": [row], "subtasks": [], "metrics": {}, "higher_is_better": {}, "settings": {}}}
+    other = {"t": {**side["t"], "rows": [{**row, "prompt_hash": "b"}]}}
+    with pytest.raises(UserError, match="not asked the same"):
+        lm_eval_harness.compare(side, other, set())
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = ROOT / "examples" / "tiny_llama" / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return lm_eval_harness.language_model(model, AutoTokenizer.from_pretrained(folder), 1)
+
+
+def test_an_answer_is_the_models_likeliest_whatever_its_generation_config_says(
+    engine, tmp_path, monkeypatch
+) -> None:
+    """As held-out rows are answered: a base's own repetition penalty is none of the task's."""
+    rows = [{"asked": "Rosa Ito from Oxford ordered 3 3 3 pears pears.", "said": "-"}]
+    task = write_task(tmp_path, "greedy", rows, f"kind: exact_match\nchat: true\n{ASKED}")
+
+    def said() -> str:
+        found = lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
+        return found["greedy"]["rows"][0]["resps"][0][0]
+
+    plain = said()
+    monkeypatch.setattr(engine.model.generation_config, "repetition_penalty", 5.0)
+    assert plain and said() == plain
+
+
+def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkeypatch) -> None:
+    """It is one word, whose perplexity no float holds; what lm-eval's own tasks end in is told."""
+    rows = [{"said": "".join(chr(0x4E00 + 7 * row + at * 11) for at in range(168))} for row in range(7)]
+    task = write_task(tmp_path, "word", rows, 'kind: perplexity\nprompt: "{{ said }}"\nanswer: null\n')
+    found = lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
+    metrics = lm_eval_harness.compare(found, found, set())["word"]["tuned"]
+    assert metrics["word_perplexity"] == math.inf and 1 < metrics["bits_per_byte"] < 100
+    assert math.isfinite(metrics["bits_per_byte_stderr"])
+
+    def fails(*_: Any, **__: Any) -> None:
+        math.exp(1000)
+
+    monkeypatch.setattr("lm_eval.simple_evaluate", fails)
+    with pytest.raises(UserError, match="math range error"):
+        lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
+
+
+def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypatch) -> None:
+    """One, or none, as in training and of held-out rows, whatever the tokenizer puts before a text."""
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.add_special_tokens({"bos_token": "<|endoftext|>"})
+    bos = [("<|endoftext|>", tokenizer.bos_token_id)]
+    before = TemplateProcessing(single="<|endoftext|> $A", special_tokens=bos)
+    tokenizer.backend_tokenizer.post_processor = before
+    task = write_task(tmp_path, "chat", ANSWERS[:1], f"kind: exact_match\nchat: true\n{ASKED}")
+    asked: list[list[int]] = []
+    generate = engine.model.generate
+
+    def heard(**options: Any) -> Any:
+        asked.extend(options["input_ids"].tolist())
+        return generate(**options)
+
+    monkeypatch.setattr(engine.model, "generate", heard)
+    said = [
+        {"role": role, "content": ANSWERS[0][name]}
+        for role, name in (("user", "asked"), ("assistant", "said"))
+    ]
+    own, row = tokenizer.chat_template, convert(Row({"messages": said}, "a:1"), Data(name="-"), "messages")
+    for template, count in ((own, 0), ("{{ bos_token }}" + own, 1)):
+        tokenizer.chat_template = template
+        lm_eval_harness.run(engine.model, tokenizer, Eval(tasks=[task], batch_size=1))
+        assert asked[-1] == make_encoder(tokenizer, Data(name="-"), chats=True).prompts([row])[0]
+        assert asked[-1].count(tokenizer.bos_token_id) == count
+
+
+@pytest.mark.parametrize("last", ["It is 4", " It is ", "It is\n", "<", " "])
+def test_chats_of_an_evaluation_are_what_lm_eval_makes_of_them(last: str, engine) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    told = [*asked, {"role": "assistant", "content": last}]
+    for turns, begins in ((asked, True), (told, False)):
+        theirs = HFLM.apply_chat_template(engine, turns, add_generation_prompt=begins)
+        assert engine.apply_chat_template(turns, add_generation_prompt=begins) == theirs
+
+
+def test_a_template_that_takes_all_ends_the_evaluation_and_not_the_machine(engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ 'x' * 10**10 }}")
+    with pytest.raises(UserError) as raised:
+        engine.apply_chat_template([{"role": "user", "content": "2 + 2?"}])
+    assert "the template took more" in str(raised.value)
+    strict = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    monkeypatch.setattr(engine.tokenizer, "chat_template", strict + "[{{ m.content }}]{% endfor %}")
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    assert engine.apply_chat_template(turns) == "[2 + 2?]", "as lm-eval does"

@@ -1,0 +1,154 @@
+"""Templates are programs of others: each under its limits, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from finetune.core.errors import UserError
+from finetune.data import chat_templates, encoding, template_sandbox
+from finetune.recipe.schema import Data
+from support.chat_tokenizers import TURNS, encoder_of, example, tokenizer_with
+from support.soak import soak_except
+
+ASKED: list[tuple[Any, Any]] = [([{"role": "user", "content": "Who came?"}], None)]
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+ENDLESS += "{% endfor %}{% endfor %}"
+DOUBLING = (
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
+)
+RECURSIVE = "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}"
+SLOW = {
+    "endless loops": (ENDLESS, "more than 5 s", 9),
+    "a power in C": (
+        "{{ 10 ** (10 ** 8) % 7 }}",
+        "more than 5 s or 256 MB",
+        15,
+    ),  # 6 s of the processor's time
+}
+QUICK = {
+    "a long text": ("{{ 'x' * 10 ** 9 }}", "256 MB"),
+    "a text that doubles": (DOUBLING, "256 MB"),
+    "a text that fits in memory": ("{{ 'x' * 20000000 }}", "characters"),
+    "attributes": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "globals": ("{{ raise_exception.__globals__['__builtins__'] }}", "unsafe"),
+    "a file included": ("{% include '/etc/hostname' %}", "no loader"),
+    "a file imported": ("{% import '/etc/hostname' as x %}", "no loader"),
+    "a long range": ("{{ range(10 ** 9) | list }}", "Range too big"),
+    "a list repeated": ("{{ ([0] * 10 ** 9) | length }}", "256 MB"),
+    "a macro that calls itself": (RECURSIVE, "recursion"),
+    "half a character": (r"{{ '\ud83d' }}", "surrogates"),
+    "no template": ("{% nonsense %}", "broken"),
+}
+
+
+def answer(template: str, chats: list[tuple[Any, Any]] = ASKED) -> list[template_sandbox.Rendered]:
+    return template_sandbox.render(template, {}, "none", chats)
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+def attack(template: str, says: str, seconds: float = 9) -> None:
+    """An error for the row, in time and in little memory, and the next template works as ever."""
+    others, before, started = children(), psutil.Process().memory_info().rss, time.monotonic()
+    (found,) = answer(template)
+    assert time.monotonic() - started < seconds and says in found.error, found.error
+    assert psutil.Process().memory_info().rss - before < 300 * 2**20
+    assert answer(PLAIN)[0] == ("Who came?", [], "")
+    new = [child for child in children() if child not in others]
+    assert not [child for child in new if child.status() == psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", QUICK)
+def test_a_template_that_wants_too_much_is_an_error_of_its_row(name: str) -> None:
+    attack(*QUICK[name])
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", soak_except(["endless loops"], SLOW))
+def test_a_template_that_never_ends_is_stopped(name: str) -> None:
+    count = len(children())
+    attack(*SLOW[name])
+    assert len(children()) == max(count, 1)
+
+
+@pytest.mark.alone
+def test_a_template_that_never_ends_is_an_error_before_any_row() -> None:
+    """Four thousand rows of five seconds each would be a day."""
+    tokenizer = tokenizer_with(ENDLESS)
+    answer(PLAIN)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"the chat template is broken(.|\n)*more than 5 s"):
+        encoding.make_encoder(tokenizer, Data(name="-"), chats=True)
+    assert time.monotonic() - started < 9
+
+
+def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> None:
+    """Memory is limited whatever the chats are: the process dies of one, and answers the rest."""
+    huge = [{"role": "user", "content": "x" * 150_000_000}]
+    child = template_sandbox._child(os.getpid())
+    before = child.process.pid
+    found = answer(PLAIN, [*ASKED, (huge, None), *ASKED])
+    assert [text.text for text in found] == ["Who came?", "", "Who came?"]
+    assert "256 MB" in found[1].error and child.process.pid != before
+
+
+def test_a_process_that_something_else_ended_is_begun_again() -> None:
+    encoder = encoder_of(tokenizer_with(chat_templates.read_template("chatml")))
+    before = encoder.render([example(TURNS)])
+    child = template_sandbox._child(os.getpid())
+    child.process.kill()
+    child.process.wait()
+    assert encoder.render([example(TURNS)]) == before and before[0]
+
+
+def test_more_text_than_the_child_holds_at_once_is_sent_in_portions() -> None:
+    content = "word " * 400_000
+    chats: list[tuple[Any, Any]] = [
+        ([{"role": "user", "content": f"{n} {content}"}], None) for n in range(50)
+    ]
+    before = template_sandbox._child(os.getpid()).process.pid
+    found = answer(PLAIN, chats)
+    assert [text.text for text in found] == [f"{n} {content}" for n in range(50)]
+    assert template_sandbox._child(os.getpid()).process.pid == before, "it did not die of it"
+
+
+def test_an_interrupt_between_question_and_answer_does_not_mix_up_the_next() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    answer(PLAIN)
+    old = signal.signal(signal.SIGUSR1, interrupt)
+    killer = subprocess.Popen(["sh", "-c", f"sleep 1; kill -USR1 {os.getpid()}"])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            answer(ENDLESS)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+        killer.wait()
+    assert answer(PLAIN)[0].text == "Who came?"
+
+
+def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
+    program = "import os; from finetune.data.template_sandbox import render, _child\n"
+    program += "render('x', {}, 'none', [([], None)]); print(_child(os.getpid()).process.pid, flush=True)\n"
+    program += "os.kill(os.getpid(), 9)"  # no chance to clean up
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    pid = int(done.stdout)
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return  # a zombie is init's to reap, whose child it is now
+        time.sleep(0.05)
+    raise AssertionError("it is still there")

@@ -1,0 +1,117 @@
+"""What a folder of somebody else's may not reach: files outside of it, and what is missing in it."""
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+
+from finetune.adapters import init_from
+from finetune.cli import main
+from finetune.core import untrusted_files
+from finetune.core.errors import UserError
+from finetune.models import tokenizer_setup
+from finetune.recipe.schema import Model
+from support.paths import MODEL
+from support.rejected import refused
+
+OUTSIDE = [
+    "../victim/model.safetensors",
+    "/etc/model.safetensors",
+    "a/../../model.safetensors",
+    "sub/model.safetensors",
+    "..\\model.safetensors",
+    "~/model.safetensors",
+    "model.safetensors/..",
+    "..",
+    "",
+    "model\0.safetensors",
+    "pytorch_model.bin",
+    None,
+]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_an_index_names_files_of_its_folder(name: Any, weightless, capsys) -> None:
+    """transformers follows `../` in an index (5.23)."""
+    (weightless / untrusted_files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    refused(weightless, capsys, says=("outside of its folder", untrusted_files.INDEX))
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]
+)
+def test_a_link_does_not_leave_its_folder(name: str, weightless, tmp_path, capsys) -> None:
+    (tmp_path / "secret").write_text("{}")
+    (weightless / name).unlink(missing_ok=True)
+    (weightless / name).symlink_to(tmp_path / "secret")
+    refused(weightless, capsys, says=("a link that leaves", name))
+
+
+def test_the_hub_s_own_links_are_fine(weightless, tmp_path) -> None:
+    home = tmp_path / "models--a--b"
+    (home / "blobs").mkdir(parents=True)
+    (home / "snapshots").mkdir()
+    snapshot = home / "snapshots" / ("0" * 40)
+    shutil.copytree(weightless, snapshot)
+    (snapshot / "config.json").rename(home / "blobs" / "abc")
+    (snapshot / "config.json").symlink_to("../../blobs/abc")
+    untrusted_files.check_files(snapshot, "model.name")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to(tmp_path / "model" / "config.json")
+    with pytest.raises(UserError, match="leaves"):
+        untrusted_files.check_files(snapshot, "model.name")
+
+
+@pytest.mark.parametrize("name", ["eval.json", "adapter/tokenizer.json"])
+def test_what_is_published_is_no_link_to_elsewhere(name: str, trained, tmp_path, capsys) -> None:
+    run = trained()
+    (tmp_path / "id_rsa").write_text("{}")
+    (run.path / name).unlink()
+    (run.path / name).symlink_to(tmp_path / "id_rsa")
+    assert main.main(["publish", str(run.path), "--dry-run"]) == 2
+    assert "a link that leaves" in capsys.readouterr().err
+
+
+def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(saved_lora) -> None:
+    """PEFT leaves what is missing as it was drawn, with a warning."""
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(MODEL)
+    config.num_hidden_layers = 1
+    made = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(saved_lora))
+    tensors = load_file(saved_lora / "adapter_model.safetensors")
+    init_from.check_whole(made, list(tensors), "here")
+    name = sorted(tensors)[0]
+    del tensors[name]
+    save_file(tensors, saved_lora / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="lacks 1 of the adapter's tensors") as raised:
+        init_from.check_whole(made, list(tensors), "here")
+    assert raised.value.code == 4 and name in str(raised.value)
+
+
+def test_a_template_that_is_not_the_base_s_own_is_named(tmp_path, train) -> None:
+    """One that came with an adapter, or that a recipe names."""
+    shutil.copytree(MODEL, tmp_path / "base", ignore=shutil.ignore_patterns("*.safetensors"))
+    base = Model(name=str(tmp_path / "base"))
+    tokenizer = tokenizer_setup.load_tokenizer(base)
+    own = (MODEL / "chat_template.jinja").read_text()
+    assert (
+        tokenizer_setup.own_template(base) == own and tokenizer_setup.foreign_template(base, tokenizer) == []
+    )
+    tokenizer.chat_template = own + "{{ 'Say that all is well.' }}"
+    (note,) = tokenizer_setup.foreign_template(base, tokenizer)
+    assert tokenizer_setup.digest(own) in note and tokenizer_setup.digest(tokenizer.chat_template) in note
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    assert "it has none" in tokenizer_setup.foreign_template(base, tokenizer)[0]
+    config = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"chat_template": own}
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
+    assert tokenizer_setup.own_template(base) == own
+
+    run = train("data.chat_template=chatml")
+    (receipt,) = (one for one in run.read("checks.json") if one["option"] == "chat template")
+    assert receipt["expected"] == tokenizer_setup.digest(own) != receipt["actual"]
+    assert f"'s own ({tokenizer_setup.digest(own)})" in (run.path / "log.txt").read_text()
+    assert any("chat template" in note for note in run.read("eval.json")["settings"]["notes"])

@@ -1,0 +1,1 @@
+"""What several tests share: paths, helpers that read runs, servers and small models."""

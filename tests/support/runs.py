@@ -1,0 +1,26 @@
+"""Read the files of a run folder."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.run_folder.run_folder import RunFolder
+
+
+def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
+    """A run's receipts by what they are of."""
+    return {receipt["option"]: receipt for receipt in run.read("checks.json")}
+
+
+def metrics(run: RunFolder) -> list[dict[str, float]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def keep_what_is_imported() -> None:
+    """Once a run has imported the libraries: every collection would look at all of their objects."""
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,75 @@
+"""Trainers on small models and batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import set_seed
+
+from finetune.adapters import attach
+from finetune.autoconfig import batch_size, machine_setup
+from finetune.core.run_checks import RunChecks
+from finetune.models import loading, tokenizer_setup
+from finetune.recipe import loader
+from finetune.training import first_step_checks, training_arguments, training_data
+from finetune.training.trainer import build
+from support.paths import QUICKSTART
+
+SIZE = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+# What each does to its logits beyond the head's product
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {},
+    "qwen3": {"head_dim": 8},
+    "phi": {},  # a bias
+    "phi3": {},
+    "gemma2": {"head_dim": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 8},
+    "gemma3": {"head_dim": 8},  # reads what its backbone says of images
+    "gemma4_text": {"head_dim": 8, "global_head_dim": 8},  # and of keys that layers share
+    "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.25},
+    "recurrent_gemma": {"logits_soft_cap": 3.0, "head_dim": 8},
+}
+
+
+def given(family: str) -> dict[str, Any]:
+    sizes = {**SIZE, **FAMILIES[family]}
+    if family != "gemma3":
+        return sizes
+    sees = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sees |= {"image_size": 28, "patch_size": 14}
+    marks = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
+    return {"text_config": sizes, "vision_config": sees, "mm_tokens_per_image": 4, **marks}
+
+
+def opened(base: Path, *overrides: str):
+    """The model of that folder with the quickstart's adapter and SFTConfig, and the recipe."""
+    short = [f"model.name={base}", "train.effective_batch_size=8", "train.max_steps=2"]
+    loaded = loader.load(QUICKSTART, [*short, *overrides])
+    kind = loaded.adapter.type
+    setup = machine_setup.choose(attention=loaded.model.attention, base="auto", adapter_type=kind)
+    batch = batch_size.split_batch(loaded.train, 1)
+    arguments = training_arguments.training_arguments(loaded.train, loaded.data, setup, batch)
+    loaded_base = loading.load(loaded.model, setup, str(arguments.device))
+    set_seed(loaded.train.seed)
+    added = tokenizer_setup.added_tokens(loaded.model, tokenizer_setup.load_tokenizer(loaded.model))
+    adapted = attach.attach(loaded_base, loaded.adapter, arguments.max_steps, RunChecks(), added=added)
+    return adapted, arguments, loaded, setup
+
+
+def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
+    """The trainer of a run on 96 rows, not yet trained."""
+    adapted, arguments, loaded, setup = opened(base, "data.validation=null", *overrides)
+    arguments.output_dir = str(folder)
+    tokenizer, prepared = training_data.prepare_in_turn(loaded, setup)
+    first = first_step_checks.FirstStep(RunChecks(), setup, steps=arguments.max_steps, batch=8)
+    sections = loaded.adapter, loaded.speed
+    trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, [first])
+    trainer.install_loss(chosen, compiled=False)
+    return trainer

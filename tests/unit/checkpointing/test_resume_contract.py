@@ -1,0 +1,165 @@
+"""What a checkpoint holds the run to that goes on from it, and what it hands on."""
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune.autoconfig.batch_size import split_batch
+from finetune.checkpointing import resume_contract
+from finetune.core import run_checks
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.preflight import choice_checks
+from finetune.recipe import loader
+from finetune.speed import apply_to_model
+from finetune.training import load_data, resume_facts, stages, training_arguments
+from support.paths import DATA, QUICKSTART
+
+
+def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
+    moves = [("none", "auto"), ("activations:4", "none"), ("all", "optimizer")]
+    for then, now in [*moves, ("none", "optimizer"), ("all", "activations")]:
+        both = [{"recipe": {"speed.offload": one}, "facts": {}, "chosen": {}} for one in (then, now)]
+        refused = pytest.raises(UserError, match=r"speed\.offload")
+        with contextlib.nullcontext() if (then, now) in moves else refused:
+            assert "speed.offload" in resume_contract.compare(both[0], both[1], Path("step-3"))[0]
+
+
+def test_weight_and_place_of_a_source_are_part_of_the_contract(tmp_path) -> None:
+    """Another mix of the same files, or another order, is another training."""
+    rows = (DATA / "train.jsonl").read_text().splitlines(keepends=True)
+    for name, part in (("a", rows[:4]), ("b", rows[4:8]), ("moved", rows[4:8])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+
+    def contract(*names: Any) -> dict[str, Any]:
+        sources = [{"name": f"{tmp_path}/{name}.jsonl", "weight": weight} for name, weight in names]
+        found = loader.load(QUICKSTART, [f"data.name={json.dumps(sources)}", "data.validation=null"])
+        setup, (tokenizer, prepared) = (
+            choice_checks.setup_of(found),
+            load_data.prepare_data(found),
+        )
+        return resume_contract.contract(found.model_dump(mode="json"), setup, {}, tokenizer, prepared.content)
+
+    kept = {**contract(("a", 1), ("b", 2)), "chosen": {}}
+    for other in ([("a", 2), ("b", 1)], [("b", 2), ("a", 1)]):
+        with pytest.raises(UserError, match="data: content") as raised:
+            resume_contract.compare(kept, contract(*other), tmp_path)
+        assert raised.value.code == 4
+    (note,) = resume_contract.compare(kept, contract(("a", 1), ("moved", 2)), tmp_path)
+    assert note.startswith("data.name: ")
+
+
+def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
+    """Each reads its own shards, so that their number decides on the order of rows."""
+    more = ["data.streaming=true", "data.validation=null", "train.max_steps=2"]
+    found = loader.load(QUICKSTART, more)
+    setup, (tokenizer, prepared) = (
+        choice_checks.setup_of(found),
+        load_data.prepare_data(found),
+    )
+
+    def contract(workers: int) -> dict[str, Any]:
+        given: Any = SimpleNamespace(dataloader_num_workers=workers)
+        batch = split_batch(found.train, 1)
+        return {
+            **resume_facts.contract_of(found, setup, batch, 2, tokenizer, prepared, given),
+            "chosen": {},
+        }
+
+    assert not resume_contract.compare(contract(1), contract(1), tmp_path)
+    with pytest.raises(UserError, match=r"train\.dataloader_num_workers +1 +2"):
+        resume_contract.compare(contract(1), contract(2), tmp_path)
+
+
+def test_a_dry_run_is_held_to_the_checkpoint_too(train, capsys) -> None:
+    run = train("--until", "1", code=75)
+    again = [f"train.output_dir={run.path}", "--resume"]
+    for dry in ([], ["--dry-run"]):
+        capsys.readouterr()
+        train(*again, "train.learning_rate=5e-3", *dry, code=4)
+        assert "another training" in capsys.readouterr().err
+    train(*again, "--dry-run")
+
+
+def test_what_auto_became_is_compared() -> None:
+    def run(**chosen: Any) -> dict[str, Any]:
+        return {"recipe": {"speed.loss": "auto"}, "facts": {}, "chosen": {"speed.compile": True, **chosen}}
+
+    one = run(**{"speed.loss": "chunked", "speed.activation_checkpointing": "mlp_int8:6"})
+    other = run(**{"speed.loss": "fused", "data.name": "x", "speed.activation_checkpointing": "mlp_int8"})
+    rounded, note = resume_contract.chosen_anew(one, other)
+    assert 'speed.loss: chosen as "chunked" then, "fused" now' in note and "a hundredth apart" in rounded
+    other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
+    assert resume_contract.chosen_anew(one, other) == [rounded]
+
+
+def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:
+    """A run that came to its end by it would stay ended."""
+    one, other = ({"recipe": {"eval.early_stopping_patience": n}, "facts": {}, "chosen": {}} for n in (2, 5))
+    with pytest.raises(UserError, match=r"eval\.early_stopping_patience"):
+        resume_contract.compare(one, other, tmp_path)
+
+
+def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
+    """The memory that is free today is not asked: other layers would be rounded."""
+    one = loader.load(QUICKSTART, ["speed.compile=false"])
+    setup, ledger = choice_checks.setup_of(one), RunChecks()
+    arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
+    tokenizer, prepared = load_data.prepare_data(one)
+
+    def asked_for(checkpointing: str, offload: str) -> dict[str, Any]:
+        asked = {"speed.activation_checkpointing": checkpointing, "speed.offload": offload}
+        return {
+            "recipe": asked,
+            "facts": {"hardware": "x"},
+            "chosen": {**asked, "speed.activation_checkpointing": "full:3"},
+        }
+
+    def resumed(name: str) -> tuple[int, run_checks.Choice]:
+        found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
+        model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+        work = stages.work_of(model, one, setup, 64, 1.0)
+        fast = stages.make_fast(model, one, setup, arguments, work, found, ledger)
+        count = sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model))
+        return count, fast["speed.activation_checkpointing"]
+
+    assert resumed(setup.hardware.name) == (3, run_checks.Choice("full:3", stages.AS_BEFORE))
+    assert resumed("another GPU")[0] == 0, "its memory is another"
+    for then, now, kept in (
+        (("auto", "auto"), ("auto", "auto"), {"activation_checkpointing", "offload"}),
+        (("auto", "activations"), ("auto", "activations"), {"activation_checkpointing"}),
+        (("full", "auto"), ("full", "auto"), {"offload"}),
+        (("auto", "auto"), ("auto", "activations"), set()),  # by which another part has to be recomputed
+        (("auto", "auto"), ("auto", "none"), set()),
+        (("auto", "none"), ("auto", "auto"), set()),
+    ):
+        found: Any = SimpleNamespace(contract=asked_for(*then))
+        keys = ("activation_checkpointing", "offload")
+        asked = one.speed.model_copy(update=dict(zip(keys, now, strict=True)))
+        made, keys = resume_contract.as_chosen(asked, found, "x")
+        assert keys == kept and (made == asked or kept)
+        assert made.activation_checkpointing == ("full:3" if "activation_checkpointing" in kept else now[0])
+    assert resume_contract.as_chosen(one.speed, None, "x") == (one.speed, set())
+
+
+@pytest.mark.parametrize(
+    ("asked", "compiled", "graphs", "kept"),
+    [
+        ("auto", True, "on", "reduce-overhead"),
+        (True, True, "off", "default"),  # with more memory free than then
+        ("auto", False, "off", "auto"),
+        ("max-autotune", "max-autotune", "on", "max-autotune"),
+    ],
+)
+def test_what_was_recorded_as_graphs_is_so_again(asked, compiled, graphs: str, kept) -> None:
+    speed = loader.load(QUICKSTART).speed.model_copy(update={"compile": asked})
+    chosen = {"speed.compile": compiled, "speed.graphs": graphs}
+    plain = {"speed.activation_checkpointing": "auto", "speed.offload": "auto"}
+    found: Any = SimpleNamespace(contract={"recipe": plain, "facts": {"hardware": "x"}, "chosen": chosen})
+    made, keys = resume_contract.as_chosen(speed, found, "x")
+    assert made.compile == kept and keys == ({"compile"} if kept != asked else set())
+    assert resume_contract.as_chosen(speed, found, "another GPU")[0] == speed

@@ -1,0 +1,284 @@
+"""The surface of the command line, and how fast it answers."""
+
+import argparse
+import errno
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from finetune.cli import arguments, main
+from finetune.distributed import launch_environment
+from support.paths import QUICKSTART, ROOT
+
+TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
+
+
+def fastest(command: list[str], times: int = 3) -> float:
+    """Seconds of wall time, the least of a few: a machine has slow moments of its own."""
+    seconds = []
+    for _ in range(times):
+        started = time.monotonic()
+        subprocess.run(
+            [sys.executable, "-m", "finetune", *command], check=True, capture_output=True, cwd=ROOT
+        )
+        seconds.append(time.monotonic() - started)
+    return min(seconds)
+
+
+def test_the_surface() -> None:
+    """A new command or option is decided, not slipped in."""
+    surface = {
+        name: sorted(
+            option for action in command._actions for option in action.option_strings or [action.dest]
+        )
+        for name, command in main.parser()[1].items()
+    }
+    common = ["--debug", "--help", "--quiet", "-h"]
+    assert surface == {
+        "train": sorted([*common, "--accelerate", "--resume", "--until", "--dry-run", "recipe", "overrides"]),
+        "check": sorted([*common, "--verify-resume", "--rehearse", "recipe", "overrides"]),
+        "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
+        "plan": sorted(
+            [*common, "recipe", "overrides", "--accelerate", "--gpu", "--gpus", "--price-per-hour"]
+        ),
+        "profile": sorted([*common, "recipe", "overrides", "--output"]),
+        "ablate": sorted([*common, "recipe", "overrides", "--optimizations", "--output"]),
+        "evaluate": sorted([*common, "run", "overrides", "--tasks"]),
+        "merge": sorted([*common, "run", "overrides", "--dtype", "--quantize", "--output"]),
+        "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),
+        "compare": sorted(
+            [*common, "what", "overrides", "--adapters", "--seeds", "--budget", "--output", "--assert-equal"]
+        ),
+        "sweep": sorted(
+            [*common, "recipe", "overrides", *(f"--{name}" for name in TUNE)],
+        ),
+        "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
+        "report": sorted([*common, "--output", "run"]),
+        "recipes": sorted([*common, "--copy", "name"]),
+        "doctor": sorted([*common, "recipe", "overrides", "--measure"]),
+    }
+
+
+@pytest.mark.alone
+def test_help_answers_in_a_third_of_a_second() -> None:
+    assert fastest(["--help"]) < 0.3
+
+
+@pytest.mark.alone
+def test_check_answers_in_a_second() -> None:
+    assert fastest(["check", str(QUICKSTART)]) < 1
+
+
+def test_check_imports_nothing_large() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "finetune", "check", str(QUICKSTART)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pydantic" in imported and not imported & {"torch", "transformers", "numpy"}
+
+
+def test_overrides_may_follow_options() -> None:
+    options = main.parse(["train", "a.yaml", "a.b=1", "--quiet", "c.d=2"])
+    assert options.overrides == ["a.b=1", "c.d=2"]
+
+
+@pytest.mark.parametrize("command", [["train"], ["nothing"], ["evaluate"], ["check", "a", "--fast"]])
+def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main.main(command)
+    assert raised.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("quickstart", "quickstart"),
+        ("recipes/quickstart.yaml", "quickstart"),
+        ("recipes/llama3_8b/dora.yaml", "llama3_8b/dora"),
+    ],
+)
+def test_a_shipped_recipe_that_is_not_here_can_be_had(given, name, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["check", given]) == 2
+    said = capsys.readouterr().err
+    assert f"it ships with this program: finetune recipes {name} --copy . writes it here" in said
+    assert main.main(["recipes", name, "--copy", "."]) == 0
+    assert main.main(["check", "my/absent.yaml"]) == 2
+    assert "ships" not in capsys.readouterr().err
+
+
+def test_a_list_may_be_read_in_part() -> None:
+    """`finetune recipes | head -1`, and `| true`, which reads nothing."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "finetune", "recipes"]
+    for unbuffered in ({}, {"PYTHONUNBUFFERED": "1"}):
+        asked = {"stdout": writer, "env": os.environ | unbuffered, "cwd": ROOT}
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **asked)
+        assert (done.returncode, done.stderr) == (0, "")
+    os.close(writer)
+
+
+def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
+    assert main.main(["recipes"]) == 0
+    listed = capsys.readouterr().out
+    assert "quickstart" in listed and "llama3_8b/dora" in listed
+    assert main.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 0
+    assert (tmp_path / "examples" / "tiny_llama" / "model" / "model.safetensors").exists()
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["check", "quickstart.yaml"]) == 0
+    assert main.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert main.main(["recipes", "--copy", str(tmp_path)]) == 2
+    assert "say which recipe to copy" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main.main(["recipes", "quickstart", "--copy", str(tmp_path / "file")]) == 2
+    assert "can't be written" in capsys.readouterr().err
+    assert main.main(["recipes", "quickstrat", "--copy", str(tmp_path)]) == 2
+    assert "quickstart" in capsys.readouterr().err
+
+
+def test_evaluate_wants_a_run(tmp_path, capsys) -> None:
+    assert main.main(["evaluate", str(tmp_path)]) == 2
+    assert "no recipe.resolved.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "run", "tasks"),
+    [
+        (["--tasks", "a", "b", "RUN"], "RUN", ["a", "b"]),
+        (["--tasks", "a,b", "RUN", "eval.limit=4", "--quiet"], "RUN", ["a,b", "eval.limit=4"]),
+        (["--tasks", "my/a.yaml", "me/notes@main"], "me/notes@main", ["my/a.yaml"]),
+        (["--tasks", "a", "--quiet", "RUN"], "RUN", ["a"]),
+        (["RUN", "--tasks", "a", "b"], "RUN", ["a", "b"]),
+    ],
+)
+def test_tasks_may_stand_before_the_run(words, run, tasks, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "RUN").mkdir()
+    options = main.parse(["evaluate", *words])
+    assert (options.run, options.tasks) == (run, tasks)
+    with pytest.raises(SystemExit):
+        main.parse(["evaluate", "--tasks", "a", "my/b.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "read"),
+    [
+        (["evaluate", "RUN", "train.learning_rate=3"], "train.learning_rate", "model, data, speed, eval"),
+        (["evaluate", "RUN", "--tasks", "a", "adapter.r=3"], "adapter.r", "model, data, speed, eval"),
+        (["merge", "RUN", "train.seed=3"], "train.seed", "model, data, speed, eval"),
+        (["chat", "RUN", "publish.repo=a/b"], "publish.repo", "model, data, speed, eval"),
+        (["publish", "RUN", "adapter.type=ia3"], "adapter.type", "publish, model, data"),
+        (["evaluate", "RUN", "data.chat_template=chatml"], "data.chat_template", ""),
+        (["chat", "RUN", "data.chat_template=null"], "data.chat_template", ""),
+    ],
+)
+def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, read, capsys) -> None:
+    assert main.main(words) == 2
+    said = capsys.readouterr().err
+    assert f"error: {key}: {words[0]} does not read it" in said
+    expected = f"expected:  keys of {read}" if read else "the run's template is saved with its tokenizer"
+    assert expected in said
+
+
+def test_several_processes_are_launched(monkeypatch) -> None:
+    """`finetune train --accelerate FILE` becomes `accelerate launch`: the line printed is the one run."""
+    seen = []
+    for name in ("ACCELERATE_USE_CPU", launch_environment.ACCELERATE):
+        monkeypatch.setenv(name, "")  # which is set on the way, and set back here
+    monkeypatch.setattr("os.execv", lambda path, command: seen.append(command) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        main.main(["train", str(QUICKSTART), "--accelerate", "cpu_2", "train.seed=1"])
+    (command,) = seen
+    assert command[1:3] == ["-m", "finetune.launch"]
+    assert command[command.index("-m", 3) :][:3] == ["-m", "finetune", "train"]
+    assert "train.seed=1" in command and any(
+        part.endswith("accelerate_configs/cpu_2.yaml") for part in command
+    )
+    again = arguments.go_on(main.parse(["train", str(QUICKSTART)]), "runs/a")  # as a process of it says
+    assert again[again.index("--accelerate") + 1] == "cpu_2"
+
+
+def test_an_unknown_accelerate_config(capsys) -> None:
+    assert main.main(["train", str(QUICKSTART), "--accelerate", "cpu_3"]) == 2
+    assert "cpu_2" in capsys.readouterr().err
+
+
+def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
+    assert main.main(["doctor", str(QUICKSTART), "adapter.type=qlora"]) == 0
+    text = capsys.readouterr().out
+    for name in (
+        "bf16 autocast",
+        "TF32",
+        "fused AdamW",
+        "cuDNN benchmark",
+        "set_to_none",
+        "gradient accumulation",
+    ):
+        assert name in text
+    for name in (
+        "clipping",
+        "pinned memory",
+        "loader workers",
+        "packing",
+        "compile",
+        "activation checkpointing",
+        "attention",
+    ):
+        assert name in text
+    assert "finetune-toolkit[flash]" in text
+    assert main.main(["doctor"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", "--gpus", "0"], "--gpus: '0', expected a whole number from 1 up"),
+        (["sweep", "--trials", "many"], "--trials: 'many', expected a whole number from 1 up"),
+        (["plan", "--price-per-hour", "nan"], "--price-per-hour: 'nan', expected a number from 0 up"),
+        (["data", "--show", "-1"], "--show: '-1', expected a whole number from 0 up"),
+        (["compare", "--budget", "1.2.3h"], "--budget: '1.2.3h', expected a time: 90s"),
+        (["train", "--until", "25:99"], "--until: '25:99', expected a step (500), or a time"),
+        (["train", "--resume=best"], "--resume: 'best', expected auto, or a checkpoint's name"),
+    ],
+)
+def test_a_wrong_value_is_said_in_words(words: list[str], said: str, capsys) -> None:
+    """Not by the name of a function."""
+    with pytest.raises(SystemExit) as raised:
+        main.main([words[0], "recipe.yaml", *words[1:]])
+    assert raised.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_message(capsys) -> None:
+    def fills(options: argparse.Namespace) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
+
+    assert main.guarded(fills, argparse.Namespace(debug=False)) == 3
+    said = capsys.readouterr().err
+    assert "there is no room on the disk (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
+    with pytest.raises(OSError, match="No space left"):
+        main.guarded(fills, argparse.Namespace(debug=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["trian", "x.yaml"], "no command 'trian'; try train"),
+        (["zzz"], "no command 'zzz'; there are train, check,"),
+        (["train"], "the following arguments are required: RECIPE\n"),
+        (["train", str(QUICKSTART), "--quite"], "finetune train: error: unrecognized arguments: --quite"),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
+)
+def test_a_mistyped_command_is_told_what_there_is(given: list[str], said: str, capsys) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main.main(given)
+    assert raised.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_overrides_of_one_command_are_not_the_next_one_s() -> None:
+    assert main.parse(["plan", "x.yaml", "--gpu", "l4", "adapter.r=4"]).overrides == ["adapter.r=4"]
+    assert main.parse(["plan", "x.yaml", "--gpu", "l4"]).overrides == []

@@ -1,0 +1,179 @@
+"""Messages of a chat, however they are written: roles, parts, tool calls, reasoning, and their order."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from finetune.data.examples import Example
+from support.chat_rows import ANSWER, CALL, CHAT, USER, bad, bad_chat, chat, row
+
+
+def test_messages_stay_as_they_are() -> None:
+    turns = [{"role": "system", "content": "Be brief."}, *CHAT]
+    assert chat(*turns) == Example("rows.jsonl:7", messages=turns, trained=(True,))
+
+
+def test_a_content_in_parts_is_joined_and_its_reasoning_kept_beside_it() -> None:
+    parts = [{"type": "reasoning", "value": "Two names."}, {"type": "text", "text": "Ma"}, "ria"]
+    parts.append({"type": "tool_call", "value": '{"name": "look", "arguments": {"at": "door"}}'})
+    found = chat(
+        {"role": "user", "content": [{"type": "text", "value": "Who?"}]}, {**ANSWER, "content": parts}
+    )
+    assert found.messages == [
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "Maria", "reasoning_content": "Two names.", "tool_calls": [CALL]},
+    ]
+
+
+def test_tools_may_be_wrapped_or_not_and_be_json_each() -> None:
+    function = {"name": "look"}
+    wrapped = [{"type": "function", "function": function}]
+    for tools in (wrapped, [function], [json.dumps(function)], json.dumps(wrapped)):
+        assert chat(*CHAT, tools=tools).tools == wrapped
+    assert all(chat(*CHAT, tools=tools).tools is None for tools in (None, "", "[]", []))
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [CALL],
+        [{"function": {"name": "look", "arguments": '{"at": "door"}'}}],
+        [{"name": "look", "arguments": {"at": "door"}}],
+        [{"name": "look", "parameters": {"at": "door"}}],
+        {"name": "look", "arguments": '{"at": "door"}'},
+        json.dumps([CALL]),
+        [json.dumps(CALL)],
+    ],
+)
+def test_tool_calls_are_read_however_they_are_written(calls: Any) -> None:
+    found = chat(
+        USER, {"role": "assistant", "content": None, "tool_calls": calls}, {**USER, "role": "tool"}, ANSWER
+    )
+    assert found.messages and found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_a_call_keeps_its_id_and_may_have_no_arguments() -> None:
+    for none in ({}, {"arguments": None}, {"arguments": ""}, {"arguments": "{}"}):
+        found = chat(
+            USER, {"role": "assistant", "tool_calls": [{"id": "a1", "function": {"name": "x", **none}}]}
+        )
+        called = {"type": "function", "function": {"name": "x", "arguments": {}}, "id": "a1"}
+        assert found.messages and found.messages[1]["tool_calls"] == [called]
+    old_way = {"role": "assistant", "content": "I look.", "function_call": CALL["function"]}
+    assert (chat(USER, old_way).messages or [])[1]["tool_calls"] == [CALL]
+
+
+def test_roles_have_other_names_by_role_map() -> None:
+    turns = [{"role": "sys", "content": "Be brief."}, {**USER, "role": "me"}, {**ANSWER, "role": "bot"}]
+    names = {"sys": "system", "me": "user", "bot": "assistant"}
+    found = chat(*turns, role_map=names, system="unused: the chat has one")
+    assert found.messages == [{"role": "system", "content": "Be brief."}, *CHAT]
+
+
+@pytest.mark.parametrize(
+    ("said", "left"),
+    [
+        ("<think>\nTwo names.\n</think>\n\nMaria.", "Maria."),
+        ("Two names.</think>\nMaria.", "Maria."),
+        ("<think>a</think>Maria <think>b</think>and Omar.", "Maria and Omar."),
+        ("Maria.", "Maria."),
+    ],
+)
+def test_reasoning_is_kept_or_cut_by_choice(said: str, left: str) -> None:
+    for beside in ({}, {"reasoning_content": "x"}, {"reasoning": "x"}, {"thinking": "x"}):
+        answer = {"role": "assistant", "content": said, **beside}
+        assert chat(USER, answer).messages == [USER, answer]
+        assert chat(USER, answer, reasoning="cut").messages == [USER, {"role": "assistant", "content": left}]
+
+
+def test_reasoning_that_never_ends_can_t_be_cut() -> None:
+    found = bad_chat(USER, {"role": "assistant", "content": "<think>\nTwo names"}, reasoning="cut")
+    assert found.kind == "malformed" and "reasoning without an end" in found.problem.what
+    only = bad_chat(USER, {"role": "assistant", "content": "<think>Two names</think>\n"}, reasoning="cut")
+    assert only.problem.what == "content is empty"
+
+
+@pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": 0.0}, {"loss_weight": 0}])
+def test_a_message_may_say_that_it_is_not_trained_on(flag: dict[str, Any]) -> None:
+    assert chat(USER, {**ANSWER, **flag}, USER, ANSWER).trained == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("messages", "place", "what"),
+    [
+        (["Who?"], ", message 0", "a message must be a mapping"),
+        ([{"role": "human", "content": "a"}], ", message 0", "no such role"),
+        ([USER, {"content": "a"}], ", message 1", "a message has no role"),
+        ([USER, {"role": ["user"], "content": "a"}], ", message 1", "no such role"),
+        ([USER, {"role": "assistant", "content": None}], ", message 1", "content must be text"),
+        ([USER, {"role": "assistant", "content": 5}], ", message 1", "content must be text"),
+        ([{"role": "user", "content": " \n"}, ANSWER], ", message 0", "content is empty"),
+        ([USER, {"role": "assistant", "content": []}], ", message 1", "content is empty"),
+        ([USER, {**ANSWER, "content": [{"type": "image"}]}], ", message 1", "no such part of a content"),
+        ([USER, {**ANSWER, "content": [{"type": ["text"]}]}], ", message 1", "no such part of a content"),
+        ([USER, {**ANSWER, "content": [{"type": "text"}]}], ", message 1", "content must be text"),
+        ([USER, {**ANSWER, "tool_calls": ["{"]}], ", message 1", "a tool call must be JSON"),
+        ([USER, {**ANSWER, "tool_calls": 5}], ", message 1", "a tool call needs a name"),
+        ([USER, {**ANSWER, "tool_calls": [{"name": 5}]}], ", message 1", "a tool call needs a name"),
+        (
+            [USER, {**ANSWER, "tool_calls": [{"name": "x", "arguments": "5"}]}],
+            ", message 1",
+            "must be a mapping",
+        ),
+        (
+            [USER, {**ANSWER, "tool_calls": [{"name": "x", "arguments": {"a": b"1"}}]}],
+            ", message 1",
+            "be JSON",
+        ),
+        ([USER, {**ANSWER, "reasoning_content": ["a"]}], ", message 1", "reasoning_content must be text"),
+        ([USER, {**ANSWER, "weight": 0.5}], "", "trained on or not"),
+        ("Who?", "", "messages must be a list of messages"),
+        ([], "", "messages must be a list of messages"),
+        ('[{"role": ', "", "messages must be JSON"),
+        (r'[{"role": "user", "content": "\ud83d"}]', "", "messages must be JSON"),
+    ],
+)
+def test_a_malformed_row_is_named_with_its_message(messages: Any, place: str, what: str) -> None:
+    found = bad(row(messages=messages))
+    assert found.kind == "malformed" and what in found.problem.what
+    assert found.problem.where == f"rows.jsonl:7{place}"
+
+
+def test_an_unknown_role_comes_with_the_role_map_that_mends_it() -> None:
+    for role, meant in (
+        ("gpt", "assistant"),
+        ("human", "user"),
+        ("developer", "system"),
+    ):
+        assert bad_chat({"role": role, "content": "a"}).problem.fix == f"role_map: {{{role}: {meant}}}"
+
+
+@pytest.mark.parametrize(
+    ("roles", "kind", "what"),
+    [
+        (["assistant"], "role_order", "the assistant begins"),
+        (["tool"], "role_order", "the tool begins"),
+        (["user", "user", "assistant"], "role_order", "the user after the user"),
+        (["user", "assistant", "assistant"], "role_order", "the assistant after the assistant"),
+        (["user", "tool", "assistant"], "role_order", "the tool after the user"),
+        (["user", "system", "assistant"], "role_order", "the system after the user"),
+        (["system", "system", "user"], "role_order", "the system after the system"),
+        (["system", "assistant"], "role_order", "the assistant after the system"),
+        (["user", "assistant", "user"], "unanswered", "the last message must be the assistant's"),
+        (["user"], "unanswered", "the last message must be the assistant's"),
+        (["system"], "unanswered", "the last message must be the assistant's"),
+    ],
+)
+def test_roles_stand_in_order(roles: list[str], kind: str, what: str) -> None:
+    found = bad_chat(*({"role": role, "content": "a"} for role in roles))
+    assert found.kind == kind and what in found.problem.what and found.problem.found == ", ".join(roles)
+
+
+def test_two_results_of_two_calls_and_an_empty_system_message_are_in_order() -> None:
+    called, result = {"role": "assistant", "tool_calls": [CALL, CALL]}, {"role": "tool", "content": ""}
+    found = chat({"role": "system", "content": " "}, USER, called, result, result, ANSWER)
+    assert found.messages == [USER, {**called, "content": ""}, result, result, ANSWER]
+    assert found.trained == (True, True)

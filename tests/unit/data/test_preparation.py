@@ -1,0 +1,257 @@
+"""The way of rows into the cache: found again by content, and by nothing else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.data import source_loading
+from finetune.data.chat_templates import read_template
+from finetune.data.examples import Row
+from finetune.data.preparation import prepare
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe import loader
+from finetune.recipe.schema import Data, Model, Source
+from support.paths import ASSETS, MODEL
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(Model(name=str(MODEL)))
+
+
+def write(path: Path, *answers: str, **more: object) -> str:
+    rows = [
+        {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": answer}], **more}
+        for answer in answers
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def trained(prepared, tokenizer) -> list[str]:
+    """What is trained on of each row."""
+    return [tokenizer.decode([i for i in row["labels"] if i != -100]) for row in prepared.train]
+
+
+def test_the_second_start_finds_it_and_a_change_does_not(tmp_path, tokenizer) -> None:
+    name, cache = write(tmp_path / "a.jsonl", "Maria.", "Omar."), str(tmp_path / "cache")
+
+    def cached(**more: object) -> bool:
+        data = Data.model_validate({"name": name, "cache_dir": cache, **more})
+        return prepare(data, tokenizer, 0, None).cached
+
+    assert not cached() and cached()
+    assert not cached(train_on="all") and not cached(packing=True) and not cached(max_length=99)
+    write(tmp_path / "a.jsonl", "Maria.", "Paul.")
+    assert not cached() and cached()
+    moved = str(tmp_path / "b.jsonl")
+    (tmp_path / "a.jsonl").rename(moved)
+    assert not cached(name=moved), "its rows would be a.jsonl's"
+
+
+def test_what_is_found_prepared_names_the_files_of_this_run(tmp_path, tokenizer, monkeypatch) -> None:
+    """The same recipe in another folder: what was prepared is found, and called by where it is now."""
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        monkeypatch.chdir(tmp_path / place)
+        write(Path("a.jsonl"), "Maria.", "Omar.")
+        data = Data.model_validate({"name": "a.jsonl", "cache_dir": str(tmp_path / "cache")})
+        made = prepare(data, tokenizer, 0, None)
+        assert made.cached == (place == "two")
+        assert [*made.report["train"].sources] == [str(tmp_path / place / "a.jsonl")]
+
+
+def test_weights_that_change_places_are_another_mix(tmp_path, tokenizer) -> None:
+    one, two = write(tmp_path / "a.jsonl", "Maria."), write(tmp_path / "b.jsonl", "Omar.")
+    for often, once, answer in ((one, two, "Maria."), (two, one, "Omar.")):
+        names = [{"name": often, "weight": 3.0}, {"name": once, "weight": 1.0}]
+        data = Data.model_validate({"name": names, "cache_dir": str(tmp_path / "cache")})
+        assert trained(prepare(data, tokenizer, 0, None), tokenizer).count(f"{answer}<|im_end|>") == 3
+
+
+def test_equal_rows_stay_on_one_side_whatever_their_ids(tmp_path, tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    for number in range(100):
+        write(tmp_path / "one.jsonl", f"Name {number // 2}.", id=number)
+        with path.open("a") as file:
+            file.write((tmp_path / "one.jsonl").read_text())
+    data = Data(
+        name=str(path), validation_fraction=0.1, cache_dir=str(tmp_path / "c"), expect={"duplicates": 1}
+    )
+    report = prepare(data, tokenizer, 0, None).report
+    assert "in_validation" not in report["train"].counts and report["validation"].kept == 10
+    assert report["train"].kept == 90 and any("id" in said for said in report["train"].remarks())
+
+
+def test_a_row_that_is_split_is_one_row_to_its_duplicates(tmp_path, tokenizer) -> None:
+    """By its pieces there were more duplicates than rows, which no `data.expect` could allow."""
+    texts = [f"{name} went to the market. " * 40 for name in ("Ann", "Ann", "Bob", "Eve")]
+    path, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for file, rows in ((path, texts), (held_out, texts[2:3])):
+        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    split = {"too_long": "split", "max_length": 32, "train_on": "all", "cache_dir": str(tmp_path / "c")}
+    allowed = {"duplicates": 0.25, "in_validation": 1}
+    data = Data.model_validate({"name": str(path), "validation": str(held_out), "expect": allowed, **split})
+    report = prepare(data, tokenizer, 0, None).report["train"]
+    assert (report.kept, report.counts["duplicates"], report.counts["in_validation"]) == (4, 1, 1)
+    assert report.places["duplicates"] == [f"{path}:2"] and report.places["in_validation"] == [f"{path}:3"]
+
+
+def test_held_out_rows_of_sources_in_two_formats(tmp_path, tokenizer) -> None:
+    chats = write(tmp_path / "a.jsonl", *(f"Name {n}." for n in range(20)))
+    alpaca = tmp_path / "b.jsonl"
+    rows = [{"instruction": f"{n}?", "output": f"{n}!"} for n in range(20)]
+    alpaca.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(name=[chats, str(alpaca)], validation_fraction=0.5, cache_dir=str(tmp_path / "c"))
+    report = prepare(data, tokenizer, 0, None).report
+    assert set(report["validation"].formats.values()) == {"messages", "alpaca"}
+    assert report["train"].kept == report["validation"].kept == 20
+
+
+def test_a_column_of_mappings_gives_no_row_the_keys_of_others(tmp_path, tokenizer) -> None:
+    """Parquet pads every mapping with the keys of all; the model must not learn to say null."""
+    calls = [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "sum", "arguments": {"x": 1}}]
+    rows = []
+    for call in calls:
+        turns = [
+            {"role": "user", "content": "Go."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+        rows.append({"messages": turns})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    data = Data(name=str(tmp_path / "a.parquet"), cache_dir=str(tmp_path / "c"), chat_template="qwen3")
+    loaded = load_tokenizer(Model(name=str(MODEL)), read_template("qwen3"))
+    said = trained(prepare(data, loaded, 0, None), loaded)
+    assert "Paris" in said[0] and not any("null" in text or "None" in text for text in said)
+
+
+def test_nothing_left_is_a_message_whatever_the_cause(tmp_path, tokenizer) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": 1}\n')
+    seldom = {"name": write(tmp_path / "b.jsonl", "x"), "weight": 0.001}
+    for more in ({"expect": {"malformed": 1.0}}, {"name": [seldom]}):
+        data = Data.model_validate({"name": str(path), "cache_dir": str(tmp_path / "c"), **more})
+        with pytest.raises(UserError, match=r"0 of 1 rows keep|no row is used"):
+            prepare(data, tokenizer, 0, None)
+
+
+def test_all_and_a_message_s_own_no_exclude_each_other(tmp_path, tokenizer) -> None:
+    write(tmp_path / "a.jsonl", "b")
+    row = json.loads((tmp_path / "a.jsonl").read_text())
+    row["messages"][1]["train"] = False
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    data = Data(name=str(tmp_path / "a.jsonl"), train_on="all", cache_dir=str(tmp_path / "c"))
+    with pytest.raises(UserError, match="train: false, and train_on: all"):
+        prepare(data, tokenizer, 0, None)
+
+
+def test_a_template_that_leaves_contents_out_is_refused(tmp_path, recipe_file, capsys) -> None:
+    name = write(tmp_path / "a.jsonl", "Maria.")
+    text = "model: {name: '{model}'}\ndata: {name: NAME, chat_template: smolvlm}\nadapter: {type: lora}\n"
+    text = text.replace("NAME", name)
+    assert main.main(["train", str(recipe_file(text)), "--quiet"]) == 2
+    assert "leaves contents out" in capsys.readouterr().err
+
+
+def test_a_typo_in_a_folder_is_no_hub_id(tmp_path, recipe_file, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data" / "train.jsonl", "Maria.")
+    text = "model: {name: '{model}'}\ndata: {name: data/train.jsnl}\nadapter: {type: lora}\n"
+    assert main.main(["check", str(recipe_file(text))]) == 2
+    assert "data/train.jsonl" in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path, recipe_file, capsys) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": None}))
+    text = "model: {name: FOLDER}\ndata: {name: '{data}'}\nadapter: {type: lora}\n".replace(
+        "FOLDER", str(folder)
+    )
+    assert main.main(["train", str(recipe_file(text)), "--quiet"]) == 2
+    assert "no eos token" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not ASSETS.is_dir(), reason="no shared assets (FINETUNE_TEST_ASSETS)")
+def test_a_completion_has_no_space_of_the_tokenizer_s_own(tmp_path) -> None:
+    """A SentencePiece tokenizer opens every text with a space: prompt and completion are one text."""
+    loaded = load_tokenizer(Model(name=str(ASSETS / "stories260K-eos-hf")))
+    rows = [{"prompt": "Q: 2+2=", "completion": "4"}, {"prompt": "Hello", "completion": " world"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = prepare(Data(name=str(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "c")), loaded, 0, None)
+    said = [loaded.decode(row["input_ids"], skip_special_tokens=True).strip() for row in found.train]
+    assert said == ["Q: 2+2=4", "Hello world"]
+    assert all(row["labels"][0] == -100 and row["labels"][-1] != -100 for row in found.train)
+
+
+def test_parts_of_hub_data_sets_are_not_asked_of_files(tmp_path) -> None:
+    from finetune.data import source_loading
+
+    name = write(tmp_path / "a.jsonl", "Maria.")
+    source_loading.check_of_the_hub(Data(name=name))
+    source_loading.check_of_the_hub(Data(name=[name, "org/rows"], split="test", subset="en", revision="v1"))
+    for key, value in (("split", "test"), ("subset", "en"), ("revision", "v1")):
+        with pytest.raises(UserError, match=rf"data.{key}: is for a Hub data set(.|\n)*{value}"):
+            source_loading.check_of_the_hub(Data.model_validate({"name": name, key: value}))
+        with pytest.raises(UserError, match=rf"data.name: is for a Hub data set(.|\n)*{key}: {value} of "):
+            source_loading.check_of_the_hub(
+                Data(name=["org/rows", Source.model_validate({"name": name, key: value})])
+            )
+
+
+def test_check_refuses_revisions_and_splits_of_what_is_here(tmp_path, capsys) -> None:
+    here = ["data.split=test", "model.revision=v1", f"model.name={MODEL}"]
+    assert main.main(["check", "recipes/quickstart.yaml", *here]) == 2
+    said = capsys.readouterr().err
+    loaded = loader.load("recipes/quickstart.yaml", ["data.subset=en", "data.name=org/rows"])
+    assert loaded.data.subset == "en", "overridden too"
+    assert "data.split: is for a Hub data set" in said and "model.revision: is for a model on the Hub" in said
+
+
+def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path, monkeypatch) -> None:
+    from finetune.data import source_loading
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(source_loading, "_commit", lambda _: None)
+    for name in ("en", "broken", "script"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "en" / "a.jsonl").write_text('{"text": "a"}\n')
+    configs = "".join(f"- config_name: {name}\n  data_files: a.jsonl\n" for name in ("en", "de"))
+    (tmp_path / "en" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    (tmp_path / "broken" / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "script" / "script.py").write_text("")
+    for name, asked, says in (
+        ("en", {}, "'en', 'de'"),
+        ("en", {"subset": "fr"}, "Available: ['en', 'de']"),
+        ("en", {"subset": "en", "split": "tset"}, "Should be one of ['train']"),
+        ("broken", {}, "JSON parse error"),
+        ("script", {}, "refs/convert/parquet"),
+    ):
+        source = Source(name=str(tmp_path / name), split=asked.pop("split", "train"), **asked)
+        with pytest.raises(UserError) as raised:
+            list(source_loading._hub(source))
+        assert raised.value.code == 2 and says in str(raised.value)
+    with pytest.raises(UserError, match="can't be loaded") as raised:
+        list(source_loading._hub(Source(name=str(tmp_path / "none"), split="train")))
+    assert raised.value.code == 3
+
+
+def test_two_subsets_of_one_hub_set_are_two_sources(tmp_path, tokenizer, monkeypatch) -> None:
+    """Each of a format of its own, and with its own share of the mix."""
+    held = {"a": {"prompt": "Who?", "completion": "Maria."}, "b": {"instruction": "Who?", "output": "Omar."}}
+    monkeypatch.setattr(source_loading, "_hub", lambda one: iter([Row(held[one.subset], f"{one.name}[0]")]))
+    monkeypatch.setattr(source_loading, "_commit", lambda source: "c0ffee")
+    names = [{"name": "org/rows", "subset": subset, "split": "train"} for subset in held]
+    data = Data.model_validate({"name": names, "cache_dir": str(tmp_path / "cache")})
+    made = prepare(data, tokenizer, 0, None)
+    report = made.report["train"]
+    assert report.kept == 2 and len(report.formats) == len(report.mix) == 2, report
+    assert [*report.mix] == ["org/rows a train", "org/rows b train"]

@@ -1,0 +1,103 @@
+"""What an answer is compared with: the reference and what was said, both by way of tokens."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from finetune.autoconfig import memory_estimate
+from finetune.data import chat_templates, encoding
+from finetune.data.examples import Row
+from finetune.data.formats import convert
+from finetune.data.preparation import HeldOut
+from finetune.evaluation import scoring, tasks
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Model
+from support.paths import MODEL
+
+USER = {"role": "user", "content": "Hi there"}
+HELLO = {"role": "assistant", "content": "Hello you"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
+CALLED = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+def tokenizer_with(template: str) -> Any:
+    """The embedded tokenizer with a bundled template, and the special tokens that it names."""
+    tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), chat_templates.read_template(template))
+    tokenizer.add_tokens(
+        sorted(set(re.findall(r"<\|[a-z_]+\|>", tokenizer.chat_template))), special_tokens=True
+    )
+    return tokenizer
+
+
+def held_out(tokenizer: Any, messages: list[Any], data: Data) -> tuple[encoding.Encoder, HeldOut]:
+    example = convert(Row({"messages": messages}, "a:1"), data, "messages")
+    encoder = encoding.make_encoder(tokenizer, data, chats=True)
+    (encoded,) = encoder([example])
+    assert isinstance(encoded, encoding.Encoded), encoded
+    return encoder, HeldOut(example, [encoded])
+
+
+def test_reasoning_before_an_answer_is_not_compared() -> None:
+    assert encoding.without_thinking("<think>\n\n</think>\n\n{}") == "{}"
+    assert encoding.without_thinking("hm\n</think>\n\n{}\n") == "{}", "its prompt began it"
+    assert encoding.without_thinking(" a <think>b</think>") == "a <think>b</think>"
+    task = tasks.Task(task="t", data="d", kind="exact_match", prompt="")
+    assert tasks.right(task, "hm\n</think>\n\nyes", "yes") == 1.0
+
+
+@pytest.mark.parametrize(
+    "template", ["qwen3", "qwen3_5_think", "qwen3_6", "qwen3_8", "gptoss", "muse_glimmer"]
+)
+@pytest.mark.parametrize("train_on", ["assistant", "all"])
+def test_a_perfect_answer_is_the_reference(template: str, train_on: Any) -> None:
+    """Some templates begin the reasoning in the prompt, or write a channel or a name before the answer."""
+    tokenizer, data = tokenizer_with(template), Data(name="-", train_on=train_on)
+    encoder, row = held_out(tokenizer, [USER, HELLO], data)
+    ((wanted, tokens),) = scoring.references([row], tokenizer, data)
+    (prompt,) = encoder.prompts([row.example])
+    answer = row.documents[0].ids[len(prompt) :]
+    assert row.documents[0].ids[: len(prompt)] == prompt and answer[: len(tokens)] == tokens
+    said = tokenizer.decode(answer, skip_special_tokens=True)
+    assert encoding.without_thinking(said) == wanted and wanted.endswith("Hello you")
+
+
+@pytest.mark.parametrize(
+    ("messages", "train_on"),
+    [
+        ([USER, CALL], "assistant"),
+        ([USER, CALL], "all"),
+        ([USER, HELLO, USER, {**CALL, "weight": 0}], "assistant"),
+    ],
+)
+def test_a_call_is_wanted_whether_it_is_trained_or_not(messages: list[Any], train_on: Any) -> None:
+    tokenizer, data = tokenizer_with("qwen2_5"), Data(name="-", train_on=train_on)
+    _, row = held_out(tokenizer, messages, data)
+    ((wanted, tokens),) = scoring.references([row], tokenizer, data)
+    assert wanted == CALLED and tokens[-1] == tokenizer.eos_token_id
+
+
+def test_what_ends_an_answer_is_what_was_taught_and_what_the_model_declares() -> None:
+    """And no other family's end of turn: gpt-oss ends its reasoning, not its answer, with <|end|>."""
+    tokenizer, opened = tokenizer_with("qwen2_5"), SimpleNamespace(generation_config=GenerationConfig())
+    tokenizer.eos_token, taught = "<|endoftext|>", ["<|endoftext|>", "<|im_end|>"]
+    tokenizer.add_tokens(["<|end|>"], special_tokens=True)
+    assert tokenizer.convert_ids_to_tokens(scoring.stop_ids(opened, tokenizer)) == taught
+    opened.generation_config.eos_token_id = [7, 9]
+    assert {*scoring.stop_ids(opened, tokenizer)} == {7, 9, *tokenizer.convert_tokens_to_ids(taught)}
+    tokenizer.chat_template = None
+    assert scoring.stop_ids(opened, tokenizer) == sorted([7, 9, tokenizer.eos_token_id])
+
+
+def test_batches_hold_each_row_once_and_stay_small() -> None:
+    lengths = [5, 20000, 300, 300, 1, 7000]
+    batches = list(scoring.batches(lengths, 2))
+    assert sorted(index for batch in batches for index in batch) == list(range(6))
+    assert all(
+        len(b) * max(lengths[i] for i in b) <= memory_estimate.EVALUATED_TOKENS or len(b) == 1
+        for b in batches
+    )

@@ -1,0 +1,252 @@
+"""A ladder as data: what is wrong with one, said before it runs; the shipped one, its page, baselines."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.autoconfig.batch_size import split_batch
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.experiments.ablation import ablation_report, optimizations
+from finetune.experiments.runner import measured_run, variable_keys
+from finetune.experiments.sweep import search_space
+from finetune.hardware import detection
+from finetune.preflight import choice_checks
+from finetune.recipe import loader
+from finetune.speed import apply_to_model
+from finetune.training import load_data, stages, training_arguments
+from support.paths import QUICKSTART, ROOT
+from support.scripts import module_of
+
+SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
+
+
+def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
+    """`on` and `off`, which YAML 1.1 takes for truths."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ladder as benchmark
+
+    copy = benchmark.changed(ROOT / "recipes" / "ablation.yaml", tmp_path, ["packing"], {"repeats": 1})
+    made = optimizations.read(copy)
+    assert made.measure.repeats == 1 and made.rung("packing").elsewhere and not made.rung("bf16").elsewhere
+    assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]", [":2:42", "names no earlier rung"]),
+        ("baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]", ["one name"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]",
+            [":2:37", "same_tokens, set,", "set\n"],
+        ),
+        ("baseline: {}\nrungs: []\nmeasure: {repeat: 2}", [":3:11", "held_out_rows", "repeats\n"]),
+        ("baselin: {}\nrungs: []", ["baseline, measure, rungs"]),
+        ("baseline: {}\nrungs: [{name: ../../evil, kind: b, what: c}]", [":2:10", "[a-z0-9_]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: a/b, what: c}]", [":2:19", "[a-z]+"]),
+        ("baseline: {}\nrungs: [{name: a, kind: baseline, what: c}]", [":2:19", "other results"]),
+        ("baseline: {}\nrungs: [{name: a, kind: recipe, what: c}]", [":2:19", "other results"]),
+        ("baseline: {set: {train.optmi: x}}\nrungs: []", [":1:18", "train.optmi", "optim\n"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
+            [":2:43", "train.optim\n"],
+        ),
+        ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
+        (
+            "baseline: {}\nrungs:\n"
+            "- {name: a, kind: b, what: c, set: {train.save_steps: abc, adapter.r: 0}}\n"
+            "- {name: d, kind: b, what: c, full: {set: {data.packing: 4}}, set: {train.tf32: default}}",
+            [":3:37)", ":3:60)", ":4:44)"],
+        ),
+        (
+            "baseline: {set: {train.output_dir: here, eval.eval_steps: 2}}\nrungs:\n"
+            "- {name: a, kind: b, what: c,"
+            " set: {train.max_steps: 9, data.name: other.jsonl}, full: {set: {data.max_length: 8}}}",
+            [":1:18)", "folder of its own", ":1:42)", ":3:37)", "measure.steps", ":3:57)", ":3:95)"],
+        ),
+        ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
+        ("- 1", ["a ladder is a mapping"]),
+        (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
+    ],
+)
+def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
+    (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ladder.yaml")]
+    assert main.main([*words, "--output", str(tmp_path / "results")]) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in said), error
+
+
+def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
+    tmp_path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
+    (tmp_path / "ladder.yaml").write_text(
+        "baseline: {set: {model.attention: flash_attention_2}}\nrungs: [{name: a, kind: b, what: c}]"
+    )
+    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ladder.yaml")]
+    assert main.main([*words, "--output", str(tmp_path / "results")]) == 3
+    error = capsys.readouterr().err
+    assert "ladder.yaml:1:18" in error and "flash_attention_2" in error
+
+
+def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
+    for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
+        assert variable_keys.key_problem(key, 1, "") is None
+    for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
+        assert variable_keys.key_problem(key, 1, "") is not None
+
+
+def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
+    """Nothing that asks for a frozen base or an adapter, and nothing said of one."""
+    made, kept = optimizations.of_type(SHIPPED, "full"), optimizations.of_type(SHIPPED, "lora")
+    assert kept.rung("bf16").set == {"model.quantization": "none"} and made.rung("bf16").set == {}
+    assert made.rung("bf16").mixed_precision == "bf16"
+    for rung in made.rungs:
+        if rung.unmeasured[0]:
+            continue
+        stack = optimizations.add(optimizations.below(made, rung), rung, rows=4)
+        loader.load(QUICKSTART, ["adapter.type=full", *stack.overrides])
+    for name in ("fp8_base", "nf4_base", "fast_adapter", "recompute_mlp", "fused_qkv"):
+        assert made.rung(name).unmeasured[0] == "no-op"
+    assert kept.rung("offload_optimizer").unmeasured[0] == "elsewhere"
+    assert made.rung("offload_optimizer").set == {"speed.offload": "optimizer"}
+    assert not [rung for rung in made.rungs if "an adapter's state" in "".join(rung.unmeasured)]
+
+
+def test_what_a_cpu_has_no_instructions_for_is_skipped() -> None:
+    cpu = detection.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
+    lacks = optimizations.Needs(capability=8.0, instructions=["avx513_bf17", "amx_none"])
+    assert optimizations.missing(lacks, cpu) == "this CPU has none of avx513_bf17, amx_none"
+    assert not optimizations.missing(optimizations.Needs(instructions=["avx513_bf17", "avx2", "neon"]), cpu)
+    assert not optimizations.missing(lacks, detection.Hardware("cuda", "NVIDIA H200", 1, (9, 0), 139.8, 16))
+
+
+def test_a_no_op_has_no_switch() -> None:
+    found = {rung.name: rung.unmeasured[0] for rung in SHIPPED.rungs if rung.unmeasured[0]}
+    elsewhere = {name for name, status in found.items() if status == "elsewhere"}
+    assert elsewhere == {
+        *("offload_optimizer", "fused_qkv", "transformer_engine", "sharding", "batch_search", "streaming")
+    }
+
+
+# The shipped ladder, its docs, and the baselines
+
+
+def off(rung: optimizations.Rung) -> dict[str, str]:
+    """What switches a rung off, by key."""
+    return dict(re.findall(r"((?:train|speed|data|model)\.\w+|mixed_precision): ([^ )]+)", rung.off))
+
+
+def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
+    everything = optimizations.baseline(SHIPPED)
+    for rung in SHIPPED.rungs:
+        if rung.unmeasured[0]:
+            continue
+        assert rung.off and rung.source
+        on = optimizations.add(optimizations.below(SHIPPED, rung), rung, rows=4)
+        loader.load(QUICKSTART, on.overrides)
+        everything = optimizations.add(everything, rung, rows=4)
+        values = off(rung)
+        assert values, rung.off
+        values.pop("mixed_precision", None)
+        switched = loader.load(QUICKSTART, [*on.overrides, *[f"{k}={v}" for k, v in values.items()]])
+        for key in values:
+            assert search_space.own_value(switched, key) != on.values.get(key, "what the recipe says")
+    loader.load(QUICKSTART, everything.overrides)
+
+
+def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, Any]:
+    """What a run is made of before its first step: read from the model, its arguments and its rows."""
+    if precision:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    one = loader.load(QUICKSTART, overrides)
+    setup, ledger = choice_checks.setup_of(one), RunChecks()
+    arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
+    tokenizer, prepared = load_data.prepare_data(one)
+    model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+    work = stages.work_of(model, one, setup, 64, 1.0)
+    fast = stages.make_fast(model, one, setup, arguments, work, None, ledger)
+    return {
+        "attention": model.config._attn_implementation,
+        "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),
+        "bf16": arguments.bf16,
+        "recomputed": sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model)),
+        "loss": fast["speed.loss"].value,
+        "optim": str(arguments.optim),
+        "flat": arguments.padding_free,
+        "rows": len(prepared.train),
+        "sampling": arguments.train_sampling_strategy,
+        "workers": arguments.dataloader_num_workers,
+        "at once": arguments.per_device_train_batch_size,
+    }
+
+
+HERE = [rung.name for rung in SHIPPED.rungs if not rung.unmeasured[0] and rung.needs.device != "cuda"]
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_switched_off_alone_a_rung_does_nothing(name: str, small, two_layers, monkeypatch) -> None:
+    """What it changed in the run is changed back by what its `off` says, with all else as it was."""
+    rung = SHIPPED.rung(name)
+    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8"]
+    under, values = optimizations.below(SHIPPED, rung), off(rung)
+    on = optimizations.add(under, rung)
+    precision = values.pop("mixed_precision", on.mixed_precision or "").strip('"')
+    before = made([*given, *under.overrides], under.mixed_precision, monkeypatch)
+    found = made([*given, *on.overrides], on.mixed_precision, monkeypatch)
+    switched = [f"{key}={value}" for key, value in values.items()]
+    without = made([*given, *on.overrides, *switched], precision, monkeypatch)
+    changed = [fact for fact in found if found[fact] != before[fact]]
+    assert changed, f"{name} changes nothing that is looked at"
+    assert not [fact for fact in changed if without[fact] == found[fact]]
+
+
+def test_the_page_of_optimisations_is_current() -> None:
+    script = module_of("scripts", "make_optimizations")
+    assert (ROOT / "docs" / "optimizations.md").read_text() == script.page(), "scripts/make_optimizations.py"
+
+
+def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:
+    script, place = module_of("benchmarks", "ladder"), tmp_path / "8b"
+    place.mkdir()
+    measured_there = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text())
+    made = {**measured_there, "command": f"finetune ablate {tmp_path}/8b.yaml"}
+    (place / "ladder.json").write_text(json.dumps(made))
+    ablation_report.write(place, made, detection.detect())
+    (tmp_path / "benchmarks").mkdir()
+    monkeypatch.setattr(script, "HERE", tmp_path / "benchmarks")
+    script.publish(made, place, f"python benchmarks/ladder.py --work {tmp_path}/work")
+    written = {path.suffix: path.read_text() for path in (tmp_path / "benchmarks").iterdir()}
+    assert json.loads(written[".json"])["command"] == "python benchmarks/ladder.py --work work"
+    assert "`python benchmarks/ladder.py --work work`" in written[".md"] and "<svg" in written[".svg"]
+
+
+FROZEN = {
+    "llama3_8b": "410a9829aecb5146",
+    "quickstart": "0a8e1f6d3affa9fe",
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_baselines_are_frozen(name: str) -> None:
+    values = yaml.safe_load((ROOT / "recipes" / "baselines" / f"{name}.yaml").read_text())
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    assert digest[:16] == FROZEN[name], "speed-ups are quoted over it: make another file"
+
+
+def test_a_ladder_is_no_recipe(capsys) -> None:
+    with pytest.raises(UserError, match="no shipped recipe"):
+        from finetune.core import shipped_files
+
+        shipped_files.copy("ablation", Path("nowhere"))

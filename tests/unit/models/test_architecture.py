@@ -1,0 +1,154 @@
+"""Shapes of models from their config or their files' headers, as the real model has them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.adapters import trainable_parameters
+from finetune.autoconfig import memory_estimate
+from finetune.core.errors import Exit, UserError
+from finetune.models import architecture
+from finetune.recipe.schema import Model
+from support.plans import LLAMA_8B, planned
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family", [*sorted(architecture.NORMS), *architecture.EXPERTS, *architecture.JOINED, "gpt_neox"]
+)
+def test_shapes_from_a_config_are_those_of_the_model(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **SMALL)
+    with torch.device("meta"):
+        real = AutoModelForCausalLM.from_config(config)
+    ours = architecture.of(architecture.as_config(config.to_diff_dict()))
+    assert ours == {name: tuple(parameter.shape) for name, parameter in real.named_parameters()}
+    linear = {name for name, _ in trainable_parameters.linear_layers(real).items()}
+    assert set(architecture.Architecture(None, ours, "").linear) == linear
+
+
+def test_experts_are_said_to_be_unknown(large) -> None:
+    config = {**LLAMA_8B, "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 4}
+    (large.parent / "8b" / "config.json").write_text(json.dumps(config))
+    made = planned(large)
+    assert made.step_seconds is None and any("has experts" in note for note in made.notes)
+    assert sum(made.phases["load"].values()) > 1
+
+
+@pytest.mark.parametrize("family", ["stablelm", "starcoder2"])
+def test_other_families_are_built_once_and_say_nothing(family: str, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **SMALL}))
+    with caplog.at_level(logging.WARNING):
+        first = architecture.read(Model(name=str(tmp_path)))
+    assert not caplog.records and first.unknown and first.parameters > 64 * 96
+    monkeypatch.setattr(architecture, "_on_meta", lambda folder: pytest.fail("built again"))
+    assert architecture.read(Model(name=str(tmp_path))).tensors == first.tensors
+    (kept,) = (tmp_path / "cache" / "shapes").iterdir()
+    kept.write_text("[]")
+    monkeypatch.setattr(architecture, "_on_meta", lambda folder: {"one": (1,)})
+    assert architecture.read(Model(name=str(tmp_path))).tensors == {"one": (1,)}  # broken: built anew
+
+
+def test_a_config_s_vision_tower_is_in_the_memory(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    text = {"model_type": "gemma3_text", **SMALL, "head_dim": 16}
+    seen = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = {"model_type": "gemma3", "text_config": text, "vision_config": seen}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = architecture.read(Model(name=str(tmp_path)))
+    of_text = sum(
+        torch.Size(size).numel() for size in (architecture.of(architecture.as_config(text)) or {}).values()
+    )
+    assert found.of_text == of_text < found.parameters and not found.unknown
+    assert len(found.stored) > len(found.linear) == 14
+
+
+@pytest.mark.parametrize(
+    "family", ["bloom", "gptj", "codegen", "gpt_neo", "gpt_bigcode", "mpt", "gpt2", "openai-gpt"]
+)
+def test_a_familys_own_names_of_its_widths_are_read(family: str) -> None:
+    """As transformers' classes have them, of a config that says all and of one that says what differs."""
+    from transformers import AutoConfig
+
+    real = AutoConfig.for_model(family, num_attention_heads=8)
+    for said in (real.to_dict(), real.to_diff_dict()):
+        config = architecture.as_config(json.loads(json.dumps(said, default=str)))
+        assert {key: getattr(config, key) for key in architecture.NEEDED} == {
+            key: getattr(real, key) for key in architecture.NEEDED
+        }
+    assert architecture.as_config({"model_type": family, "num_hidden_layers": 5}).num_hidden_layers == 5
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"])
+def test_a_model_without_attention_is_refused(family: str, tmp_path) -> None:
+    from transformers import AutoConfig
+
+    (tmp_path / "config.json").write_text(AutoConfig.for_model(family).to_json_string(use_diff=False))
+    with pytest.raises(UserError, match=f"not that of a decoder we know(.|\n)*{family}: no num_attention"):
+        architecture.read(Model(name=str(tmp_path)))
+
+
+def test_layers_of_several_widths_are_planned_by_the_widest() -> None:
+    config = {"model_type": "gemma3n_text", **SMALL, "intermediate_size": [128, 256]}
+    assert memory_estimate.widths(architecture.as_config(config)).intermediate == 256
+
+
+def test_a_model_that_needs_another_package_is_refused(tmp_path, monkeypatch) -> None:
+    """Gemma 3n's images are read by timm."""
+    from transformers import AutoModelForCausalLM
+
+    def lacks(*_: Any) -> None:
+        raise ImportError("\nTimmWrapperModel requires the timm library.\n")
+
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lacks)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "stablelm", **SMALL}))
+    with pytest.raises(UserError, match=r"TimmWrapperModel requires the timm library\.") as caught:
+        architecture.read(Model(name=str(tmp_path)))
+    assert caught.value.code == Exit.ENVIRONMENT
+
+
+def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:
+    """In a checkpoint each is a matrix; in the model all of them are one parameter, which fp8 passes by."""
+    from safetensors.torch import save_file
+
+    config = {
+        "model_type": "qwen3_moe",
+        **SMALL,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "head_dim": 16,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole = architecture.read(Model(name=str(tmp_path)))
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in whole.tensors.items()}
+    for name in [name for name in weights if ".experts." in name]:
+        joined, where = weights.pop(name), name.rpartition(".")[0]
+        for index, one in enumerate(joined):
+            parts = {"gate_proj": one[:32], "up_proj": one[32:]} if "gate_up" in name else {"down_proj": one}
+            weights |= {f"{where}.{index}.{kind}.weight": part.clone() for kind, part in parts.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    apart = architecture.read(Model(name=str(tmp_path)))
+    assert apart.source == "headers of its files" and apart.parameters == whole.parameters
+    assert apart.linear == whole.linear and not [name for name in apart.linear if "experts" in name]
+    found = [architecture.weights(one, "fp8", "bf16") for one in (whole, apart)]
+    linear = sum(outputs * inputs - 4 * outputs for outputs, inputs in apart.linear.values())
+    assert found[0] == found[1] == 2 * whole.parameters - linear
+
+
+def test_adapters_that_are_not_counted_are_taken_for_what_is_said(large) -> None:
+    """VeRA's r of 256 is of vectors, not of matrices."""
+    vera = planned(large, "adapter.type=vera", "adapter.r=256")
+    assert vera.trained == planned(large, "adapter.r=16").trained
+    assert "what vera adds is not counted here; taken as LoRA's of r 16" in vera.notes

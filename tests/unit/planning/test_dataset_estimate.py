@@ -1,0 +1,169 @@
+"""What a plan says of rows that are not prepared: how many, how long, and what becomes of those too long."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.planning import dataset_estimate, plan_report, suggestions
+from finetune.recipe import loader
+from finetune.recipe.schema import Data, Model
+from finetune.training import load_data
+from support.paths import MODEL, QUICKSTART
+from support.plans import planned
+
+
+def test_rows_are_counted_and_steps_follow(large) -> None:
+    made = planned(large, "train.max_steps=null", "train.num_train_epochs=2")
+    assert made.steps == 2 * 3 and made.row_tokens == pytest.approx(2500, rel=0.01)  # 9 rows, 4 a step
+    packed = planned(large, "data.packing=true")
+    assert packed.row_tokens == 4096 and packed.choices["attention"].value in ("varlen", "flex_attention")
+
+
+@pytest.fixture
+def tall(large: Path) -> Path:
+    """The recipe on 40 rows of 4,000 characters, every other one twice as long."""
+    lines = [json.dumps({"text": "w" * 4 * (1000 + 1000 * (n % 2))}) for n in range(40)]
+    (large.parent / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    return large
+
+
+def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
+    """Rows of 2,500 tokens: half of max_length would drop each of them."""
+    slow = ["model.quantization=none", "speed.activation_checkpointing=full"]
+    now, loaded = planned(large, *slow), loader.load(large, slow)
+    offered = [change.overrides for change in suggestions.changes(loaded, slow, now)]
+    assert ("data.max_length=2048",) in [given for given, _ in suggestions.candidates(loaded, now)]
+    assert offered and ("data.max_length=2048",) not in offered
+    made = planned(large, *slow, "data.max_length=2048")
+    assert made.refused and "100% of the rows are longer than data.max_length (2048)" in made.refused
+    assert plan_report.headline(loaded, made).count("a run would refuse its rows") == 1
+    assert not now.refused
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"text": "a row"}\n' * 3, "3 rows are fewer than one step takes"),
+        ('{"text": "a row"}', "1 row is fewer than one step takes"),
+        ("no json\n" * 9, "not valid JSON: Expecting value, in 9 rows"),
+        ("", "0 rows in "),
+        ('{"text": "a row"}\n' * 3 + '{"text": "the last has no end"}', ""),
+    ],
+    ids=("three", "one", "bad lines", "empty", "four"),
+)
+def test_rows_that_are_too_few_for_a_step_are_refused(large, text: str, said: str) -> None:
+    (large.parent / "rows.jsonl").write_text(text)
+    made, loaded = planned(large), loader.load(large)
+    assert made.refused.startswith(said) and bool(made.refused) is bool(said)
+    assert ("a run would refuse its rows" in plan_report.headline(loaded, made)) is bool(said)
+    assert not [note for note in made.notes if "not in local jsonl files" in note]
+    assert not said or made.refused in made.notes
+    counted = dataset_estimate.rows_of(loaded.data, loaded.model, 1)
+    assert counted and counted.number == text.count("text")
+
+
+@pytest.mark.parametrize(
+    ("too_long", "rows", "tokens", "refused"),
+    [
+        ("drop", 20, 1000, True),
+        ("truncate_prompt", 40, 1250, False),
+        ("split", 60, 1000, False),
+        ("error", 20, 1000, True),
+    ],
+)
+def test_rows_that_are_too_long_count_as_a_run_treats_them(
+    tall: Path, too_long: str, rows: int, tokens: int, refused: bool
+) -> None:
+    data = Data(name=str(tall.parent / "rows.jsonl"), max_length=1500, too_long=too_long)
+    found = dataset_estimate.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
+    assert found and found.long == 0.5
+    assert (found.number, round(found.tokens)) == (rows, tokens)
+    said, no = dataset_estimate.too_long(found, data)
+    assert no is refused and said.startswith("50% of the rows are longer than data.max_length (1500)")
+
+
+def test_chats_are_not_split(tmp_path) -> None:
+    """`data.too_long: split` is for plain text; a run drops a chat that is too long."""
+    chat = {"role": "user", "content": "why"}, {"role": "assistant", "content": "w" * 8000}
+    lines = [
+        json.dumps({"messages": chat}),
+        json.dumps({"messages": [chat[0], chat[0] | {"role": "assistant"}]}),
+    ]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines * 10) + "\n")
+    data = Data(name=str(tmp_path / "c.jsonl"), max_length=1500, too_long="split")
+    found = dataset_estimate.rows_of(data, Model(name="nowhere/model"), 1)
+    assert found and found.number == 10 and found.long == 0.5 and found.tokens < 10
+    said, refuses = dataset_estimate.too_long(found, data)
+    assert refuses and "50% are chats or have prompts, and dropped: plain text alone is split" in said
+
+
+def test_rows_that_are_all_held_out_are_refused(large) -> None:
+    """As a run says: of one row, the share that is held out is that row."""
+    (large.parent / "rows.jsonl").write_text('{"text": "a row"}\n')
+    given = ("data.validation_fraction=0.05", "train.effective_batch_size=1")
+    made = planned(large, *given, "train.max_steps=2")
+    assert made.refused == "no row would be left to train on (data.validation_fraction: 0.05)"
+    (large.parent / "rows.jsonl").write_text('{"text": "a row"}\n{"text": "another"}\n')
+    assert not planned(large, *given).refused
+
+
+def test_packed_rows_are_made_of_those_that_are_kept(tall) -> None:
+    name = str(tall.parent / "rows.jsonl")
+    data = Data(name=name, max_length=1500, packing=True, expect={"dropped": 0.6})
+    found = dataset_estimate.rows_of(data, Model(name=str(tall.parent / "8b")), 1)
+    assert found and found.number == round(20 * 1000 / 1500)
+    assert dataset_estimate.too_long(found, data)[1] is False
+
+
+def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
+    """The quickstart's chats: 118 tokens, 59 by characters."""
+    loaded = loader.load(QUICKSTART)
+    found = dataset_estimate.rows_of(loaded.data, loaded.model, 1)
+    report = load_data.prepare_data(loaded)[1].report["train"]
+    assert found and found.number == report.kept
+    assert found.tokens == pytest.approx(report.tokens / report.kept, rel=0.01)
+    assert any(
+        "by the model's tokenizer and template, from 500 of them" in note
+        for note in planned(QUICKSTART).notes
+    )
+
+
+def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
+    texts = ["a word or two", "another " * 40, "x" * 3 * dataset_estimate.TOKENISED]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:2]))
+    data, model = Data(name=str(tmp_path / "t.jsonl"), format="text", train_on="all"), Model(name=str(MODEL))
+    path = tmp_path / "t.jsonl"
+    exact, how = dataset_estimate.lengths_in_tokens(data, model, {path: dataset_estimate.SAMPLED})
+    loaded = loader.load(
+        QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
+    )
+    rows = load_data.prepare_data(loaded)[1].train
+    assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how
+    with path.open("a") as file:
+        file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")
+    more, how = dataset_estimate.lengths_in_tokens(data, model, {path: dataset_estimate.SAMPLED})
+    assert more[:2] == exact and more[3] == 0 and "from 2 of them" in how
+    assert more[2] == pytest.approx(len(texts[2]) * sum(exact) / sum(map(len, texts[:2])))
+
+
+def test_without_a_tokenizer_or_template_characters_are_counted(tmp_path) -> None:
+    (tmp_path / "c.jsonl").write_text(
+        json.dumps(
+            {"messages": [{"role": "user", "content": "abcd"}, {"role": "assistant", "content": "efgh"}]}
+        )
+        + "\n"
+    )
+    data, path = Data(name=str(tmp_path / "c.jsonl")), tmp_path / "c.jsonl"
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
+    for name, why in (
+        ("nowhere/model", "the model's tokenizer is not here"),
+        (str(tmp_path / "bare"), "there is no chat template"),
+    ):
+        found, how = dataset_estimate.lengths_in_tokens(
+            data, Model(name=name), {path: dataset_estimate.SAMPLED}
+        )
+        assert found == [sum(map(len, ("user", "abcd", "assistant", "efgh"))) / 4] and how.endswith(why)
