@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "optimizations.md"
-HEAD = """# Optimisations
+HEAD = """# Optimizations
 
 Made by `scripts/make_optimizations.py` from [recipes/ablation.yaml](../recipes/ablation.yaml) and from
-measurements. `finetune ablate RECIPE` measures each on your machine, alone and on top of those that helped,
-and
-writes the recipe with what did.
+measurements. `finetune ablate RECIPE` measures each optimization on your machine, alone and on top of the
+optimizations that helped. It writes a recipe with the optimizations that helped.
 
 **On a CPU**: `finetune ablate recipes/quickstart.yaml`, {cpu}.
-Alone: times the {unit} of a baseline in fp32 with everything off (or of that with the rungs that one stands
-on), ± what noise explains; one run's noise was {noise} ([all of it](../benchmarks/ladder.md)).
+Alone: times the {unit} of a baseline in fp32 with everything off (or of that with the optimizations that one
+builds on), ± what noise explains; one run's noise was {noise} ([all of it](../benchmarks/ladder.md)).
 
 **On a GPU**: the same on {layers} layers of an 8B Llama's widths, {gpu}
 ([all of it](../benchmarks/ladder_gpu.md)). **Whole model**: between rows of
@@ -38,13 +37,13 @@ NAMED = {
     "elsewhere": """
 ## Measured elsewhere
 
-There is a switch, and no rung:
+There is a switch, but `finetune ablate` does not measure it:
 
 """,
     "no-op": """
 ## No-ops
 
-On lists of optimisations, and nothing to switch here:
+On lists of optimizations, and nothing to switch here:
 
 """,
 }

@@ -100,9 +100,9 @@ def speed(measured: dict[str, dict[str, float]]) -> str:
 
 
 def ladder(found: dict[str, Any]) -> str:
-    """Some rungs of the quickstart's ladder, and what it came to."""
+    """Some optimizations of the quickstart's ablation, and the speedup of the whole stack."""
     unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}[found["rate"]]
-    lines = ["rung             alone        stacked      held-out  what became of it"]
+    lines = ["optimization     alone        stacked      held-out  status"]
     for row in [row for row in found["rungs"] if row["name"] in RUNGS]:
         cells = [
             f"{row[how]['speedup']:.2f} ±{row[how]['noise']:.2f}" if row.get(how) else "-"
@@ -113,7 +113,9 @@ def ladder(found: dict[str, Any]) -> str:
         cells += [held_out.ljust(9), f"{row['status']}: {row['why']}"]
         lines.append(f"{row['name']:<17}" + " ".join([f"{cells[0]:<12}", f"{cells[1]:<12}", *cells[2:]]))
     end = f"In times the baseline's {unit}, ± what noise explains; with what was kept it trains "
-    end += f"{found['speedup']:.2f} times as fast as a plain loop. The ladder took {found['seconds']:.0f} s."
+    end += (
+        f"{found['speedup']:.2f} times as fast as a plain loop. The ablation took {found['seconds']:.0f} s."
+    )
     return "\n".join(["```", *lines, "```", "", end]) + "\n"
 
 

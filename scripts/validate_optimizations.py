@@ -1,4 +1,4 @@
-"""Does an optimised recipe keep its promise? Baseline and optimised, the same seed, runs that take turns.
+"""Does an optimized recipe keep its promise? Baseline and optimized, the same seed, runs that take turns.
 
     python scripts/validate_optimizations.py --baseline recipes/baselines/llama3_8b.yaml \\
         --optimized recipes/gpus/80gb_fastest.yaml --min-speedup 3 --max-loss-delta 0.5%

@@ -1,6 +1,6 @@
 """What backward keeps, what is recomputed in its place and what waits in the CPU's memory, by a memory plan.
 
-As `estimate`, whose numbers these are, it imports no torch: a run and `finetune plan` choose by the same.
+Like `memory_estimate`, whose figures it uses, it imports no torch. A run and `finetune plan` both call it.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def steps_of_stream(train: Train) -> int:
 
 
 def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
-    """Optimizer steps of the run, counted as the Trainer counts them (a receipt compares).
+    """Optimizer steps of the run, counted as the Trainer counts them (a run check compares).
 
     Args:
         rows: `None` if they are streamed.

@@ -37,7 +37,7 @@ class Work(NamedTuple):
 def choose_fused(
     asked: str | bool, hardware: Hardware, *, adapted: bool, dtype: str, rounding: bool
 ) -> Choice:
-    """Whether adapters run through the fast forwards of `speed.lora`.
+    """Whether adapters run through the fused forwards of `speed.fused_lora`.
 
     Args:
         dtype: of the model's plain weights: bfloat16.
@@ -93,7 +93,7 @@ def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> 
 
 
 def against_breaks(compile: str | bool, broken: str) -> Problem | None:
-    """Layers that can't be compiled whole, where that is asked for: a receipt would end the run after a step.
+    """Refuse to compile layers that break the graph: a run check would end the run after a step.
 
     Args:
         broken: what breaks the graph; empty: nothing does.

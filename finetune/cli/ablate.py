@@ -9,7 +9,7 @@ from typing import Any
 from finetune.cli.inputs import load, located
 
 ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--optimizations", {"metavar": "FILE", "help": "the rungs: recipes/ablation.yaml"}),
+    ("--optimizations", {"metavar": "FILE", "help": "the optimizations (default: recipes/ablation.yaml)"}),
     (
         "--output",
         {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
@@ -18,7 +18,7 @@ ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def ablate(options: argparse.Namespace) -> None:
-    """Measure each optimisation of a ladder on a recipe, alone and on top of those that helped."""
+    """Measure each optimization on a recipe, alone and on top of the optimizations that helped."""
     with located(load(options)):
         from finetune.experiments.ablation import ablation
 

@@ -19,7 +19,7 @@ MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def merge(options: argparse.Namespace) -> None:
-    """Merge a run's adapter into its base, prove that nothing was lost, and quantise it if asked."""
+    """Merge a run's adapter into its base, verify that nothing was lost, and quantize it if asked."""
     from finetune.core.console import Console, quieten_libraries
 
     run = opened(options)

@@ -9,7 +9,7 @@ from finetune.cli.inputs import opened
 
 
 def report(options: argparse.Namespace) -> None:
-    """Write a page about a run: verdict, base against tuned, curves, receipts, data, recipe."""
+    """Write a page about a run: verdict, base against fine-tuned model, curves, run checks, data, recipe."""
     from finetune.reporting import html_report
 
     path = options.run if os.path.exists(options.run) else opened(options).path  # a part of a run is enough

@@ -20,7 +20,7 @@ class RunCheck:
 
 @dataclass
 class RunChecks:
-    """Made by `train.run`, handed to those who add to it; checked when built, after step 1, after saving."""
+    """Made by `training.pipeline.run`; checked when the model is built, after step 1 and after saving."""
 
     receipts: list[RunCheck] = field(default_factory=list)
     checked: int = 0
@@ -50,7 +50,7 @@ class RunChecks:
         bad = [receipt for receipt in self.receipts[self.checked :] if not receipt.passed]
         self.checked = len(self.receipts)
         if bad:
-            what = "asked for one thing, got another"
+            what = "run check failed"
             problems = [
                 Problem(what, r.option, found=f"{r.actual} ({r.how})", expected=r.expected) for r in bad
             ]

@@ -1,7 +1,7 @@
 """What somebody's model or adapter may not do here: run code, choose kernels, or reach outside of its folder.
 
 A model's folder is data. transformers and PEFT refuse most of what follows by themselves; several times they
-did not (tests/test_advisories.py), so it is looked at before they open a file. Reads JSON only, no torch.
+did not (tests/security/test_advisories.py), so finetune checks it before they open a file. Imports no torch.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def agree(facts: dict[str, str]) -> None:
 def on_one_disk(folder: Path) -> None:
     """All processes must see a file that rank 0 writes there: each reads what rank 0 saves.
 
-    Not the file of the folder's lock, which ends when rank 0 closes it again (`claim`).
+    Not the file of the folder's lock, which ends when rank 0 closes it again (`run_folder.lock`).
 
     Raises:
         UserError: on all of them, with the machines that don't see it (exit 3).

@@ -25,7 +25,7 @@ def ours(model: Any) -> bool:
 @torch.no_grad()
 def average(model: Any) -> int:
     """Each gradient, averaged over processes, in one piece: what trains is all of one dtype
-    (`adapters.train_in_fp32`). Returns its bytes.
+    (`trainable_parameters.train_in_fp32`). Returns its bytes.
 
     Divided before it is summed, as DDP does.
     """

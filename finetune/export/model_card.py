@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
-_NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publish.numbered`
+_NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publishing.numbered`
 HELD_OUT = {"loss": "held-out loss", "exact_match": "exact match", "ended": "ends by itself"}
 Table = list[tuple[Any, ...]]
 
@@ -58,10 +58,10 @@ def make(
         scores(results, report, of),
         "## Training",
         training(run, recipe, report),
-        "## Receipts",
-        "Facts read back from the running system; the run stops at one that does not match.",
+        "## Run checks",
+        "Settings read back from the running system. The run stops at a check that fails.",
         table(
-            ("what", "asked", "got", "true"),
+            ("option", "expected", "actual", "passed"),
             [
                 (r["option"], r["expected"], r["actual"], "yes" if r["passed"] else "NO")
                 for r in run.found("checks.json")
@@ -99,7 +99,7 @@ def metadata(
 
 
 def hub_data(sources: Iterable[str]) -> list[str]:
-    """The ids of the Hub sets among `sources`, whose names go on with subset and split: `load.hub_name`."""
+    """The ids of the Hub datasets among `sources`, without subset and split (`source_loading.hub_name`)."""
     hub_sets = [name for name in sources if Path(_NUMBER.sub("", name)).suffix not in DATA_SUFFIXES]
     return list(dict.fromkeys(name.partition(" ")[0] for name in hub_sets))
 

@@ -136,7 +136,7 @@ def check(config: Path) -> None:
 def check_device(config: Path) -> None:
     """Refuse a config for GPUs where there is none: Accelerate would take the CPU without a word.
 
-    DeepSpeed alone trains on CPUs by such a config (`launch_env.device_options`).
+    DeepSpeed alone trains on CPUs by such a config (`launch_environment.device_options`).
 
     Raises:
         UserError: there is no GPU, and nothing says that the CPU is meant (exit 3).

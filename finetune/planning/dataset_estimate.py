@@ -64,7 +64,7 @@ def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
     # of each file as large a share as it has of the rows
     share = min(shared, SAMPLED / max(1.0, *every.values()))
     sampled = {path: max(1, round(own * share)) for path, own in every.items()}
-    if data.validation_fraction is not None:  # as `load.draw_held_out` draws them
+    if data.validation_fraction is not None:  # as `source_loading.draw_held_out` draws them
         lines -= max(1, round(lines * data.validation_fraction))
     most = float(data.max_length)
     lengths, how = lengths_in_tokens(data, model, sampled)

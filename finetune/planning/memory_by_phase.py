@@ -61,7 +61,7 @@ def keeps(
     attention: str,
     storage: str,
 ) -> Keeps:
-    """What backward keeps, in `estimate`'s terms."""
+    """What backward keeps, in `memory_estimate`'s terms."""
     linear, layers = found.linear, found.config.get_text_config().num_hidden_layers
     dropped = sum(linear[name][1] for name in has.names) // layers if has.dropout else 0
     repeated = attention in ("sdpa", "eager")

@@ -35,7 +35,7 @@ CPU_GIB = 1.5  # of a process with the libraries imported
 def storage_and_attention(
     recipe: Recipe, found: Architecture, precision: str, machine: Hardware, by: Sharding
 ) -> tuple[Choice, Choice]:
-    """How the base would be stored and what attends, as `check.setup_of` asks it for a run."""
+    """How the base would be stored and what attends, as `choice_checks.setup_of` asks it for a run."""
     flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
     against = partial(choice_checks.against_fp8, recipe, found.config)
     launched = sharding_cost.launched(by, 1, precision)
@@ -121,7 +121,7 @@ def recomputed(
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
     asked = speed.activation_checkpointing
-    asked = "none" if by.once and asked == "auto" else asked  # as stages.make_fast
+    asked = "none" if by.once and asked == "auto" else asked  # as training.stages.make_fast
     again, offload, graphs, memory = cuda_graphs.beside(graphs, speed, asked, memory, machine)
     sharded = by.name if by.weights else ""
     if problem := compilation.against_graphs(speed.compile, again.value, offload.value, sharded):

@@ -2,8 +2,8 @@
 
     finetune plan recipes/llama3_8b/lora.yaml --gpu h100-80gb --gpus 8 --price-per-hour 2.5
 
-What a run would choose is asked of the functions that a run asks: `hardware` for base and attention, `batch`
-for the split, `estimate` for fused forwards, compiling and recomputation.
+The plan calls the functions of `autoconfig` that a run calls: `machine_setup` for base model and attention,
+`batch_size` for the batch, `compilation` for fused forwards and torch.compile, `activation_checkpointing`.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Sharding(NamedTuple):
     once: bool = False
     """TransformerEngine's fp8, which is in force in forward alone: no layer runs again in backward."""
     variables: tuple[tuple[str, str], ...] = ()
-    """What the launch would say to its processes (`launch_env`)."""
+    """What the launch would say to its processes (`launch_environment`)."""
 
 
 ONE, DDP = Sharding(""), Sharding("DDP")

@@ -113,7 +113,7 @@ def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None
 
 
 def of_cpu(one: Widths) -> str:
-    """Where the rate of a layer on this CPU is from, as `plan.cpu_rate` takes it."""
+    """Where the rate of a layer on this CPU is from, as `planner.cpu_rate` takes it."""
     measured, why = measured_rates.read_for("CPU", one)
     if measured:
         return f"a layer, by `finetune doctor --measure` on {measured['date']}, at {measured['shapes']}"
@@ -167,7 +167,7 @@ def of_step(
 
 
 def flops(found: Architecture, has: Adapted, full: bool) -> float:
-    """FLOPs of a token's forward and backward through linear layers, as `train.flops_per_token` counts."""
+    """FLOPs per token of linear layers, forward and backward, as `apply_to_model.flops_per_token` counts."""
     one = memory_estimate.widths(found.config)
     head = one.vocabulary * one.hidden
     frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + head

@@ -75,7 +75,7 @@ def rounded(recipe: Recipe) -> list[str]:
     splitter, precision = launch_environment.splitter(), launch_environment.said("ACCELERATE_MIXED_PRECISION")
     as_stored = (
         splitter == "FSDP" and recipe.model.quantization in adapter_types.FOUR_BIT
-    )  # exchange.fsdp_policy
+    )  # four_bit.fsdp_policy
     if kind != "ia3" or not splitter or as_stored or precision not in ("bf16", "fp16") or rate >= IA3_RATE:
         return []
     steps = "1/256" if precision == "bf16" else "1/2048"

@@ -90,7 +90,7 @@ def against_rows(recipe: Recipe, config: Any) -> list[Problem]:
 
 def pinned(recipe: Recipe) -> Recipe:
     """The same with the commit that `model.revision` is now: every file of the base is read at it, also
-    by processes that are started after this (`hub.commit`)."""
+    by processes that are started after this (`hub.client.commit`)."""
     asked, section = recipe.model.revision, model_files.pinned(recipe.model)
     if section.revision == asked:
         return recipe

@@ -24,7 +24,7 @@ def is_four_bit(base: Any) -> bool:
 
 def pack(base: Any, numbers: torch.dtype = torch.float32) -> None:
     """Codes as FSDP can split them: eight as one fp32 number. Bytes it would not split, and of numbers of 16
-    bits it would make others (`exchange.fsdp_policy`)."""
+    bits it would make others (`fsdp_policy`)."""
     for layer in base.modules():
         if is_four_bit(layer) and layer.weight.dtype != numbers:
             held = {name: value for name, value in vars(layer.weight).items() if name != "data"}

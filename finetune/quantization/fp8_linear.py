@@ -156,7 +156,7 @@ class Fp8Linear(torch.nn.Linear):
     def pack(self) -> None:
         """Take two codes for one bf16 number: FSDP casts what it gathers to bf16, and so not these bits.
 
-        Codes of numbers make no NaN, of which a copy would be another (`exchange.fsdp_policy`).
+        Codes of numbers make no NaN, of which a copy would be another (`four_bit.fsdp_policy`).
         """
         packed = self.weight.detach().view(torch.bfloat16)
         self.weight = torch.nn.Parameter(packed, requires_grad=False)

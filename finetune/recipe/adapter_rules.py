@@ -151,10 +151,12 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
     init = adapter.get("init_lora_weights")
     if init in ("orthogonal", "mica"):
         what = "takes the dtype of its first weights, or these themselves, from weights that are codes in fp8"
-        found.append(("adapter.init_lora_weights", what, {"found": str(init), "fix": "true, or base: bf16"}))
+        texts = {"found": str(init), "fix": "true, or model.quantization: none"}
+        found.append(("adapter.init_lora_weights", what, texts))
     if adapter.get("target_parameters"):
         what = "adds to weights themselves, which are codes in fp8"
-        found.append(("adapter.target_parameters", what, {"fix": "target_modules, or base: bf16"}))
+        texts = {"fix": "target_modules, or model.quantization: none"}
+        found.append(("adapter.target_parameters", what, texts))
     return found + _coded(adapter, "fp8")
 
 
@@ -168,7 +170,7 @@ def _coded(adapter: Mapping[str, Any], base: str) -> Found:
 def coded(whole: list[str], base: str) -> Found:
     """What is said of such layers, by name."""
     what = f"trains whole layers, which on the {base} base are codes"
-    texts = {"found": ", ".join(whole), "fix": "target_modules, or a base in bf16"}
+    texts = {"found": ", ".join(whole), "fix": "target_modules, or model.quantization: none"}
     return [("adapter.modules_to_save", what, texts)] if whole else []
 
 

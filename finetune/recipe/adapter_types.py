@@ -257,7 +257,7 @@ WITH_BUFFERS = frozenset(
     ["adamss", "delora", "frod", "glora", "pvera", "randlora", "supertuning", "tinylora", "vera"]
 )
 # Computed with codes of a quantised weight as if they were weights, or fail: seen by training each on each
-# (peft 0.21.2; tests/test_adapter_bases.py repeats it).
+# (peft 0.21.2; tests/integration/test_adapters_on_quantized_bases.py repeats it).
 _NEEDS_THE_WEIGHTS = frozenset(
     ["adamss", "deft", "delora", "frod", "glora", "hra", "osf", "peanut", "psoft", "supertuning", "tinylora"]
 )

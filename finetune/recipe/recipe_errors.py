@@ -206,7 +206,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     around = (".".join(path[:-1]), inner, section, kind)
     own = next((known[place] for place in around if known.get(place)), frozenset())
     homes = [s for s, names in known.items() if name in names and s != "recipe"]
-    many = ("adapter.", "rungs.")  # have a line for each type, for each rung
+    many = ("adapter.", "rungs.")  # have a line for each type, for each optimization
     homes = [home.split(".")[0] if home.startswith(many) else home for home in homes]
     homes = [home for home in homes if home not in (section, inner)]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
@@ -227,7 +227,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
 
 def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
     allowed = ["model", "data", "adapter", "speed", "train", "eval", "publish"]
-    if "recipe" not in known:  # of a ladder
+    if "recipe" not in known:  # of an ablation file
         allowed = sorted({section.split(".")[0] for section in known})
     homes = [
         section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"

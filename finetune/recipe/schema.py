@@ -356,7 +356,7 @@ class Origin:
 
 
 class Recipe(Section):
-    """One run, whole. Only `train.run` sees all of it; every other function gets its section."""
+    """One run, whole. Only `training.pipeline.run` sees all of it; every other function gets its section."""
 
     model: Model
     data: Data

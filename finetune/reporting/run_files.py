@@ -20,7 +20,7 @@ FILES = {  # what a run leaves, and what can't be said without it
     "environment.json": "versions and hardware",
     "data_report.json": "what became of the rows",
     "metrics.jsonl": "how training went",
-    "checks.json": "what was asked and what was got",
+    "checks.json": "the run checks",
     "eval.json": "base against tuned (finetune evaluate makes it)",
 }
 LONGEST = 2000  # characters of a text that are shown

@@ -59,7 +59,7 @@ def show_plan(
 
 
 def show_result(screen: Console, folder: RunFolder, ledger: RunChecks, result: dict[str, Any]) -> None:
-    """Receipts, base against tuned, samples side by side, and what to do next."""
+    """Print run checks, base model against fine-tuned model, samples side by side, and what to do next."""
     receipts = [(r.option, "yes" if r.passed else "NO", r.expected, r.actual) for r in ledger.receipts]
     screen.table("run checks", ("option", "passed", "expected", "actual"), receipts)
     show_scores(screen, result)

@@ -1,4 +1,4 @@
-"""All model surgery for speed and memory, in one place and one order: fuse, recompute, offload, compile.
+"""All model surgery for speed and memory, in one place and order: fuse, checkpoint, offload, compile.
 
 Fused forwards are what a recomputed layer runs again; recomputation wraps a layer's call, offloading of its
 input wraps that, and compile stands inside both, so that a recomputed layer runs its compiled code again.
@@ -144,7 +144,7 @@ def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
 
 
 def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str = "") -> Choice:
-    """Whether adapters run through the fast forwards of `lora`.
+    """Whether adapters run through the fused forwards of `fused_lora`.
 
     Raises:
         UserError: asked for where there is no adapter (exit 2), or where weights are sharded (exit 3).
@@ -161,7 +161,7 @@ def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str
 
 
 def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: RunChecks) -> tuple[Choice, bool]:
-    """Fuse, with a receipt; returns the choice with what was done, and whether every layer's MLP is fused:
+    """Fuse, with a run check; returns the choice with what was done, and whether every layer's MLP is fused:
     that of a layer with experts is not, if only what they share is.
 
     Raises:

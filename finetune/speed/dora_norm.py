@@ -1,7 +1,7 @@
 """DoRA's column scale m / ||W + s B A|| (arXiv 2402.09353) from a norm that is made once a step.
 
 On a GPU one kernel a layer reads W once and sums the squares of what it makes of a tile; elsewhere the norm
-is factored, and so are the receipts' norms everywhere:
+is factored, and so are the norms of the run checks everywhere:
 
     ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (W A^T)_i + s^2 b_i (A A^T) b_i^T        for each output i
 
@@ -136,7 +136,7 @@ def _squares(layer: Any) -> torch.Tensor:
 
 
 class RefreshNorms(TrainerCallback):
-    """DoRA's norms of the weights as the optimizer left them, with a receipt of the last ones."""
+    """DoRA's norms of the weights as the optimizer left them, with a run check of the last ones."""
 
     def __init__(self, norms: Any, ledger: RunChecks) -> None:
         self.norms, self.ledger = norms, ledger

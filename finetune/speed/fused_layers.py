@@ -1,4 +1,4 @@
-"""Put the fast forwards of `lora` on the layers of one model: what they serve, what they leave, and why.
+"""Put the fused forwards of `fused_lora` on the layers of a model: which layers they serve, and why.
 
 PEFT's modules keep their weights, names and state. Only `forward` is replaced, on the instance; out of
 training, with the adapter off or merged, or with several, it is PEFT's own that runs.

@@ -42,7 +42,7 @@ class Formula(NamedTuple):
 
 @dataclass
 class Installed:
-    """How to take the loss out of a model again, and what it did there, for the receipt of the first step."""
+    """How to take the loss out of a model again, and what it did there, for a run check of the first step."""
 
     undo: Callable[[], None]
     calls: int = 0

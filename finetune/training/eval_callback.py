@@ -127,7 +127,7 @@ class Validate(TrainerCallback):
         self.metrics.append(record)
 
     def restore(self, model: Any, state: Any, ledger: RunChecks) -> None:
-        """Put the best weights back, and leave a receipt of how often was evaluated."""
+        """Put the best weights back, and add a run check that counts the evaluations."""
         steps = state.global_step
         every = self.settings.eval_steps or steps
         asked = sum(step % every == 0 or step == steps for step in range(1, steps + 1))

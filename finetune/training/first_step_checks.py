@@ -27,10 +27,10 @@ GRAPHS_COUNTED = "torch._dynamo's own count after the first step"
 
 
 class FirstStep(TrainerCallback):
-    """Receipts of the first optimizer step, read from the operations and batches that really ran."""
+    """Run checks of the first optimizer step, read from the operations and batches that really ran."""
 
     add_loss: Callable[..., None] | None = None
-    """Adds the loss's receipt, from the profiled operations and the number of micro-batches."""
+    """Adds the loss's run check, from the profiled operations and the number of micro-batches."""
     first = 1
     """The first step of this process: a resumed run has gone further."""
     optimizer: Any = None

@@ -62,7 +62,7 @@ def asked_of(backend: str) -> dict[str, str]:
 
 
 class Prepared(TrainerCallback):
-    """Receipts of the model as it is prepared: what trains, what of it the optimizer holds, what is split;
+    """Run checks of the prepared model: what trains, what of it the optimizer holds, what is sharded;
     and after the first step of what was multiplied, or gathered, in codes."""
 
     def __init__(self, launch: Launch, trainer: Any, ledger: RunChecks) -> None:

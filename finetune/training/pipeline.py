@@ -1,6 +1,6 @@
 """A run, top to bottom: data -> model -> adapter -> SFTTrainer -> save -> reopen -> evaluate.
 
-run_folder = train.run(recipe.load("recipes/quickstart.yaml"))
+run = finetune.train(finetune.load_recipe("recipes/quickstart.yaml"))
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def train(
     found: Found | None,
     ledger: RunChecks,
 ) -> None:
-    """Train, with the ledger checked before, and the weights compared with what they were after."""
+    """Train, with the run checks made before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
     rounded = trainable_parameters.train_in_fp32(adapted) if section.type != "full" else {}

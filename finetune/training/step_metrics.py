@@ -1,4 +1,4 @@
-"""Between steps: metrics, DoRA's norms, receipts of the first step."""
+"""Between steps: metrics, DoRA's norms, run checks of the first step."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 class Trainer(SFTTrainer):
     """TRL's trainer, with our loss, AdaLoRA's regulariser (TRL ignores `outputs.loss`), an eye on step 1.
 
-    It saves and resumes by `state`, at the places where upstream does; upstream's files are not written.
+    It saves and resumes by `training_state`, where upstream does, and does not write upstream's files.
     """
 
     schedule: Schedule
@@ -91,7 +91,7 @@ class Trainer(SFTTrainer):
     """Our loss, in place of TRL's fused head."""
 
     def install_loss(self, chosen: str, *, compiled: bool) -> None:
-        """Use the loss that `head.choose` has chosen."""
+        """Use the loss that `lm_head_loss.choose` has chosen."""
         # TRL's and ours count a step's labels themselves, whatever the model's own forward takes
         self.model_accepts_loss_kwargs = True
         self.chunked = lm_head_loss.install(self.model, compiled=compiled) if chosen == "chunked" else None
@@ -100,7 +100,7 @@ class Trainer(SFTTrainer):
             self.data_collator = partial(chunked_cross_entropy.counted, self.data_collator)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        """One micro-batch, or the whole step again in smaller ones (see `rescue`)."""
+        """One micro-batch, or the whole step again in smaller ones (see `oom_recovery`)."""
         step, last = self.state.global_step + 1, self.accelerator.sync_gradients
         batches = self.micro_batches.keep(step, inputs)
         if len(batches) == 1:

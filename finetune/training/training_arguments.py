@@ -36,7 +36,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "fp16": setup.launch.precision == "fp16",
         **launch_environment.row_options(flat=data.packing or data.padding_free),
         **launch_environment.device_options(setup.hardware.device),
-        checkpointing: False,  # `speed.apply` does it
+        checkpointing: False,  # `apply_to_model.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths

@@ -99,7 +99,7 @@ def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
     On a CPU the same operations run in the same order when it is reopened, so not a bit may differ.
     """
     exact, split = setup.hardware.device == "cpu", setup.launch.sharded and setup.launch.precision != "no"
-    split = split and setup.storage.value not in FOUR_BIT  # gathered as it is stored: exchange.fsdp_policy
+    split = split and setup.storage.value not in FOUR_BIT  # gathered as it is stored: four_bit.fsdp_policy
     rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
     by_torchao = any(type(module).__name__ == "Float8Linear" for module in adapted.modules())
@@ -215,7 +215,7 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
                 )
     how = "hash of every trained tensor, live and in the files"
     if folder.weights == folder.model and len(same) < len(names):
-        unset_hf_deepspeed_config()  # as in evaluate.open_base
+        unset_hf_deepspeed_config()  # as in reopen.open_base
         opened = AutoModelForCausalLM.from_pretrained(str(folder.model), dtype=torch.float32)
         found, how = hashes(opened, live.shapes), f"{how}, as transformers reads them"
         same = {name: live.tensors[name] == digest for name, digest in found.items()}
@@ -261,7 +261,7 @@ def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: RunChec
 
 
 def check(folder: RunFolder, ledger: RunChecks) -> None:
-    """The ledger's, once weights are saved: if they do not verify, they are moved aside."""
+    """Run the checks once weights are saved; weights that do not verify are moved aside."""
     try:
         ledger.check()
     except UserError:

@@ -194,13 +194,13 @@ def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, mo
     assert found["codes that FSDP gathers"] == "all 14" and found["saved weights"] == "0"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert losses(RunFolder(place)) == pytest.approx(losses(train(*given)), rel=2e-3)
-    with pytest.raises(AssertionError, match="codes that FSDP gathers: asked for one thing, got another"):
+    with pytest.raises(AssertionError, match="codes that FSDP gathers: run check failed"):
         on_two_ranks(given, small, tmp_path / "once", "false", "bf16", one_rank_in_16_bits)
 
 
 @pytest.mark.soak
 def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, train, tmp_path) -> None:
-    """And run again in backward; on a GPU `auto` compiles them: launch_env.eager."""
+    """And run again in backward; on a GPU `auto` compiles them: launch_environment.eager."""
     given = [f"model.name={two_layers}", "train.max_steps=2", "train.effective_batch_size=4"]
     given += ["speed.activation_checkpointing=full", "data.packing=true", "data.max_length=256"]
     given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]

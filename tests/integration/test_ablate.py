@@ -164,8 +164,8 @@ def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed,
     best = climbed.folder / "quickstart" / "best.yaml"
     assert main.main(["check", str(best)]) == 0, capsys.readouterr().err
     text = best.read_text()
-    assert re.search(r"activation_checkpointing: .*ladder: no_recompute, (kept|dropped)", text)
-    assert re.search(r"format: \S+ .*ladder: broken, error", text)
+    assert re.search(r"activation_checkpointing: .*ablation: no_recompute, (kept|dropped)", text)
+    assert re.search(r"format: \S+ .*ablation: broken, error", text)
     assert loader.load(best).model.attention == "auto", "no rung was about it"
 
 

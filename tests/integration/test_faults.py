@@ -210,7 +210,7 @@ def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -
     given = [*small, f"model.name={two_layers}", "train.save_total_limit=1000000000"]
     assert main.main(["check", str(QUICKSTART), *given, "--rehearse"]) == 3
     said = capsys.readouterr().err
-    assert "the preflight ends in: load" in said and "no room" in said
+    assert "the rehearsal ends in: load" in said and "no room" in said
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_found_before_training(train, capsys) -> None:

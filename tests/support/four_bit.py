@@ -26,7 +26,7 @@ def in_four_bits(model: Any, quant_type: str = "nf4", *, nested: bool = True, st
             module=made,
         ).to(device)
         made.bias = plain.bias
-        made.support_avx512bf16_for_cpu = False  # as `model.load` does
+        made.support_avx512bf16_for_cpu = False  # as `loading.load` does
         model.get_decoder().layers.set_submodule(name, made.requires_grad_(False))
     model.is_loaded_in_4bit = True  # what PEFT asks
     return model

@@ -1,14 +1,14 @@
-"""Each optimisation of a ladder on one recipe, alone and on top of those that helped:
+"""Measure each optimization on one recipe, alone and on top of the optimizations that helped:
 `finetune ablate RECIPE --optimizations FILE`.
 
-results/<kind>/<rung>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`runner/measured_run.py`)
-                                      -under-1    of what it stands on, where no rung alone is that
+results/<kind>/<name>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`runner/measured_run.py`)
+                                      -under-1    of what it stands on, where no optimization alone is that
 results/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablation_report.py`)
 results/<recipe>/best.yaml                        the recipe with what helped
 
-Runs of all variants take turns, in fresh processes; on the stack each run of a rung stands beside one of the
-stack. A rung stays in it if it gains more than noise explains and its losses are the baseline's, within a
-band. Runs that could change nothing but by noise are not made. Started again, it goes on.
+Runs of all variants take turns, in fresh processes. On the stack, each run of an optimization runs beside one
+of the stack. An optimization stays in the stack if its gain exceeds the noise and its losses match the
+baseline's within a band. Runs that could change only noise are skipped. The same command resumes.
 """
 
 from __future__ import annotations
@@ -107,19 +107,19 @@ def key(variant: Variant) -> str:
 
 @measured_run.stoppable()
 def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
-    """Measure the ladder; write table, picture, page and the best recipe.
+    """Measure the optimizations; write table, picture, page and the best recipe.
 
     Returns:
         The content of ladder.json.
 
     Raises:
-        UserError: what is wrong with recipe or ladder; results of another machine or recipe lie there (2);
+        UserError: a mistake in the recipe or the ablation file; results of another machine or recipe (2);
             the baseline can't be run (5).
         Stopped: by a signal; the same command goes on.
     """
     if launcher.launched():
         fix = f"finetune ablate {asked.path}"
-        raise UserError(Problem("a ladder starts processes of its own; it takes no launcher", fix=fix))
+        raise UserError(Problem("`ablate` starts its own processes; run it without a launcher", fix=fix))
     own = load_recipe(asked.path, asked.overrides)
     given = optimizations.read(asked.ladder)
     optimizations.check_values(given, own.adapter.type)
@@ -149,7 +149,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def check_baseline(asked: Asked, steps: Ladder) -> None:
-    """What `finetune check` says of the baseline, before anything runs; of the ladder's values, where."""
+    """Check the baseline as `finetune check` does; an error names the place in the ablation file."""
     overrides = variable_keys.overrides(steps.baseline.set)
     try:
         for look in (checker.run, choice_checks.setup_of):
@@ -185,7 +185,7 @@ def rank(r: Any) -> str:
 
 
 def begin(bench: Bench) -> list[dict[str, Any]]:
-    """A row for each rung; those that can't be measured here have their reason already."""
+    """A row for each optimization; those that can't be measured here have their reason already."""
     rows = []
     for rung in bench.ladder.rungs:
         row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what, "on": rung.on}
@@ -246,7 +246,7 @@ def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
 
 
 def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
-    """The baseline and every rung on it, taking turns.
+    """The baseline and every optimization on it, taking turns.
 
     Raises:
         UserError: the baseline fails (5), or is of another machine (2).
@@ -263,12 +263,12 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
     bench.rows = max(1, round(first["tokens"] / length))
     jobs = [("baseline", "baseline", "baseline", base), ("as_is", "recipe", "alone", Variant(None, {}))]
-    standing = defaultdict[str, list[tuple[str, str]]](list)  # rungs, by what they stand on
+    standing = defaultdict[str, list[tuple[str, str]]](list)  # optimizations, by what they stand on
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
             under = optimizations.below(bench.ladder, rung, bench.rows)
-            if key(under) not in [key(job[-1]) for job in jobs]:  # no rung alone is what it stands on
+            if key(under) not in [key(job[-1]) for job in jobs]:  # no optimization alone is this variant
                 jobs.append((rung.name, rung.kind, "under", under))
             jobs.append((rung.name, rung.kind, "alone", optimizations.add(under, rung, bench.rows)))
             standing[key(under)].append((rung.name, rung.kind))
@@ -291,15 +291,15 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
 
 
 def gate_of(bench: Bench, rung: Rung) -> list[dict[str, Any]]:
-    """Runs whose losses are the measure of a rung alone: the baseline's, or, where other rows meet in its
-    batches because of a rung that it stands on, those of what it stands on."""
+    """Runs whose losses are the measure of an optimization alone: the baseline's, or, where other rows meet
+    in its batches because of an optimization that it stands on, those of what it stands on."""
     others = any(one.gate == "held_out" for one in optimizations.stands_on(bench.ladder, rung))
     below = optimizations.below(bench.ladder, rung, bench.rows)
     return bench.of(below if others else optimizations.baseline(bench.ladder))
 
 
 def open_yet(bench: Bench, name: str, kind: str) -> bool:
-    """Whether another run alone, or of what it stands on, could change what is said of a rung."""
+    """Whether another run alone, or of what it stands on, could change the verdict on an optimization."""
     if kind in ("baseline", "recipe"):
         return kind == "baseline"
     rung, scale = bench.ladder.rung(name), bench.scale
@@ -311,7 +311,7 @@ def open_yet(bench: Bench, name: str, kind: str) -> bool:
 
 
 def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]:
-    """The rungs one on top of another, less those that don't help; the stack, and its rungs' names."""
+    """Stack the optimizations, less those that don't help; the stack, and the names of what is in it."""
     base = optimizations.baseline(bench.ladder)
     current, kept, last = base, list[str](), ("baseline", "baseline")
     others = False  # whether other rows meet in the stack's batches than in the baseline's
@@ -338,10 +338,10 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
 def beside(
     bench: Bench, rung: Rung, variant: Variant, current: Variant, last: tuple[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs of a rung on the stack, each beside one of the stack: what drifts meanwhile is in both.
+    """Runs of an optimization on the stack, each beside one of the stack: what drifts meanwhile is in both.
 
     Args:
-        last: name and kind of the stack's last rung, under which its runs lie.
+        last: name and kind of the stack's last optimization, under which its runs lie.
     """
     runs, before = list[dict[str, Any]](), list[dict[str, Any]]()
 
@@ -364,7 +364,7 @@ def beside(
 
 
 def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> bool:
-    """Whether what a rung did alone is reason enough not to stack it."""
+    """Whether what an optimization did alone is reason enough not to stack it."""
     found, missing = row["alone"], [name for name in rung.on if name not in kept]
     if rung.name in bench.strange:
         row |= {"status": "NOT COMPARABLE", "why": bench.strange[rung.name]}
@@ -378,7 +378,7 @@ def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> b
 def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> dict[str, Any]:
     """What of the stack goes into the recipe: what was kept, and that nothing takes the place of what hurt.
 
-    Where a rung made no difference, or was not measured, the recipe's own value stays.
+    Where an optimization made no difference, or was not measured, the recipe's own value stays.
     """
     values = {}
     for row in rows:

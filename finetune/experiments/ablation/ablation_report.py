@@ -1,4 +1,4 @@
-"""What a ladder found: the table on the screen and in markdown, the picture, the page, the best recipe."""
+"""What an ablation found: the table on the screen and in markdown, the picture, the page, the best recipe."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).with_name("ablation.html.jinja")
 LAUNCH = "launch.yaml"  # beside best.yaml
 NOTES = (
-    "Alone: times the tokens/s of the baseline (or of the rungs that it stands on); stacked: times those "
-    "of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
-    "figure is the median of its steps after the warm-up, a rung's the median of its runs, or of one that "
-    "says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is the mean "
-    "of the last two steps. A gain counts if it is more than twice its standard error, from the spread of "
-    "repeats pooled over all variants; a curve may be as far from the baseline's as the band says. On a "
-    "CPU that is busy with other work, gains are of tokens a CPU second: what the steps cost, not how "
-    "long they took."
+    "Alone: times the tokens/s of the baseline (or of the optimizations that it builds on); stacked: times "
+    "those of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
+    "figure is the median of its steps after the warm-up, an optimization's the median of its runs, or of "
+    "one that says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is "
+    "the mean of the last two steps. A gain counts if it is more than twice its standard error, from the "
+    "spread of repeats pooled over all variants; a curve may be as far from the baseline's as the band "
+    "says. On a CPU that is busy with other work, gains are of tokens a CPU second: what the steps cost, "
+    "not how long they took."
 )
 
 
 def header(found: dict[str, Any]) -> list[str]:
     unit = measured_run.UNITS[found["rate"]]
     figures = ("alone", unit, "stacked", unit, "GiB", "MFU", "loss", "held-out", "first step, s")
-    return ["rung", *figures, "verdict"]
+    return ["optimization", *figures, "verdict"]
 
 
 def cells(found: dict[str, Any]) -> list[list[str]]:
-    """Rows of the table: the baseline, the rungs that ran, the whole stack, the recipe as it is."""
+    """Rows of the table: the baseline, the optimizations that ran, the whole stack, the recipe as it is."""
     rate, base = found["rate"], found["baseline"]
     rows = [["baseline", "1.00", f"{base[rate]:,.0f}", "", "", *_rest(base), ""]]
     for row in found["rungs"]:
@@ -73,12 +73,12 @@ def _rest(found: dict[str, Any]) -> list[str]:
 
 
 def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Every rung with what became of it, and why."""
+    """Every optimization with its status and the reason."""
     return [(row["name"], row["status"], row["why"]) for row in found["rungs"]]
 
 
 def headline(found: dict[str, Any]) -> str:
-    """The whole ladder in a sentence."""
+    """The result of the whole ablation in a sentence."""
     stack, base, rate = found["stack"], found["baseline"], found["rate"]
     rungs = " + ".join(stack["rungs"]) or "nothing"
     return (
@@ -103,12 +103,12 @@ def markdown(found: dict[str, Any]) -> str:
         f"{found['seconds']:.0f} s in all."
     )
     why = "\n".join(f"- {name} {status}: {text}" for name, status, text in reasons(found))
-    parts = [f"# The ladder of {Path(found['recipe']).name}", f"{headline(found)}.", said, "\n".join(lines)]
-    return "\n\n".join([*parts, "![The ladder](ladder.svg)", why, NOTES]) + "\n"
+    parts = [f"# Ablation of {Path(found['recipe']).name}", f"{headline(found)}.", said, "\n".join(lines)]
+    return "\n\n".join([*parts, "![The ablation](ladder.svg)", why, NOTES]) + "\n"
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Each rung's gain alone, and the stack as it grows, both in times the baseline's tokens/s."""
+    """Each optimization's gain alone, and the stack as it grows, both in times the baseline's tokens/s."""
     rate = found["rate"]
     base = found["baseline"][rate]
     bars = [plots.Bar("baseline", [1.0, 1.0], [0.0, 0.0])]
@@ -136,7 +136,7 @@ def page(found: dict[str, Any]) -> str:
     machine = ", ".join(
         f"{name} {found['machine'][name]}" for name in ("hardware", "threads", "torch", "transformers")
     )
-    given = {"title": f"The ladder of {Path(found['recipe']).name}", "machine": machine, "headlines": figures}
+    given = {"title": f"Ablation of {Path(found['recipe']).name}", "machine": machine, "headlines": figures}
     given |= {
         "picture": picture(found),
         "header": header(found),
@@ -172,8 +172,8 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
 
 
 def show(screen: Console, found: dict[str, Any], place: Path) -> None:
-    screen.table(f"the ladder of {found['recipe']}", header(found), cells(found))
-    screen.table("what became of each rung", ("rung", "", "why"), reasons(found))
+    screen.table(f"ablation of {found['recipe']}", header(found), cells(found))
+    screen.table("status of each optimization", ("optimization", "status", "why"), reasons(found))
     screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
     given = ["--accelerate", str(place / LAUNCH)] if (place / LAUNCH).exists() else []
     screen.say(f"next: {shlex.join(['finetune', 'train', str(place / 'best.yaml'), *given])}")
@@ -187,7 +187,7 @@ def best(recipe: Recipe, found: dict[str, Any]) -> str:
         section, _, name = key.partition(".")
         value = getattr(getattr(recipe, section), name, None)
         who = recipe.origin.set_by.get(key, "default")
-        chosen[key] = (value, f"ladder: {why}" if who == "override" else f"{who}; ladder: {why}")
+        chosen[key] = (value, f"ablation: {why}" if who == "override" else f"{who}; ablation: {why}")
     precision = found["stack"]["mixed_precision"]
     top = f"# {headline(found)}.\n# {found['command']}, {found['date']}, {found['machine']['hardware']}.\n"
     top += (

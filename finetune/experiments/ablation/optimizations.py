@@ -1,7 +1,7 @@
-"""A ladder of optimisations, as data: `recipes/ablation.yaml`. What each rung sets, needs and costs.
+"""The optimizations as data: `recipes/ablation.yaml`. What each one sets, needs and costs.
 
-`measure:` how runs are made and judged; `baseline:` what the recipe runs without every rung; `rungs:` in the
-order in which they are stacked.
+`measure:` how runs are made and judged; `baseline:` what the recipe runs without every optimization; `rungs:`
+the optimizations, in the order in which they are stacked.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from finetune.hardware.detection import Hardware
 
-OURS = "default"  # a rung's value that takes the baseline's away: what the recipe or `auto` says holds again
+OURS = "default"  # a value that takes the baseline's away: what the recipe or `auto` says holds again
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
-MEASURED = {  # and those by which a ladder measures
+MEASURED = {  # and those by which an ablation measures
     "data.name": "runs are of the same rows",
     "train.max_steps": "all runs have measure.steps",
     "train.num_train_epochs": "all runs have measure.steps",
@@ -35,7 +35,7 @@ MEASURED = {  # and those by which a ladder measures
     "train.save_strategy": "no run saves checkpoints",
     "train.report_to": "no run reports",
 }
-TAKEN = ("baseline", "aside", "ab", "recipe")  # folders of results that are no rung's
+TAKEN = ("baseline", "aside", "ab", "recipe")  # folders of results that are no optimization's
 
 
 class Measure(Section):
@@ -52,7 +52,8 @@ class Measure(Section):
     loss_band: float = Field(default=0.02, gt=0)
     """How far a curve may be from the baseline's: mean distance over mean loss."""
     held_out_band: float = Field(default=0.05, gt=0)
-    """How much worse the held-out loss may be, relative, of a rung by which other rows meet in a batch."""
+    """How much worse the held-out loss may be, relative, of an optimization by which other rows
+    meet in a batch."""
     held_out_rows: int = Field(default=16, ge=0)
     """Rows of `data.validation` that the first run of a variant is evaluated on."""
 
@@ -78,7 +79,7 @@ class Gpu(Section):
 
 
 class Full(Section):
-    """What of a rung is otherwise where every weight trains (`adapter.type: full`)."""
+    """What of an optimization is otherwise where every weight trains (`adapter.type: full`)."""
 
     what: str = ""
     cost: str = ""
@@ -106,7 +107,7 @@ class Rung(Section):
     same_tokens: bool = False
     """The batch sizes become what gives a step the baseline's tokens in full rows."""
     on: list[str] = Field(default_factory=list)
-    """Rungs it stands on: alone it is measured against these."""
+    """Optimizations it stands on: alone it is measured against these."""
     needs: Needs = Needs()
     gain: Literal["speed", "memory"] = "speed"
     """What it is for; one for memory is kept if the peak falls and tokens/s do not, beyond noise."""
@@ -116,7 +117,7 @@ class Rung(Section):
     noop: str = ""
     """Why it changes nothing today, or can't be had: named, not measured."""
     elsewhere: str = ""
-    """Why it is no rung though there is a switch, and where it is measured."""
+    """Why it is not measured here though there is a switch, and where it is measured."""
     full: Full | None = None
     gpu: Gpu | None = None
 
@@ -147,7 +148,7 @@ class Ladder(Section):
 
 
 class Variant(NamedTuple):
-    """A recipe with some rungs."""
+    """A recipe with some optimizations."""
 
     mixed_precision: str | None
     values: dict[str, Any]
@@ -159,20 +160,20 @@ class Variant(NamedTuple):
 
 
 def read(path: Path) -> Ladder:
-    """A ladder file.
+    """Read an ablation file.
 
     Raises:
         UserError: it can't be read, or what is wrong in it, with its place (exit 2).
     """
     try:
-        text = strict_yaml.text_of(path, "the ladder")
+        text = strict_yaml.text_of(path, "the ablation file")
     except OSError as error:
         fix = paths.similar_files(path)
-        what, found = "no such ladder", error.strerror or ""
+        what, found = "no such ablation file", error.strerror or ""
         raise UserError(Problem(what, where=str(path), found=found, fix=fix)) from None
     document = strict_yaml.parse(text, str(path))
     if not isinstance(document.value, dict) or document.problems:
-        wrong = document.problems or [Problem("a ladder is a mapping with `rungs`", where=str(path))]
+        wrong = document.problems or [Problem("an ablation file is a mapping with `rungs`", where=str(path))]
         raise UserError(*wrong)
     try:
         ladder = Ladder.model_validate(document.value)
@@ -187,7 +188,7 @@ def read(path: Path) -> Ladder:
 
 
 def _known_keys(rungs: Any) -> dict[str, frozenset[str]]:
-    """A ladder's own keys, by where they stand."""
+    """An ablation file's own keys, by where they stand."""
     kinds: dict[str, type[Section]] = {"measure": Measure, "baseline": Baseline, "rungs": Rung}
     for index in range(len(rungs) if isinstance(rungs, list) else 0):
         here = f"rungs.{index}"
@@ -223,16 +224,16 @@ def _set_problems(ladder: Ladder) -> list[Problem]:
             **variable_keys.FIXED,
             **MEASURED,
         }.get(key):
-            problems.append(Problem(f"is no optimisation: {why}", key, at))
+            problems.append(Problem(f"is no optimization: {why}", key, at))
     return problems
 
 
 def check_values(ladder: Ladder, kind: str) -> None:
     """Refuse values that no recipe of an adapter type can have, whatever else it says; what only does not go
-    with the rest of a recipe is said of its rung.
+    with the rest of a recipe is said of its optimization.
 
     Raises:
-        UserError: all of them, each with its place in the ladder (exit 2).
+        UserError: all of them, each with its place in the ablation file (exit 2).
     """
     found, models = list[Problem](), build.sections(kind)
     for key, value, at in _sets(ladder):
@@ -251,19 +252,19 @@ def check_values(ladder: Ladder, kind: str) -> None:
 
 
 def _order_problems(ladder: Ladder) -> list[Problem]:
-    """Names that are taken, and rungs that stand on none before them."""
+    """Names that are taken, and optimizations that stand on no earlier one."""
     known, problems = set[str](), list[Problem]()
     for index, rung in enumerate(ladder.rungs):
         here = ("rungs", str(index))
         for number, below in enumerate(rung.on):
             if below not in known:
-                fix = nearest(below, known) or "a rung that stands before it"
-                what = f"rung {rung.name}: `on` names no earlier rung"
+                fix = nearest(below, known) or "an optimization that stands before it"
+                what = f"optimization {rung.name}: `on` names no earlier optimization"
                 at = ladder.place(*here, "on", str(number))
                 problems.append(Problem(what, where=at, found=below, fix=fix))
         if rung.name in known:
             at = ladder.place(*here, "name")
-            problems.append(Problem("two rungs have one name", where=at, found=rung.name))
+            problems.append(Problem("two optimizations have one name", where=at, found=rung.name))
         if rung.kind in TAKEN:
             at = ladder.place(*here, "kind")
             problems.append(Problem("a folder of other results", "kind", at, rung.kind, "another word"))
@@ -272,7 +273,7 @@ def _order_problems(ladder: Ladder) -> list[Problem]:
 
 
 def of_type(ladder: Ladder, kind: str) -> Ladder:
-    """The ladder for recipes of an adapter type: under `full`, each rung with what its `full` says."""
+    """The optimizations for recipes of an adapter type: under `full`, each with what its `full` says."""
     if kind != "full":
         return ladder
     rungs = []
@@ -289,7 +290,7 @@ def baseline(ladder: Ladder) -> Variant:
 
 
 def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
-    """A variant with one more rung; `rows` of a step are for a rung with `same_tokens`, and what the recipe
+    """A variant with one more optimization. `rows` of a step are for one with `same_tokens`; what the recipe
     has in a forward pass may not divide them."""
     same = dict(zip(BATCH, (rows, None), strict=True)) if rung.same_tokens and rows else {}
     values = {**variant.values, **same, **rung.set}
@@ -298,12 +299,12 @@ def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
 
 
 def keys(rung: Rung) -> list[str]:
-    """All that a rung sets."""
+    """All that an optimization sets."""
     return [*rung.set, *(BATCH if rung.same_tokens else ())]
 
 
 def below(ladder: Ladder, rung: Rung, rows: int | None = None) -> Variant:
-    """What a rung is measured against alone: the baseline, with the rungs it stands on (rows: see `add`)."""
+    """What an optimization is measured against: the baseline with those it stands on; rows: see `add`."""
     variant = baseline(ladder)
     for one in stands_on(ladder, rung):
         variant = add(variant, one, rows)
@@ -311,7 +312,7 @@ def below(ladder: Ladder, rung: Rung, rows: int | None = None) -> Variant:
 
 
 def stands_on(ladder: Ladder, rung: Rung) -> list[Rung]:
-    """The rungs that a rung stands on, and those that these do."""
+    """The optimizations that one stands on, and those that these do."""
     names = set(rung.on)
     for one in reversed(ladder.rungs):  # it stands on earlier ones alone
         names |= set(one.on) if one.name in names else set()
@@ -319,7 +320,7 @@ def stands_on(ladder: Ladder, rung: Rung) -> list[Rung]:
 
 
 def missing(needs: Needs, machine: Hardware) -> str:
-    """What the machine lacks for a rung; the empty string if nothing."""
+    """What the machine lacks for an optimization; the empty string if nothing."""
     found, (major, minor) = "", machine.capability
     if needs.device == "cuda" and machine.device == "cpu":
         found = "no GPU here"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from finetune.experiments.ablation.optimizations import Measure, Rung
 
-    Runs = list[dict[str, Any]]  # figures, by `measured.figures`
+    Runs = list[dict[str, Any]]  # figures, by `measured_run.figures`
 
 CLEAR = 0.2  # faster or slower by this, and by four times the noise, is no chance: one run says it
 
@@ -46,7 +46,7 @@ def clear(scale: Scale, one: dict[str, Any], beside: dict[str, Any]) -> bool:
 
 
 def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) -> bool:
-    """Whether a run has anything of what its rung is for over the one beside it."""
+    """Whether a run has anything of what its optimization is for over the one beside it."""
     if rung.gain == "memory":
         return one["memory_gib"] < beside["memory_gib"]
     return one[scale.rate] > beside[scale.rate]
@@ -55,12 +55,12 @@ def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) 
 def judge(
     scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs, rows: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What a rung gained over what it stands on, whether its losses hold, and the verdict.
+    """What an optimization gained over what it stands on, whether its losses hold, and the verdict.
 
     Args:
         before: runs of what it stands on, taking turns with its own.
         gate: whose losses are the measure.
-        rows: of the ladder's rungs. What neither gains nor costs is kept for one that stands on it and
+        rows: of the optimizations. What neither gains nor costs is kept for one that stands on it and
             made more, alone, than all that is stacked so far: without it that one could not be stacked.
     """
     failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
@@ -89,7 +89,7 @@ def judge(
 
 
 def _rate(scale: Scale, row: dict[str, Any]) -> float:
-    """What a rung made alone; 0: it was not measured, or is not to be had."""
+    """What an optimization made alone; 0: it was not measured, or is not to be had."""
     alone = row.get("alone", {"verdict": "error"})
     return 0.0 if alone["verdict"] in ("error", "failed") else alone[scale.rate]
 

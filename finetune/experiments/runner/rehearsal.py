@@ -142,7 +142,7 @@ def _live(
         text = errors.read().strip()
     if process.returncode not in expected:
         found = "\n".join(text.splitlines()[-12:]) or f"exit {process.returncode}"
-        what, fix = f"the preflight ends in: {phases[-1].name}", shlex.join(["finetune", *words])
+        what, fix = f"the rehearsal ends in: {phases[-1].name}", shlex.join(["finetune", *words])
         raise UserError(Problem(what, found=found, fix=fix), code=Exit.of(process.returncode))
     return phases
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 SAME_ROWS = "runs are compared by the same loss on the same held-out rows"
-FIXED = {  # keys, or sections, that runs which are compared have in common: of a ladder and of a search
+FIXED = {  # keys, or sections, that runs which are compared have in common: of an ablation and of a search
     "publish": "runs that are compared publish nothing",
     "eval": SAME_ROWS,
     "model.name": SAME_ROWS,

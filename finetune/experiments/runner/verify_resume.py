@@ -95,11 +95,11 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     said = f"{HALF} steps, stopped, and {last - HALF} in a new process, against {last} steps{changed}"
     screen.say("", f"{said}: {time.monotonic() - started:.0f} s")
     refuse(parts, "a resumed run is not the run itself", "please report it, with the recipe")
-    screen.say("proved: a run of this recipe can be stopped and resumed; not a bit differs")
+    screen.say("verified: a run of this recipe can be stopped and resumed; not a bit differs")
 
 
 def outside_a_launch(words: list[str]) -> None:
-    """What a proof runs, `finetune train` launches itself (exit 2 where a launcher started the proof)."""
+    """Refuse a launcher (exit 2): `finetune train` launches the runs that are compared."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         what = f"{words[-1]} starts runs of its own, on all GPUs, and not in each process of a launch"
         raise UserError(Problem(what, fix=f"without a launcher: {shlex.join(['finetune', 'check', *words])}"))
@@ -167,13 +167,13 @@ def _logged(folder: Path) -> dict[str, str]:
 
 
 def shortened(recipe: Recipe) -> list[str]:
-    """Overrides for a proof of a minute: the recipe's own steps and rows, no more of them than it takes."""
+    """Overrides for a check of a minute: the recipe's own steps and rows, no more of them than it takes."""
     overrides = []
     if (
         adapter_types.find(recipe.adapter.type).peft == "adalora"
         and "tinit" not in recipe.adapter.model_fields_set
     ):
-        overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the proof
+        overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the check
     processes, _ = most_processes(recipe.train, detection.detect().count)
     batch = split_batch(recipe.train, processes)
     if batch.accumulation > 2 and recipe.train.per_device_train_batch_size != "auto":
@@ -195,7 +195,7 @@ def _train(words: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (Exit.STOPPED, Exit.DONE):
         said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-        what, fix = "the run of the proof fails", shlex.join(["finetune", *command[3:]])
+        what, fix = "a run of this check fails", shlex.join(["finetune", *command[3:]])
         raise UserError(Problem(what, found="\n".join(said[-12:]), fix=fix), code=Exit.of(done.returncode))
 
 

@@ -44,7 +44,7 @@ def test_a_wrong_comparison_ends_before_it_begins(
 
 
 def test_a_model_is_the_same_by_whatever_path(tmp_path) -> None:
-    """The best recipe that `ablate` and `tune` write names it by its whole path."""
+    """The best recipe that `ablate` and `sweep` write names it by its whole path."""
     best = tmp_path / "best.yaml"
     best.write_text(QUICKSTART.read_text().replace(": examples/", f": {ROOT}/examples/"))
     assert str(loader.load(best).model.name) != str(loader.load(QUICKSTART).model.name)

@@ -74,7 +74,7 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
             [":1:18)", "folder of its own", ":1:42)", ":3:37)", "measure.steps", ":3:57)", ":3:95)"],
         ),
         ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below steps"]),
-        ("- 1", ["a ladder is a mapping"]),
+        ("- 1", ["an ablation file is a mapping"]),
         (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
     ],
 )

@@ -178,7 +178,7 @@ def test_parallelism_that_can_not_be_planned(old: str, new: str, said: str, tmp_
     ],
 )
 def test_auto_compiles_split_weights_where_that_was_measured(large, config: str, given, why: str) -> None:
-    """As a run has it: launch_env.eager."""
+    """As a run has it: launch_environment.eager."""
     by, count = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
     asked = loader.load(large, [*SPLIT, "train.effective_batch_size=32", *given])
     made = planner.make(asked, *planner.planned_machine("h200", count), by=by)
