@@ -29,11 +29,12 @@ CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
 COLUMNS = [  # adapter.type, model.quantization
-    ("lora", "auto"), ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"),
+    ("lora", "auto"), ("lora", "none"), ("dora", "none"), ("adalora", "none"), ("ia3", "none"),
     ("lora", "fp8"), ("dora", "fp8"),
     ("qlora", "auto"), ("full", "auto"),
 ]  # fmt: skip
-ALL = tuple(kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS)
+ON = {"auto": "", "none": " on bf16"}  # the launch's precision on these GPUs
+ALL = tuple(kind + ON.get(base, f" on {base}") for kind, base in COLUMNS)
 # What was trained: on one GPU (benchmarks/gpu.json), on two (tests/gpu/test_multi_gpu.py and
 # benchmarks/multi_gpu.json), or on two processes of a CPU, in fp32 (tests/distributed:
 # test_two_cpu_processes, which is DDP, test_fsdp, test_deepspeed, test_two_hosts;
@@ -85,14 +86,12 @@ def cell(config: Path, kind: str, base: str) -> str:
     """`trains`, or why not."""
     machine = CPU if config.stem.startswith("cpu") else EIGHT
     if machine is CPU:
-        base = {"bf16": "auto"}.get(base, base)  # fp32 there
+        base = {"none": "auto"}.get(base, base)  # fp32 there
     attention = "sdpa" if "context" in config.stem else "auto"
-    model, data = Model(name="m", attention=attention), Data(name="d")
+    model = Model.model_validate({"name": "m", "attention": attention, "quantization": base})
     try:
         with launched(config):
-            found = launch_conflicts.problems(
-                machine, kind, model, data, Speed.model_validate({"base": base})
-            )
+            found = launch_conflicts.problems(machine, kind, model, Data(name="d"), Speed())
             if not found:
                 started = mixed_precision.launch(machine)
                 base_quantization.choose_base(

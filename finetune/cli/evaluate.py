@@ -25,7 +25,7 @@ EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Evaluate base and tuned of a run: held-out rows, a general text, tasks of lm-eval or of your own."""
+    """Compare a run's base and fine-tuned model: validation set, general text, tasks of lm-eval or yours."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.launch import launcher
 

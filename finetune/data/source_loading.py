@@ -1,4 +1,4 @@
-"""Which rows: the sources of a recipe, the files and data sets they name, and the rows that are held out."""
+"""Which rows: the sources of a recipe, the files and datasets they name, and the validation set."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
 
 
 def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Rows]]:
-    """The held-out rows by source: a file of their own, or a share of the training data."""
+    """The validation set by source: a file of its own, or a share of the training data."""
     if data.validation is not None:
         check_disjoint(data)
         return [(data.validation, read(Source(name=data.validation), "data.validation"))]
@@ -114,7 +114,7 @@ def _one_text(data: Data) -> str:
     if [path.suffix for path in paths] != [".txt"]:
         return ""
     instead = "data.validation: another file, or the text in several files"
-    return f"a .txt file is one row, which is held out whole or not at all: {instead}"
+    return f"a .txt file is one example, which can't be split: {instead}"
 
 
 def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
@@ -136,12 +136,12 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
 
 
 def check_disjoint(data: Data) -> None:
-    """Held-out rows must not be trained on: no file may be both (exit 2)."""
+    """The validation set must not be trained on: no file may be both (exit 2)."""
     if data.validation is None:
         return
     held_out = files(data.validation, "data.validation")
     if held_out is None:
-        what, fix = "held-out rows come from a file", "a file, or data.validation_fraction"
+        what, fix = "the validation set comes from a file", "a file, or data.validation_fraction"
         raise UserError(Problem(what, "data.validation", found=data.validation, fix=fix))
     trained = set()
     for source in sources(data):

@@ -1,7 +1,7 @@
 """Base against tuned from the run folder alone: `finetune evaluate RUN`.
 
-Held-out rows (loss and greedy answers), a general text (what was forgotten?) and `eval.tasks` by lm-eval, for
-base and tuned on the same rows; each difference with its 95 % interval, and one verdict.
+The validation set (loss and greedy answers), a general text (what was forgotten?), `eval.tasks` by lm-eval,
+for base and tuned on the same rows; each difference with its 95 % interval, and one verdict.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(
         screen: says what is asked of a model when that begins, for each may take minutes.
 
     Returns:
-        The content of eval.json; without held-out rows `base` and `tuned` are empty.
+        The content of eval.json; without a validation set `base` and `tuned` are empty.
 
     Raises:
         UserError: no finished run, or a folder that can't be written (exit 2).
@@ -123,7 +123,7 @@ def measure(
     score, general, found = None, None, {}
     with scoring.memory_errors():
         if rows:
-            say(f"loss{' and answers' * settings.generate} of {len(rows):,} held-out rows")
+            say(f"loss{' and answers' * settings.generate} of {len(rows):,} validation examples")
             score = scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=settings.generate)
         if texts:
             say(f"loss of {len(texts):,} general texts")
@@ -160,7 +160,7 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
     if validation_loss.overridden(recipe) or not asked or _same_base(earlier, result) is not False:
         return []
     losses = [one["base"]["loss"] for one in (result, earlier)]
-    return ["the base is not the run's, by its held-out loss: {:.4f}, where it was {:.4f}".format(*losses)]
+    return ["this is not the run's base model: its validation loss is {:.4f}, not {:.4f}".format(*losses)]
 
 
 def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:

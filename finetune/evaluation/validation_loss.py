@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
-CHOSEN = "these rows also chose the weights (eval.eval_steps): the held-out figures flatter them a little"
+CHOSEN = "the validation set also chose the weights (eval.eval_steps), so its figures are slightly optimistic"
 
 
 def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[HeldOut], list[str]]:
-    """The held-out rows: from the run's folder; from the data the first time, or where it is overridden.
+    """The validation set: from the run's folder; from the data the first time, or where it is overridden.
 
     Returns:
         The rows, and what is worth knowing of them.
@@ -57,7 +57,7 @@ def overridden(recipe: Recipe) -> bool:
 
 
 def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool) -> list[str]:
-    """Held-out rows must be those of the run; a changed file may mix them with rows that were trained on.
+    """The validation set must be that of the run; a changed file may mix them with rows that were trained on.
 
     Returns:
         A note on rows that the recipe of the run did not name.

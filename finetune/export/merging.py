@@ -318,7 +318,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
         scores = report["scores"].items()
         matched = ["-" if s["exact_match"] is None else f"{s['exact_match']:.1%}" for _, s in scores]
         table = [(name, f"{s['loss']:.4f}", share) for (name, s), share in zip(scores, matched, strict=True)]
-        screen.table("held-out rows", ("", "loss", "exact match"), table)
+        screen.table("validation set", ("", "loss", "exact match"), table)
     needs = "transformers and torchao" if report["quantized"] else "transformers alone"
     screen.say("", "next:", f"  AutoModelForCausalLM.from_pretrained({path!r}) opens it, by {needs}")
 

@@ -255,7 +255,9 @@ def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
         return ""
     before, after = stored["before"], stored["after"]
     rows = [(title, number(before.get(key)), number(after.get(key))) for key, title in HELD_OUT.items()]
-    return "These weights, on held-out rows:\n\n" + table(("", f"{of_merged} before", "these weights"), rows)
+    return "These weights, on the validation set:\n\n" + table(
+        ("", f"{of_merged} before", "these weights"), rows
+    )
 
 
 def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> str:
@@ -274,11 +276,11 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
                 before, difference = of.get("base", {}).get(metric), of.get("difference", {}).get(metric)
                 rows.append((f"{task}: {metric}", number(before), shown, interval(difference)))
     if not rows:
-        return "Nothing was held out, so nothing was measured."
+        return "There was no validation set, so nothing was measured."
     settings = results.get("settings", {})
     held_out = settings.get("rows", report.get("validation", {}).get("kept", 0))
     said = [f"Base and {of_merged}, as measured before merging."] if of_merged else []
-    said += [f"On {held_out} held-out rows; answers are greedy."] if held_out else []
+    said += [f"On {held_out} validation examples; answers are greedy."] if held_out else []
     said += [f"Note: {note}." for note in settings.get("notes", [])]
     columns = ("", "base", of_merged or "tuned", "difference, 95 % interval")
     return "\n\n".join([*filter(None, [" ".join(said)]), table(columns, rows)])

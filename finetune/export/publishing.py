@@ -336,7 +336,9 @@ def say_of(base: Base, files: dict[str, Path]) -> list[str]:
     results = json.loads(files["eval.json"].read_text(encoding="utf-8")) if "eval.json" in files else {}
     rows = len(results.get("samples", [])) + len(results.get("worst", []))
     if rows:
-        notes.append(f"eval.json shows {rows} held-out rows; publish.samples=false leaves them out")
+        notes.append(
+            f"eval.json shows {rows} validation examples; set publish.samples=false to leave them out"
+        )
     return notes
 
 

@@ -121,7 +121,9 @@ def _fp8(asked: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> list[
             return [Problem(what, "adapter.type", found="full", fix=fix)]
         stored = adapter_types.find(kind).storage or model.quantization
         if stored not in ("auto", "fp8"):
-            what = f"mixed_precision: fp8 of the {CONFIG} stores the base in fp8, the recipe in {stored}"
+            what = (
+                f"mixed_precision: fp8 of the {CONFIG} means an fp8 base model, and the recipe says {stored}"
+            )
             fix = "model.quantization: auto and a type that leaves it open, or mixed_precision: bf16"
             return [Problem(what, "model.quantization", found=stored, fix=fix)]
         obstacle = adapter_types.obstacle(kind, "fp8")

@@ -113,7 +113,9 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
             )
     every = get("eval.eval_steps")
     if every is not None and get("data.validation") is None and get("data.validation_fraction") is None:
-        problem("eval.eval_steps", "needs held-out rows", fix="data.validation or data.validation_fraction")
+        problem(
+            "eval.eval_steps", "needs a validation set", fix="data.validation or data.validation_fraction"
+        )
     for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
         if every is None and get(key) not in (None, "loss"):
             problem(

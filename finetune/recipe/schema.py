@@ -79,7 +79,7 @@ class Expect(Section):
     duplicates: float = Field(default=0.2, ge=0, le=1)
     """Rows that repeat an earlier one."""
     in_validation: float = Field(default=0.01, ge=0, le=1)
-    """Held-out rows that also stand in the training data (a share of the held-out rows)."""
+    """Validation examples that are also in the training data (a share of the validation set)."""
     no_end_of_turn: float = Field(default=0.01, ge=0, le=1)
     """Rows that do not teach the model to stop: their last trained token does not end the turn."""
 
@@ -102,9 +102,9 @@ class Data(Section):
     reasoning: Literal["keep", "cut"] = "keep"
     """`<think>` parts of the assistant's messages."""
     validation: str | None = None
-    """File with held-out rows; or see `validation_fraction`."""
+    """File with the validation set; or see `validation_fraction`."""
     validation_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the rows held out, drawn with `train.seed`; equal rows stay on one side."""
+    """Share of the examples in the validation set, drawn with `train.seed`; equal ones stay on one side."""
     max_length: int = Field(default=1024, ge=8)
     """Longest row in tokens; with packing, the tokens of a packed row."""
     too_long: Literal["drop", "truncate_prompt", "split", "error"] = "drop"
@@ -309,14 +309,14 @@ class Eval(Section):
     forgetting: bool | str = True
     """Text on which forgetting is measured: the shipped one, or a file with a `text` in each row."""
     generate: bool = True
-    """Whether base and tuned also answer the held-out rows at the end, for exact match and samples; `false`:
+    """Whether base and tuned also answer the validation set at the end, for exact match and samples; `false`:
     their loss alone, which takes a fraction of the time."""
     samples: int = Field(default=5, ge=0)
-    """Held-out rows whose answers of base and tuned are shown side by side."""
+    """Validation examples whose answers by base and tuned are shown side by side."""
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Rows generated or scored at once; `auto`: as many as memory has room for, 64 at most."""
     eval_steps: int | None = Field(default=None, ge=1)
-    """Evaluate on the held-out rows each so many steps of training; `null`: only at its end."""
+    """Evaluate on the validation set every so many steps of training; `null`: only at its end."""
     metric_for_best_model: Annotated[str, BeforeValidator(_metric_of)] = "loss"
     """What decides which step's weights are kept: `loss` (or `eval_loss`), `exact_match`, or a task's metric
     (`arc_easy/acc`)."""
@@ -340,7 +340,7 @@ class Publish(Section):
     license: str | None = None
     """Licence of what is published, by the Hub's name for it; `null`: the base's."""
     samples: bool = True
-    """Whether eval.json goes up with its samples of held-out rows."""
+    """Whether eval.json goes up with its samples of the validation set."""
 
 
 @dataclass

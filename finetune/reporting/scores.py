@@ -59,7 +59,9 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
         return Verdict(kind, title, str(said.get("why", "")) + more, doubts)
     if held_out:
         return Verdict("unknown", TITLES["unknown"][1], f"It was trained, but not evaluated.{learnt}", [])
-    return Verdict("unknown", TITLES["unknown"][1], f"No rows were held out to measure it on.{learnt}", [])
+    return Verdict(
+        "unknown", TITLES["unknown"][1], f"There was no validation set to measure it on.{learnt}", []
+    )
 
 
 def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -69,12 +71,12 @@ def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
-    """Held-out rows, tasks and what may have been forgotten: (title, rows)."""
+    """Validation set, tasks and what may have been forgotten: (title, rows)."""
     tasks, kept = [], []
     for name, task in (found.get("tasks") or {}).items():
         (kept if task.get("forgetting") else tasks).extend(_task(str(name), task))
     groups = [
-        ("On the held-out rows", _held_out(found)),
+        ("On the validation set", _held_out(found)),
         ("Tasks", tasks),
         ("What it may have forgotten", kept),
     ]

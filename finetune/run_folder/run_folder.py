@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2  # of the run folder, in environment.json; a folder that states none has format 1
 EVALUATED = "eval.json"
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
-HELD_OUT = "validation.jsonl"  # the held-out rows themselves, so that a run can be evaluated anywhere
+HELD_OUT = "validation.jsonl"  # the validation set itself, so that a run can be evaluated anywhere
 # What of a run is published beside its weights, so that it can be opened elsewhere
 PUBLISHED = (
     "recipe.resolved.yaml",

@@ -100,7 +100,7 @@ class Validate(TrainerCallback):
         if asks:
             share = score.as_json()["exact_match"]
             if share is None:
-                what, fix = "no held-out row asks for an answer", "eval.metric_for_best_model: loss"
+                what, fix = "no validation example asks for an answer", "eval.metric_for_best_model: loss"
                 raise UserError(Problem(what, "eval.metric_for_best_model", fix=fix))
             found["eval_exact_match"] = share
         if "/" in self.settings.metric_for_best_model:

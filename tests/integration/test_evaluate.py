@@ -155,7 +155,9 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     assert main.main(["evaluate", str(moved.path), *asked]) == 0
     said = capsys.readouterr().out
     assert "is not what the run held out" in said
-    assert all(f"{which}: loss and answers of 10 held-out rows ..." in said for which in ("tuned", "base"))
+    assert all(
+        f"{which}: loss and answers of 10 validation examples ..." in said for which in ("tuned", "base")
+    )
     assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
     assert moved.read("eval.other.json")["settings"]["rows"] == 10
 
@@ -191,7 +193,7 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     save_file({name: one * 3 for name, one in weights.items()}, base / "model.safetensors", {"format": "pt"})
     assert main.main(asked) == 0
     other = run.read("eval.other.json")
-    assert "the base is not the run's" in " ".join(other["settings"]["notes"])
+    assert "this is not the run's base model" in " ".join(other["settings"]["notes"])
     assert not other["tasks"]  # those of nf4 are not this base's
     assert (run.path / "eval.json").read_bytes() == own
 
@@ -242,7 +244,7 @@ def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) ->
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (["eval.eval_steps=5", "data.validation=null"], "needs held-out rows"),
+        (["eval.eval_steps=5", "data.validation=null"], "needs a validation set"),
         (["eval.early_stopping_patience=2"], "needs eval.eval_steps"),
         (["eval.eval_steps=5", "eval.metric_for_best_model=accuracy"], "task/metric"),
         (["eval.eval_steps=5", "eval.metric_for_best_model=arc/acc"], "needs its task in eval.tasks"),

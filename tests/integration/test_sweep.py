@@ -154,7 +154,7 @@ def test_a_first_trial_may_be_the_best() -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["data.validation=null"], "held-out rows"),
+        (["data.validation=null"], "validation set"),
         (
             [
                 "eval.tasks=[general_knowledge]",

@@ -107,7 +107,7 @@ def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str
     if found["held_out"] is None or base["held_out"] is None:
         half = len(base["losses"]) // 2
         worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
-        name = "training loss over its second half (no held-out rows: data.validation)"
+        name = "training loss over its second half (no validation set: data.validation)"
     else:
         worse, name = found["held_out"] / base["held_out"] - 1, "held-out loss"
     found["worse_held_out"] = worse

@@ -31,7 +31,7 @@ NOTES = (
     "what it held before the run. Forgetting is the change of the loss on general text, nats a token. "
     "Unbeaten in: no other type is better both in quality and in that."
 )
-NOTHING = "Nothing to rank by: no held-out rows were evaluated, or no figure of theirs is finite."
+NOTHING = "Nothing to rank by: no validation set was evaluated, or none of its figures is finite."
 
 
 class Measure(NamedTuple):

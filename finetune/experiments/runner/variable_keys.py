@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Recipe
 
-SAME_ROWS = "runs are compared by the same loss on the same held-out rows"
+SAME_ROWS = "runs are compared by the same loss on the same validation set"
 FIXED = {  # keys, or sections, that runs which are compared have in common: of an ablation and of a search
     "publish": "runs that are compared publish nothing",
     "eval": SAME_ROWS,

@@ -76,14 +76,14 @@ def comparable(recipe: Recipe) -> None:
     """Whether trials of a recipe can be compared by what they are evaluated on.
 
     Raises:
-        UserError: no held-out rows; best by something else than the loss or the exact match (exit 2).
+        UserError: no validation set; best by something else than the loss or the exact match (exit 2).
     """
     if recipe.data.validation is None and recipe.data.validation_fraction is None:
         fix = "data.validation or data.validation_fraction=0.05"
-        raise UserError(Problem("a search needs held-out rows to compare trials by", "data", fix=fix))
+        raise UserError(Problem("a sweep needs a validation set to compare trials by", "data", fix=fix))
     if recipe.eval.metric_for_best_model not in ("loss", "exact_match"):
         what, best = (
-            "a search goes by the loss or the exact match on held-out rows",
+            "a sweep compares trials by the loss or the exact match on the validation set",
             recipe.eval.metric_for_best_model,
         )
         raise UserError(

@@ -387,7 +387,7 @@ def test_no_file_is_both_trained_on_and_held_out(tmp_path: Path) -> None:
     for name in names:
         with pytest.raises(UserError, match="both trained on and held out"):
             source_loading.check_disjoint(Data(name=name, validation=str(tmp_path / "link.jsonl")))
-    with pytest.raises(UserError, match="held-out rows come from a file"):
+    with pytest.raises(UserError, match="the validation set comes from a file"):
         source_loading.check_disjoint(Data(name=str(path), validation="org/name"))
 
 

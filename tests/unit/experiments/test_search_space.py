@@ -59,7 +59,7 @@ def test_every_mistake_in_a_space_is_said_at_once_with_its_place(tmp_path) -> No
         (":7:42", "above 0"),
         (":8:39", "same choice twice"),
         (":9:3", "a seed is not a choice"),
-        (":10:3", "same held-out rows"),
+        (":10:3", "same validation set"),
         (":11:35", "only numbers"),
         (":12:3", "low and high, or choices"),
     ):
@@ -341,4 +341,4 @@ def test_a_sweep_of_epochs_is_evaluated_too(small, tmp_path, capsys) -> None:
     assert found["parameters"]["train.optim"] == {"values": ["adamw_torch", "paged_adamw_8bit"]}
     assert "paged_adamw_8bit: there is no GPU" in capsys.readouterr().out
     words += ["data.validation=null", "--export-wandb", str(target)]
-    assert main.main(words) == Exit.INPUT and "held-out rows" in capsys.readouterr().err
+    assert main.main(words) == Exit.INPUT and "validation set" in capsys.readouterr().err

@@ -150,11 +150,11 @@ def test_quantised_weights_have_scores_of_their_own(made) -> None:
 def test_the_rows_are_those_that_were_evaluated(made) -> None:
     notes = ["other.jsonl is not what the run held out"]
     text = made(results={**RESULTS, "settings": {"rows": 7, "notes": notes}}).text
-    assert "On 7 held-out rows" in text and "Note: other.jsonl is not what the run held out." in text
+    assert "On 7 validation examples" in text and "Note: other.jsonl is not what the run held out." in text
 
 
 def test_an_older_evaluation_does_not_say_its_rows(made) -> None:
-    assert "On 50 held-out rows" in made(results=RESULTS).text
+    assert "On 50 validation examples" in made(results=RESULTS).text
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,7 @@ def test_weights_are_not_split_where_that_takes_more(large) -> None:
             "in force in forward alone",
         ),
         ("8xh100_fp8", ("adapter.type=full",), "means a frozen fp8 base"),
-        ("8xh100_fp8", ("model.quantization=none",), "stores the base in fp8"),
+        ("8xh100_fp8", ("model.quantization=none",), "means an fp8 base model"),
         ("fsdp2_8", ("adapter.type=qlora",), "hands on no base in nf4"),
         ("fsdp2_8", ("adapter.type=adalora",), "ranks are chosen by whole ones"),
         ("zero2_8", ("model.quantization=fp8",), "casts or splits weights"),

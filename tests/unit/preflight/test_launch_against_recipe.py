@@ -66,8 +66,8 @@ def problems(kind: str = "lora", machine: Hardware = H100, **speed: Any) -> str:
 
 
 CONTRADICTIONS = {
-    "an 8-bit base under fp8": ({}, {"quantization": "int8"}, "in fp8, the recipe in int8"),
-    "qlora under fp8": ({}, {"kind": "qlora"}, "the recipe in nf4"),
+    "an 8-bit base under fp8": ({}, {"quantization": "int8"}, "fp8 base model, and the recipe says int8"),
+    "qlora under fp8": ({}, {"kind": "qlora"}, "the recipe says nf4"),
     "full on a frozen base": ({}, {"kind": "full"}, "8xh100_fp8_torchao"),
     "TE splits nothing": (
         {"ACCELERATE_FP8_BACKEND": "TE", **FSDP},

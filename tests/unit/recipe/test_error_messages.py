@@ -179,7 +179,7 @@ def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> N
             str(DATA) + "\n  validation: " + str(DATA / "test.jsonl"),
             ["both trained on and held out"],
         ),
-        ('"{data}"', '"{data}"\n  validation: org/name', ["held-out rows come from a file"]),
+        ('"{data}"', '"{data}"\n  validation: org/name', ["the validation set comes from a file"]),
         ('"{data}"', str(DATA.parent), ["no .jsonl, .json, .csv"]),
     ],
 )
