@@ -1,7 +1,7 @@
 """Run folders that were made before the recipe keys were renamed: every later command still reads them.
 
-tests/golden/run-format-1 holds a finished run and a stopped one, trained at commit 333d133 under bf16 with every
-key and value that has a new name. A resume is compared with no figures: other CPUs round bf16 in other ways.
+tests/golden/run-format-1 holds a finished run and a stopped one, trained at commit 333d133 under bf16, with
+every key that has a new name. A resume is compared with no figures: other CPUs round bf16 in other ways.
 """
 
 from __future__ import annotations
