@@ -22,6 +22,7 @@ test: .venv/installed-dev
 lint: .venv/installed-dev
 	$(BIN)/ruff format --check finetune scripts tests examples benchmarks
 	$(BIN)/ruff check finetune scripts tests examples benchmarks
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 
 soak: export PYTHONDONTWRITEBYTECODE =

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow
 
-from finetune.data.encoding import IGNORED
+from finetune.data.loss_mask import IGNORED
 
 if TYPE_CHECKING:
     from pathlib import Path

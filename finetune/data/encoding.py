@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
+from finetune.data import loss_mask
 from finetune.data.chat_templates import A_TOOL, bundled, look_at, marked_twin, other_prompt
 from finetune.data.examples import BadRow, Example
 from finetune.data.messages import REASONING_KEYS, THINKING
-from finetune.data.template_sandbox import Rendered, joined, render
+from finetune.data.template_sandbox import Rendered, render
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Data
 
-IGNORED = -100
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>")
 LEFT_OUT = {  # a role or a key of messages -> what it is called
     "system": "system messages",
@@ -53,10 +53,7 @@ class Encoded(NamedTuple):
 
     def labels(self) -> list[int]:
         """The token's own id where it carries loss, else -100."""
-        labels = [IGNORED] * len(self.ids)
-        for start, end in self.trained:
-            labels[start:end] = self.ids[start:end]
-        return labels
+        return loss_mask.labels(self.ids, self.trained)
 
 
 @dataclass(frozen=True)
@@ -264,8 +261,11 @@ class Encoder:
                 raise BadRow("malformed", what, example.where, fix=fix)
             return Encoded(ids, [(0, len(ids))])
         found, merged = [], False
-        for start, end in self._chosen(example, text):
-            low, high, straddles = self._tokens(text.text[head:], start - head, end - head, encoding, rest)
+        for start, end in loss_mask.trained_spans(example, text, self.train_on, self.tokenizer.eos_token):
+            span = start - head, end - head
+            low, high, straddles = loss_mask.token_range(
+                text.text[head:], span, encoding, rest, self.prompt_end, self.stops
+            )
             merged |= straddles
             if low < high:
                 found.append((low + len(shared), high + len(shared)))
@@ -278,51 +278,6 @@ class Encoder:
                 fix = f"reasoning: cut, or {fix}" if kind in REASONING_KEYS else fix
                 what = f"the chat template leaves {LEFT_OUT[kind]} out"
                 raise BadRow("malformed", what, example.where, fix=fix)
-
-    def _chosen(self, example: Example, text: Rendered) -> list[list[int]]:
-        """Characters of the assistant's turns that are to carry loss."""
-        spans, roles = text.spans, [message["role"] for message in example.messages or ()]
-        if len(spans) != len(example.trained):
-            eos = self.tokenizer.eos_token  # a template may mark one more, after the last turn
-            spans = [[start, end] for start, end in spans if text.text[start:end].strip() != eos]
-        if len(spans) != len(example.trained):
-            spans = joined(spans)
-        if len(spans) != len(example.trained):
-            if self.train_on == "assistant" and all(example.trained):
-                return spans
-            what = "the chat template does not mark the assistant's turns one by one"
-            raise BadRow(
-                "malformed", what, example.where, fix="train_on: assistant, or another chat_template"
-            )
-        first = 0
-        if self.train_on == "last_turn":
-            first = len(spans) - 1
-        elif self.train_on == "completion":
-            after = roles[len(roles) - roles[::-1].index("user") :] if "user" in roles else roles
-            first = len(spans) - after.count("assistant")
-        return [span for i, span in enumerate(spans) if i >= first and example.trained[i]]
-
-    def _tokens(
-        self, text: str, start: int, end: int, encoding: Any, ids: list[int]
-    ) -> tuple[int, int, bool]:
-        """Tokens [low, high) of the characters [start, end), and whether one reaches over their borders."""
-        for back in range(min(len(self.prompt_end), start), -1, -1):
-            if text.startswith(self.prompt_end, start - back):  # marks may begin inside of the prompt's end
-                start += len(self.prompt_end) - back
-                break
-        first = next((t for c in range(start, end) if (t := encoding.char_to_token(c)) is not None), None)
-        if first is None:
-            return 0, 0, False
-        last = next(t for c in range(end - 1, -1, -1) if (t := encoding.char_to_token(c)) is not None)
-        high, count = last + 1, len(encoding)
-        while high < count and (at := encoding.token_to_chars(high)) and at[0] < end:
-            high += 1  # one character may be several tokens
-        stop = next((i for i in range(high - 1, first - 1, -1) if ids[i] in self.stops), None)
-        if stop is not None and not text[encoding.token_to_chars(stop)[1] : end].strip():
-            high = stop + 1  # what the template writes after the end of a turn is nobody's
-        merged = encoding.token_to_chars(first)[0] < start
-        merged |= ids[high - 1] not in self.stops and encoding.token_to_chars(high - 1)[1] > end
-        return first, high, merged
 
 
 def make_encoder(

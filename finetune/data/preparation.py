@@ -317,7 +317,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     random = data.validation_fraction is not None or any(s.weight % 1 for s in source_loading.sources(data))
     here = Path(__file__).parent
     modules = ("examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates")
-    modules += ("template_sandbox", "encoding", "packing", "preparation", "arrow_store", "audit")
+    modules += ("template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit")
     modules += ("example_errors",)
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from finetune.core import html_pages
 from finetune.data.audit import DROPPED
-from finetune.data.encoding import IGNORED
+from finetune.data.loss_mask import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

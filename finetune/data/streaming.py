@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import Problem, UserError
 from finetune.data import readers, source_loading
 from finetune.data.audit import Audit
-from finetune.data.encoding import IGNORED, make_encoder
+from finetune.data.encoding import make_encoder
 from finetune.data.examples import BadRow, Row
+from finetune.data.loss_mask import IGNORED
 from finetune.data.packing import best_fit
 from finetune.data.preparation import Prepared, audit_held_out, audited
 

@@ -84,25 +84,25 @@ OWNED_PREFIXES = {
 
 # A key of format 1 -> its name today: an error in a recipe; old run folders are read by this table
 KEYS = {
-    "model.quantization": "model.quantization",
-    "model.storage": "model.storage",
-    "speed.activation_checkpointing": "speed.activation_checkpointing",
-    "adapter.init_from": "adapter.init_from",
-    "data.cache_dir": "data.cache_dir",
-    "eval.eval_steps": "eval.eval_steps",
-    "eval.metric_for_best_model": "eval.metric_for_best_model",
-    "eval.load_best_model_at_end": "eval.load_best_model_at_end",
-    "eval.early_stopping_patience": "eval.early_stopping_patience",
-    "eval.generate": "eval.generate",
-    "eval.forgetting": "eval.forgetting",
+    "speed.base": "model.quantization",
+    "speed.storage": "model.storage",
+    "speed.recompute": "speed.activation_checkpointing",
+    "adapter.from": "adapter.init_from",
+    "data.cache": "data.cache_dir",
+    "eval.every": "eval.eval_steps",
+    "eval.best": "eval.metric_for_best_model",
+    "eval.keep_best": "eval.load_best_model_at_end",
+    "eval.patience": "eval.early_stopping_patience",
+    "eval.answers": "eval.generate",
+    "eval.general": "eval.forgetting",
 }
 VALUES = {  # today's key -> a value of format 1 -> its name today
     "model.quantization": {"bf16": "none"},
     "speed.activation_checkpointing": {"cheap": "norms", "int8": "mlp_int8", "all": "full"},
 }
 FILES = {  # today's name of a file in a run folder -> its name in format 1
-    "checks.json": "checks.json",
-    "validation.jsonl": "validation.jsonl",
+    "checks.json": "receipts.json",
+    "validation.jsonl": "held_out.jsonl",
 }
 CHECK_FIELDS = {"asked": "expected", "got": "actual", "ok": "passed"}  # of checks.json, format 1 -> today
 
