@@ -251,13 +251,13 @@ def test_cuda_graphs_are_refused_where_they_can_t_be(tmp_path, capsys) -> None:
     words = [str(QUICKSTART), "speed.compile=reduce-overhead", f"train.output_dir={tmp_path}/run"]
     assert main.main(["train", *words]) == 3
     assert "CUDA graphs need a GPU" in capsys.readouterr().err and not (tmp_path / "run").exists()
-    for again in ("all", "4"):
+    for again in ("full", "full:4"):
         assert main.main(["check", *words, f"speed.activation_checkpointing={again}"]) == 2
-        assert "speed.activation_checkpointing: mlp, cheap or none" in capsys.readouterr().err
+        assert "speed.activation_checkpointing: mlp, norms or none" in capsys.readouterr().err
     assert main.main(["check", *words, "speed.activation_checkpointing=mlp"]) == 0
     assert main.main(["check", *words, "speed.offload=activations"]) == 2
     assert "activations leave the GPU" in capsys.readouterr().err
     assert compilation.against_graphs("max-autotune", "none", "none", "FSDP")
-    assert compilation.against_graphs("max-autotune", "int8", "activations:4")  # as `auto` may have it
-    assert not compilation.against_graphs("max-autotune", "int8", "optimizer")
-    assert not compilation.against_graphs("auto", "all", "all")
+    assert compilation.against_graphs("max-autotune", "mlp_int8", "activations:4")  # as `auto` may have it
+    assert not compilation.against_graphs("max-autotune", "mlp_int8", "optimizer")
+    assert not compilation.against_graphs("auto", "full", "all")

@@ -44,23 +44,23 @@ def test_layers_are_graphs_where_it_pays(
     ("options", "room", "found"),
     [
         ([], 30.0, ("none", "none", "on", "auto")),
-        ([], 21.0, ("cheap", "none", "on", "auto")),  # graphs take two of it
-        ([], 18.5, ("cheap", "none", "off", "made again whole")),  # beside them layers would be
-        (["speed.activation_checkpointing=full:8"], 30.0, ("8 of 32", "none", "off", "made again whole")),
+        ([], 21.0, ("norms", "none", "on", "auto")),  # graphs take two of it
+        ([], 18.5, ("norms", "none", "off", "made again whole")),  # beside them layers would be
+        (["speed.activation_checkpointing=full:8"], 30.0, ("full:8", "none", "off", "made again whole")),
         (
             ["speed.activation_checkpointing=full", "speed.offload=activations"],
             30.0,
-            ("32 of 32", "activations", "off", "leaves the GPU"),
+            ("full", "activations", "off", "leaves the GPU"),
         ),
         (["speed.activation_checkpointing=none"], 30.0, ("none", "none", "on", "auto")),
         (["speed.activation_checkpointing=none"], 20.5, ("none", "none", "off", "no room for the 2 GiB")),
-        (["speed.activation_checkpointing=norms"], 19.5, ("cheap", "none", "off", "no room for the 2 GiB")),
+        (["speed.activation_checkpointing=norms"], 19.5, ("norms", "none", "off", "no room for the 2 GiB")),
         (
             ["speed.activation_checkpointing=none", "speed.compile=reduce-overhead"],
             20.5,
             ("none", "none", "on", "auto"),
         ),
-        (["speed.compile=reduce-overhead"], 18.5, ("cheap", "none", "on", "auto")),
+        (["speed.compile=reduce-overhead"], 18.5, ("norms", "none", "on", "auto")),
     ],
 )
 def test_by_themselves_graphs_fit_and_no_layer_is_made_again_whole(
