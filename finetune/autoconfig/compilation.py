@@ -41,7 +41,7 @@ def choose_fused(
 
     Args:
         dtype: of the model's plain weights: bfloat16.
-        rounding: whether quantisation-aware training has forwards of its own there.
+        rounding: whether quantization-aware training has forwards of its own there.
 
     Raises:
         UserError: asked for where there is no adapter (exit 2).
@@ -58,7 +58,7 @@ def choose_fused(
     if dtype != "bfloat16":
         return Choice("off", f"auto: its kernels are measured in bf16, the model is in torch.{dtype}")
     if rounding:
-        return Choice("off", "auto: quantisation-aware training has forwards of its own")
+        return Choice("off", "auto: quantization-aware training has forwards of its own")
     return Choice("on", "auto")
 
 

@@ -75,7 +75,7 @@ def differs(
         attention: attention in ATTENTION,
         f"adapter.type: {adapter.type}": adapter_types.find(adapter.type).peft in ADAPTERS,
         f"a base in {storage}": storage in STORED,
-        "quantisation-aware training": speed.qat is None,
+        "quantization-aware training": speed.qat is None,
     }
     asked = f"speed.compile: {compilation.GRAPHS[0]} makes them"
     return next((f"not tried with {what}; {asked}" for what, proved in tried.items() if not proved), "")

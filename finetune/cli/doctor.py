@@ -14,7 +14,7 @@ MEASURE: tuple[str, dict[str, Any]] = (
 
 
 def doctor(options: argparse.Namespace) -> None:
-    """Say what is installed, what this machine can do and which optimisation is active, and why."""
+    """Say what is installed, what this machine can do and which optimization is active, and why."""
     from finetune.cli import doctor_report
 
     recipe = load(options) if options.recipe else None

@@ -1,4 +1,4 @@
-"""`finetune doctor`: versions, hardware, choices, extras; each optimisation: where set, state, why."""
+"""`finetune doctor`: versions, hardware, choices, extras; each optimization: where set, state, why."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
     screen.table("versions", ("package", "version", "note"), rows)
     screen.table("machine", ("what", "found"), list(_machine(machine)))
     screen.table("would be used", ("what", "choice", "why"), list(_choices(recipe, machine)))
-    screen.table("optimisations", Optimisation._fields, optimisations(recipe, machine))
+    screen.table("optimizations", Optimisation._fields, optimisations(recipe, machine))
     screen.table("extras", ("extra", "installed", "how to get it"), list(_extras()))
 
 
@@ -92,7 +92,7 @@ def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]
 
 
 def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
-    """The state of every optimisation this project knows, for this recipe on this machine."""
+    """The state of every optimization this project knows, for this recipe on this machine."""
     train = recipe.train if recipe else Train()
     given = train.passed_on()
     speed, data = (recipe.speed, recipe.data) if recipe else (Speed(), Data(name="-"))
@@ -194,7 +194,7 @@ def _loss(speed: Speed) -> Optimisation:
 
 def _qat(speed: Speed) -> Optimisation:
     """It costs time and memory in training; what it makes better is what is stored."""
-    name, where, absent = "quantisation-aware training", "speed.qat", qat_rules.missing()
+    name, where, absent = "quantization-aware training", "speed.qat", qat_rules.missing()
     if absent:
         return Optimisation(name, where, "not possible", absent.fix)
     if speed.qat:

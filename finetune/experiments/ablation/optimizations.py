@@ -72,7 +72,7 @@ class Needs(Section):
 
 
 class Gpu(Section):
-    """Rows of benchmarks/gpu.json between which this optimisation is the only difference."""
+    """Rows of benchmarks/gpu.json between which this optimization is the only difference."""
 
     on: str
     off: str
