@@ -82,7 +82,7 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """Both sides on each number of GPUs, as a markdown table."""
     lines = [
-        "| | tokens/s, baseline | optimised | times | peak GiB of a GPU | held-out loss | exit code "
+        "| | tokens/s, baseline | optimised | times | peak GiB of a GPU | validation loss | exit code "
         "| machine, torch, date |",
         "|---|" + "---|" * 7,
     ]

@@ -16,9 +16,8 @@ def types(rows: list[dict[str, Any]]) -> list[str]:
 
 def quality_table(rows: list[dict[str, Any]]) -> str:
     """Mean and standard deviation over seeds, on both tasks."""
-    names = (
-        "type, trained, saved, JSON: rate, exact match, held-out loss, SMS: rate, exact match, held-out loss"
-    )
+    scores = "exact match, validation loss"
+    names = f"type, trained, saved, JSON: rate, {scores}, SMS: rate, {scores}"
     lines = [f"| {names.replace(', ', ' | ')} |", "|---|---|---|---|---|---|---|---|---|"]
     for kind in types(rows):
         cells = [kind]

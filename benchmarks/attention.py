@@ -184,7 +184,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def losses(options: Any) -> dict[str, Any]:
-    """Held-out losses of loss_parity.py's run in bf16, with FlashAttention 3's forward in bf16 and in fp8."""
+    """Validation losses of loss_parity.py's bf16 run, with FlashAttention 3's forward in bf16 and in fp8."""
     import loss_parity
 
     from finetune.kernels import attention_functions

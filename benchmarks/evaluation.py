@@ -294,7 +294,9 @@ def real_table(results: dict[str, Any]) -> str:
     for name, title in (("sms", "SMS spam"), ("commonsense", "commonsense")):
         found = results["real"][name]
         rows = (
-            [("held-out loss", "loss", found), ("exact match", "exact_match", found)] if found["base"] else []
+            [("validation loss", "loss", found), ("exact match", "exact_match", found)]
+            if found["base"]
+            else []
         )
         rows += [(f"{task} {one['main']}", one["main"], one) for task, one in found["tasks"].items()]
         for asked, key, one in rows:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).with_name("loss_parity.json")
-ALLOWED = 0.005  # relative difference of the held-out losses at the end
+ALLOWED = 0.005  # relative difference of the validation losses at the end
 HELD_OUT = 20  # every so many'th row
 ROW_CHARACTERS = 1500  # of a book, cut between its paragraphs: less than 512 tokens
 MOST_HELD_OUT = 200  # rows
@@ -60,7 +60,7 @@ def main() -> None:
         (options.out / f"loss_parity-{name}.svg").write_text(drawn(results[name]))
     print(table(results))
     if not all(result["within"] for result in results.values()):
-        sys.exit(f"a held-out loss is further than {ALLOWED:.1%} from the first base's")
+        sys.exit(f"a validation loss is further than {ALLOWED:.1%} from the first base's")
 
 
 def write_data(name: str, assets: Path, folder: Path) -> dict[str, Any]:
@@ -141,9 +141,9 @@ def drawn(result: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """Held-out loss of base and tuned, by base, as a markdown table."""
+    """Validation loss of base and tuned, by base, as a markdown table."""
     lines = [
-        "| data | base | held-out loss: before | after | beside the first | last 20 training losses "
+        "| data | base | validation loss: before | after | beside the first | last 20 training losses "
         "| GPU, torch, date |",
         "|---|---|" + "---|" * 5,
     ]

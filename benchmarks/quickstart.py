@@ -55,9 +55,8 @@ def measure(kind: str, rate: float, seed: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as markdown."""
-    names = (
-        "type, learning rate, device, training, whole command, exact match: base, tuned, held-out loss, saved"
-    )
+    names = "type, learning rate, device, training, whole command, exact match: base, tuned"
+    names += ", validation loss, saved"
     lines = [f"| {names.replace(', ', ' | ')} |", "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
         base, tuned = row["base"], row["tuned"]

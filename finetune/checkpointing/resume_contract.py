@@ -71,7 +71,7 @@ def contract(
     Args:
         recipe: its sections, as `model_dump` gives them.
         counts: batch and steps.
-        content: what the rows are known by: sources in order, each with its weight; held-out rows.
+        content: what the rows are known by: sources in order, each with its weight; validation examples.
     """
     hardware, launch = setup.hardware, setup.launch
     text = tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.special_tokens_map, default=str)

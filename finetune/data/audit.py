@@ -186,7 +186,7 @@ class Audit:
 
         Args:
             places: index of a kept row -> its file:line.
-            held_out: the audit of the held-out rows.
+            held_out: the audit of the validation examples.
         """
         report, lengths = self.report, np.frombuffer(self.lengths, dtype=np.int32)
         if len(lengths):
@@ -238,7 +238,7 @@ class Audit:
             raise UserError(*problems)
 
     def check_held_out(self, data: Data) -> None:
-        """Held-out rows must be fit to evaluate on (exit 2)."""
+        """Validation examples must be fit to evaluate on (exit 2)."""
         self.check_rows(data)
         if self.report.rows and not self.report.kept:
             raise UserError(*self._nothing_left("data.validation" if data.validation else "data.name", False))

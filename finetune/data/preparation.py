@@ -72,7 +72,7 @@ def prepare(
     Args:
         data: the recipe's section.
         tokenizer: with the chat template that is to be used.
-        seed: draws held-out rows and shares of sources.
+        seed: draws validation examples and shares of sources.
         vocabulary: rows of the model's embedding; every token id must be below it.
         declared: ids that the model itself says to end an answer.
 
@@ -142,7 +142,7 @@ class HeldOut(NamedTuple):
 def held_out(
     data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, declared: Collection[int] = ()
 ) -> list[HeldOut]:
-    """The held-out rows to evaluate on: those that would be kept for training."""
+    """The validation examples to evaluate on: those that would be kept for training."""
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit = Audit(encoder_for, data.train_on, None)
     return [
@@ -154,7 +154,7 @@ def held_out(
 def encode_held_out(
     kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int]
 ) -> list[HeldOut]:
-    """Held-out rows that a run folder has kept, as the model sees them."""
+    """Validation examples that a run folder has kept, as the model sees them."""
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     rows = []
     for example, encoded in encode(kept, encoder_for):
@@ -165,13 +165,13 @@ def encode_held_out(
 
 
 def audited_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> Iterator[Any]:
-    """(example, tokens of its documents) of each held-out row that is kept."""
+    """(example, tokens of its documents) of each validation example that is kept."""
     for name, rows in source_loading.validation(data, drawn, seed):
         yield from audited(rows, data, audit, name)
 
 
 def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list[str]:
-    """Whether the held-out rows are fit to evaluate on: encoded, and each with a prompt (exit 2 if not).
+    """Check that the validation set can be evaluated: encoded, and each with a prompt (exit 2 if not).
 
     Returns:
         file:line of each document.

@@ -121,7 +121,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     """Each file -> the sha256 of its content; each Hub data set -> the commit that was asked for.
 
     Args:
-        held_out: only of the files that the held-out rows are read from.
+        held_out: only of the files that the validation examples are read from.
     """
     found, read_from = {}, named(data)
     if held_out and (data.validation is not None or data.validation_fraction is None):

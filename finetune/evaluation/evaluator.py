@@ -150,7 +150,7 @@ def by_vllm(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[dict[str
 
 def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
     """Why this is no evaluation of the run's own weights: its base is stored otherwise than while it trained,
-    or, by the held-out loss, another one was named."""
+    or, by the validation loss, another one was named."""
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
     own = comparability.resolved(folder).get("model.storage", ("", ""))[0].strip('"')
     if origin.get("model.quantization") == "override" and now != own:
@@ -164,7 +164,7 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
 
 
 def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:
-    """Whether two evaluations are of one base, by its loss on as many held-out rows; None: not to be told."""
+    """Whether two evaluations have the same base model, by its validation loss; None: not known."""
     losses = [one.get("base", {}).get("loss") for one in (earlier, now)]
     rows = [one.get("settings", {}).get("rows") for one in (earlier, now)]
     return None if None in losses or rows[0] != rows[1] else comparability.near(*losses)

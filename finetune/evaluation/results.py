@@ -158,11 +158,11 @@ def files_hashed(settings: Eval) -> dict[str, str]:
 def verdict(result: dict[str, Any]) -> dict[str, Any]:
     """One word for the whole, with the numbers, and which general abilities got worse.
 
-    Answers to held-out rows count before their loss, and that before tasks. Tasks that were asked for, each
-    at 95 % on its own, must not contradict it; subtasks of a group and tasks of forgetting do not decide.
+    Answers to the validation set count before its loss, and that before tasks. Tasks that were asked for,
+    each at 95 % on its own, must not contradict it. Subtasks and tasks of forgetting do not decide.
     """
     said, words = [], []
-    for metric, name in (("exact_match", "exact match"), ("loss", "held-out loss")):
+    for metric, name in (("exact_match", "exact match"), ("loss", "validation loss")):
         if metric in result["difference"]:
             words.append(result["difference"][metric]["verdict"])
             said.append(_said(name, metric, result))

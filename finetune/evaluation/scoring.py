@@ -1,4 +1,4 @@
-"""What a model makes of held-out rows: the loss of their tokens, and greedy answers compared with theirs.
+"""Score a model on the validation set: the loss of its tokens, and greedy answers compared with its answers.
 
 Loss is the sum of token negative log-likelihoods over the number of tokens with loss, on unpacked rows.
 Exact match generates greedily from all but the last turn and compares the text with the last turn.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
 _NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publishing.numbered`
-HELD_OUT = {"loss": "held-out loss", "exact_match": "exact match", "ended": "ends by itself"}
+HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "ends by itself"}
 Table = list[tuple[Any, ...]]
 
 
@@ -119,7 +119,7 @@ def measured(results: dict[str, Any], of_merged: str, stored: dict[str, Any]) ->
         stored: scores of what is published: `after_merging`.
     """
     found, before = [], f" of the {of_merged} before merging" if of_merged else ""
-    for key, title in (("loss", "held-out loss, nats a token"), ("exact_match", "exact match")):
+    for key, title in (("loss", "validation loss, nats a token"), ("exact_match", "exact match")):
         value = results.get("tuned", {}).get(key)
         said = f"{title}{before} ({_beside(results, key)})"
         if stored:

@@ -73,7 +73,7 @@ def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
 
 
 def evaluation_fits(recipe: Recipe, made: Plan) -> bool:
-    """Whether the held-out rows can be scored; also where there are none."""
+    """Whether the validation examples can be scored; also where there are none."""
     scored = plan_notes.evaluates(recipe.data, recipe.eval)
     return not scored or sum(made.phases["evaluation"].values()) <= made.usable
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from finetune.core import formatting
 
-NAMES = {"loss": "held-out loss", "exact_match": "exact match", "ended": "stopped by itself"}
+NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "stopped by itself"}
 TITLES = {
     "better": ("good", "It worked: better than its base"),
     "same": ("same", "No different from its base"),
@@ -84,7 +84,7 @@ def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
 
 
 def sources(found: dict[str, Any]) -> list[Row]:
-    """Held-out loss by source, where there are several."""
+    """Validation loss by source, where there are several."""
     rows, all_of_them = [], found.get("sources") or []
     for source in all_of_them if len(all_of_them) > 1 else []:
         base, tuned = source.get("base") or {}, source.get("tuned") or {}

@@ -71,7 +71,7 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
     rows = [
         _score_row(name, key, result)
         for key, name in (
-            ("loss", "held-out loss"),
+            ("loss", "validation loss"),
             ("exact_match", "exact match"),
             ("ended", "stopped by itself"),
         )

@@ -13,7 +13,9 @@ from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
-SAME_BASE = 1e-2  # relative, of the base's held-out loss: kernels and dtypes move it less, other weights more
+SAME_BASE = (
+    1e-2  # relative, of the base's validation loss: kernels and dtypes move it less, other weights more
+)
 MISSING = "-"
 AT_MOST = 8  # rows of a table of differences
 OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache_dir")
@@ -137,7 +139,7 @@ def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
     if near(*losses):
         return []
     return [
-        f"base model: its weights are others, by its held-out loss: {losses[0]:.4f} against {losses[1]:.4f}"
+        f"base model: its weights are others, by its validation loss: {losses[0]:.4f} against {losses[1]:.4f}"
     ]
 
 

@@ -206,7 +206,7 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     """The recipe of a run, with `overrides`; a run that came from another machine needs some.
 
     Args:
-        files: the base and the held-out rows are going to be read, so they must be here (exit 2).
+        files: the base and the validation examples are going to be read, so they must be here (exit 2).
     """
     recipe = load_recipe(run.recipe, list(overrides), run.format_version)
     data, needed = recipe.data, [("model.name", recipe.model.name)]

@@ -143,8 +143,8 @@ class Validate(TrainerCallback):
         """The loss of the saved weights is the best evaluation's."""
         if self.weights:
             ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-            asked = f"step {self.best_step}, held-out loss {self.best_loss:.6f}"
-            how = "held-out loss of the saved weights, reopened"
+            asked = f"step {self.best_step}, validation loss {self.best_loss:.6f}"
+            how = "validation loss of the saved weights, reopened"
             ledger.add("best weights kept", asked, f"{loss:.6f}", how, ok=ok)
 
 

@@ -164,7 +164,7 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
 
 @pytest.mark.soak
 def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp_path) -> None:
-    """Its folder is not what it is: its name, its storage and its held-out loss are."""
+    """Its folder is not what it is: its name, its storage and its validation loss are."""
     from safetensors.torch import load_file, save_file
 
     task = write_task(tmp_path, "choice", QUESTIONS, CHOICE)
@@ -295,7 +295,7 @@ def test_two_processes_give_the_numbers_of_one(train, two_layers, task_files) ->
     done = subprocess.run([*line, "scripts/evaluate.py", str(run.path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     after = run.read("eval.json")
-    assert after["settings"]["processes"] == 2 and done.stdout.count("held-out loss  ") == 1
+    assert after["settings"]["processes"] == 2 and done.stdout.count("validation loss  ") == 1
     for name in ("choice", "found", "likely"):
         for side in ("base", "tuned"):
             assert after["tasks"][name][side] == pytest.approx(before["tasks"][name][side], rel=1e-5)

@@ -61,7 +61,7 @@ EVALUATED = {  # what evaluation adds to base, tuned and samples
     "base": {"loss": 1.8, "exact_match": 0.1, "ended": 0.2},
     "tuned": {"loss": 0.3, "exact_match": 0.9, "ended": 1.0},
     "difference": {"loss": difference(-1.5, 0.1, "better"), "exact_match": difference(0.8, 0.05, "better")},
-    "verdict": {"word": "better", "why": "held-out loss 1.9 to 0.3 on 300 rows", "forgot": []},
+    "verdict": {"word": "better", "why": "validation loss 1.9 to 0.3 on 300 rows", "forgot": []},
     "tasks": {
         "arith": {
             "base": {"acc": 0.25, "acc_stderr": 0.01, "acc_norm": 0.3},
@@ -158,7 +158,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
     page = page_of(folder)
     order = [
         "It worked: better than its base",
-        "held-out loss 1.9 to 0.3 on 300 rows",
+        "validation loss 1.9 to 0.3 on 300 rows",
         "lora (r 16) on tiny_llama/model, trained on 96 rows of train.jsonl for 4 steps",
         "Base against tuned",
         "−1.5 −1.6 to −1.4 ✓ better",  # noqa: RUF001 (a real minus)
@@ -166,7 +166,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         "What it may have forgotten",
         "general_text: loss",
         "✗ worse",
-        "Held-out loss by source",
+        "Validation loss by source",
         "Samples side by side",
         "highest loss after training",
         "test.jsonl:7",
@@ -186,7 +186,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         place = said.index(part, place)
     assert "good" in page.classes and page.source.count('role="img"') >= 6
     printed = capsys.readouterr().out
-    assert "It worked: better than its base. held-out loss" in printed and "report.html" in printed
+    assert "It worked: better than its base. validation loss" in printed and "report.html" in printed
 
 
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(folder: RunFolder, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def test_a_receipt_that_does_not_match_comes_first_and_spoils_the_verdict(folder
     said = page.said()
     assert f"1 of {len(receipts)} run checks failed" in said and "mixed" in page.classes
     section = said[said.index("Run checks", said.index("Training")) :]
-    assert section.index("✗ NO") < section.index("✓ yes") and "asked one thing, got another" in section
+    assert section.index("✗ NO") < section.index("✓ yes") and "expected one thing, found another" in section
 
 
 def test_without_held_out_rows(train) -> None:

@@ -171,7 +171,7 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Console) -> list[li
 
 
 def judge(sides: list[dict[str, Any]], limits: Limits) -> list[Check]:
-    """Each limit against what was measured; losses by the held-out rows, or else by the last steps."""
+    """Each limit against what was measured; losses by the validation examples, or else by the last steps."""
     before, after = sides
     ratio = after["tokens_per_second"] / before["tokens_per_second"]
     least = f"at least {limits.speedup:g} times"
@@ -182,7 +182,7 @@ def judge(sides: list[dict[str, Any]], limits: Limits) -> list[Check]:
     shown, allowed = (
         (f"{more:+.2%}", f"{limits.loss:.2%}") if limits.relative else (f"{more:+.4f}", f"{limits.loss:g}")
     )
-    name = "held-out loss" if known else "training loss, last quarter of the steps"
+    name = "validation loss" if known else "training loss, last quarter of the steps"
     found = f"{losses[0]:.4f} -> {losses[1]:.4f} ({shown})"
     checks.append(Check(name, found, f"at most {allowed} higher", more <= limits.loss))
     if limits.memory_gib is not None:
@@ -213,7 +213,7 @@ def table(sides: list[dict[str, Any]], processes: int, price: float | None) -> l
         row("peak GiB of a device", "{:.2f}", of("memory_gib")),
         row("MFU", "{:.1%}", of("mfu")),
         row("training loss, last quarter", "{:.4f}", [last(side["losses"]) for side in sides]),
-        row("held-out loss", "{:.4f}", of("held_out")),
+        row("validation loss", "{:.4f}", of("held_out")),
         row("hours for a billion tokens", "{:,.1f}", [1e9 / rate / 3600 for rate in of("tokens_per_second")]),
     ]
     if price is not None:

@@ -60,7 +60,7 @@ class Bench:
     screen: Console
     rank: str = ""
     held_out: str | None = None
-    """File of a few held-out rows; `None`: the recipe names none."""
+    """File of a few validation examples; `None`: the recipe names none."""
     short: list[str] = field(default_factory=list)
     """Overrides that make a run one of a few steps."""
     rows: int | None = None

@@ -52,7 +52,7 @@ class Measure(Section):
     loss_band: float = Field(default=0.02, gt=0)
     """How far a curve may be from the baseline's: mean distance over mean loss."""
     held_out_band: float = Field(default=0.05, gt=0)
-    """How much worse the held-out loss may be, relative, of an optimization by which other rows
+    """How much worse the validation loss may be, relative, of an optimization by which other rows
     meet in a batch."""
     held_out_rows: int = Field(default=16, ge=0)
     """Rows of `data.validation` that the first run of a variant is evaluated on."""
@@ -113,7 +113,7 @@ class Rung(Section):
     """What it is for; one for memory is kept if the peak falls and tokens/s do not, beyond noise."""
     gate: Literal["curve", "held_out"] = "curve"
     """What is held against the baseline: losses step by step, or, where other rows meet in a batch, the
-    held-out loss."""
+    validation loss."""
     noop: str = ""
     """Why it changes nothing today, or can't be had: named, not measured."""
     elsewhere: str = ""

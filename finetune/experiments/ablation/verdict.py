@@ -109,7 +109,7 @@ def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str
         worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
         name = "training loss over its second half (no validation set: data.validation)"
     else:
-        worse, name = found["held_out"] / base["held_out"] - 1, "held-out loss"
+        worse, name = found["held_out"] / base["held_out"] - 1, "validation loss"
     found["worse_held_out"] = worse
     if not worse <= limits.held_out_band:
         return f"its {name} is {worse:.1%} higher, more than {limits.held_out_band:.1%}"

@@ -46,7 +46,7 @@ class Measure(NamedTuple):
 
 MEASURES = (
     Measure("quality", "", "{:.3f}", "{:.3f}"),
-    Measure("loss", "held-out loss", "{:.4f}", "{:.4f}"),
+    Measure("loss", "validation loss", "{:.4f}", "{:.4f}"),
     Measure("step_seconds", "s a step", "{:.3g}", ""),
     Measure("tokens_per_second", "tokens/s", "{:,.0f}", ""),
     Measure("train_seconds", "training, s", "{:,.1f}", "{:.1f}"),
@@ -92,7 +92,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
 
 
 def main_metric(result: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-    """What is ranked by: the first task asked for by name, but for forgetting; exact match; held-out loss."""
+    """The ranking metric: the first named task (not forgetting), else exact match, else validation loss."""
     for name, task in result.get("tasks", {}).items():
         if task.get("asked", True) and not task.get("forgetting"):  # a group's subtasks stand before it
             main = task["main"]
@@ -100,7 +100,7 @@ def main_metric(result: Mapping[str, Any]) -> tuple[str, float | None, bool]:
     tuned = result.get("tuned", {})
     if tuned.get("exact_match") is not None:
         return "exact match", tuned["exact_match"], True
-    return "held-out loss", tuned.get("loss"), False
+    return "validation loss", tuned.get("loss"), False
 
 
 def line(folder: RunFolder) -> str:
@@ -119,7 +119,7 @@ def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> di
     level = len(ranked) > 1 and len({found["quality"] for found in ranked}) == 1  # no run matched once, say
     if level and all(found["loss"] is not None for found in ranked):
         for found in ranked:
-            found |= {"metric": "held-out loss", "quality": found["loss"], "higher_is_better": False}
+            found |= {"metric": "validation loss", "quality": found["loss"], "higher_is_better": False}
     types = {
         kind: entrant | averages([found for found in ranked if found["type"] == kind])
         for kind, entrant in settings["entrants"].items()

@@ -52,7 +52,7 @@ CORES = 8  # from which on one more process that imports takes nothing from a ru
 _waiting: list[tuple[Any, Any]] = []
 """The process of the next run on a GPU, and the line on which it is told which."""
 UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
-# What is the same in all runs: no checkpoint, no evaluation but that of a few held-out rows
+# What is the same in all runs: no checkpoint, no evaluation but that of a few validation examples
 ALIKE = {
     "train.logging_steps": 1,
     "train.save_strategy": "no",
@@ -135,7 +135,7 @@ def _content(path: Path, changed: int, size: int) -> str:
 
 
 def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> str | None:
-    """The first held-out rows, as a file of their own; of files of lines only, which is said of others.
+    """The first validation examples, as a file of their own; of files of lines only, which is said of others.
 
     Raises:
         UserError: `place` can't be made, or there is no such file (exit 2).
@@ -318,7 +318,7 @@ def dates(runs: Sequence[dict[str, Any]]) -> str:
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over repeats that did not fail; the losses of the first, which has the held-out rows."""
+    """Medians over repeats that did not fail; the losses of the first, which has the validation examples."""
     runs = [run for run in runs if not run["failed"]]
     found = {
         k: statistics.median(run[k] for run in runs)

@@ -213,7 +213,7 @@ def introduce(job: Job) -> None:
         if job.recipe.eval.eval_steps
         else f"{search.evaluations} times"
     )
-    what = {"loss": "held-out loss", "exact_match": "exact match"}[best]
+    what = {"loss": "validation loss", "exact_match": "exact match"}[best]
     screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
     if known:
         count = sum(one.state.is_finished() for one in counted(study))

@@ -182,7 +182,7 @@ def _place(one: Parameter, value: Any) -> Any:
 
 
 def label(recipe: Recipe) -> str:
-    return "held-out loss" if recipe.eval.metric_for_best_model == "loss" else "exact match"
+    return "validation loss" if recipe.eval.metric_for_best_model == "loss" else "exact match"
 
 
 def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows: int | None) -> str:

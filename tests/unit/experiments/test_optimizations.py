@@ -43,7 +43,10 @@ def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]", [":2:42", "names no earlier optimization"]),
+        (
+            "baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]",
+            [":2:42", "names no earlier optimization"],
+        ),
         ("baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]", ["one name"]),
         (
             "baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]",

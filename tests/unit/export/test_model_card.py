@@ -25,7 +25,7 @@ RESULTS = {
     "difference": {"loss": {"value": -1.6, "low": -1.7, "high": -1.5, "rows": 12, "verdict": "better"}},
     "verdict": {
         "word": "better",
-        "why": "Held-out loss fell from 1.9 to 0.3 | nats.",
+        "why": "Validation loss fell from 1.9 to 0.3 | nats.",
         "forgot": ["general_text"],
     },
     "tasks": {
@@ -85,8 +85,8 @@ def test_what_people_read(made) -> None:
     written = made(results=RESULTS, base="org/base")
     text = written.text
     assert written.data.license == "other"
-    assert "**better**: Held-out loss fell from 1.9 to 0.3 | nats.; forgot: general_text" in text
-    assert "| held-out loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
+    assert "**better**: Validation loss fell from 1.9 to 0.3 | nats.; forgot: general_text" in text
+    assert "| validation loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
     assert "| arc: acc | 0.25 | 0.5 ± 0.02 | 0.25 [0.2, 0.3] better |" in text
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
     assert 'PeftModel.from_pretrained(base, "org/tuned")' in text
@@ -141,9 +141,9 @@ def test_quantised_weights_have_scores_of_their_own(made) -> None:
     written = made("merged", RESULTS, base="org/base", merge=merge)
     loss, accuracy = written.data.eval_results
     assert loss.metric_value == 0.45
-    assert loss.metric_name == "held-out loss, nats a token (adapter before merging 0.31)"
+    assert loss.metric_name == "validation loss, nats a token (adapter before merging 0.31)"
     assert accuracy.metric_name.startswith("acc of the adapter before merging")
-    assert "| held-out loss | 0.31 | 0.45 |" in written.text
+    assert "| validation loss | 0.31 | 0.45 |" in written.text
     assert "pip install torchao" in written.text and "int8, a scale for each output" in written.text
 
 
