@@ -10,7 +10,6 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from finetune.run_folder.run_folder import RunFolder
 
@@ -25,6 +24,8 @@ HELD = 4 * 2**30  # bytes that torch may keep after a test for the next one, whi
 
 @pytest.fixture(autouse=True)
 def memory_for_others() -> Iterator[None]:
+    import torch  # not above: this file is imported before the filters of warnings are set
+
     yield
     if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > HELD:
         gc.collect()
