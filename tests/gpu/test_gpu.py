@@ -107,9 +107,10 @@ GRAPHED = {
     "padding-free": ["data.packing=false", "data.padding_free=true"],
     **{name: [f"model.attention={name}"] for name in packing() if name in cuda_graphs.ATTENTION},
 }
+OFTEN = ["lora", "dora", "full", "int8", "optimizer", "padding-free"]
 
 
-@pytest.mark.parametrize("kind", soak_except(["dora", "full", "int8", "padding-free"], GRAPHED))
+@pytest.mark.parametrize("kind", soak_except(OFTEN, GRAPHED))
 def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
     """They follow the compiled run, with evaluations between the steps, and torch leaves none of them out."""
     rows = ["train.max_steps=7", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
