@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch, patch_environment
@@ -87,16 +87,15 @@ def cell(config: Path, kind: str, base: str) -> str:
     if machine is CPU:
         base = {"bf16": "auto"}.get(base, base)  # fp32 there
     attention = "sdpa" if "context" in config.stem else "auto"
-    model, data = Model(name="m", attention=attention), Data(name="d")
+    stored: Any = {"bf16": "none"}.get(base, base)
+    model, data = Model(name="m", attention=attention, quantization=stored), Data(name="d")
     try:
         with launched(config):
-            found = launch_conflicts.problems(
-                machine, kind, model, data, Speed.model_validate({"base": base})
-            )
+            found = launch_conflicts.problems(machine, kind, model, data, Speed())
             if not found:
                 started = mixed_precision.launch(machine)
                 base_quantization.choose_base(
-                    base, kind, started.precision, machine, lambda: "the column says which"
+                    stored, kind, started.precision, machine, lambda: "the column says which"
                 )
     except UserError as error:
         found = list(error.problems)

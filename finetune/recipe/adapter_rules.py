@@ -151,10 +151,12 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
     init = adapter.get("init_lora_weights")
     if init in ("orthogonal", "mica"):
         what = "takes the dtype of its first weights, or these themselves, from weights that are codes in fp8"
-        found.append(("adapter.init_lora_weights", what, {"found": str(init), "fix": "true, or base: bf16"}))
+        found.append(
+            ("adapter.init_lora_weights", what, {"found": str(init), "fix": "true, or quantization: none"})
+        )
     if adapter.get("target_parameters"):
         what = "adds to weights themselves, which are codes in fp8"
-        found.append(("adapter.target_parameters", what, {"fix": "target_modules, or base: bf16"}))
+        found.append(("adapter.target_parameters", what, {"fix": "target_modules, or quantization: none"}))
     return found + _coded(adapter, "fp8")
 
 

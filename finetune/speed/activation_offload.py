@@ -1,6 +1,6 @@
 """Less GPU memory for the CPU's: what backward keeps of layers, and the optimizer's state.
 
-Under `recompute: mlp` or `int8` layers keep 4 to 6 times their input, tokens x hidden, beside what is made
+Under `mlp` or `mlp_int8` layers keep 4 to 6 times their input, tokens x hidden, beside what is made
 again or rounded: what is offloaded where the CPU has room for it. Of a layer that is recomputed whole it is
 the input alone (as Unsloth does; TRL's `activation_offloading` moves all that backward keeps, 20 times as
 much): less to copy, more to compute again.
