@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import launch, patch_environment
@@ -29,12 +29,11 @@ CONFIGS = Path(__file__).parents[1] / "accelerate_configs"
 EIGHT = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 79.6, 96)
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
 COLUMNS = [  # adapter.type, model.quantization
-    ("lora", "auto"), ("lora", "none"), ("dora", "none"), ("adalora", "none"), ("ia3", "none"),
+    ("lora", "auto"), ("lora", "bf16"), ("dora", "bf16"), ("adalora", "bf16"), ("ia3", "bf16"),
     ("lora", "fp8"), ("dora", "fp8"),
     ("qlora", "auto"), ("full", "auto"),
 ]  # fmt: skip
-ON = {"auto": "", "none": " on bf16"}  # the launch's precision on these GPUs
-ALL = tuple(kind + ON.get(base, f" on {base}") for kind, base in COLUMNS)
+ALL = tuple(kind if base == "auto" else f"{kind} on {base}" for kind, base in COLUMNS)
 # What was trained: on one GPU (benchmarks/gpu.json), on two (tests/gpu/test_multi_gpu.py and
 # benchmarks/multi_gpu.json), or on two processes of a CPU, in fp32 (tests/distributed:
 # test_two_cpu_processes, which is DDP, test_fsdp, test_deepspeed, test_two_hosts;
@@ -86,16 +85,17 @@ def cell(config: Path, kind: str, base: str) -> str:
     """`trains`, or why not."""
     machine = CPU if config.stem.startswith("cpu") else EIGHT
     if machine is CPU:
-        base = {"none": "auto"}.get(base, base)  # fp32 there
+        base = {"bf16": "auto"}.get(base, base)  # fp32 there
     attention = "sdpa" if "context" in config.stem else "auto"
-    model = Model.model_validate({"name": "m", "attention": attention, "quantization": base})
+    stored: Any = {"bf16": "none"}.get(base, base)
+    model, data = Model(name="m", attention=attention, quantization=stored), Data(name="d")
     try:
         with launched(config):
-            found = launch_conflicts.problems(machine, kind, model, Data(name="d"), Speed())
+            found = launch_conflicts.problems(machine, kind, model, data, Speed())
             if not found:
                 started = mixed_precision.launch(machine)
                 base_quantization.choose_base(
-                    base, kind, started.precision, machine, lambda: "the column says which"
+                    stored, kind, started.precision, machine, lambda: "the column says which"
                 )
     except UserError as error:
         found = list(error.problems)

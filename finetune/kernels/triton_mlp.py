@@ -4,6 +4,9 @@ The same mathematics in plain torch, against which they are tested, stands in `o
 intermediate size, R a rank padded to a power of two (16 or more).
 """
 
+# Triton has no stubs here, and its constexpr branches look like ordinary ones:
+# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import torch

@@ -151,7 +151,7 @@ def check_cpu(config: Path) -> None:
     """Refuse `use_cpu` of several processes that Accelerate's own launcher did not hand on (exit 2)."""
     if accelerate_config.environment(config) and detect().device == "cuda":  # which looks at the variable
         what = "Accelerate's launcher hands on no use_cpu of several processes: these would train on GPUs"
-        fix = "python -m finetune.launch.launcher in place of accelerate launch, or ACCELERATE_USE_CPU=true"
+        fix = "python -m finetune.launch in place of accelerate launch, or ACCELERATE_USE_CPU=true"
         raise UserError(Problem(what, "use_cpu", str(config), found="true, and GPUs are visible", fix=fix))
 
 

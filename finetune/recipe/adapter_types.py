@@ -247,7 +247,7 @@ UNSERVED = {
 }
 # PEFT's types whose forward torch.compile can't take as one graph
 BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
-FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `base: auto` puts on fp8
+FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `quantization: auto` puts on fp8
 OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
 NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
 # What FSDP2 can't divide, for layers share it; and what it can't hand on from rank 0, which keeps buffers

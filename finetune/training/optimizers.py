@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback
 
@@ -13,8 +14,6 @@ from finetune.autoconfig import optimizer_choice
 from finetune.core.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
-    import torch
-
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Speed
 

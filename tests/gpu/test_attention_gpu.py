@@ -1,6 +1,8 @@
 """Every attention kernel that is here: forward and gradients against plain operations in float32, documents
 apart, one compiled graph, and its speed."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -15,6 +17,7 @@ from finetune.speed.packing_isolation import prove_apart, prove_same
 from support.paths import MODEL
 from support.plain_attention import batch, by_document, loss_and_gradients, tiny
 from support.runs import receipts
+from support.soak import soak_except
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,6 +26,7 @@ pytestmark = [
 ]
 HERE = [name for name in IMPLEMENTATIONS if not missing(name, detection.detect())]
 VARLEN = [name for name in HERE if name != "cudnn"]
+TRAINED = [(name, name != "cudnn") for name in [*HERE, "flex_attention"]]  # each kernel once
 ERROR = 1e-2  # ||bf16 - float32|| / ||float32||: bf16 rounds by up to 2^-9, probabilities once more
 DENSE = {"rows": 2, "tokens": 384}
 ROWS = {
@@ -101,8 +105,9 @@ def test_it_compiles_into_one_graph(name: str, rows: str) -> None:
         assert a.shape == b.shape and off(a, b) < 5e-3  # sums of gradients run in no fixed order
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", [*HERE, "flex_attention"])
+@pytest.mark.parametrize(
+    ("name", "packed"), soak_except(TRAINED, product([*HERE, "flex_attention"], [False, True]))
+)
 def test_compiled_layers_train_as_eager_in_float32(name: str, packed: bool) -> None:
     """A whole model: padding on the right without a mask, or documents end to end."""
     if name == "cudnn" and packed:

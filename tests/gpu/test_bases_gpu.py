@@ -1,5 +1,7 @@
 """Quantised bases on a GPU: what they compute, where gradients go, what they weigh; and what needs CUDA."""
 
+from itertools import product
+
 import pytest
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -12,6 +14,7 @@ from finetune.export import merging
 from finetune.recipe import adapter_types, loader
 from support.paths import MODEL, QUICKSTART
 from support.runs import receipts
+from support.soak import soak_except
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,14 +32,19 @@ LOGITS = {"nf4": 0.02, "fp4": 0.02, "int8": 0.08, "torchao_int8": 0.02}
 BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 TYPES = [name for name, kind in adapter_types.all_types().items() if kind.peft and not kind.refused]
 
+# Each storage and each kind of forward; types that the fast forwards, the checkpoints or the masks know apart
+ADAPTED = [*((storage, "lora") for storage in LOGITS), ("nf4", "dora"), ("int8", "adalora"), ("fp4", "ia3")]
+OFTEN = ["lora", "dora", "adalora", "ia3", "qlora", "oft", "vblora", "prefix_tuning", "fourierft", "vera"]
+
 
 def opened(storage: str, kind: str = "lora", name: str = str(MODEL)):
     options = [f"adapter.type={kind}", f"model.quantization={storage}", f"model.name={name}"]
     return loader.load(QUICKSTART, options)
 
 
-@pytest.mark.parametrize("storage", list(LOGITS))
-@pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])
+@pytest.mark.parametrize(
+    ("storage", "kind"), soak_except(ADAPTED, product(LOGITS, ["lora", "dora", "adalora", "ia3"]))
+)
 def test_a_quantised_base_is_its_dequantised_self_and_passes_gradients_on(storage: str, kind: str) -> None:
     loaded = opened(storage, kind)
     setup = machine_setup.choose(attention="auto", base=storage, adapter_type=kind)
@@ -91,7 +99,7 @@ def test_a_quantised_base_trains_and_verifies(storage: str, train) -> None:
     assert all(receipt["passed"] for receipt in receipts(run).values())
 
 
-@pytest.mark.parametrize("kind", ["qlora", "qdora"])
+@pytest.mark.parametrize("kind", soak_except(["qlora"], ["qlora", "qdora"]))
 def test_loftq_starts_nearer_to_the_weights_than_the_quantised_base(kind: str, train) -> None:
     run = train(f"adapter.type={kind}", "adapter.init_lora_weights=loftq", "train.max_steps=5")
     got = receipts(run)
@@ -101,7 +109,7 @@ def test_loftq_starts_nearer_to_the_weights_than_the_quantised_base(kind: str, t
     )
 
 
-@pytest.mark.parametrize("kind", [name for name in TYPES if name != "trainable_tokens"])
+@pytest.mark.parametrize("kind", soak_except(OFTEN, [name for name in TYPES if name != "trainable_tokens"]))
 def test_every_type_of_peft_trains_and_verifies_in_bf16(kind: str, train) -> None:
     run = train(f"adapter.type={kind}", "train.max_steps=5", "eval.max_new_tokens=2")
     assert all(receipt["passed"] for receipt in receipts(run).values())

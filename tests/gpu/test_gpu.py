@@ -1,5 +1,7 @@
 """What needs a GPU: bf16, 4-bit and compiled runs of the embedded model, through the command."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from finetune.experiments.runner import measured_run
 from support.adapters import ADAPTERS
 from support.paths import MODEL
 from support.runs import metrics
+from support.soak import soak_except
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +24,7 @@ def receipts(run) -> dict[str, str]:
     return {row["option"]: row["actual"] for row in rows}
 
 
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", soak_except(["lora", "qlora", "dora", "full"], ADAPTERS))
 def test_every_adapter_trains_in_bf16(kind: str, train) -> None:
     rate = {"ia3": "5e-2", "adalora": "2e-2", "full": "1e-3"}.get(kind, "5e-3")
     run = train(f"adapter.type={kind}", f"train.learning_rate={rate}", "train.max_steps=12")
@@ -35,7 +38,7 @@ def test_every_adapter_trains_in_bf16(kind: str, train) -> None:
     assert storage is None or '# storage: "nf4"' in run.recipe.read_text()
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", soak_except(["lora"], ["lora", "dora"]))
 def test_bf16_follows_fp32(kind: str, train, monkeypatch) -> None:
     half = train(f"adapter.type={kind}", "train.max_steps=12", name="bf16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
@@ -61,8 +64,8 @@ def test_a_forked_process_reaches_the_gpu(tmp_path) -> None:
     assert torch.cuda.get_device_name() in log.read_text()
 
 
-def test_compile_and_recompute_follow_the_plain_run(train) -> None:
-    plain = train("train.max_steps=6", name="plain")
+def test_compile_and_recompute_follow_the_plain_run(train, train_once) -> None:
+    plain = train_once("train.max_steps=6")
     for override in ("speed.compile=true", "speed.activation_checkpointing=full"):
         other = train(override, "train.max_steps=6", name=override.replace("=", "_"))
         assert override.partition("=")[0] in receipts(other)
@@ -70,11 +73,11 @@ def test_compile_and_recompute_follow_the_plain_run(train) -> None:
             assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "norms", "mlp"])
-def test_cuda_graphs_follow_the_plain_run(checkpointing: str, train) -> None:
+@pytest.mark.parametrize("checkpointing", soak_except(["mlp"], ["none", "norms", "mlp"]))
+def test_cuda_graphs_follow_the_plain_run(checkpointing: str, train, train_once) -> None:
     rows = ["train.max_steps=6", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
     rows += ["data.packing=true", "data.max_length=512"]  # one shape, four micro-batches a step
-    plain = train(*rows, name="plain")
+    plain = train_once(*rows)
     run = train(
         *rows,
         "speed.compile=reduce-overhead",
@@ -104,9 +107,10 @@ GRAPHED = {
     "padding-free": ["data.packing=false", "data.padding_free=true"],
     **{name: [f"model.attention={name}"] for name in packing() if name in cuda_graphs.ATTENTION},
 }
+OFTEN = ["lora", "dora", "full", "int8", "optimizer", "padding-free"]
 
 
-@pytest.mark.parametrize("kind", GRAPHED)
+@pytest.mark.parametrize("kind", soak_except(OFTEN, GRAPHED))
 def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
     """They follow the compiled run, with evaluations between the steps, and torch leaves none of them out."""
     rows = ["train.max_steps=7", "train.effective_batch_size=8", "train.per_device_train_batch_size=2"]
@@ -138,9 +142,9 @@ def test_graphs_are_recorded_again_in_smaller_passes_where_memory_ran_out(train,
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-3)
 
 
-def test_eager_attention_is_what_was_asked(train) -> None:
-    plain = train("train.max_steps=4", name="plain")
-    run = train("model.attention=eager", "train.max_steps=4", name="eager")
+def test_eager_attention_is_what_was_asked(train, train_once) -> None:
+    plain = train_once("train.max_steps=6")
+    run = train("model.attention=eager", "train.max_steps=6", name="eager")
     assert receipts(run)["model.attention"] == "eager"
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
@@ -173,12 +177,17 @@ def test_documents_do_not_see_each_other(attention: str, dtype: torch.dtype) -> 
         assert leaks(model.eval(), 128, attention_mask=mask)[1].logits > 1e-3
 
 
-@pytest.mark.parametrize("attention", ["sdpa", *packing()])
-@pytest.mark.parametrize("compile", ["false", "true"])
-def test_packed_rows_train_as_padded_ones_do(attention: str, compile: str, train) -> None:
+@pytest.mark.parametrize(
+    ("attention", "compile"),
+    soak_except(
+        [("sdpa", "false"), *((name, "true") for name in packing())],
+        product(["sdpa", *packing()], ["false", "true"]),
+    ),
+)
+def test_packed_rows_train_as_padded_ones_do(attention: str, compile: str, train, train_once) -> None:
     """The same 96 documents in one step."""
     one = ["train.max_steps=1", "train.logging_steps=1", "data.validation=null"]
-    padded = train(*one, "train.effective_batch_size=96", name="padded")
+    padded = train_once(*one, "train.effective_batch_size=96")
     dense = [*one, "train.effective_batch_size=24", "data.packing=true", "data.max_length=512"]
     packed = train(*dense, f"model.attention={attention}", f"speed.compile={compile}", name="packed")
     got = receipts(packed)

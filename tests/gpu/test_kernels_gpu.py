@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
@@ -20,6 +21,7 @@ from finetune.speed.apply_to_model import decoder_layers
 from finetune.speed.fused_layers import Fused
 from support.four_bit import in_four_bits
 from support.kernel_steps import apart, error, step
+from support.soak import soak_except
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +35,16 @@ TYPES = {
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
     ),
 }
+
+# Of those that are fused and compiled: each type, and each base with two of them
+OFTEN = [
+    ("lora", "bf16"),
+    ("lora", "nf4"),
+    ("dora", "fp8"),
+    ("adalora", "nf4"),
+    ("ia3", "bf16"),
+    ("ia3", "fp8"),
+]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -206,6 +218,7 @@ def seconds(work: Callable[[], object]) -> float:
     return sorted(found)[len(found) // 2]
 
 
+@pytest.mark.alone
 def test_dequantising_is_one_pass() -> None:
     """The gate and up of an 8B model; bitsandbytes makes the scales in two passes of their own first."""
     layers = [four_bit_layer(14336, 4096, torch.bfloat16, "nf4", nested=True) for _ in range(2)]
@@ -242,8 +255,7 @@ def model(kind: str, stored: str) -> torch.nn.Module:
     return made.train()
 
 
-@pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("stored", ["bf16", "fp8", "nf4"])
+@pytest.mark.parametrize(("kind", "stored"), soak_except(OFTEN, product(TYPES, ["bf16", "fp8", "nf4"])))
 def test_fused_and_compiled_is_pefts(kind: str, stored: str) -> None:
     """PEFT's own forward on the same storage, fused, and fused and compiled: no gradient is lost."""
     made = model(kind, stored)

@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy, linear
 from finetune.autoconfig import memory_estimate
 from finetune.speed import chunked_cross_entropy
 from support.runs import metrics, receipts
+from support.soak import soak_except
 from support.trainers import trainer_of
 
 pytestmark = [
@@ -114,7 +115,11 @@ def test_it_holds_chunks_and_the_gradient_of_hidden_states() -> None:
     found.nll.backward()
 
 
-@pytest.mark.parametrize("options", [[], ["speed.compile=true"], ["data.packing=true"]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    soak_except([["speed.compile=true"]], [[], ["speed.compile=true"], ["data.packing=true"]]),
+    ids=str,
+)
 def test_a_run_follows_trl_s(options: list[str], train) -> None:
     runs = [
         train("train.max_steps=6", f"speed.loss={name}", *options, name=name) for name in ("trl", "chunked")

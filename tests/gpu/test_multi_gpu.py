@@ -18,6 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+if torch.cuda.device_count() < 2:  # nothing of it is set up then
+    pytest.skip("fewer than two GPUs", allow_module_level=True)
+
 from safetensors.torch import load_file
 
 from finetune.experiments.runner import measured_run
@@ -31,10 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs"),
-]
+pytestmark = [pytest.mark.gpu]
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 needs_fp8 = pytest.mark.skipif(not HAS_FP8, reason="no fp8 GEMMs")
 needs_deepspeed = pytest.mark.skipif(not find_spec("deepspeed"), reason="no DeepSpeed")

@@ -3,6 +3,7 @@
 import copy
 import re
 import time
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from finetune.speed import activation_offload, apply_to_model
 from finetune.training import optimizers
 from support.offloading import assert_same, batches, distance, gradients, model_of
 from support.runs import metrics, receipts
+from support.soak import soak_except
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,9 +23,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["lora", "full"])
+DTYPES = [torch.float32, torch.bfloat16]
+OFTEN = [*product(["lora", "full"], DTYPES, [False]), ("lora", torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "compiled"), soak_except(OFTEN, product(["lora", "full"], DTYPES, [False, True]))
+)
 def test_inputs_that_left_and_came_back_change_nothing(kind: str, dtype: torch.dtype, compiled) -> None:
     model = model_of(kind).to("cuda", dtype)
     layers = apply_to_model.decoder_layers(model)
@@ -96,7 +102,12 @@ def test_no_more_than_three_inputs_are_on_the_gpu_at_a_time() -> None:
     assert made.out == made.back
 
 
-@pytest.mark.parametrize(("kind", "compile"), [("lora", "false"), ("full", "false"), ("full", "true")])
+@pytest.mark.parametrize(
+    ("kind", "compile"),
+    soak_except(
+        [("lora", "false"), ("full", "true")], [("lora", "false"), ("full", "false"), ("full", "true")]
+    ),
+)
 def test_a_run_with_all_offloaded_trains_as_one_without(kind: str, compile: str, train) -> None:
     options = [f"adapter.type={kind}", "adapter.r=16", "train.max_steps=6", "train.learning_rate=1e-3"]
     options += ["data.validation=null", "train.per_device_train_batch_size=4", f"speed.compile={compile}"]

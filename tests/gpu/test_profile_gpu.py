@@ -14,8 +14,13 @@ import torch
 from finetune.profiling import profiler
 from support.paths import QUICKSTART
 from support.profiles import SlowLoader
+from support.soak import soak_except
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
 LARGE = ["data.max_length=2048", "data.packing=true", "speed.compile=true", "model.quantization=none"]
 MAIN_PROCESS = ["train.dataloader_num_workers=0", "train.dataloader_prefetch_factor=null"]
 MAIN_PROCESS.append("train.dataloader_persistent_workers=false")
@@ -48,7 +53,7 @@ def run(planted: str, inputs: list[str], folder: Path) -> profiler.Profile:
     return profiler.run(str(QUICKSTART), [*inputs, *batch, *overrides], str(folder), watchers)
 
 
-@pytest.mark.parametrize("planted", PLANTED)
+@pytest.mark.parametrize("planted", soak_except(["data", "batch", "none"], PLANTED))
 def test_a_planted_bottleneck_is_named(planted: str, inputs: list[str], tmp_path: Path) -> None:
     found = run(planted, inputs, tmp_path)
     print(planted, found._asdict())
