@@ -29,6 +29,7 @@ from finetune.cli import (
 from finetune.core import privacy
 from finetune.core.errors import FULL, Exit, Problem, Stopped, UserError, nearest
 from finetune.distributed import launch_environment
+from finetune.recipe import renames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -132,7 +133,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     top, commands = parser()
     words = list(sys.argv[1:] if given is None else given)
     if words and not words[0].startswith("-") and words[0] not in commands:
-        meant = nearest(words[0], commands)
+        meant = renames.COMMANDS.get(words[0]) or nearest(words[0], commands)
         top.error(
             f"no command {words[0]!r}; {f'try {meant}' if meant else 'there are ' + ', '.join(commands)}"
         )
@@ -140,7 +141,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     if extra and not (
         hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
     ):
-        (commands.get(words[0]) or top).error(f"unrecognized arguments: {' '.join(extra)}")
+        renamed = [f"{old} is {new} now" for old, new in renames.OPTIONS.items() if old in extra]
+        what = "; ".join([f"unrecognized arguments: {' '.join(extra)}", *renamed])
+        (commands.get(words[0]) or top).error(what)
     if extra:
         options.overrides += extra
     return options

@@ -248,8 +248,14 @@ def _expected(item: Any) -> str:
     if kind == "literal_error":
         return ", ".join(map(str, _literals(item)))
     if kind == "string_pattern_mismatch":
-        return f"text of the form {item['ctx']['pattern'].strip('^$')}"
+        return _form(item["ctx"]["pattern"])
     return _EXPECTED.get(kind, str(item["msg"]))
+
+
+def _form(pattern: str) -> str:
+    """What a pattern of the schema accepts: `^(mlp|full):[1-9]` is mlp:N or full:N, N from 1."""
+    kinds = re.match(r"\^\(?([\w|]+)\)?:", pattern)
+    return " or ".join(f"{kind}:N" for kind in kinds[1].split("|")) if kinds else pattern.strip("^$")
 
 
 def _literals(item: Any) -> list[str]:

@@ -104,6 +104,8 @@ FILES = {  # today's name of a file in a run folder -> its name in format 1
     "checks.json": "receipts.json",
     "validation.jsonl": "held_out.jsonl",
 }
+COMMANDS = {"tune": "sweep"}
+OPTIONS = {"--ladder": "--optimizations", "--prove-resume": "--verify-resume", "--preflight": "--rehearse"}
 CHECK_FIELDS = {"asked": "expected", "got": "actual", "ok": "passed"}  # of checks.json, format 1 -> today
 
 RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's key here

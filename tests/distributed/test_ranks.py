@@ -366,7 +366,7 @@ def prepares_for_long() -> None:
     """On one of two ranks, of which the first takes longer than all wait for each other."""
     from accelerate import PartialState
 
-    from finetune.training import resume_facts, training_data
+    from finetune.training import load_data, resume_facts, training_data
 
     os.environ[launch_environment.TIMEOUT] = "3"
     recipe: Any = SimpleNamespace(data=SimpleNamespace(streaming=False))
@@ -374,7 +374,7 @@ def prepares_for_long() -> None:
         patch.setattr(resume_facts, "facts", lambda *_: {})
         collectives.start("cpu")
         slow = 6 * PartialState().is_main_process
-        patch.setattr(training_data, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow))
+        patch.setattr(load_data, "prepare_data", lambda _: time.sleep(slow) or ("tokenizer", slow))
         print("prepared:", training_data.prepare_in_turn(recipe, SimpleNamespace())[1])  # pyright: ignore[reportArgumentType]  (a stand-in)
 
 

@@ -1,5 +1,7 @@
 """The loss on a GPU: bf16 against float64, no question to the device in a micro-batch, memory, TRL's run."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
@@ -29,13 +31,23 @@ def inputs_with(share: float):
     return hidden, weight, labels
 
 
+@pytest.fixture
+def sums_in_fp32() -> Iterator[None]:
+    """Without it, cuBLAS adds parts of a long sum in bf16 for some numbers of rows and not for others."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = before
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("softcap", [None, 10.0])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_in_bf16_it_is_no_worse_than_transformers_own(share: float, softcap, compiled, monkeypatch) -> None:
+def test_in_bf16_it_is_no_worse_than_transformers_own(
+    share: float, softcap, compiled, monkeypatch, sums_in_fp32
+) -> None:
     monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", VOCABULARY * 6 * 700)
-    # cuBLAS adds parts of a long sum in bf16 for some numbers of rows and not for others
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
     hidden, weight, labels = inputs_with(share)
 
     def plain(h, w, dtype):

@@ -146,7 +146,7 @@ def chosen(gpus: list[Hardware], rooms: list[float]) -> None:
 @pytest.mark.parametrize(
     ("gpus", "rooms", "said"),
     [
-        ([H100_80, H100_80], [80.0, 0.0], "off 6 of 6"),
+        ([H100_80, H100_80], [80.0, 0.0], "off full"),
         ([H100_80, A100_80], [80.0, 80.0], "off none"),
         ([A100_80, H100_80], [80.0, 80.0], "on none"),
     ],

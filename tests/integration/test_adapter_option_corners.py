@@ -76,7 +76,6 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
         (["adapter.type=pvera", "adapter.sample_at_inference=true"], "draws anew"),
         (["adapter.type=vblora", "adapter.save_only_topk_weights=true"], "less than was trained"),
         (["adapter.type=adamss", "adapter.use_asa=true"], "nothing would move the masks"),
-        (["adapter.type=full", "model.quantization=none"], "keeps fp32 weights"),
         (["adapter.type=qlora", "adapter.modules_to_save=[q_proj]"], "on the nf4 base are codes"),
         (["model.quantization=torchao_int8", "adapter.modules_to_save=[norm, q_proj]"], "base are codes"),
     ],

@@ -285,7 +285,7 @@ def test_two_processes_learn_what_one_does(train, small, two_layers, tmp_path) -
     two_ranks.compare(one, two)
     name = "loss tokens in step 1"  # of both processes: one may have none, where they share a row
     assert receipts(two)[name]["actual"] == receipts(one)[name]["actual"]
-    assert done.stdout.count("receipts") == 1, "only rank 0 speaks"
+    assert done.stdout.count("run checks") == 1, "only rank 0 speaks"
 
 
 def test_adalora_on_a_bf16_base_saves_what_it_trained(train, in_bf16: str) -> None:
