@@ -13,7 +13,7 @@ test-fast: export PYTHONDONTWRITEBYTECODE =
 test-fast: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m 'not soak and not alone' -n 2 --dist worksteal
 
-# What CI runs: all but what takes too long (`make soak`) and what needs a GPU. 16 minutes on two cores
+# What CI runs: all but what takes too long (`make soak`) and what needs a GPU. 12 minutes on two cores
 test: export PYTHONDONTWRITEBYTECODE =# what is compiled once serves the many processes that the tests start
 test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'alone and not soak and not gpu'
