@@ -9,7 +9,13 @@ import re
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import adapter_checks, init_from, initialization, target_modules, trainable_parameters
+from finetune.adapters import (
+    adapter_checks,
+    continue_from,
+    initialization,
+    target_modules,
+    trainable_parameters,
+)
 from finetune.core.errors import Problem, UserError
 from finetune.models import module_names
 from finetune.quantization import qat
@@ -55,15 +61,15 @@ def attach(
         return model
     everything = trainable_parameters.names(model)
     if adapter.source:
-        adapted: Any = init_from.load(model, adapter, added, ledger)
+        adapted: Any = continue_from.load(model, adapter, added, ledger)
     else:
         _check_names(model, adapter)
-        with init_from.refusals("PEFT refuses it"):
+        with continue_from.refusals("PEFT refuses it"):
             config: Any = peft_config(adapter, steps, trainable_parameters.shapes(model))
         _train_rows(model, config, added)
         _keep_to_text(model, config, everything)
         init = adapter.options().get("init_lora_weights")
-        with init_from.refusals("PEFT refuses it"):
+        with continue_from.refusals("PEFT refuses it"):
             adapted = initialization.attach(model, config, init, everything.linear, batches, ledger)
     _settle(adapted, adapter, model)
     fp8_loading.refuse_merges(adapted)

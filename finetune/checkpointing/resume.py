@@ -1,7 +1,6 @@
-"""The contract between a checkpoint and the run that goes on from it: nothing differs without being said.
+"""Find the checkpoint to resume from, and prepare the run folder for a resumed or a new run.
 
-What decides on the numbers of the training must be the same (exit 4, with every difference in one table).
-What does not may change: it is applied and named. Not where a file lies is compared, but its content.
+`resume_contract.py` decides which settings may differ from the checkpoint's.
 """
 
 from __future__ import annotations

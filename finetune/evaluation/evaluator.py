@@ -18,7 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from finetune.core import shipped_files, strict_json
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
-from finetune.evaluation import lm_eval_harness, reopen, results, scoring, tasks, validation_loss
+from finetune.evaluation import lm_eval_harness, reopen, results, scoring, tasks, validation_set
 from finetune.evaluation.results import Measured
 from finetune.hardware import detection
 from finetune.models import generation_config, tokenizer_setup
@@ -70,7 +70,7 @@ def run(
     tokenizer = reopen.tokenizer_of(folder)
     declared = sorted(generation_config.declared_stops(tuned.generation_config))
     stops = {"answers": scoring.stop_ids(tuned, tokenizer), "model": declared}
-    rows, notes = validation_loss.held_out(folder, recipe, tokenizer)
+    rows, notes = validation_set.held_out(folder, recipe, tokenizer)
     notes += [
         *reopen.storage_note(recipe),
         *tokenizer_setup.foreign_template(recipe.model, tokenizer),
@@ -101,7 +101,7 @@ def run(
     apart = others(folder, recipe, result)
     result["settings"]["notes"] += apart
     name = (
-        OTHER if apart or validation_loss.overridden(recipe) else "eval.json"
+        OTHER if apart or validation_set.overridden(recipe) else "eval.json"
     )  # which stays the run's own result
     result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}
     result["verdict"] = results.verdict(result)
@@ -157,7 +157,7 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
         return [f"the base is in {now}; the run's was in {own or 'what it does not say'}"]
     asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     earlier = folder.found("eval.json")
-    if validation_loss.overridden(recipe) or not asked or _same_base(earlier, result) is not False:
+    if validation_set.overridden(recipe) or not asked or _same_base(earlier, result) is not False:
         return []
     losses = [one["base"]["loss"] for one in (result, earlier)]
     return ["this is not the run's base model: its validation loss is {:.4f}, not {:.4f}".format(*losses)]

@@ -21,7 +21,7 @@ from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.memory_estimate import LARGEST_BATCH
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.template_sandbox import render
-from finetune.evaluation import bootstrap, lm_eval_tasks, scoring, tasks
+from finetune.evaluation import lm_eval_tasks, paired_bootstrap, scoring, tasks
 from finetune.hardware import detection
 from finetune.models import model_files
 
@@ -390,8 +390,10 @@ def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> d
     of = PERPLEXITIES.get(metric.partition(",")[0])
     if of:
         weights = before[1]
-        return bootstrap.difference(before[0], after[0], higher_is_better=False, weights=weights, of=of)
-    return bootstrap.difference(before[0], after[0], higher_is_better=higher_is_better)
+        return paired_bootstrap.difference(
+            before[0], after[0], higher_is_better=False, weights=weights, of=of
+        )
+    return paired_bootstrap.difference(before[0], after[0], higher_is_better=higher_is_better)
 
 
 def _stderr(metric: str, rows: Any) -> float | None:
@@ -401,7 +403,7 @@ def _stderr(metric: str, rows: Any) -> float | None:
     if len(values) < 2:
         return None
     return (
-        bootstrap.standard_error(values, weights, of)
+        paired_bootstrap.standard_error(values, weights, of)
         if of
         else statistics.stdev(values) / math.sqrt(len(values))
     )

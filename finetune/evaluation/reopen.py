@@ -9,7 +9,7 @@ from accelerate import PartialState
 from accelerate.utils import disable_fsdp_ram_efficient_loading
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune.adapters import init_from
+from finetune.adapters import continue_from
 from finetune.autoconfig import attention_choice, machine_setup, memory_estimate
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.launch.launcher import Start
@@ -99,7 +99,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
         UserError: what was saved does not open (exit 4).
     """
     says = {"key": "", "where": str(folder.weights), "fix": "a copy of it, or train again"}
-    refused = init_from.refusals("what was saved does not open", Exit.ARTEFACT, **says)
+    refused = continue_from.refusals("what was saved does not open", Exit.ARTEFACT, **says)
     if folder.weights == folder.model:
         with refused:
             return open_base(recipe, str(folder.model))
@@ -109,7 +109,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     with refused:
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
     held = checkpoint_headers.tensors(folder.adapter)
-    init_from.check_whole(tuned, list(held), str(folder.adapter))
+    continue_from.check_whole(tuned, list(held), str(folder.adapter))
     return qat.follow(tuned).eval()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import PartialState
 
 from finetune.core import formatting
-from finetune.evaluation import bootstrap, lm_eval_harness, scoring, tasks
+from finetune.evaluation import lm_eval_harness, paired_bootstrap, scoring, tasks
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -81,11 +81,13 @@ def content(
 def differences(base: Score, tuned: Score) -> dict[str, Any]:
     """tuned - base of loss (nats a token) and of exact match, paired by row."""
     found = {
-        "loss": bootstrap.difference(base.losses, tuned.losses, higher_is_better=False, weights=base.tokens)
+        "loss": paired_bootstrap.difference(
+            base.losses, tuned.losses, higher_is_better=False, weights=base.tokens
+        )
     }
     hits = [[hit for hit in side.hits or () if hit is not None] for side in (base, tuned)]
     if hits[0]:
-        found["exact_match"] = bootstrap.difference(*hits, higher_is_better=True)
+        found["exact_match"] = paired_bootstrap.difference(*hits, higher_is_better=True)
     return found
 
 
@@ -130,7 +132,9 @@ def _sample(rows: list[HeldOut], base: Score, tuned: Score, index: int) -> dict[
 
 
 def _general(base: Score, tuned: Score) -> dict[str, Any]:
-    found = bootstrap.difference(base.losses, tuned.losses, higher_is_better=False, weights=base.tokens)
+    found = paired_bootstrap.difference(
+        base.losses, tuned.losses, higher_is_better=False, weights=base.tokens
+    )
     return {
         "base": {"loss": base.loss},
         "tuned": {"loss": tuned.loss},
@@ -175,16 +179,15 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
         elif task.get("asked", True) and task["main"]:
             asked += [found["verdict"]] if found else []
             said.append(_said(f"{name} {task['main']}", task["main"], task))
-    told = [word for word in (*words, *asked) if word != bootstrap.TOO_FEW]
+    told = [word for word in (*words, *asked) if word != paired_bootstrap.TOO_FEW]
     decided = [word for word in told if word != "same"]
     word = decided[0] if decided else ("same" if told else "unknown")
     if {"better", "worse"} <= {word, *asked}:
         word = "mixed"
     why = ", ".join(said) or "nothing was held out: data.validation or eval.tasks"
-    if word == "unknown" and bootstrap.TOO_FEW in (*words, *asked):
-        why += (
-            f"; no difference over fewer than {bootstrap.FEWEST} rows can be told from chance: hold more out"
-        )
+    if word == "unknown" and paired_bootstrap.TOO_FEW in (*words, *asked):
+        fewest = paired_bootstrap.FEWEST
+        why += f"; no difference over fewer than {fewest} rows can be told from chance: hold more out"
     return {"word": word, "why": why, "forgot": forgot}
 
 

@@ -21,7 +21,7 @@ from finetune.autoconfig import mixed_precision
 from finetune.core import run_checks
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import writing
-from finetune.evaluation import reopen, scoring, validation_loss
+from finetune.evaluation import reopen, scoring, validation_set
 from finetune.export import torchao_quantization, verify_merge
 from finetune.models import fingerprint, generation_config, loading
 from finetune.quantization import qat
@@ -71,7 +71,7 @@ def run(
     check_asked(folder, setup, quantized, recipe.speed.qat)
     target = free_target(folder, quantized, output)
     tokenizer = reopen.tokenizer_of(folder)
-    held_out, _ = validation_loss.held_out(folder, recipe, tokenizer)
+    held_out, _ = validation_set.held_out(folder, recipe, tokenizer)
     rows, origin = verify_merge.probes(recipe, tokenizer, held_out)
     score = partial(scores, tokenizer, held_out if quantized else [], recipe)
     report: dict[str, Any] = {"path": str(target), "dtype": dtype, "quantized": quantized}

@@ -121,7 +121,7 @@ def recomputed(
     if machine.host_gib is not None:
         memory = memory._replace(host=machine.host_gib / processes)
     asked = speed.activation_checkpointing
-    asked = "none" if by.once and asked == "auto" else asked  # as training.stages.make_fast
+    asked = "none" if by.once and asked == "auto" else asked  # as model_setup.make_fast
     again, offload, graphs, memory = cuda_graphs.beside(graphs, speed, asked, memory, machine)
     sharded = by.name if by.weights else ""
     if problem := compilation.against_graphs(speed.compile, again.value, offload.value, sharded):
@@ -177,7 +177,7 @@ def room(
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
     extra = 8 * whole / memory_estimate.GIB if recipe.speed.qat else 0.0
     state = optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed) + 4 * share.half
-    # as stages.work_of: the gradient, DDP's copy of it, what the optimizer and AdaLoRA keep
+    # as model_setup.work_of: the gradient, DDP's copy of it, what the optimizer and AdaLoRA keep
     each = 4 + 4 * share.buckets + state + (memory_estimate.AVERAGES if has.allocates else 0)
     memory = memory_estimate.activations(
         found.config,
@@ -189,7 +189,9 @@ def room(
         each=each,
         extra=extra,
     )
-    if not kept.adapted and share.states == 1 and precision != "no":  # as stages.work_of: autocast's copies
+    if (
+        not kept.adapted and share.states == 1 and precision != "no"
+    ):  # as model_setup.work_of: autocast's copies
         one = memory_estimate.widths(found.config)
         copied = 2 * (whole + one.vocabulary * one.hidden) / memory_estimate.GIB
         memory = memory._replace(room=memory.room - copied)

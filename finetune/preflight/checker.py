@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import init_from, target_modules
+from finetune.adapters import continue_from, target_modules
 from finetune.autoconfig import base_quantization, batch_size, compilation, optimizer_choice
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError, nearest
@@ -171,7 +171,7 @@ def _tracker_installed(name: str) -> bool:
 def _adapter(recipe: Recipe) -> list[str]:
     """Check the adapter section's names against a local model's safetensors headers, and `init_from`."""
     folder, options = Path(recipe.model.name), recipe.adapter.options()
-    notes = init_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
+    notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     names = checkpoint_headers.in_folder(folder) if folder.is_dir() else None
     problems = choice_checks.against_rows(recipe, _config(recipe.model))
     if names and names.modules:

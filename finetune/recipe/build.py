@@ -9,12 +9,9 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field, create_model
 
-from finetune.recipe import adapter_types, upstream_options
+from finetune.recipe import adapter_keys, adapter_types, upstream_options
 from finetune.recipe.renames import owner_of
 from finetune.recipe.schema import (
-    ADALORA_KEYS,
-    LORA_KEYS,
-    PEFT_KEYS,
     Adapter,
     Data,
     Eval,
@@ -110,13 +107,13 @@ def _adapter_section(name: str) -> type[Adapter]:
     kind = adapter_types.find(name)
     found = upstream_options.fields(kind.sources)
     fields = {key: _field(key, found[key]) for key in found if key in kind.keys}
-    return _create(name.capitalize(), __base__=Adapter, type=(Literal[name], ...), **fields, **_ours(kind))
-
-
-def _ours(kind: adapter_types.AdapterType) -> dict[str, Any]:
-    """Keys of ours that a type takes besides PEFT's."""
-    own = {"lora": LORA_KEYS, "adalora": ADALORA_KEYS}.get(kind.peft, {})
-    return {**PEFT_KEYS, **own} if kind.peft else {}
+    return _create(
+        name.capitalize(),
+        __base__=Adapter,
+        type=(Literal[name], ...),
+        **fields,
+        **adapter_keys.own_keys(kind),
+    )
 
 
 def _field(name: str, source: upstream_options.UpstreamField) -> tuple[Any, Any]:
@@ -146,13 +143,8 @@ def known_keys() -> dict[str, frozenset[str]]:
         ours
         | {name: frozenset(section.model_fields) for name, section in nested.items()}
         | inner
-        | {f"adapter.{name}": adapter_keys(name) for name in types}
+        | {f"adapter.{name}": adapter_keys.adapter_keys(name) for name in types}
     )
-
-
-def adapter_keys(name: str) -> frozenset[str]:
-    kind = adapter_types.find(name)
-    return kind.keys | {"type", *_ours(kind)}
 
 
 def of_another_type(key: str) -> bool:

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
-from finetune.recipe import adapter_types, build, command_line_overrides, recipe_errors, renames
+from finetune.recipe import adapter_keys, adapter_types, build, command_line_overrides, recipe_errors, renames
 from finetune.recipe.schema import Origin, Recipe
 
 
@@ -109,7 +109,9 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
             means them, and would be trained without.
     """
     swapped, found = origin.set_by.get("adapter.type") == "override", []
-    for key in [key for key in adapter if key not in build.adapter_keys(kind) and build.of_another_type(key)]:
+    for key in [
+        key for key in adapter if key not in adapter_keys.adapter_keys(kind) and build.of_another_type(key)
+    ]:
         value, name = adapter.pop(key), adapter_types.called(kind, key)
         if name and not swapped:
             where = origin.where.get(("adapter", key), "")

@@ -1,4 +1,4 @@
-"""Rules of `adapter.qat`: which types and packages it needs."""
+"""Rules of `speed.qat`: which types and packages it needs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,6 @@ OWNED_PREFIXES = {
 # A key of format 1 -> its name today: an error in a recipe; old run folders are read by this table
 KEYS = {
     "speed.base": "model.quantization",
-    "speed.storage": "model.storage",
     "speed.recompute": "speed.activation_checkpointing",
     "adapter.from": "adapter.init_from",
     "data.cache": "data.cache_dir",
@@ -96,6 +95,7 @@ KEYS = {
     "eval.answers": "eval.generate",
     "eval.general": "eval.forgetting",
 }
+RECORDED = {"speed.storage": "model.storage"}  # lines of recipe.resolved.yaml that are no keys
 VALUES = {  # today's key -> a value of format 1 -> its name today
     "model.quantization": {"bf16": "none"},
     "speed.activation_checkpointing": {"cheap": "norms", "int8": "mlp_int8", "all": "full"},
@@ -179,7 +179,7 @@ def owner_of(key: str) -> str:
 
 def current(key: str, value: Any) -> tuple[str, Any]:
     """Today's name of a dotted key, and today's name of its value; what was not renamed stays as it is."""
-    key = KEYS.get(key, key)
+    key = KEYS.get(key) or RECORDED.get(key, key)
     return key, current_value(key, value)
 
 

@@ -298,7 +298,7 @@ def settings(resolved: str, format_version: int = FORMAT_VERSION) -> list[Settin
 def _current(line: Setting) -> Setting:
     """A line of format 1 under today's names."""
     old = f"{line.section}.{line.key}"
-    if old not in renames.KEYS:
+    if old not in renames.KEYS and old not in renames.RECORDED:
         return line
     key, value = renames.current(old, yaml.safe_load(line.value))
     section, _, name = key.partition(".")

@@ -48,7 +48,7 @@ def search(
         rows: the training data.
         batch: as it is split so far; only its effective size and share are used.
         compiled: whether our loss is; `None`: it is not ours, and has all logits.
-        beside: bytes of each trained number beside weight and gradient, as `stages.beside` has them.
+        beside: bytes of each trained number beside weight and gradient, as `model_setup.beside` has them.
 
     Raises:
         UserError: not even one row fits (exit 5).

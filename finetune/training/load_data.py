@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.adapters import init_from
+from finetune.adapters import continue_from
 from finetune.data import chat_templates
 from finetune.models import tokenizer_setup
 
@@ -21,7 +21,7 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
 
     template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = tokenizer_setup.load_tokenizer(recipe.model, template)
-    init_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
+    continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
     build = streaming.stream if recipe.data.streaming else preparation.prepare
     rows, ends = (
         tokenizer_setup.vocabulary(recipe.model, tokenizer),

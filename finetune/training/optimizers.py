@@ -1,4 +1,4 @@
-"""LoRA+ (arXiv 2402.12354): B learns faster than A. PEFT makes the optimizer."""
+"""Build the optimizer (LoRA+ too: arXiv 2402.12354), check the schedule, read the state back."""
 
 from __future__ import annotations
 

@@ -1,6 +1,14 @@
-"""A run, top to bottom: data -> model -> adapter -> SFTTrainer -> save -> reopen -> evaluate.
+"""A training run, from the recipe to the evaluated adapter.
 
-run = finetune.train(finetune.load_recipe("recipes/quickstart.yaml"))
+`cli/train.py` loads the recipe, checks it and starts the launcher. `run` then does, in this order:
+
+1. take the lock of the run folder and listen to signals
+2. choose attention, precision and quantization for this machine (`preflight/choice_checks.py`)
+3. prepare the data, one process first (`training_data.py`)
+4. load the base model and attach the adapter (`model_setup.adapted_model`)
+5. apply the speed options and find a batch size (`model_setup.py`)
+6. build the Trainer, write recipe.resolved.yaml, and restore a checkpoint (`trainer.py`, `checkpointing/`)
+7. train, save, reopen the saved weights and evaluate them (`verify_saved.py`)
 """
 
 from __future__ import annotations
@@ -42,11 +50,11 @@ from finetune.training import (
     eval_callback,
     first_step_checks,
     launch_checks,
+    model_setup,
     nan_detection,
     optimizers,
     resolved_recipe,
     resume_facts,
-    stages,
     step_metrics,
     stopping,
     trackers,
@@ -124,16 +132,16 @@ def _run(
     contract = resume_facts.contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
     found = find_checkpoint(recipe.train, resumes, contract, setup)
 
-    adapted = stages.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
+    adapted = model_setup.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
     flops = apply_to_model.flops_per_token(adapted)
-    most, whole = stages.tokens_of(recipe, setup, batch, data_report["train"])
-    work = stages.work_of(adapted, recipe, setup, most, flops * whole * steps)
-    fast = stages.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
+    most, whole = model_setup.tokens_of(recipe, setup, batch, data_report["train"])
+    work = model_setup.work_of(adapted, recipe, setup, most, flops * whole * steps)
+    fast = model_setup.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
-    stages.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
-    contract["base"] = stages.frozen_fingerprint(adapted, found, ledger)
+    model_setup.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
+    contract["base"] = model_setup.frozen_fingerprint(adapted, found, ledger)
     if recipe.train.per_device_train_batch_size == "auto":
-        batch = stages.search_batch(
+        batch = model_setup.search_batch(
             adapted, recipe, setup, batch, found, prepared.train, tokenizer, fast, arguments, ledger
         )
 
@@ -157,7 +165,7 @@ def _run(
         watching += dora_norm.refreshing(adapted, ledger)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        again = stages.micro_batches(recipe, setup, batch, fast, screen, ledger)
+        again = model_setup.micro_batches(recipe, setup, batch, fast, screen, ledger)
         trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
         tracked.follow(trainer)
         if (
@@ -165,7 +173,7 @@ def _run(
             and (compiled or transformer_engine_layers.used())
             and rows is not None
         ):
-            trainer.shape = stages.one_shape(batch, prepared.train, recipe.data.max_length)
+            trainer.shape = model_setup.one_shape(batch, prepared.train, recipe.data.max_length)
         launch_checks.add(trainer, setup.launch, ledger)
         training_data.add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
         with stop.later(), contextlib.closing(writer):

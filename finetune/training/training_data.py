@@ -8,7 +8,7 @@ from finetune.core.console import Console
 from finetune.core.errors import Exit
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives
-from finetune.training import load_data, resume_facts, stages
+from finetune.training import load_data, model_setup, resume_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +40,7 @@ def add_data_receipts(
 ) -> None:
     """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
     data = recipe.data
-    stages.add_template_receipt(recipe.model, tokenizer, screen, ledger)
+    model_setup.add_template_receipt(recipe.model, tokenizer, screen, ledger)
     without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
     how, ok = "rows whose last trained token ends the turn", without <= allowed * report.kept  # as audited
     got = f"{report.kept - without} rows"

@@ -1,4 +1,7 @@
-"""The end of a run whose base no single GPU holds: one process evaluates on all of them, the others wait."""
+"""Check that the saved weights are the trained weights: reopen them from disk and compare.
+
+Where no single GPU holds the base model, one process does this on all GPUs while the others wait.
+"""
 
 from __future__ import annotations
 

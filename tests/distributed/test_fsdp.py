@@ -29,7 +29,7 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Eval, Train
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import apply_to_model
-from finetune.training import stages, stopping
+from finetune.training import model_setup, stopping
 from support import two_ranks
 from support.paths import QUICKSTART
 from support.soak import soak_except
@@ -267,12 +267,12 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     no = loaded.train.model_copy(update={"save_strategy": "no", "save_steps": None})
     where = str(tmp_path / "run")
     for section, own in ((loaded.train, setup), (no, split)):
-        stages.check_space(model, section, loaded.speed, own, where, loaded.eval, tmp_path)
+        model_setup.check_space(model, section, loaded.speed, own, where, loaded.eval, tmp_path)
     if fits:
-        stages.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
+        model_setup.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
         return
     with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
-        stages.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
+        model_setup.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
     assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
 
 
@@ -281,7 +281,7 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
     setup, told = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full"), list[int]()
     monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
     for evaluated in (Eval(), Eval(eval_steps=2), Eval(eval_steps=2, load_best_model_at_end=False)):
-        stages.check_space(model, loaded.train, loaded.speed, setup, str(tmp_path), evaluated)
+        model_setup.check_space(model, loaded.train, loaded.speed, setup, str(tmp_path), evaluated)
     assert told == [1200, 1600, 1200], "weights and moments in fp32"
 
 
@@ -295,14 +295,14 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     whole = sum(p.nbytes for p in base.parameters())
     linear = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
     layers = sum(p.nbytes for layer in base.model.layers[:2] for p in layer.parameters())
-    work = stages.work_of(base, loaded, split, 64, 0.0)
+    work = model_setup.work_of(base, loaded, split, 64, 0.0)
     assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
-    alone = stages.work_of(base, loaded, setup, 64, 0.0)
+    alone = model_setup.work_of(base, loaded, setup, 64, 0.0)
     assert (alone.parts, alone.awaited) == (1, 0)
     assert (work.each, alone.each) == (12, 12), "gradient and AdamW's moments"
     for processes, precision, more in ((1, "bf16", 2 * linear), (4, "no", 0), (4, "bf16", 2 * linear)):
         launch = dataclasses.replace(setup.launch, processes=processes, precision=precision)
-        work = stages.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
+        work = model_setup.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
         assert work.awaited == pytest.approx(more / 2**30), "autocast's copies"
         assert work.each == (16 if processes > 1 else 12), "and the gradients DDP sends"
     how = {"fused": False, "compiled": False}
@@ -312,7 +312,7 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     assert light - rooms[0] == pytest.approx((12 - 6) * whole / 4 / 2**30, rel=1e-3)
     elsewhere = base.to("meta")  # where its head is a copy
     whole = sum(p.nbytes for p in elsewhere.parameters())
-    work = stages.work_of(elsewhere, loaded, split, 64, 0.0)
+    work = model_setup.work_of(elsewhere, loaded, split, 64, 0.0)
     assert work.awaited == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
 
 

@@ -20,7 +20,7 @@ from finetune.cli import main
 from finetune.core.console import Console
 from finetune.core.errors import UserError
 from finetune.experiments.ablation import ab_test, ablation_report, optimizations
-from finetune.experiments.runner import measured_run, variable_keys
+from finetune.experiments.runner import measured_run, varied_keys
 from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config
 from finetune.recipe import loader
@@ -284,7 +284,7 @@ def job_of(climbed: Climbed, asked: ab_test.Asked, side: int, place: Path) -> me
     adapter = loader.load(asked.baseline, asked.overrides).adapter
     fields = [*asked.overrides, *measured_run.length(asked.steps, asked.warm_up, adapter)]
     held = {"train.seed": 42, "data.validation": str(place / "validation.jsonl")}
-    fields += variable_keys.overrides({**held, "data.validation_fraction": None})
+    fields += varied_keys.overrides({**held, "data.validation_fraction": None})
     folder = place / f"{('baseline', 'optimised')[side]}-1"
     job = measured_run.Job((asked.baseline, asked.optimised)[side], fields, folder)
     source = ("baseline/quickstart-baseline-1", "memory/no_recompute_rank16/quickstart-alone-1")[side]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.adapters import attach, init_from
+from finetune.adapters import attach, continue_from
 from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.models import tokenizer_setup
@@ -230,7 +230,7 @@ def test_the_tokens_of_an_adapter_that_is_gone_on_from_are_stated(rows, saved_lo
 
     def checked(*added: str) -> None:
         tokenizer = tokenizer_setup.load_tokenizer(Model(name=str(MODEL), add_tokens=list(added)))
-        init_from.check_tokens(source, added, tokenizer)
+        continue_from.check_tokens(source, added, tokenizer)
 
     checked("<b>", "<a>")
     for added in ((), ("<a>", "<b>"), ("<b>",), ("<b>", "<a>", "<c>")):

@@ -15,7 +15,7 @@ from finetune.data.packing import best_fit
 from finetune.kernels.attention_functions import without_mask
 from finetune.speed.packing_isolation import Leak, leaks, prove_apart
 from finetune.speed.static_shapes import fixed_shape, tokens_of
-from finetune.training.stages import one_shape
+from finetune.training.model_setup import one_shape
 from support.paths import MODEL
 from support.plain_attention import by_document, tiny
 from support.runs import metrics

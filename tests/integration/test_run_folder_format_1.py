@@ -47,9 +47,7 @@ def old_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 def test_stored_runs_have_every_renamed_key() -> None:
     raw = yaml.safe_load((KEPT / "finished" / "recipe.resolved.yaml").read_text())
     held = {f"{section}.{key}" for section, keys in raw.items() for key in keys}
-    assert renames.KEYS.keys() - held == {"speed.storage", "adapter.from"}, (
-        "a comment, and only for some runs"
-    )
+    assert renames.KEYS.keys() - held == {"adapter.from"}, "a key of other runs"
     for name, old in renames.FILES.items():
         assert (KEPT / "finished" / old).exists() and not (KEPT / "finished" / name).exists()
 
@@ -62,6 +60,7 @@ def test_old_recipe_is_read_under_todays_names(old_run) -> None:
     assert recipe.origin.where["speed", "activation_checkpointing"].startswith(str(run.recipe))
     assert recipe.origin.set_by["model.quantization"] == "recipe"
     resolved = comparability.resolved(run)
+    assert resolved["model.storage"][0] == '"bf16"'
     assert resolved["model.quantization"] == ('"none"', "override")
     assert resolved["speed.activation_checkpointing"][0] == '"full"' and "speed.recompute" not in resolved
     (check,) = [row for row in run.read("checks.json") if row["option"] == "speed.recompute"]

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.adapters import init_from
+from finetune.adapters import continue_from
 from finetune.autoconfig import machine_setup
 from finetune.checkpointing import checkpoints
 from finetune.cli import main
@@ -304,7 +304,7 @@ def test_cve_2025_53002_a_value_head_is_not_unpickled(name: str, saved_lora, can
         (saved_lora / "adapter_model.safetensors").unlink()
         refused(saved_lora, capsys, says=("only pickles", name), key="adapter.init_from")
     else:
-        init_from.check_weights(saved_lora, str(saved_lora))
+        continue_from.check_weights(saved_lora, str(saved_lora))
         from peft.utils import load_peft_weights
 
         assert load_peft_weights(str(saved_lora), device="cpu"), "the safetensors are what is read"

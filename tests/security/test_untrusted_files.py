@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from finetune.adapters import init_from
+from finetune.adapters import continue_from
 from finetune.cli import main
 from finetune.core import untrusted_files
 from finetune.core.errors import UserError
@@ -83,12 +83,12 @@ def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(saved_lora) -> No
     config.num_hidden_layers = 1
     made = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(config), str(saved_lora))
     tensors = load_file(saved_lora / "adapter_model.safetensors")
-    init_from.check_whole(made, list(tensors), "here")
+    continue_from.check_whole(made, list(tensors), "here")
     name = sorted(tensors)[0]
     del tensors[name]
     save_file(tensors, saved_lora / "adapter_model.safetensors")
     with pytest.raises(UserError, match="lacks 1 of the adapter's tensors") as raised:
-        init_from.check_whole(made, list(tensors), "here")
+        continue_from.check_whole(made, list(tensors), "here")
     assert raised.value.code == 4 and name in str(raised.value)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.experiments.runner import measured_run, variable_keys
+from finetune.experiments.runner import measured_run, varied_keys
 from finetune.hardware import detection
 from finetune.launch import launcher
 from finetune.preflight import checker, choice_checks
@@ -153,7 +153,7 @@ def measure(asked: Asked, base: Recipe, place: Path, screen: Console) -> list[li
             config = asked.accelerate[side]
             job = measured_run.Job(
                 path,
-                [*values, *variable_keys.overrides(alike)],
+                [*values, *varied_keys.overrides(alike)],
                 folder,
                 accelerate=str(launcher.find(config)) if config else None,
             )

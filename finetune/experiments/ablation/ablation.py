@@ -26,8 +26,8 @@ from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.ablation import ablation_report, optimizations, verdict
 from finetune.experiments.ablation.optimizations import Variant
-from finetune.experiments.runner import measured_run, variable_keys
-from finetune.experiments.runner.variable_keys import values_of
+from finetune.experiments.runner import measured_run, varied_keys
+from finetune.experiments.runner.varied_keys import values_of
 from finetune.hardware import detection
 from finetune.launch import launcher
 from finetune.preflight import checker, choice_checks
@@ -140,7 +140,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
     best = load_recipe(
         asked.path,
-        [*asked.overrides, *variable_keys.overrides(best_values(bench, rows, variant))],
+        [*asked.overrides, *varied_keys.overrides(best_values(bench, rows, variant))],
     )
     (place / "best.yaml").write_text(ablation_report.best(best, found), encoding="utf-8")
     ablation_report.write(place, found, bench.machine)
@@ -150,7 +150,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
 
 def check_baseline(asked: Asked, steps: Ladder) -> None:
     """Check the baseline as `finetune check` does; an error names the place in the ablation file."""
-    overrides = variable_keys.overrides(steps.baseline.set)
+    overrides = varied_keys.overrides(steps.baseline.set)
     try:
         for look in (checker.run, choice_checks.setup_of):
             look(load_recipe(asked.path, [*asked.overrides, *overrides]))
@@ -221,7 +221,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
     held_out = bench.held_out if number == 1 else None
     values = [*bench.asked.overrides, *bench.short, *variant.overrides]
-    values += variable_keys.overrides({"data.validation": held_out})
+    values += varied_keys.overrides({"data.validation": held_out})
     folder = place / f"{stem(bench.asked)}-{stage}-{number}"
     job = measured_run.Job(bench.asked.path, values, folder, variant.mixed_precision)
     fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")

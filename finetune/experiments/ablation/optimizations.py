@@ -14,7 +14,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 from finetune.core import paths, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.packages import installed
-from finetune.experiments.runner import variable_keys
+from finetune.experiments.runner import varied_keys
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.schema import Section
 
@@ -156,7 +156,7 @@ class Variant(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        return variable_keys.overrides(self.values)
+        return varied_keys.overrides(self.values)
 
 
 def read(path: Path) -> Ladder:
@@ -218,10 +218,10 @@ def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
 
 def _set_problems(ladder: Ladder) -> list[Problem]:
     """Keys under `set` that no recipe has, or that all runs have in common."""
-    problems = list(filter(None, (variable_keys.key_problem(*each) for each in _sets(ladder))))
+    problems = list(filter(None, (varied_keys.key_problem(*each) for each in _sets(ladder))))
     for key, _, at in _sets(ladder):
-        if why := variable_keys.FIXED.get(key.partition(".")[0]) or {
-            **variable_keys.FIXED,
+        if why := varied_keys.FIXED.get(key.partition(".")[0]) or {
+            **varied_keys.FIXED,
             **MEASURED,
         }.get(key):
             problems.append(Problem(f"is no optimization: {why}", key, at))
@@ -241,7 +241,7 @@ def check_values(ladder: Ladder, kind: str) -> None:
         of_another = section == "adapter" and names[0] not in models["adapter"].model_fields
         if value == OURS or of_another or key == "adapter.type":
             continue
-        raw = variable_keys.under(path, value)
+        raw = varied_keys.under(path, value)
         try:
             models["recipe"].model_validate(raw)
         except ValidationError as error:

@@ -27,7 +27,7 @@ from finetune.core import signals
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.core.paths import writing
 from finetune.data import source_loading
-from finetune.experiments.runner import variable_keys, worker_process
+from finetune.experiments.runner import varied_keys, worker_process
 from finetune.hub import client
 from finetune.recipe.adapter_types import in_few_steps
 from finetune.recipe.loader import load as load_recipe
@@ -103,7 +103,7 @@ def stoppable() -> Iterator[None]:
 def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
     """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
     few = {"train.max_steps": steps, "train.warmup_steps": warm_up, **in_few_steps(adapter, steps)}
-    return variable_keys.overrides({**ALIKE, **few})
+    return varied_keys.overrides({**ALIKE, **few})
 
 
 def identity(job: Job) -> str:

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.core import paths, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
-from finetune.experiments.runner import variable_keys
+from finetune.experiments.runner import varied_keys
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.schema import Section
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 TYPE = "adapter.type"
 ROWS = "rows of the data"  # in a study's identity
 REFUSED = {  # keys, or sections, that a search can't change
-    **variable_keys.FIXED,
+    **varied_keys.FIXED,
     "speed.compile": "off in trials, and as the recipe has it in the final run",
 }
 # What a trial is not made for, whatever the recipe says: after what the user gave, in a sweep too
@@ -177,7 +177,7 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
         problem("does not suit the values", "step", found=str(one.step))
     elif fix := _unreached(one):
         problem("the steps do not reach high", "step", found=f"{one.low}, {one.high}, {one.step}", fix=fix)
-    labels = [variable_keys.text_of(value) for value in one.choices or ()]
+    labels = [varied_keys.text_of(value) for value in one.choices or ()]
     for index, label in enumerate(labels):
         if label in labels[:index]:
             problem("the same choice twice", f"choices.{index}", found=label)
@@ -261,7 +261,7 @@ def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()
         if key in without or not has_key(values.get(TYPE, recipe.adapter.type), key):
             continue
         if one.choices is not None:
-            by_label = {variable_keys.text_of(value): value for value in one.choices}
+            by_label = {varied_keys.text_of(value): value for value in one.choices}
             drawn = by_label[trial.suggest_categorical(key, list(by_label))]
         elif one.whole:
             drawn = trial.suggest_int(key, one.low, one.high, log=one.log, step=one.step or 1)
@@ -285,7 +285,7 @@ def own_draw(space: Space, recipe: Recipe, unsaid: dict[str, Any]) -> dict[str, 
             base = value if one.times == key else own_value(recipe, one.times)
             value = value / base if base else None
         if one.choices is not None:
-            labels = [variable_keys.text_of(choice) for choice in one.choices if choice == value]
+            labels = [varied_keys.text_of(choice) for choice in one.choices if choice == value]
             found |= {key: labels[0]} if labels else {}
         elif isinstance(value, int | float) and _within(one, value):
             found[key] = value
@@ -301,14 +301,14 @@ def _within(one: Parameter, value: float) -> bool:
 
 
 def overrides(values: dict[str, Any]) -> list[str]:
-    return [f"{key}={variable_keys.text_of(value)}" for key, value in values.items()]
+    return [f"{key}={varied_keys.text_of(value)}" for key, value in values.items()]
 
 
 def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
     """What all workers of a study must have in common; `content`: a digest of the rows."""
-    found = variable_keys.values_of(recipe) | ({ROWS: content} if content else {})
+    found = varied_keys.values_of(recipe) | ({ROWS: content} if content else {})
     for key, one in space.parameters.items():
-        found[f"space.{key}"] = variable_keys.text_of(one.model_dump(exclude_defaults=True))
+        found[f"space.{key}"] = varied_keys.text_of(one.model_dump(exclude_defaults=True))
     return found | {f"search.{key}": str(value) for key, value in space.search.model_dump().items()}
 
 

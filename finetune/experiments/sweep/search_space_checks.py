@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Exit, Problem, UserError, nearest
-from finetune.experiments.runner.variable_keys import text_of
+from finetune.experiments.runner.varied_keys import text_of
 from finetune.experiments.sweep.search_space import TYPE, has_key, multiplied, overrides, own_value
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import build, loader

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import TrialState
 
-from finetune.experiments.runner import variable_keys
+from finetune.experiments.runner import varied_keys
 from finetune.experiments.sweep import search_space, study_storage
 from finetune.recipe.loader import load as load_recipe
 from finetune.reporting import html_report, plots
@@ -47,7 +47,7 @@ STATES = {
 def described(one: Parameter) -> str:
     """A range or choices in a few words."""
     if one.choices is not None:
-        said = ", ".join(map(variable_keys.text_of, one.choices))
+        said = ", ".join(map(varied_keys.text_of, one.choices))
     else:
         said = f"{one.low:g} to {one.high:g}" + (", log" if one.log else "")
         said += f", in steps of {one.step:g}" if one.step else ""
@@ -128,7 +128,7 @@ def write_trials(folder: Path, study: Study) -> None:
     table = csv.writer(file, lineterminator="\n")
     table.writerow(["trial", "state", "value", "seconds", *keys, "reason"])
     for row in rows:
-        values = [variable_keys.text_of(row["values"][key]) if key in row["values"] else "" for key in keys]
+        values = [varied_keys.text_of(row["values"][key]) if key in row["values"] else "" for key in keys]
         table.writerow([row["number"], row["state"], row["value"], row["seconds"], *values, row["reason"]])
     RunFolder(folder).write_text("trials.csv", file.getvalue())
 
@@ -177,8 +177,8 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
 
 def _place(one: Parameter, value: Any) -> Any:
     """Where a choice stands among the others; a multiple by its size."""
-    labels = list(map(variable_keys.text_of, one.choices or ()))
-    return value if one.times else labels.index(variable_keys.text_of(value))
+    labels = list(map(varied_keys.text_of, one.choices or ()))
+    return value if one.times else labels.index(varied_keys.text_of(value))
 
 
 def label(recipe: Recipe) -> str:
@@ -249,7 +249,7 @@ def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 def short(value: Any) -> str:
     """A value in a table's cell."""
-    return number(value) if isinstance(value, float) else variable_keys.text_of(value)
+    return number(value) if isinstance(value, float) else varied_keys.text_of(value)
 
 
 def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:

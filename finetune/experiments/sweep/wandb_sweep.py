@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.experiments.runner.variable_keys import text_of
+from finetune.experiments.runner.varied_keys import text_of
 from finetune.experiments.sweep.search_space import IN_TRIALS, TYPE, every, grid, multiplied
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import apply_to_model
-from finetune.training import load_data, resume_facts, stages, training_arguments
+from finetune.training import load_data, model_setup, resume_facts, training_arguments
 from support.paths import DATA, QUICKSTART
 
 
@@ -121,13 +121,13 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
 
     def resumed(name: str) -> tuple[int, run_checks.Choice]:
         found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
-        model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
-        work = stages.work_of(model, one, setup, 64, 1.0)
-        fast = stages.make_fast(model, one, setup, arguments, work, found, ledger)
+        model = model_setup.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+        work = model_setup.work_of(model, one, setup, 64, 1.0)
+        fast = model_setup.make_fast(model, one, setup, arguments, work, found, ledger)
         count = sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model))
         return count, fast["speed.activation_checkpointing"]
 
-    assert resumed(setup.hardware.name) == (3, run_checks.Choice("full:3", stages.AS_BEFORE))
+    assert resumed(setup.hardware.name) == (3, run_checks.Choice("full:3", model_setup.AS_BEFORE))
     assert resumed("another GPU")[0] == 0, "its memory is another"
     for then, now, kept in (
         (("auto", "auto"), ("auto", "auto"), {"activation_checkpointing", "offload"}),

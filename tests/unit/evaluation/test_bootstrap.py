@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from finetune.evaluation.bootstrap import difference, standard_error
+from finetune.evaluation.paired_bootstrap import difference, standard_error
 
 
 def test_the_interval_is_scipys() -> None:

@@ -16,13 +16,13 @@ from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.experiments.ablation import ablation_report, optimizations
-from finetune.experiments.runner import measured_run, variable_keys
+from finetune.experiments.runner import measured_run, varied_keys
 from finetune.experiments.sweep import search_space
 from finetune.hardware import detection
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import apply_to_model
-from finetune.training import load_data, stages, training_arguments
+from finetune.training import load_data, model_setup, training_arguments
 from support.paths import QUICKSTART, ROOT
 from support.scripts import module_of
 
@@ -105,9 +105,9 @@ def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
 
 def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
     for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
-        assert variable_keys.key_problem(key, 1, "") is None
+        assert varied_keys.key_problem(key, 1, "") is None
     for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
-        assert variable_keys.key_problem(key, 1, "") is not None
+        assert varied_keys.key_problem(key, 1, "") is not None
 
 
 def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
@@ -177,9 +177,9 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     setup, ledger = choice_checks.setup_of(one), RunChecks()
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = load_data.prepare_data(one)
-    model = stages.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
-    work = stages.work_of(model, one, setup, 64, 1.0)
-    fast = stages.make_fast(model, one, setup, arguments, work, None, ledger)
+    model = model_setup.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+    work = model_setup.work_of(model, one, setup, 64, 1.0)
+    fast = model_setup.make_fast(model, one, setup, arguments, work, None, ledger)
     return {
         "attention": model.config._attn_implementation,
         "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),

@@ -12,7 +12,7 @@ import yaml
 from finetune.cli import main
 from finetune.core import strict_yaml
 from finetune.core.errors import Exit, UserError
-from finetune.experiments.runner import variable_keys
+from finetune.experiments.runner import varied_keys
 from finetune.experiments.sweep import search_space, search_space_checks, wandb_sweep
 from finetune.recipe import loader
 from support.paths import QUICKSTART, ROOT
@@ -252,7 +252,7 @@ def test_a_value_between_two_of_a_range_stays_the_recipe_s(given: str, kept: lis
     ["lora", "no-such", "1e-4", "null", "", "a b", 1, 0.1, None, True, ["q_proj", 1.5], {"a": [1, "x"]}],
 )
 def test_a_value_is_read_back_as_it_was(value: object) -> None:
-    text = variable_keys.text_of(value)
+    text = varied_keys.text_of(value)
     assert strict_yaml.parse(text, "-").value == value
 
 

@@ -29,7 +29,7 @@ from finetune.planning import (
 )
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
-from finetune.training import batch_search, stages
+from finetune.training import batch_search, model_setup
 from support.paths import QUICKSTART, ROOT
 from support.plans import LLAMA_8B, planned
 
@@ -169,7 +169,7 @@ def test_what_breaks_the_graph_is_not_compiled_by_auto(large, kind: str, why: st
 
 
 def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
-    """As stages.work_of: autocast's of the linear layers, and DDP's of all gradients."""
+    """As model_setup.work_of: autocast's of the linear layers, and DDP's of all gradients."""
     given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
     loaded = loader.load(large, given)
     found = architecture.read(loaded.model)
@@ -218,13 +218,15 @@ def test_bytes_of_what_trains_are_those_of_the_run() -> None:
         setup = choice_checks.setup_of(loaded)
         launch = replace(setup.launch, processes=gpus)
         real = attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 100, RunChecks())
-        assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+        assert model_setup.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
     for precision, each in (("bf16", 28), ("no", 24)):  # and DeepSpeed's own in fp32
         launch = replace(setup.launch, processes=2, splitter="DeepSpeed", precision=precision)
-        assert stages.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
-        assert stages.beside(loaded, replace(setup, launch=launch)) == (each - 4) / 2, "each has its part"
+        assert model_setup.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+        assert model_setup.beside(loaded, replace(setup, launch=launch)) == (each - 4) / 2, (
+            "each has its part"
+        )
     light = loader.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
-    assert stages.work_of(real, light, setup, 64, 0.0).each == 4 + 12
+    assert model_setup.work_of(real, light, setup, 64, 0.0).each == 4 + 12
 
 
 def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
@@ -239,8 +241,8 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[-2]) or split)
     tokenizer, arguments = SimpleNamespace(pad_token_id=0), SimpleNamespace()
-    stages.search_batch(None, loaded, setup, split, None, None, tokenizer, fast, arguments, RunChecks())
-    made = stages.micro_batches(loaded, setup, split, fast, Console(), RunChecks())
+    model_setup.search_batch(None, loaded, setup, split, None, None, tokenizer, fast, arguments, RunChecks())
+    made = model_setup.micro_batches(loaded, setup, split, fast, Console(), RunChecks())
     assert [*seen, made.needs.args[-1]] == [8 + 4 + 12] * 2
 
 

@@ -9,15 +9,13 @@ from finetune.recipe import loader, renames
 from finetune.recipe.build import known_keys
 from support.paths import QUICKSTART
 
-IN_RECIPES = {key: new for key, new in renames.KEYS.items() if key != "speed.storage"}  # a comment in a run
 
-
-@pytest.mark.parametrize("key", IN_RECIPES)
+@pytest.mark.parametrize("key", renames.KEYS)
 def test_old_key_is_an_error_that_names_the_new_one(key: str, recipe_file) -> None:
     with pytest.raises(UserError) as raised:
         loader.load(QUICKSTART, [f"{key}=1"])
     (problem,) = raised.value.problems
-    assert problem.key == key and problem.fix.startswith(f"{IN_RECIPES[key]}: ")
+    assert problem.key == key and problem.fix.startswith(f"{renames.KEYS[key]}: ")
     section, _, name = key.partition(".")
     text = {"model": "name: '{model}'", "data": "name: '{data}'", "adapter": "type: lora"}
     text[section] = f"{text[section]}, {name}: 1" if section in text else f"{name}: 1"
@@ -28,7 +26,7 @@ def test_old_key_is_an_error_that_names_the_new_one(key: str, recipe_file) -> No
 
 
 def test_new_keys_are_keys_and_old_ones_are_not() -> None:
-    for old, new in IN_RECIPES.items():
+    for old, new in renames.KEYS.items():
         section, _, name = new.partition(".")
         own = known_keys()["adapter.lora" if section == "adapter" else section]
         assert name in own and old.partition(".")[2] not in known_keys().get(old.partition(".")[0], ())

@@ -1,4 +1,7 @@
-"""What a run makes of its recipe before its first step: the adapted model, made fast, a batch that fits."""
+"""Set up the model of a run: base model, adapter, speed options, and a batch size that fits.
+
+`pipeline.py` calls these functions in order.
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,20 @@
+"""Which keys an adapter type may have in a recipe: PEFT's fields for the type, and finetune's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.recipe import adapter_types
+from finetune.recipe.schema import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS
+
+
+def own_keys(kind: adapter_types.AdapterType) -> dict[str, Any]:
+    """The keys that finetune adds to PEFT's for this type: name -> (annotation, pydantic field)."""
+    own = {"lora": LORA_KEYS, "adalora": ADALORA_KEYS}.get(kind.peft, {})
+    return {**PEFT_KEYS, **own} if kind.peft else {}
+
+
+def adapter_keys(name: str) -> frozenset[str]:
+    """Every key that `adapter:` may have under `type: name`."""
+    kind = adapter_types.find(name)
+    return kind.keys | {"type", *own_keys(kind)}
