@@ -121,7 +121,7 @@ def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
         took = time.time() - (run / "metrics.jsonl").stat().st_mtime  # since step 2
     assert (process.returncode, took < seconds) == (code, True), (took, stderr)
     assert last in stderr[-700:] and [line["step"] for line in metrics(RunFolder(run))] == [1, 2]
-    stack = r"Timeout \(0:00:13.*\n(.*\n)*?.*faults.py\", line \d+ in before_step"
+    stack = r"Timeout \(0:00:13.*\n(.*\n)*?.*fault_injection.py\", line \d+ in before_step"
     assert bool(re.search(stack, stderr)) == (fault == "hang")
 
 
