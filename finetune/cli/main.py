@@ -141,7 +141,8 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     if extra and not (
         hasattr(options, "overrides") and all("=" in e and not e.startswith("-") for e in extra)
     ):
-        renamed = [f"{old} is {new} now" for old, new in renames.OPTIONS.items() if old in extra]
+        given = [word.partition("=")[0] for word in extra]
+        renamed = [f"{old} is {new} now" for old, new in renames.OPTIONS.items() if old in given]
         what = "; ".join([f"unrecognized arguments: {' '.join(extra)}", *renamed])
         (commands.get(words[0]) or top).error(what)
     if extra:

@@ -153,7 +153,9 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
     or, by the validation loss, another one was named."""
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
     own = comparability.resolved(folder).get("model.storage", ("", ""))[0].strip('"')
-    if origin.get("model.quantization") == "override" and now != own:
+    # format 1 could ask for bf16 under any precision; `none`, as it is read today, is the launch's precision
+    in_bf16 = folder.format_version == 1 and own == "bf16" and recipe.model.quantization == "none"
+    if (in_bf16 or origin.get("model.quantization") == "override") and now != own:
         return [f"the base is in {now}; the run's was in {own or 'what it does not say'}"]
     asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     earlier = folder.found("eval.json")

@@ -117,7 +117,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
             "eval.eval_steps", "needs a validation set", fix="data.validation or data.validation_fraction"
         )
     for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
-        if every is None and get(key) not in (None, "loss"):
+        if every is None and get(key) not in (None, "loss", "eval_loss"):
             problem(
                 key, "needs eval.eval_steps: it is about evaluations in training", fix="eval.eval_steps: 50"
             )

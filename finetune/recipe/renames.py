@@ -188,9 +188,9 @@ def current_value(key: str, value: Any) -> Any:
     if key not in VALUES or isinstance(value, bool):
         return value
     if key == "speed.activation_checkpointing":
-        if re.fullmatch(r"\d+", str(value)):
+        if re.fullmatch(r"[1-9]\d*", str(value)):
             return f"full:{value}"
-        if match := re.fullmatch(r"int8:(\d+)", str(value)):
+        if match := re.fullmatch(r"int8:([1-9]\d*)", str(value)):
             return f"mlp_int8:{match[1]}"
     return VALUES[key].get(value, value) if isinstance(value, str) else value
 

@@ -78,8 +78,8 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     beside = ("batch_size", "seconds", "notes", "storage")
     settings = {k: v for k, v in result.get("settings", {}).items() if k not in beside}
     settings["data"] = sorted(settings.get("data", {}).values())
-    if isinstance(settings.get("forgetting"), str):  # a file, whose content is in `data`
-        settings["forgetting"] = Path(settings["forgetting"]).name
+    if isinstance(settings.get("general"), str):  # a file, whose content is in `data`
+        settings["general"] = Path(settings["general"]).name
     settings["max_new_tokens"] = recipe.eval.max_new_tokens
     data = recipe.data.model_dump(exclude={"name", "validation", "cache_dir", "expect", "chat_template"})
     template = Path(recipe.data.chat_template).name if recipe.data.chat_template else None

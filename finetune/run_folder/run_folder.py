@@ -106,12 +106,12 @@ class RunFolder:
         except (OSError, ValueError, AttributeError):  # not there, or damaged: by the names that are
             old = any((self.path / name).exists() for name in renames.FILES.values())
             return 1 if old else FORMAT_VERSION
-        if not isinstance(stated, int) or stated > FORMAT_VERSION:
-            what = (
-                f"this run folder has format {stated}, and this program knows formats up to {FORMAT_VERSION}"
-            )
-            raise UserError(Problem(what, where=str(path), fix="a newer release of finetune"))
-        return stated
+        if type(stated) is int and 1 <= stated <= FORMAT_VERSION:
+            return stated
+        newer = type(stated) is int and stated > FORMAT_VERSION
+        what = f"format_version is not one that this release reads (1 to {FORMAT_VERSION})"
+        fix = "a newer release of finetune" if newer else "restore environment.json from a backup"
+        raise UserError(Problem(what, where=str(path), found=json.dumps(stated), fix=fix))
 
     def file(self, name: str) -> Path:
         """A file of this run by today's name; in a folder of format 1 it may have an older one."""

@@ -16,6 +16,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.core.errors import UserError
+from finetune.evaluation import evaluator
 from finetune.recipe import loader, renames
 from finetune.run_folder import comparability, run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -120,8 +121,35 @@ def test_old_stopped_run_resumes(old_run, tmp_path, capsys) -> None:
     assert not any((run.path / old).exists() for old in renames.FILES.values())
 
 
-def test_newer_run_folder_is_refused(old_run) -> None:
+def test_old_bf16_base_under_another_precision_is_said(old_run, monkeypatch) -> None:
+    """`speed.base: bf16` held under any precision; `none` is the launch's, here fp32."""
     run = old_run("finished")
-    run.write("environment.json", {**run.read("environment.json"), "format_version": 99})
-    with pytest.raises(UserError, match="newer release"):
+    before = run.read("eval.json")
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    found = evaluator.run(run.path)
+    assert "the base is in fp32; the run's was in bf16" in found["settings"]["notes"]
+    assert run.read("eval.json") == before, "the run's own figures stay"
+
+
+def test_old_runs_with_their_general_text_elsewhere_are_comparable(old_run, tmp_path) -> None:
+    texts = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        text = tmp_path / name / "general.jsonl"
+        text.write_text('{"text": "A river runs to the sea."}\n')
+        run = RunFolder(Path(shutil.copytree(old_run("finished").path, tmp_path / f"{name}-run")))
+        shutil.rmtree(tmp_path / "finished")
+        evaluator.run(run.path, [f"eval.forgetting={text}", "eval.generate=false"])
+        texts.append(comparability.facts(run))
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("stated", "fix"),
+    [(99, "newer release"), ("2", "restore"), (None, "restore"), (0, "restore"), (True, "restore")],
+)
+def test_format_version_that_is_not_known_is_refused(stated: object, fix: str, old_run) -> None:
+    run = old_run("finished")
+    run.write("environment.json", {**run.read("environment.json"), "format_version": stated})
+    with pytest.raises(UserError, match=fix):
         run_folder.recipe_of(run)

@@ -270,6 +270,7 @@ def test_a_full_disk_is_one_message(capsys) -> None:
         (["tune", "x.yaml"], "no command 'tune'; try sweep"),
         (["check", "x.yaml", "--preflight"], "--preflight is --rehearse now"),
         (["ablate", "x.yaml", "--ladder", "a"], "--ladder is --optimizations now"),
+        (["ablate", "x.yaml", "--ladder=a"], "--ladder is --optimizations now"),
         (["zzz"], "no command 'zzz'; there are train, check,"),
         (["train"], "the following arguments are required: RECIPE\n"),
         (["train", str(QUICKSTART), "--quite"], "finetune train: error: unrecognized arguments: --quite"),

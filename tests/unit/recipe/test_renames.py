@@ -45,6 +45,7 @@ def test_new_keys_are_keys_and_old_ones_are_not() -> None:
         ("speed.recompute", 12, ("speed.activation_checkpointing", "full:12")),
         ("eval.keep_best", False, ("eval.load_best_model_at_end", False)),
         ("train.max_steps", 12, ("train.max_steps", 12)),
+        ("speed.recompute", 0, ("speed.activation_checkpointing", 0)),
     ],
 )
 def test_old_value_has_its_new_name(old: str, value: object, new: tuple[str, object]) -> None:
@@ -68,5 +69,6 @@ def test_true_and_false_are_full_and_none() -> None:
 
 
 def test_transformers_prefix_of_metrics_is_known() -> None:
-    given = ["eval.eval_steps=5", "eval.metric_for_best_model=eval_loss"]
-    assert loader.load(QUICKSTART, given).eval.metric_for_best_model == "loss"
+    for given in (["eval.eval_steps=5"], []):
+        loaded = loader.load(QUICKSTART, [*given, "eval.metric_for_best_model=eval_loss"])
+        assert loaded.eval.metric_for_best_model == "loss"
