@@ -1,4 +1,4 @@
-"""Fine-tune LLaMA-style models from one recipe file, with checks of what ran.
+"""Fine-tune LLaMA-style models from one recipe file, and check that its settings ran.
 
 import finetune
 run = finetune.train(finetune.load_recipe("recipes/quickstart.yaml", ["adapter.type=ia3"]))
@@ -25,7 +25,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import on first use: `import finetune` stays light."""
+    """Import a public name on first use, so that `import finetune` stays fast."""
     if name in __all__:
         from finetune import api
 

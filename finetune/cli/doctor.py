@@ -1,4 +1,4 @@
-"""`finetune doctor`: what is installed and which optimizations are active."""
+"""`finetune doctor`: list installed packages and active optimizations."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from finetune.cli.inputs import load, located
 
 MEASURE: tuple[str, dict[str, Any]] = (
     "--measure",
-    {"action": "store_true", "help": "time products, attention and copies here, for `finetune plan`"},
+    {
+        "action": "store_true",
+        "help": "time matrix multiplications, attention and copies on this machine for `finetune plan`",
+    },
 )
 
 
 def doctor(options: argparse.Namespace) -> None:
-    """Say what is installed, what this machine can do and which optimization is active, and why."""
+    """List installed packages, hardware features, and each optimization with its state and reason."""
     from finetune.cli import doctor_report
 
     recipe = load(options) if options.recipe else None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The tokenizer, and the rows as it encodes them."""
+    """Load the tokenizer and encode the training and validation examples."""
     from finetune.data import preparation, streaming
 
     template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None

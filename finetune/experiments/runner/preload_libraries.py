@@ -10,9 +10,9 @@ import matplotlib.backends.backend_svg  # noqa: E402 (for the forked processes)
 import matplotlib.figure  # noqa: E402, F401 (once, before any fork)
 
 from finetune.export import model_card, publishing  # noqa: E402, F401 (once, before any fork)
-from finetune.planning import planner  # noqa: E402, F401
-from finetune.preflight import checker  # noqa: E402, F401
-from finetune.training import pipeline  # noqa: E402, F401
+from finetune.planning import planner  # noqa: E402, F401 (once, before any fork)
+from finetune.preflight import checker  # noqa: E402, F401 (once, before any fork)
+from finetune.training import pipeline  # noqa: E402, F401 (once, before any fork)
 
 gc.collect()
 gc.freeze()  # a forked run would scan these objects again: two of the five CPU seconds of a short run
