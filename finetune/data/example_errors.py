@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from finetune.data.messages import ROLES
 from finetune.data.source_loading import MAX_SHOWN
 
 if TYPE_CHECKING:
-    from finetune.recipe.schema import Data
+    from finetune.recipe.schema import Data, Expect
 
 FIRST = 200  # rows of each source, that can be read in a moment
 MAX_NAMED = 12  # roles, the most frequent ones
@@ -52,10 +52,14 @@ class BadRows:
         count, first = formats.get(format, (0, ""))
         formats[format] = count + 1, first or row_of(where)
 
+    def count(self, kind: str) -> int:
+        """How many rows have a fault of this kind."""
+        return sum(rows for (of, _), rows in self.rows.items() if of == kind)
+
     def problems(self, kind: str) -> list[Problem]:
         """Few rows of a kind one by one; of more, each thing that is wrong with the first row it is in."""
         keys = [key for key in self.first if key[0] == kind]
-        few = sum(self.rows[key] for key in keys) <= MAX_SHOWN
+        few = self.count(kind) <= MAX_SHOWN
         found: list[Problem] = []
         for key in keys:
             first, count = self.first[key], self.rows[key]
@@ -102,6 +106,34 @@ class BadRows:
         return found
 
 
+@dataclass
+class FirstExamples:
+    """The first examples of all sources that one key of the recipe names."""
+
+    key: str
+    count: int = 0
+    bad: BadRows = field(default_factory=BadRows)
+    are_all: bool = True
+    """Whether the sources hold no more examples than were read."""
+
+    def problems(self, expect: Expect) -> list[Problem]:
+        """Bad examples that `expect` does not allow; a share counts only where all examples were read."""
+        return [
+            problem
+            for kind in dict.fromkeys(kind for kind, _ in self.bad.first)
+            if self._exceeds(kind, expect)
+            for problem in self.bad.problems(kind)
+        ]
+
+    def _exceeds(self, kind: str, expect: Expect) -> bool:
+        count, is_dropped = self.bad.count(kind), kind == "unanswered"
+        limit = expect.dropped if is_dropped else getattr(expect, kind)
+        if not limit and not is_dropped:
+            return True
+        share = limit if self.key == "data.name" else 1.0
+        return self.are_all and (count > share * self.count or count == self.count)
+
+
 def first_rows(data: Data) -> list[str]:
     """Read the first rows of each source that lies in files, as far as can be without a tokenizer.
 
@@ -109,27 +141,31 @@ def first_rows(data: Data) -> list[str]:
         A note of how many were read, if any is on this machine.
 
     Raises:
-        UserError: rows of a kind of which `data.expect` allows none (exit 2).
+        UserError: examples that `finetune data` would refuse (exit 2).
     """
-    found, formats, problems, count = BadRows(), dict[str, str](), list[Problem](), 0
+    formats, problems = dict[str, str](), list[Problem]()
+    splits: dict[str, FirstExamples] = {}
     for source, key in source_loading.named(data):
+        first = splits.setdefault(key, FirstExamples(key))
         if source_loading.files(source.name, key) is None:
+            first.are_all = False
             continue
         try:
             rows = source_loading.examples(source_loading.read(source, key), data, source.name, formats, {})
             for row in islice(rows, FIRST):
-                count += 1
+                first.count += 1
                 wanted = formats.get(source.name, "")
                 if isinstance(row, BadRow):
-                    found.add(row, source.name, wanted)
+                    first.bad.add(row, source.name, wanted)
                 else:
-                    found.of_format(source.name, wanted, wanted, row.where)
+                    first.bad.of_format(source.name, wanted, wanted, row.where)
+            first.are_all &= next(rows, None) is None
         except UserError as error:
             problems += error.problems
-    kinds = dict.fromkeys(kind for kind, _ in found.first)
-    problems += [one for kind in kinds if not getattr(data.expect, kind) for one in found.problems(kind)]
+    problems += [problem for first in splits.values() for problem in first.problems(data.expect)]
     if problems:
         raise UserError(*problems)
+    count = sum(first.count for first in splits.values())
     said = f"{count:,} rows were read; `finetune data` reads all, as the model will see them"
     return [said] if count else []
 

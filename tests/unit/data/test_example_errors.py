@@ -326,3 +326,24 @@ def test_check_reads_no_more_than_the_first_rows(tmp_path: Path, capsys) -> None
     assert f"{example_errors.FIRST} rows were read; `finetune data` reads all" in capsys.readouterr().out
     write(rows, [*map(chat, range(example_errors.FIRST - 1)), {"messages": "none"}])
     assert checked(rows, "data.validation=null") == 2
+
+
+def test_check_applies_the_limits_of_the_audit_to_examples_without_an_answer(tmp_path: Path, capsys) -> None:
+    unanswered = [{"messages": [{**USER, "content": f"Who left {n}?"}]} for n in range(3)]
+    write(rows := tmp_path / "rows.jsonl", [*map(chat, range(60)), *unanswered])
+    assert checked(rows, "data.validation=null") == 0, "3 of 63 are fewer than data.expect.dropped allows"
+    write(rows, [*map(chat, range(50)), *unanswered])
+    assert checked(rows, "data.validation=null") == 2
+    assert "the last message must be the assistant's" in capsys.readouterr().err
+    write(good := tmp_path / "good.jsonl", [*map(chat, range(9))])
+    assert checked(good, f"data.validation={rows}") == 0, "evaluation leaves them out"
+    write(rows, unanswered)
+    assert checked(good, f"data.validation={rows}") == 2
+    write(rows, [*unanswered, *map(chat, range(example_errors.FIRST))])
+    assert checked(rows, "data.validation=null") == 0, "`check` has not read all examples"
+
+
+def test_check_applies_a_limit_of_malformed_examples(tmp_path: Path) -> None:
+    write(rows := tmp_path / "rows.jsonl", [*map(chat, range(8)), {"messages": None}, {"messages": None}])
+    assert checked(rows, "data.validation=null", "data.expect.malformed=0.2") == 0
+    assert checked(rows, "data.validation=null", "data.expect.malformed=0.1") == 2
