@@ -33,7 +33,7 @@ def data(options: argparse.Namespace) -> None:
     recipe = load(options)
     page = Path(options.html) if options.html is not None else None
     with located(recipe):
-        checker.run(recipe)
+        checker.run(recipe, with_weights=False)
         if options.prepare is not None and recipe.data.streaming:
             raise UserError(Problem("a stream is prepared while training", "data.streaming", fix="false"))
         kept = [Path(recipe.data.cache_dir)] if options.prepare and recipe.data.cache_dir else []

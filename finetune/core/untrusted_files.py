@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
 _CODE_OF = ("transformers.", "peft.")  # what `auto_mapping` of an adapter may name
@@ -47,7 +47,7 @@ def check_model(folder: Path, key: str) -> None:
         what, fix = "holds a model and an adapter", "take adapter_config.json out of it"
         raise UserError(Problem(what, key, found=str(folder / "adapter_config.json"), fix=fix))
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
-    if pickles and not any(folder.glob("*.safetensors")):
+    if pickles and not find_weight_files(folder, key):
         raise UserError(only_pickles(key, ", ".join(pickles[:6])))
 
 
@@ -55,7 +55,7 @@ def check_adapter(folder: Path, key: str) -> None:
     """An adapter's folder: its links and config, and safetensors where there are weights (exit 2)."""
     check_files(folder, key)
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
-    if pickles and not (folder / "adapter_model.safetensors").exists():
+    if pickles and not (folder / ADAPTER).exists():
         raise UserError(only_pickles(key, ", ".join(pickles[:6])))
 
 
@@ -120,17 +120,13 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
     if not isinstance(named, dict):
         yield Problem("not an index of weights", key, str(path), expected="weight_map: {tensor: file}")
         return
-    outside = {str(file): None for file in named.values() if not plain(file)}
+    if not isinstance(content.get("metadata"), dict):  # transformers 5.22 ends in a KeyError
+        what, fix = "an index of weights without metadata", 'add "metadata": {} to the file'
+        yield Problem(what, key, str(path), fix=fix)
+    outside = {str(file): None for file in named.values() if not is_plain_name(file)}
     if outside:
         what, expected = "names files outside of its folder", "names of safetensors files beside it"
         yield Problem(what, key, str(path), ", ".join(outside)[:200], expected)
-
-
-def plain(file: Any) -> bool:
-    """Whether it is the name of a safetensors file, with no path."""
-    if not isinstance(file, str) or "\\" in file or "\0" in file:
-        return False
-    return PurePosixPath(file).name == file and file.endswith(".safetensors")
 
 
 def _config(path: Path, key: str) -> Iterator[Problem]:

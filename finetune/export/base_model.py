@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from finetune.core.paths import local_path
+from finetune.core.weight_files import find_weight_files
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool
     revision = (config.get("revision") or model.revision) if local is None else None
     hashes = {}
     if not on_hub and local and local.is_dir():
-        hashes = {path.name: client.sha256(path) for path in sorted(local.glob("*.safetensors"))}
+        hashes = {path.name: client.sha256(path) for path in find_weight_files(local)}
     if publish.license:
         licence, source = {"license": publish.license}, "publish.license"
     else:

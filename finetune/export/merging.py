@@ -21,6 +21,7 @@ from finetune.autoconfig import mixed_precision
 from finetune.core import run_checks
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import writing
+from finetune.core.weight_files import find_weight_files
 from finetune.evaluation import reopen, scoring, validation_set
 from finetune.export import torchao_quantization, verify_merge
 from finetune.models import fingerprint, generation_config, loading
@@ -325,7 +326,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
 
 def size(folder: Path) -> int:
     """Bytes of the weights in a folder."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in find_weight_files(folder))
 
 
 @contextlib.contextmanager

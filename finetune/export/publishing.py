@@ -24,6 +24,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path
 from finetune.core.privacy import masked
 from finetune.core.run_checks import RunChecks
+from finetune.core.weight_files import find_weight_files
 from finetune.export import base_model, model_card
 from finetune.hub import client
 from finetune.preflight import checker
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Publish, Recipe
 
 # Nothing else ever goes up: no training_args.bin, no checkpoint, no log
-ADAPTER = ("adapter_model.safetensors", "adapter_config.json")
-MODEL = ("*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json")
+ADAPTER = ("adapter_config.json",)
+MODEL = ("model.safetensors.index.json", "config.json", "generation_config.json")
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -185,7 +186,7 @@ def stage(
     patterns = (*(ADAPTER if kind == "adapter" else MODEL), *TOKENIZER)
     names = [file.name for name in run_folder.PUBLISHED if (file := folder.file(name)).exists()]
     sent = [file for file in sorted(weights.iterdir()) if any(fnmatch(file.name, one) for one in patterns)]
-    sent += sorted(weights.glob(TEMPLATES))
+    sent += [*find_weight_files(weights, ""), *sorted(weights.glob(TEMPLATES))]
     untrusted_files.check_links([*sent, *(folder.path / name for name in names)], "")
     for file in sent:
         place = staged / file.relative_to(weights)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.weight_files import DOWNLOAD, PULL, find_weight_files, is_lfs_pointer
 from finetune.models import module_names
 from finetune.models.module_names import Names
 
@@ -17,20 +18,22 @@ _NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
 
 
 def tensors(folder: Path) -> dict[str, list[int]]:
-    """The shape of each tensor in a folder's safetensors files, by name.
+    """The shape of each tensor in the weight files that transformers reads from a folder, by name.
 
     Reads only the headers: milliseconds for any size, no torch.
 
     Raises:
-        UserError: a file that is not safetensors, or not all of one (exit 2).
+        UserError: a file that is missing, is not safetensors or is cut off (exit 2).
     """
     found: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in find_weight_files(folder):
         try:
             found |= _header(path)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            fix = "download it again; a Git LFS pointer is a few lines of text in its place"
-            problem = Problem("not a safetensors file", "model.name", str(path), str(error), fix=fix)
+            problem = Problem("not a safetensors file", "model.name", str(path), str(error), fix=DOWNLOAD)
+            if is_lfs_pointer(path):
+                what = "a Git LFS pointer in place of the file"
+                problem = Problem(what, "model.name", str(path), fix=PULL)
             raise UserError(problem) from error
     return found
 

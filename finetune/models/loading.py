@@ -32,6 +32,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     from transformers import AutoModelForCausalLM
 
     config = model_files.read_config(model)
+    model_files.check_weights(model)
     if setup.storage.value == "fp8":
         from finetune.quantization import fp8_loading
 

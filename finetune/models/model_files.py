@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core import untrusted_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import local_path, similar_files
+from finetune.core.weight_files import check_weight_files
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ def check_folder(model: Model) -> None:
     check_exists(model)
     if Path(model.name).is_dir():
         untrusted_files.check_model(Path(model.name), "model.name")
+
+
+def check_weights(model: Model) -> None:
+    """Refuse a local model without weights that transformers reads (exit 2)."""
+    if (Path(model.name) / "config.json").is_file():
+        check_weight_files(Path(model.name))
 
 
 def small_file(model: Model, name: str) -> Path | None:

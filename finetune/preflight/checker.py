@@ -30,8 +30,11 @@ TRACKERS = {  # name in train.report_to -> module, package; of others both are c
 }
 
 
-def run(recipe: Recipe) -> list[str]:
+def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
     """Look at the files, packages and module names a valid recipe names, in under a second and without torch.
+
+    Args:
+        with_weights: refuse a model's folder without weights.
 
     Returns:
         Notes: what could not be looked at here, and advice.
@@ -42,7 +45,16 @@ def run(recipe: Recipe) -> list[str]:
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
     packages: list[Problem] = []
-    for look in (_model, _data, _steps, _adapter, _tasks, _trackers, _publish):
+    for look in (
+        _model,
+        *([_weights] if with_weights else []),
+        _data,
+        _steps,
+        _adapter,
+        _tasks,
+        _trackers,
+        _publish,
+    ):
         try:
             notes += look(recipe)
         except UserError as error:
@@ -92,6 +104,12 @@ def _model(recipe: Recipe) -> list[str]:
         architecture.config_in(Path(recipe.model.name) / "config.json")
         return []
     return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
+
+
+def _weights(recipe: Recipe) -> list[str]:
+    """The weights that training reads. Preparing data needs none."""
+    model_files.check_weights(recipe.model)
+    return []
 
 
 def _data(recipe: Recipe) -> list[str]:

@@ -23,6 +23,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.adapters import initialization, trainable_parameters
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.weight_files import find_weight_files
 from finetune.distributed import collectives, sharded_tensors
 from finetune.evaluation import evaluator, scoring
 from finetune.models import fingerprint
@@ -209,7 +210,7 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
     # a magnitude has no `.weight` on disk
     on_disk = re.compile(r"(?<=magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.|$)")
     names, same = {on_disk.sub("", name): name for name in live.tensors}, dict[str, bool]()
-    for path in sorted(folder.weights.glob("*.safetensors")):
+    for path in find_weight_files(folder.weights, ""):
         with safe_open(path, framework="pt") as file:
             for key in names.keys() & set(file.keys()):
                 name = names[key]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import save_file
 
 from finetune.checkpointing import checkpoints, training_state
 from finetune.cli import main
@@ -42,10 +43,11 @@ class World:
         return self.request.getfixturevalue(name)
 
     def model(self, file: str = "", content: str = "", **config: Any) -> list[str]:
-        """A model without weights, with one more file, or with a changed config."""
+        """A model whose weight file has no tensor, with one more file, or with a changed config."""
         folder = self.folder / "model"
         if not folder.exists():
             shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+            save_file({}, folder / "model.safetensors")
         if file:
             (folder / file).write_text(content)
         if config:
@@ -130,7 +132,9 @@ def public_there(world: World) -> list[str]:
 
 
 def pickled(world: World) -> list[str]:
-    return world.model("pytorch_model.bin", "weights")
+    given = world.model("pytorch_model.bin", "weights")
+    (world.folder / "model" / "model.safetensors").unlink()
+    return given
 
 
 def code_of_its_own(world: World) -> list[str]:

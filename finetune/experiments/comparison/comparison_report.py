@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.core.weight_files import find_weight_files
 from finetune.reporting import plots
 from finetune.run_folder import comparability, run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -85,7 +86,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
         **medians,
         "train_seconds": steps * (medians["step_seconds"] or 0.0),
         "memory_gib": max(gpu) if gpu else max(host, 0.0),
-        "bytes": sum(file.stat().st_size for file in folder.weights.glob("*.safetensors")),
+        "bytes": sum(file.stat().st_size for file in find_weight_files(folder.weights, "")),
         "forgetting": general and general["value"],
         "whole_seconds": mark["seconds"],
     }

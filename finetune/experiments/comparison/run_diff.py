@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.weight_files import find_weight_files
 from finetune.run_folder import comparability
 from finetune.run_folder.comparability import Found
 from finetune.run_folder.run_folder import RunFolder, open_run
@@ -118,7 +119,7 @@ def weights(a: RunFolder, b: RunFolder) -> Found:
 def tensors(folder: RunFolder) -> Iterator[tuple[str, Any]]:
     from safetensors import safe_open
 
-    for path in sorted(folder.weights.glob("*.safetensors")):
+    for path in find_weight_files(folder.weights, ""):
         with safe_open(path, framework="pt") as file:
             yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
 

@@ -1,0 +1,90 @@
+"""Find the safetensors files of a folder that transformers and PEFT read. Imports no torch.
+
+A folder may hold more of them: `consolidated.safetensors`, shards of an older save, a variant such as
+`model.fp16.safetensors`, or an optimizer's state.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+DOWNLOAD = "download it again"
+LFS_POINTER = b"version https://git-lfs"
+PULL = "git lfs pull"
+
+
+def find_weight_files(folder: Path, key: str = "model.name") -> list[Path]:
+    """The files that `from_pretrained` reads from a model's or adapter's folder; empty if there are none.
+
+    Raises:
+        UserError: an index that names files that are missing, or is not an index (exit 2).
+    """
+    is_adapter = (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
+    names = [ADAPTER] if is_adapter else _expected_names(folder)
+    first = next((folder / name for name in names if (folder / name).is_file()), None)
+    if first is None or not first.name.endswith(".index.json"):
+        return [first] if first else []
+    return _files_of_index(first, key)
+
+
+def _files_of_index(index: Path, key: str) -> list[Path]:
+    """The files that an index names, each of which exists."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        problem = Problem("not an index of weights", key, str(index), str(error)[:200], fix=DOWNLOAD)
+        raise UserError(problem) from None
+    missing = [name for name in names if not (is_plain_name(name) and (index.parent / name).is_file())]
+    if missing:
+        what = f"{len(missing)} of the {len(names)} weight files are missing"
+        raise UserError(Problem(what, key, str(index), ", ".join(map(str, missing[:5])), fix=DOWNLOAD))
+    return [index.parent / name for name in names]
+
+
+def check_weight_files(folder: Path, key: str = "model.name") -> None:
+    """Refuse a model's folder without weights that `from_pretrained` reads (exit 2)."""
+    if find_weight_files(folder, key):
+        return
+    others = sorted(path.name for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf"))
+    found = f"only {', '.join(others[:5])}" if others else "no weights"
+    fix = "download the model again, with all of its files"
+    if any("-of-" in name for name in others):
+        fix = f"download {INDEX}, which names these files"
+    elif others and others[0].startswith("model."):  # a variant
+        fix = f"rename the file to {SINGLE}"
+    elif any(name.startswith("consolidated") for name in others):
+        fix = "use the model's checkpoint in the format of transformers"
+    what = "the folder holds no weights that transformers reads"
+    raise UserError(Problem(what, key, str(folder), found, " or ".join(_expected_names(folder)), fix=fix))
+
+
+def is_plain_name(file: Any) -> bool:
+    """Whether a value is the name of a safetensors file, without a path."""
+    if not isinstance(file, str) or "\\" in file or "\0" in file:
+        return False
+    return PurePosixPath(file).name == file and file.endswith(".safetensors")
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether a file is the few lines of text that Git LFS leaves in place of a large file."""
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def _expected_names(folder: Path) -> list[str]:
+    """The names that `from_pretrained` looks for, the first that exists wins."""
+    try:
+        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        named = config.get("transformers_weights")
+    except (OSError, ValueError, AttributeError, RecursionError):  # `read_config` reports it
+        named = None
+    return [str(named)] if named else [SINGLE, INDEX]
