@@ -8,6 +8,7 @@ from finetune.autoconfig import mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.packages import installed
 from finetune.core.run_checks import Choice
+from finetune.quantization import stored_weights
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_types import QUANTISED
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.hardware.detection import Hardware
+    from finetune.quantization.stored_weights import Stored
 
 
 def whole_base(started: Launch) -> str:
@@ -31,6 +33,7 @@ def choose_base(
     precision: str,
     machine: Hardware,
     against_fp8: Callable[[], str] | None = None,
+    stored: Stored | None = None,
 ) -> Choice:
     """How the base weights are stored: quantised, or in the dtype of the launch's precision.
 
@@ -38,10 +41,19 @@ def choose_base(
         against_fp8: says what in the recipe or the model speaks against fp8 under `auto`, the empty string if
             nothing does; called only where the machine has fp8 GEMMs. `None`: the model is opened again, so
             it is stored as it was in training, if need be without fp8 GEMMs.
+        stored: the storage of a checkpoint that is quantized already.
 
     Raises:
-        UserError: fp8 where there are no fp8 GEMMs, or the package that quantises is missing (exit 3).
+        UserError: fp8 where there are no fp8 GEMMs, or the package that quantises is missing (exit 3); a
+            checkpoint in another storage than was asked for (exit 2).
     """
+    if stored and stored.stays:
+        return _as_stored(stored, asked)
+    if stored:
+        choice = choose_base(asked, adapter_type, precision, machine, against_fp8)
+        if choice.value not in QUANTISED:
+            choice = choice._replace(reason=f"{choice.reason}; dequantized from {stored} while it loads")
+        return choice
     meant = adapter_types.find(adapter_type).storage
     storage = asked if asked in QUANTISED else meant
     if storage == "fp8":
@@ -53,15 +65,25 @@ def choose_base(
         return Choice(storage, "asked for" if asked in QUANTISED else f"{adapter_type} means a 4-bit base")
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
-    stored = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
+    plain = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
     if asked == "none":
-        return Choice(stored, "asked for")
+        return Choice(plain, "asked for")
     if against_fp8 is None or precision != "bf16":
-        return Choice(stored, f"precision {precision}")
+        return Choice(plain, f"precision {precision}")
     reason = mixed_precision.fp8_missing(machine, precision) or against_fp8()
     if reason:
-        return Choice(stored, f"precision {precision}; not fp8: {reason}")
+        return Choice(plain, f"precision {precision}; not fp8: {reason}")
     return Choice("fp8", f"auto: {machine.name} has fp8 GEMMs, and the layers are large enough to gain")
+
+
+def _as_stored(stored: Stored, asked: str) -> Choice:
+    """bitsandbytes' weights, as the checkpoint holds them."""
+    if asked in QUANTISED and asked != stored.storage:
+        what, fix = f"contradicts the checkpoint, which is stored in {stored}", "model.quantization: auto"
+        raise UserError(Problem(what, "model.quantization", found=asked, fix=fix))
+    if problem := missing_package(stored.storage):
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return Choice(stored.storage, f"the checkpoint is stored so: {stored_weights.DECLARED}")
 
 
 def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:

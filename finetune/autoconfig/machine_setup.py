@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from finetune.autoconfig.attention_choice import Attends, Rows
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.hardware.detection import Hardware
+    from finetune.quantization.stored_weights import Stored
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ def choose(
     attends: Attends | None = None,
     rows: Rows | None = None,
     against_fp8: Callable[[], str] | None = None,
+    stored: Stored | None = None,
 ) -> Setup:
     """Detect everything and choose, in one go.
 
@@ -57,6 +59,7 @@ def choose(
         against_fp8: see `choose_base`.
         attends: what the model's attention computes; `None`: what Llama's does.
         rows: what is trained on; `None`: for evaluation, where attention takes masks and a cache.
+        stored: the storage of a checkpoint that is quantized already.
 
     Raises:
         UserError: a request that this machine, its packages or the launch can't meet (exit 3).
@@ -68,7 +71,7 @@ def choose(
     if against_fp8 is not None and (kept := base_quantization.whole_base(started)):
         against_fp8 = partial(str, kept)
     storage = base_quantization.choose_base(
-        "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8
+        "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8, stored
     )
     if by_launch:
         storage = Choice(storage.value, "the launch's mixed_precision: fp8")
@@ -77,10 +80,8 @@ def choose(
         and hardware.device == "cpu"
         and "use_dora" in adapter_types.find(adapter_type).sets
     ):
-        what, fix = (
-            "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs",
-            "quantization: nf4",
-        )
+        what = "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs"
+        fix = "adapter.type: lora" if stored else "quantization: nf4"
         raise UserError(Problem(what, "model.quantization", found="int8", fix=fix), code=Exit.ENVIRONMENT)
     dtype = mixed_precision.compute_dtype(started.precision, storage.value)
     chosen = Choice(*attention_choice.choose(attention, hardware, dtype, attends, rows))

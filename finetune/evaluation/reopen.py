@@ -14,7 +14,7 @@ from finetune.autoconfig import attention_choice, machine_setup, memory_estimate
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.launch.launcher import Start
 from finetune.models import architecture, checkpoint_headers, loading, model_files, tokenizer_setup
-from finetune.quantization import qat
+from finetune.quantization import qat, stored_weights
 from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
 
@@ -36,11 +36,13 @@ def base_stands(tuned: Any) -> bool:
 def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
     """How this machine opens what a run trained: the base stored as it was then, attention that takes masks
     and a cache."""
+    config = model_files.read_config(section or recipe.model)
     setup = machine_setup.choose(
         attention=recipe.model.attention,
         base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
-        attends=attention_choice.read(model_files.read_config(section or recipe.model)),
+        attends=attention_choice.read(config),
+        stored=stored_weights.read(config),
     )
     return replace(setup, launch=replace(setup.launch, sharded=""))  # each process opens it whole
 

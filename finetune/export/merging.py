@@ -24,8 +24,8 @@ from finetune.core.paths import writing
 from finetune.core.weight_files import find_weight_files
 from finetune.evaluation import reopen, scoring, validation_set
 from finetune.export import torchao_quantization, verify_merge
-from finetune.models import fingerprint, generation_config, loading
-from finetune.quantization import qat
+from finetune.models import fingerprint, generation_config, loading, model_files
+from finetune.quantization import qat, stored_weights
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -198,8 +198,7 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
     from peft.utils.integrations import dequantize_module_weight
 
     verify_merge.in_fp32(stored)
-    unquantised = replace(setup, storage=run_checks.Choice("fp32", "to merge into"))
-    plain = loading.load(recipe.model, unquantised, str(stored.device)).eval()
+    plain = unquantized_base(recipe, setup, stored)
     modules = dict(stored.named_modules())
     for name, parameter in plain.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -208,11 +207,25 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
         value = getattr(module, leaf, None) if value is None else value
         if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
             what, found = f"a {setup.storage.value} base can't be dequantised", f"{name}: {value!r:.60}"
-            raise UserError(Problem(what, found=found, fix="model.quantization=none, and train again"))
+            raise UserError(
+                Problem(what, found=found, fix="the 16-bit model without model.quantization, and train again")
+            )
         parameter.data = value.detach().float()
     del stored, modules
     clear_device_cache(garbage_collection=True)
     return plain
+
+
+def unquantized_base(recipe: Recipe, setup: Setup, stored: Any) -> Any:
+    """The base model in fp32, to take the weights of `stored`: a quantized checkpoint has no others."""
+    config = model_files.read_config(recipe.model)
+    if not stored_weights.read(config):
+        unquantised = replace(setup, storage=run_checks.Choice("fp32", "to merge into"))
+        return loading.load(recipe.model, unquantised, str(stored.device)).eval()
+    plain: Any = loading.without_weights(stored_weights.forget(config), torch.float32)
+    plain.resize_token_embeddings(stored.get_input_embeddings().num_embeddings, mean_resizing=False)
+    plain.generation_config = stored.generation_config
+    return plain.to(stored.device)
 
 
 def unrounded(recipe: Recipe) -> Recipe:

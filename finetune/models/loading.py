@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
-from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
 from finetune.models import model_files, tokenizer_setup
+from finetune.quantization import stored_weights
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
 
 if TYPE_CHECKING:
@@ -31,35 +31,30 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = model_files.read_config(model)
-    model_files.check_weights(model)
-    if setup.storage.value == "fp8":
-        from finetune.quantization import fp8_loading
+    from finetune.models import quantized_loading
 
-        fp8_loading.check_checkpoint(config)
-        vars(config).pop("quantization_config", None)  # our layers take its weights as those of a plain model
+    config, storage = model_files.read_config(model), setup.storage.value
+    model_files.check_weights(model)
+    stored = stored_weights.read(config)
     # as an argument it would yield to an `_attn_implementation` in config.json, a Hub kernel's name too
     config._attn_implementation = setup.attn_implementation
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
-    if setup.storage.value in QUANTISED:
-        options["dtype"] = getattr(torch, DTYPES[setup.launch.precision])
-        options["quantization_config"] = _quantised(setup.storage.value, options["dtype"])
-    else:
-        options["dtype"] = getattr(torch, STORED[setup.storage.value])
+    dtype = DTYPES[setup.launch.precision] if storage in QUANTISED else STORED[storage]
+    options["dtype"] = getattr(torch, dtype)
+    options |= quantized_loading.options(config, stored, storage, options["dtype"])
     # Accelerate hands on what rank 0 read; DeepSpeed splits it while it is read, and takes no map
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
         options["device_map"] = device if device == "auto" else {"": device}
     if launch_environment.read_by_rank_0() and not setup.launch.main:
-        loaded, missing = without_weights(config, options["dtype"]), []
+        loaded = without_weights(stored_weights.forget(config), options["dtype"])
     else:
         read = AutoModelForCausalLM.from_pretrained
         loaded, found = model_files.from_hub(
             read, model, output_loading_info=True, use_safetensors=True, **options
         )
-        missing = sorted(found["missing_keys"])
-    if missing:  # transformers would make them up
-        what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
-        raise UserError(Problem(what, "model.name", found=", ".join(missing[:6]), fix=fix))
+        quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
+        if stored:
+            quantized_loading.finish(loaded, stored, storage, options["dtype"], ledger)
     if setup.launch.sharded == "DeepSpeed":
         from finetune.distributed import deepspeed_zero
 
@@ -69,7 +64,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if setup.storage.value == "fp8":
+    if storage == "fp8":
         from finetune.models import quantization_checks
         from finetune.quantization import fp8_loading
 
@@ -77,11 +72,11 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
             quantization_checks.add_receipt(loaded, ledger)
         if setup.launch.sharded == "FSDP":
             fp8_loading.pack(loaded)
-    elif ledger and setup.storage.value in QUANTISED:
+    elif ledger and storage in QUANTISED:
         from finetune.models import quantization_checks
 
-        quantization_checks.add_coded_receipt(loaded, setup.storage.value, ledger)
-    if setup.storage.value in FOUR_BIT and setup.launch.sharded == "FSDP":
+        quantization_checks.add_coded_receipt(loaded, storage, ledger)
+    if storage in FOUR_BIT and setup.launch.sharded == "FSDP":
         from finetune.quantization import four_bit
 
         four_bit.pack(loaded)
@@ -124,27 +119,3 @@ def _add_rows(loaded: Any, tokens: list[int]) -> None:
         with torch.no_grad():
             mean = module.weight[: min(old, min(tokens))].float().mean(0)
             module.weight[tokens] = mean.to(module.weight.dtype)
-
-
-def _quantised(storage: str, compute: torch.dtype) -> Any:
-    """transformers' quantisation config: our fp8; NF4 and FP4 in blocks of 64 with double quantisation (arXiv
-    2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
-    if storage == "fp8":
-        from finetune.quantization.fp8_loading import Fp8BaseConfig
-
-        return Fp8BaseConfig()
-    if storage == "torchao_int8":
-        from torchao.quantization import Int8WeightOnlyConfig
-        from transformers import TorchAoConfig
-
-        return TorchAoConfig(Int8WeightOnlyConfig())
-    from transformers import BitsAndBytesConfig
-
-    if storage == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=storage,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-    )

@@ -10,6 +10,8 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import local_path, similar_files
 from finetune.core.weight_files import check_weight_files
 from finetune.hub import client
+from finetune.models import checkpoint_headers
+from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model
@@ -28,6 +30,18 @@ def check_folder(model: Model) -> None:
     check_exists(model)
     if Path(model.name).is_dir():
         untrusted_files.check_model(Path(model.name), "model.name")
+        _check_old_quantization(Path(model.name))
+
+
+def _check_old_quantization(folder: Path) -> None:
+    """Refuse weights that a file of AutoGPTQ or AutoAWQ declares quantized, and config.json does not."""
+    name = next((name for name in stored_weights.OLD_FILES if (folder / name).is_file()), None)
+    if name and any(tensor.endswith(".qweight") for tensor in checkpoint_headers.tensors(folder)):
+        config = folder / "config.json"
+        if config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8"):
+            return  # whoever reads it says what it means
+        what = f"its weights are quantized ({name}), and finetune cannot train on them"
+        raise UserError(Problem(what, "model.name", found=str(folder), fix=stored_weights.WHOLE))
 
 
 def check_weights(model: Model) -> None:

@@ -16,9 +16,11 @@ from finetune.distributed import launch_environment
 from finetune.hub import client
 from finetune.models import architecture, checkpoint_headers, model_files
 from finetune.preflight import choice_checks
+from finetune.quantization import stored_weights
 from finetune.recipe import adapter_types, qat_rules, upstream_options
 
 if TYPE_CHECKING:
+    from finetune.models.module_names import Names
     from finetune.recipe.schema import Model, Publish, Recipe
 
 IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
@@ -101,8 +103,9 @@ def _model(recipe: Recipe) -> list[str]:
         if recipe.model.revision:
             what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
             raise UserError(Problem(what, "model.revision", found=found, fix="drop it"))
-        architecture.config_in(Path(recipe.model.name) / "config.json")
-        return []
+        config = architecture.config_in(Path(recipe.model.name) / "config.json")
+        stored = choice_checks.check_stored(recipe, config)
+        return [f"model.name: {stored_weights.describe(stored)}"] if stored else []
     return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
 
 
@@ -190,8 +193,9 @@ def _adapter(recipe: Recipe) -> list[str]:
     """Check the adapter section's names against a local model's safetensors headers, and `init_from`."""
     folder, options = Path(recipe.model.name), recipe.adapter.options()
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
-    names = checkpoint_headers.in_folder(folder) if folder.is_dir() else None
-    problems = choice_checks.against_rows(recipe, _config(recipe.model))
+    config = _config(recipe.model)
+    names = _module_names(recipe.model, config) if folder.is_dir() else None
+    problems = choice_checks.against_rows(recipe, config)
     if names and names.modules:
         kind = adapter_types.find(recipe.adapter.type)
         problems += target_modules.problems(options, names, any_module=kind.peft in adapter_types.NOT_LINEAR)
@@ -200,6 +204,18 @@ def _adapter(recipe: Recipe) -> list[str]:
     if problems:
         raise UserError(*problems)
     return notes
+
+
+def _module_names(section: Model, config: Any) -> Names | None:
+    """Names in a local model; `None`: `_model` says what is wrong with it."""
+    quantized = stored_weights.read(config)
+    try:
+        model_files.check_folder(section)
+    except UserError:
+        return None
+    if quantized:  # its files hold other tensors than the model
+        return architecture.read(section).names if quantized.trains else None
+    return checkpoint_headers.in_folder(Path(section.name))
 
 
 def _publish(recipe: Recipe) -> list[str]:

@@ -12,15 +12,17 @@ from finetune.autoconfig import (
     machine_setup,
     optimizer_choice,
 )
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.hardware import detection
 from finetune.models import architecture, model_files
 from finetune.preflight import launch_conflicts
+from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules, adapter_types
 from finetune.recipe.schema import Model, Speed
 
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
+    from finetune.quantization.stored_weights import Stored
     from finetune.recipe.schema import Recipe
 
 
@@ -30,7 +32,12 @@ def setup_of(recipe: Recipe) -> Setup:
     Raises:
         UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
     """
-    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
+    config = model_files.read_config(recipe.model)
+    stored = check_stored(recipe, config)
+    model = recipe.model
+    if stored and stored.stays:  # the launch has to serve it as it is
+        model = model.model_copy(update={"quantization": stored.storage})
+    asked = recipe.adapter, model, recipe.data, recipe.speed, recipe.eval.eval_steps
     launch_conflicts.check(detection.detect(), *asked)
     launch_conflicts.against_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
@@ -39,13 +46,30 @@ def setup_of(recipe: Recipe) -> Setup:
         attention=recipe.model.attention,
         base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
-        attends=attention_choice.read(model_files.read_config(recipe.model)),
+        attends=attention_choice.read(config),
         rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
         against_fp8=partial(against_fp8, recipe),
+        stored=stored,
     )
     optimizer_choice.check(recipe.train, recipe.speed, setup)
     compilation.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
     return setup
+
+
+def check_stored(recipe: Recipe, config: Any) -> Stored | None:
+    """How a checkpoint that is quantized already is stored; `None`: it is not, or its config is not known.
+
+    Raises:
+        UserError: the recipe cannot be trained on it (exit 2), or a package is missing (exit 3).
+    """
+    stored = stored_weights.read(config)
+    if stored is None:
+        return None
+    if found := stored_weights.conflicts(stored, recipe):
+        raise UserError(*found)
+    if stored.stays and (missing := base_quantization.missing_package(stored.storage)):
+        raise UserError(missing, code=Exit.ENVIRONMENT)
+    return stored
 
 
 def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
@@ -125,11 +149,7 @@ def config_against_fp8(config: Any) -> str:
         return (
             f"its {count} experts are no linear layers: they would stay in bf16, which is most of the model"
         )
-    if getattr(config, "quantization_config", None):
-        from finetune.quantization import fp8_loading
-
-        try:
-            fp8_loading.check_checkpoint(config)
-        except UserError as error:
-            return f"{error.problems[0].what}: {error.problems[0].found}"
+    stored = stored_weights.read(config)
+    if stored and stored.storage != "fp8":
+        return f"the checkpoint is stored in {stored}, which the fp8 base can't take over exactly"
     return ""

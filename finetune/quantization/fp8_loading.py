@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.core.errors import Problem, UserError
 from finetune.kernels.ops import E4M3, quantise_rows
+from finetune.quantization import stored_weights
 from finetune.quantization.fp8_linear import Fp8Linear, fits
 
 METHOD = "finetune_fp8"
@@ -133,32 +134,12 @@ def check_checkpoint(config: Any) -> None:
     Raises:
         UserError: what it is, and what to use in its place (exit 2).
     """
-    held = getattr(config, "quantization_config", None)
-    if held is None:
-        return
-    held = held if isinstance(held, dict) else held.to_dict()
-    method = str(held.get("quant_method"))
-    weights = [group.get("weights") or {} for group in (held.get("config_groups") or {}).values()]
-    rowwise = [
-        (w.get("num_bits"), w.get("type"), w.get("symmetric", True)) == (8, "float", True)
-        and w.get("strategy") in ("channel", "tensor")
-        for w in weights
-    ]
-    if method != "compressed-tensors" or not rowwise or not all(rowwise):
-        kinds = ", ".join(
-            sorted({f"{w.get('type')}{w.get('num_bits')} by {w.get('strategy')}" for w in weights})
-        )
-        blocks = held.get("weight_block_size")
-        kinds = kinds or (f"blocks of {blocks[0]} x {blocks[1]}" if blocks else "")
-        raise UserError(
-            Problem(
-                "the checkpoint is quantised in a way that the fp8 base can't take over exactly",
-                "model.name",
-                found=f"{method} ({kinds})" if kinds else method,
-                expected="e4m3 with a scale for each output (compressed-tensors), or not quantised",
-                fix="the model it was made from: it is quantised while it loads",
-            )
-        )
+    stored = stored_weights.read(config)
+    if stored and stored.storage != "fp8":
+        what = "the checkpoint is quantised in a way that the fp8 base can't take over exactly"
+        expected = "e4m3 with a scale for each output (compressed-tensors), or not quantised"
+        fix = "the model it was made from: it is quantised while it loads"
+        raise UserError(Problem(what, "model.name", found=str(stored), expected=expected, fix=fix))
 
 
 def products(layers: list[Any]) -> int:

@@ -399,6 +399,8 @@ def build(
         ),
         optimizer_cls_and_kwargs=None if ratio else made_by,
     )
+    if trainer.aux_loss_enabled:  # TRL asks for it in each forward; saved, it would end every `generate`
+        adapted.config.get_text_config().output_router_logits = False
     four_bit.use_policy(trainer.accelerator, adapted)
     trainer.remove_callback(PrinterCallback)
     trainer.micro_batches = oom_recovery.MicroBatches(arguments.per_device_train_batch_size)

@@ -1,0 +1,111 @@
+"""What `from_pretrained` is told of a quantized base model, and what is left to do once it is loaded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.core import formatting
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.models import module_names
+from finetune.quantization import stored_weights
+from finetune.recipe.adapter_types import QUANTISED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.core.run_checks import RunChecks
+    from finetune.quantization.stored_weights import Stored
+
+# In names of tensors that only quantized checkpoints hold: GPTQ and AWQ, compressed-tensors, fp8, mxfp4
+CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks", ".absmax")
+
+
+def options(config: Any, stored: Stored | None, storage: str, compute: torch.dtype) -> dict[str, Any]:
+    """The `quantization_config` argument of `from_pretrained`, if it needs one; `config` is completed.
+
+    Args:
+        stored: of a checkpoint that is quantized already.
+        storage: the choice for this model: fp8, nf4, ..., or fp32, bf16, fp16.
+    """
+    if storage == "fp8" or (stored and stored.storage == "fp8"):
+        from finetune.quantization.fp8_loading import Fp8BaseConfig, check_checkpoint
+
+        check_checkpoint(config)
+        stored_weights.forget(config)  # our layers take its weights as those of a plain model
+        return {"quantization_config": Fp8BaseConfig()}
+    if stored and not stored.trains:
+        raise UserError(stored_weights.refusal(stored))
+    if stored:
+        own = {"bnb_4bit_compute_dtype": str(compute).removeprefix("torch.")} if stored.stays else {}
+        stored_weights.complete(config, **(own or {"dequantize": True}))
+        return {}
+    return {"quantization_config": _quantised(storage, compute)} if storage in QUANTISED else {}
+
+
+def _quantised(storage: str, compute: torch.dtype) -> Any:
+    """transformers' quantisation config: NF4 and FP4 in blocks of 64 with double quantisation (arXiv
+    2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
+    if storage == "torchao_int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+        from transformers import TorchAoConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    from transformers import BitsAndBytesConfig
+
+    if storage == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=storage,
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+
+
+def finish(loaded: Any, stored: Stored, storage: str, dtype: torch.dtype, ledger: RunChecks | None) -> None:
+    """Dequantize what is still quantized and is not to be, and give the other weights the run's dtype.
+
+    transformers leaves weights of a quantized checkpoint in the dtype of its files, whatever it is asked for.
+    """
+    if storage == "fp8":
+        return
+    if stored.storage == "fp8":
+        loaded.dequantize(dtype)
+    for module in loaded.modules():
+        if module_names.stored_as(module):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.to(dtype)
+    if storage not in QUANTISED:
+        # saving would quantize the weights again, without their config (transformers 5.22,
+        # core_model_loading.py, revert_weight_conversion)
+        vars(loaded).pop("_weight_conversions", None)
+    if ledger and storage not in QUANTISED:
+        _add_dequantized_check(loaded, stored, dtype, ledger)
+
+
+def _add_dequantized_check(loaded: Any, stored: Stored, dtype: torch.dtype, ledger: RunChecks) -> None:
+    """Count the weights that are numbers again."""
+    weights = [parameter for parameter in loaded.parameters() if parameter.dim() > 1]
+    whole = sum(parameter.dtype == dtype for parameter in weights)
+    name = str(dtype).removeprefix("torch.")
+    size = formatting.size(loaded.get_memory_footprint())
+    got = f"{whole} of {len(weights)} weights in {name}, {size} in all"
+    how = f"weights of the live model; the checkpoint is stored in {stored}"
+    ledger.add("model.quantization", f"dequantized to {name}", got, how, ok=whole == len(weights))
+
+
+def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Refuse a model whose files lack weights, which transformers would make up (exit 2)."""
+    if not missing:
+        return
+    codes = [name for name in unexpected if name.endswith(CODES)]
+    if codes:
+        what = "its weights are quantized, and its config.json has no quantization_config that says how"
+        found, fix = ", ".join(sorted(codes)[:3]), stored_weights.WHOLE
+        raise UserError(Problem(what, "model.name", found=found, fix=fix), code=Exit.INPUT)
+    what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
+    raise UserError(Problem(what, "model.name", found=", ".join(sorted(missing)[:6]), fix=fix))

@@ -1,0 +1,194 @@
+"""How a checkpoint's weights are stored, by its own `quantization_config`, and what can be trained on them.
+
+Nothing here imports torch: `finetune check` asks the same functions as a run.
+
+- bitsandbytes' 4-bit and 8-bit weights stay as they are: adapters train on them.
+- fp8, mxfp8 and mxfp4 weights, and fp8 weights of compressed-tensors with a scale for each output, are
+  dequantized while they load.
+- Every other method is refused: PEFT, or the merge, needs weights that its package does not give back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core.errors import Problem
+from finetune.recipe import adapter_rules, adapter_types, qat_rules
+from finetune.recipe.adapter_types import FOUR_BIT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.recipe.schema import Recipe
+
+DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")  # methods that transformers dequantizes exactly while it loads
+WHOLE = "model.name: the 16-bit checkpoint that it was made from"
+OLD_FILES = (
+    "quantize_config.json",
+    "quant_config.json",
+)  # of AutoGPTQ and AutoAWQ, which transformers ignores
+DECLARED = "quantization_config of its config.json"
+
+
+class Stored(NamedTuple):
+    """The storage of a quantized checkpoint."""
+
+    method: str
+    """`quant_method`, by transformers' name."""
+    storage: str
+    """The value of `model.quantization` that it is already stored in; empty: none."""
+    detail: str
+    """The numbers that its config gives: `4 bits`, `blocks of 128 x 128`."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether adapters train on the weights as they are stored."""
+        return self.method == "bitsandbytes"
+
+    @property
+    def trains(self) -> bool:
+        return self.stays or self.dequantizes
+
+    @property
+    def dequantizes(self) -> bool:
+        """Whether the weights can be dequantized while they load."""
+        return self.method in DEQUANTIZED or self.storage == "fp8"
+
+    def __str__(self) -> str:
+        name = f"{self.storage} ({self.method})" if self.storage not in ("", self.method) else self.method
+        return f"{name}, {self.detail}" if self.detail else name
+
+
+def read(config: Any) -> Stored | None:
+    """The storage that a model's config declares; `None`: its weights are not quantized.
+
+    Args:
+        config: transformers' config of the model, or config.json as attributes; `None`: it is not known.
+    """
+    declared = declaration(config)
+    if not declared:
+        return None
+    method = declared.get("quant_method")
+    method = str(getattr(method, "value", method))
+    if declared.get("load_in_4bit"):
+        return Stored("bitsandbytes", str(declared.get("bnb_4bit_quant_type", "fp4")), "")
+    if declared.get("load_in_8bit"):
+        return Stored("bitsandbytes", "int8", "")
+    if method == "bitsandbytes":  # in neither format: transformers reads plain weights
+        return None
+    fp8 = method == "compressed-tensors" and not unfit_groups(declared)
+    return Stored(method, "fp8" if fp8 else "", _detail(declared))
+
+
+def declaration(config: Any) -> dict[str, Any]:
+    """The `quantization_config` of a model, or of its text model as transformers reads it; empty: none."""
+    if config is None:
+        return {}
+    for section in (config, config.get_text_config()):
+        for key in (
+            "quantization_config",
+            "compression_config",
+        ):  # the second is compressed-tensors' old name
+            declared: Any = getattr(section, key, None)
+            declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
+            if isinstance(declared, dict) and declared:
+                old = {"quant_method": "compressed-tensors"} if key == "compression_config" else {}
+                return {**old, **declared}
+    return {}
+
+
+def forget(config: Any) -> Any:
+    """The same config, for weights that are not quantized."""
+    for section in (config, config.get_text_config()):
+        for key in ("quantization_config", "compression_config"):
+            vars(section).pop(key, None)
+    return config
+
+
+def complete(config: Any, **values: Any) -> None:
+    """Add to what a model's config says of its quantization: how transformers is to load it."""
+    for section in (config, config.get_text_config()):
+        if declared := getattr(section, "quantization_config", None):
+            section.quantization_config = {**declared, **values}
+
+
+def unfit_groups(declared: Mapping[str, Any]) -> list[str]:
+    """The groups of a compressed-tensors checkpoint that the fp8 base model cannot take over exactly."""
+    groups = [group.get("weights") or {} for group in (declared.get("config_groups") or {}).values()]
+    unfit = [
+        f"{one.get('type')}{one.get('num_bits')} by {one.get('strategy')}"
+        for one in groups
+        if (one.get("num_bits"), one.get("type"), one.get("symmetric", True)) != (8, "float", True)
+        or one.get("strategy") not in ("channel", "tensor")
+    ]
+    return sorted(set(unfit)) if groups else ["no groups"]
+
+
+def _detail(declared: Mapping[str, Any]) -> str:
+    bits = declared.get("bits") or declared.get("w_bit") or declared.get("nbits") or declared.get("num_bits")
+    size, blocks = declared.get("group_size"), declared.get("weight_block_size")
+    parts = [f"{bits} bits"] if bits else []
+    parts += [f"groups of {size}"] if isinstance(size, int) and size > 0 else []
+    parts += [f"blocks of {blocks[0]} x {blocks[1]}"] if isinstance(blocks, list | tuple) else []
+    parts += unfit_groups(declared) if declared.get("config_groups") else []
+    return ", ".join(parts)
+
+
+def describe(stored: Stored) -> str:
+    """What happens to the weights of such a checkpoint, in one line."""
+    if stored.stays:
+        return f"the base model is stored in {stored} and stays so"
+    return f"the base model is stored in {stored}; its weights are dequantized while they load"
+
+
+def refusal(stored: Stored) -> Problem:
+    """Why no model is trained on a checkpoint of this method."""
+    what = f"its weights are quantized by {stored.method} ({DECLARED}), and finetune cannot train on them"
+    expected = f"16-bit weights; or bitsandbytes, {', '.join(DEQUANTIZED)}"
+    return Problem(what, "model.name", found=str(stored), expected=expected, fix=WHOLE)
+
+
+def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
+    """Why a recipe cannot be trained on a checkpoint that is stored so."""
+    asked, name = recipe.model.quantization, recipe.adapter.type
+    meant, found = adapter_types.find(name).storage, str(stored)
+    if not stored.trains:
+        return [refusal(stored)]
+    if asked not in ("auto", stored.storage) and not (asked == "none" and stored.dequantizes):
+        what = f"contradicts the checkpoint, which is stored in {stored} already ({DECLARED})"
+        fix = f"model.quantization: auto, or {WHOLE}"
+        return [Problem(what, "model.quantization", found=asked, expected="auto", fix=fix)]
+    if stored.dequantizes and meant:
+        what = f"{name} quantizes the base model to {meant} while it loads, and this one is quantized already"
+        fix = f"adapter.type: {name.removeprefix('q')}, for which it is dequantized; or {WHOLE}"
+        return [Problem(what, "adapter.type", found=found, fix=fix)]
+    if not stored.stays:
+        return []
+    if name == "full":
+        what = "full fine-tuning trains the weights of the base model, and these are quantized"
+        fix = f"adapter.type: lora, or {WHOLE}"
+        return [Problem(what, "adapter.type", found=found, fix=fix)]
+    if meant and stored.storage not in FOUR_BIT:
+        what = f"{name} means a 4-bit base model, and the checkpoint is stored in {stored}"
+        fix = f"adapter.type: {name.removeprefix('q')}, or {WHOLE}"
+        return [Problem(what, "adapter.type", found=found, fix=fix)]
+    return _of_options(stored, recipe)
+
+
+def _of_options(stored: Stored, recipe: Recipe) -> list[Problem]:
+    """What a recipe with this `model.quantization` is refused for, and LoftQ, which needs the weights before
+    they were quantized."""
+    raw = {
+        name: getattr(recipe, name).model_dump(exclude_unset=True) for name in ("model", "adapter", "speed")
+    }
+    raw["model"]["quantization"] = stored.storage
+    raw |= {
+        "train": recipe.train.model_dump(exclude_unset=True),
+        "data": recipe.data.model_dump(exclude_unset=True),
+    }
+    found = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]
+    if raw["adapter"].get("init_lora_weights") == "loftq":
+        what = "needs the weights before they were quantized"
+        found.append(("adapter.init_lora_weights", what, {"found": "loftq"}))
+    by = f"the checkpoint is stored in {stored}: "
+    return [Problem(by + what, key, found=texts.get("found", ""), fix=WHOLE) for key, what, texts in found]
