@@ -12,18 +12,19 @@ from finetune.core import untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
 from finetune.hub import client
-from finetune.models import module_names
+from finetune.models import checkpoint_headers, module_names
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_rules import EMBEDDINGS, HEADS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Adapter
 
+MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -152,35 +153,101 @@ def _variant(options: Any) -> str:
     return " ".join(key for key in ("use_dora", "use_rslora") if options.get(key))
 
 
-def check_tokens(adapter: Adapter, added: Sequence[str], tokenizer: Any) -> None:
-    """Tokens that only `adapter.init_from` has must stand in `model.add_tokens` (exit 2)."""
-    names = "adapter_config.json", "tokenizer.json"
-    found = _source_files(adapter.source, names) if adapter.source else None
-    if found is None:
-        return
-    saved, theirs = found
-    rows, known = _rows_of(saved), tokenizer.get_vocab()
-    its = {token["content"]: token["id"] for token in theirs["added_tokens"]}
-    needed = {t: its[t] for t in its if (t in added or t not in known) and (rows is None or its[t] in rows)}
+def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int], rows: int) -> list[str]:
+    """Whether the tokens of `adapter.init_from` that the base model lacks are those of `model.add_tokens`.
+
+    Args:
+        known: the ids of the base model's tokens and of the added ones.
+        rows: of the base model's embeddings, without added tokens.
+
+    Returns:
+        Notes: tokens whose texts the saved adapter saw whole, and this run sees in pieces.
+
+    Raises:
+        UserError: other tokens, or embeddings saved whole that do not fit (exit 2).
+    """
+    saved = _source_file(adapter.source, "adapter_config.json") if adapter.source else None
+    if saved is None:
+        return []
+    tokenizer = _source_file(str(adapter.source), "tokenizer.json") or {}
+    theirs = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+    lacking = [token for token in theirs if token not in known]
+    trained = _rows_of(saved)
+    needed = {
+        token: place
+        for token, place in theirs.items()
+        if (token in added or token in lacking) and (trained is None or place in trained)
+    }
     have = {token: known[token] for token in added}
+    whole = _whole_rows(str(adapter.source))
+    if whole and trained is not None and whole != rows:
+        what = (
+            "its file holds whole embeddings that do not fit the base model, and that no training continues"
+        )
+        its = ", ".join(token for token in theirs if token in added or token in lacking)
+        found = f"{whole:,} rows" + (f"; tokens that the base model lacks: {its}" if its else "")
+        expected = f"{rows:,} rows"
+        raise UserError(Problem(what, "adapter.init_from", found=found, expected=expected, fix=MERGED))
     if needed != have:
-        what, fix = "the adapter to go on from was made with others, and has their rows", "drop it"
+        what, fix = "differs from the tokens that the adapter of adapter.init_from trained", "drop it"
         fix = f"model.add_tokens: {json.dumps(sorted(needed, key=needed.__getitem__))}" if needed else fix
         expected, said = (str(tokens or "none") for tokens in (needed, have))
         raise UserError(Problem(what, "model.add_tokens", found=said, expected=expected, fix=fix))
+    _check_rows(trained, whole, max([rows, *(place + 1 for place in have.values())]))
+    if not lacking or needed:
+        return []
+    split = ", ".join(lacking[:6])
+    return [
+        f"adapter.init_from: its tokenizer has tokens that the base model lacks, and it trained none: {split}"
+    ]
 
 
-def _source_files(source: str, names: Sequence[str]) -> list[Any] | None:
-    """JSON files of a saved adapter; `None` where one is missing, or the adapter: who loads it says so."""
+def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
+    """Refuse an adapter whose rows are not those of the base model with its new tokens (exit 2).
+
+    Args:
+        trained: rows that it trains by themselves; `None`: it trains the embeddings as a whole.
+        whole: rows of the embeddings in its file.
+        rows: of the base model, with the tokens of `model.add_tokens`.
+    """
+    key, expected = "adapter.init_from", f"{rows:,} rows"
+    if trained is None and whole not in (None, rows):
+        what = "its file holds whole embeddings of another size"
+        raise UserError(Problem(what, key, found=f"{whole:,} rows", expected=expected, fix=MERGED))
+    if unnamed := sorted(row for row in trained or () if row >= rows):
+        what, fix = (
+            "trained rows that the base model lacks, and no tokenizer.json names them",
+            "save it there",
+        )
+        raise UserError(Problem(what, key, found=f"rows {unnamed}", expected=expected, fix=fix))
+
+
+def _source_file(source: str, name: str) -> Any:
+    """The content of a JSON file of a saved adapter; `None`: it is missing or broken."""
     with contextlib.suppress(UserError, OSError, ValueError):
         folder = _source_folder(source)
         if folder is None:
             repo, revision = client.split(source)
-            paths = [untrusted_files.from_hub(repo, revision or "main", name) for name in names]
+            path = untrusted_files.from_hub(repo, revision or "main", name)
         else:
-            paths = [folder / name for name in names]
-        if all(path and Path(path).is_file() for path in paths):
-            return [json.loads(Path(str(path)).read_text(encoding="utf-8")) for path in paths]
+            path = folder / name
+        if path and Path(path).is_file():
+            return json.loads(Path(str(path)).read_text(encoding="utf-8"))
+    return None
+
+
+def _whole_rows(source: str) -> int | None:
+    """The rows of embeddings or a head that a local adapter's file holds whole; `None`: it holds none."""
+    folder = None
+    with contextlib.suppress(UserError):
+        folder = _source_folder(source)
+    if folder is None:
+        return None
+    layers = {*EMBEDDINGS, *HEADS}
+    for name, shape in checkpoint_headers.tensors(folder).items():
+        part, _, leaf = name.rpartition(".")
+        if leaf == "weight" and len(shape) == 2 and module_names.short(part) in layers:
+            return shape[0]
     return None
 
 

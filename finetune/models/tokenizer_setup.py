@@ -45,6 +45,22 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     return tokenizer
 
 
+def read_vocabulary(model: Model) -> dict[str, int] | None:
+    """The ids of a local model's tokens and of `model.add_tokens`, without transformers; `None`: the model is
+    on the Hub, or its tokenizer has no tokenizer.json."""
+    from tokenizers import AddedToken, Tokenizer
+
+    path = Path(model.name) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception:  # the library's one type for every fault of the file; loading it says which
+        return None
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])
+    return tokenizer.get_vocab()
+
+
 def _add_tokens(tokenizer: Any, texts: list[str]) -> None:
     """New tokens, each of which is seen wherever its text stands."""
     from transformers import AddedToken

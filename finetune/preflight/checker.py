@@ -14,7 +14,7 @@ from finetune.core.paths import on_the_hub
 from finetune.data import chat_templates, source_loading
 from finetune.distributed import launch_environment
 from finetune.hub import client
-from finetune.models import architecture, checkpoint_headers, model_files
+from finetune.models import architecture, checkpoint_headers, model_files, tokenizer_setup
 from finetune.preflight import choice_checks
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_types, qat_rules, upstream_options
@@ -194,6 +194,7 @@ def _adapter(recipe: Recipe) -> list[str]:
     folder, options = Path(recipe.model.name), recipe.adapter.options()
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     config = _config(recipe.model)
+    notes += _tokens_of_source(recipe, config)
     names = _module_names(recipe.model, config) if folder.is_dir() else None
     problems = choice_checks.against_rows(recipe, config)
     if names and names.modules:
@@ -204,6 +205,17 @@ def _adapter(recipe: Recipe) -> list[str]:
     if problems:
         raise UserError(*problems)
     return notes
+
+
+def _tokens_of_source(recipe: Recipe, config: Any) -> list[str]:
+    """The tokens of a local adapter to continue from, beside those of a local base model."""
+    source, known = recipe.adapter.source, None
+    if source and Path(source).exists() and config:
+        known = tokenizer_setup.read_vocabulary(recipe.model)
+    rows = getattr(config.get_text_config(), "vocab_size", None) if known else None
+    if known is None or rows is None:
+        return []
+    return continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, known, rows)
 
 
 def _module_names(section: Model, config: Any) -> Names | None:

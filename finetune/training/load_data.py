@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune.adapters import continue_from
 from finetune.data import chat_templates
-from finetune.models import tokenizer_setup
+from finetune.models import model_files, tokenizer_setup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,9 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
 
     template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
     tokenizer = tokenizer_setup.load_tokenizer(recipe.model, template)
-    continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer)
+    if recipe.adapter.source:
+        held = model_files.read_config(recipe.model).get_text_config().vocab_size
+        continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer.get_vocab(), held)
     build = streaming.stream if recipe.data.streaming else preparation.prepare
     rows, ends = (
         tokenizer_setup.vocabulary(recipe.model, tokenizer),

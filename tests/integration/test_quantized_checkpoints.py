@@ -43,7 +43,7 @@ def test_lora_on_a_quantized_checkpoint_trains_and_merges_into_whole_weights(
     storage: str, two_layers: Path, train: Any, tmp_path: Path
 ) -> None:
     folder, whole = checkpoint(storage, two_layers, tmp_path / storage)
-    run = train(f"model.name={folder}", STEPS, RATE)
+    run = train(f"model.name={folder}", STEPS, "train.learning_rate=1e-3")
     stays = storage in ("nf4", "fp4", "int8")
     said = check_of(run, "model.quantization")
     assert said["expected"] == (storage if stays else "dequantized to float32") and said["passed"]

@@ -170,9 +170,7 @@ def test_advice_on_a_quantized_checkpoint_passes_check(model: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json"])
-def test_check_finds_gptq_and_awq_weights_that_only_their_old_file_declares(
-    file: str, model: Path
-) -> None:
+def test_check_finds_gptq_and_awq_weights_that_only_their_old_file_declares(file: str, model: Path) -> None:
     (model / file).write_text(json.dumps({"bits": 4, "group_size": 128}))
     name = "model.layers.0.self_attn.q_proj.qweight"
     save_file({name: torch.zeros(4, 4, dtype=torch.int32)}, model / "model.safetensors")
