@@ -62,7 +62,7 @@ def test_check_of_embeddings_saved_whole_names_the_tokens_and_a_remedy_that_work
 def test_check_of_trained_rows_names_the_list_and_training_continues_with_it(
     two_layers: Path, train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = {"trainable_token_indices": [4096, 4097]}
+    rows: dict[str, Any] = {"trainable_token_indices": [4096, 4097]}
     source = peft_adapter(two_layers, tmp_path / "source", whole=False, **rows)
     given = [f"model.name={two_layers}", f"adapter.init_from={source}", *GIVEN]
     wrong = ([], ['model.add_tokens=["<call>"]'], [f"model.add_tokens={json.dumps([*TOKENS, '<more>'])}"])
