@@ -109,6 +109,24 @@ def choose(
     return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
 
 
+def stronger_level(level: str, *, fused_mlps: bool, offloads: bool) -> str | None:
+    """Return the next level, which leaves less on the GPU; `None` after `full`.
+
+    Args:
+        fused_mlps: gate and up can be recomputed alone.
+        offloads: activations leave the GPU, which `auto` does beside less checkpointing alone.
+    """
+    order = ["none", "norms", "mlp", "full"] if fused_mlps else ["none", "norms", "full"]
+    kind, _, count = level.partition(":")
+    if level == "full":
+        return None
+    if count and kind in order:
+        return kind  # of all layers, in place of some
+    if offloads or kind not in order:
+        return "mlp" if kind == "mlp_int8" and not offloads else "full"
+    return order[order.index(kind) + 1]
+
+
 def _rounded(plan: Memory, text: str) -> Choice | None:
     """Gate and up kept in int8, as few as need be made again; `None`: not by `auto`, or it is not enough."""
     kept, one = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers

@@ -43,6 +43,17 @@ def split_batch(train: Train, processes: int) -> Batch:
     return Batch(effective, per_device, share // per_device)
 
 
+def with_micro_batch(batch: Batch, per_device: int) -> Batch:
+    """Return the same effective batch with so many sequences in a forward pass."""
+    return Batch(batch.effective, per_device, batch.per_device * batch.accumulation // per_device)
+
+
+def smaller_micro_batch(batch: Batch) -> int | None:
+    """Return about half of the micro-batch, a divisor of the share; `None` if it is one sequence."""
+    share = batch.per_device * batch.accumulation
+    return max((n for n in range(1, batch.per_device // 2 + 1) if share % n == 0), default=None)
+
+
 def most_processes(train: Train, devices: int) -> tuple[int, str]:
     """As many processes, one for each of the devices, as a step's rows can be split over; why not all."""
     effective, stated = train.effective_batch_size, train.per_device_train_batch_size

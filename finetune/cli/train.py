@@ -99,7 +99,7 @@ def train(options: argparse.Namespace) -> None:
         asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
         try:
             with memory_errors():
-                folder = pipeline.run(recipe, quiet=options.quiet, **asked)
+                folder = pipeline.run(recipe, quiet=options.quiet, command=True, **asked)
         except Stopped as stopped:
             again = shlex.join(["finetune", *arguments.go_on(options, stopped.folder)])
             raise Stopped(f"{stopped}\n  go on with: {again}") from None

@@ -71,6 +71,12 @@ class Console:
         if self._log:
             self._log.print(masked(text), markup=False)
 
+    def flush(self) -> None:
+        """Write what was said to the terminal and to log.txt now."""
+        self.console.file.flush()
+        if self._log:
+            self._log.file.flush()
+
     def log_to(self, path: Path, *, again: bool = False) -> None:
         """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
         file = path.open("a" if again else "w", encoding="utf-8")

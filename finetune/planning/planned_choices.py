@@ -172,8 +172,8 @@ def room(
     """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
     held = memory_by_phase.of_process(found, storage, precision, share, full=not kept.adapted)
     held += 4 * has.trained / memory_estimate.GIB / share.weights if kept.adapted else 0.0
-    held += share.gathered + (0.0 if kept.adapted else share.outside)
-    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB
+    held += share.whole
+    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB + share.nccl
     free = max(0.0, machine.memory_gib - system - held)
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
     extra = 8 * whole / memory_estimate.GIB if recipe.speed.qat else 0.0
@@ -189,6 +189,7 @@ def room(
         offload=recipe.speed.offload,
         each=each,
         extra=extra,
+        sharded=share.weights > 1,
     )
     if (
         not kept.adapted and share.states == 1 and precision != "no"
@@ -196,4 +197,5 @@ def room(
         one = memory_estimate.widths(found.config)
         copied = 2 * (whole + one.vocabulary * one.hidden) / memory_estimate.GIB
         memory = memory._replace(room=memory.room - copied)
-    return memory, min(held + memory_estimate.SPARE * free, machine.memory_gib)
+    usable = held + memory_estimate.usable_gib(free, sharded=share.weights > 1)
+    return memory, min(usable, machine.memory_gib)

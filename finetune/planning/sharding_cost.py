@@ -66,6 +66,15 @@ class Share(NamedTuple):
     """GiB of those outside of layers, whole before and after them; where they train, all the while."""
     buckets: bool = False
     """Gradients are summed in a copy (DDP)."""
+    nccl: float = 0.0
+    """GiB that NCCL holds before the model is set up, where weights are divided."""
+
+    @property
+    def whole(self) -> float:
+        """GiB of weights that a run leaves room for: one more layer than a step needs at once, and what is
+        outside of layers."""
+        more = 1.0 if self.half else memory_estimate.GATHERED_LAYERS / WHOLE_LAYERS
+        return self.gathered * more + self.outside
 
 
 def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
@@ -167,7 +176,8 @@ def share(by: Sharding, processes: int, gathered: float, outside: float, paramet
     gathered = max(gathered, memory_estimate.zero3_gib(parameters)) if by.half else gathered
     weights, states = processes if by.weights else 1, processes if by.states else 1
     whole = (gathered, outside) if by.weights else (0.0, 0.0)
-    return Share(weights, states, by.half, *whole, buckets=by.name == "DDP")
+    nccl = memory_estimate.nccl_gib(processes) if by.weights else 0.0
+    return Share(weights, states, by.half, *whole, buckets=by.name == "DDP", nccl=nccl)
 
 
 def sent(by: Sharding, processes: int, base: float, trained: int, passes: int) -> tuple[float, float]:

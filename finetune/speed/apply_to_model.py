@@ -54,7 +54,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
     compile = as_rank_0(choose_compile(speed.compile, work, hardware))
     graphs = choose_graphs(model, speed.compile, work, compile, hardware)
     how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
-    plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each)
+    plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each, sharded=work.sharded)
     room, host = least(plan.room - work.awaited, work.host)
     plan = plan._replace(room=room, host=host, unfused=f"speed.fused: {done}")
     made = cuda_graphs.beside(graphs, speed, speed.activation_checkpointing, plan, hardware)
@@ -281,8 +281,10 @@ def memory(
     offload: str = "none",
     parts: int = 1,
     each: float = 12.0,
+    sharded: str = "",
 ) -> Memory:
-    """The memory plan of `tokens` tokens on this model and device; `parts`, `each`: as `Work` has them."""
+    """The memory plan of `tokens` tokens on this model and device; `parts`, `each`, `sharded`: as `Work` has
+    them."""
     trained = {n: sharded_tensors.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
     ia3 = any("ia3_l" in name for name in trained)
     columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
@@ -295,7 +297,7 @@ def memory(
     keeps = keeps._replace(uncast=adapted and parts > 1, fp8=in_fp8, head=head_trains(model))
     given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
     return memory_estimate.activations(
-        model.config, tokens, keeps, **given, extra=qat.kept_gib(model), each=each
+        model.config, tokens, keeps, **given, extra=qat.kept_gib(model), each=each, sharded=bool(sharded)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune.autoconfig.batch_size import MARGIN, Batch, sizes
+from finetune.autoconfig.batch_size import MARGIN, Batch, sizes, with_micro_batch
 from finetune.checkpointing import training_state
 from finetune.core import fault_injection
 from finetune.core.errors import Exit, Problem, UserError
@@ -84,8 +84,7 @@ def search(
 
 def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
     """As the run of a checkpoint was split."""
-    size = contract["chosen"]["train.per_device_train_batch_size"]
-    return Batch(batch.effective, size, batch.per_device * batch.accumulation // size)
+    return with_micro_batch(batch, contract["chosen"]["train.per_device_train_batch_size"])
 
 
 def _next(trials: list[Trial], size: int) -> float:

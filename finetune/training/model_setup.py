@@ -14,6 +14,7 @@ import torch
 
 from finetune.adapters import attach, initialization, trainable_parameters
 from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
+from finetune.autoconfig.batch_size import with_micro_batch
 from finetune.checkpointing import checkpoints, resume_contract, training_state
 from finetune.core import run_checks
 from finetune.core.errors import Problem, UserError
@@ -23,7 +24,7 @@ from finetune.preflight import choice_checks
 from finetune.quantization import qat
 from finetune.recipe import adapter_types
 from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
-from finetune.training import batch_search, oom_recovery, optimizers
+from finetune.training import auto_correction, batch_search, oom_recovery, optimizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,6 +76,7 @@ def make_fast(
     work: compilation.Work,
     found: Found | None,
     ledger: RunChecks,
+    correction: auto_correction.Correction = auto_correction.NONE,
 ) -> dict[str, run_checks.Choice]:
     """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
@@ -85,10 +87,14 @@ def make_fast(
     section, before = resume_contract.as_chosen(recipe.speed, found, name)
     once = transformer_engine_layers.used() and section.activation_checkpointing == "auto"
     section = section.model_copy(update={"activation_checkpointing": "none"}) if once else section
+    corrected = correction.choice(auto_correction.CHECKPOINTING)
+    if corrected:
+        section = section.model_copy(update={"activation_checkpointing": corrected.value})
     fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger)
     if once:
         why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_environment.ONCE}"
         fast["speed.activation_checkpointing"] = fast["speed.activation_checkpointing"]._replace(reason=why)
+    fast |= {auto_correction.CHECKPOINTING: corrected} if corrected else {}
     same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
     fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
     fast["speed.loss"] = collectives.from_main(
@@ -103,7 +109,8 @@ def make_fast(
 def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> compilation.Work:
     """What a process is to do, and what comes to its GPU when it trains.
 
-    Of weights that FSDP splits: its part, and two layers; under ZeRO-3 what DeepSpeed holds. Where every
+    Of weights that FSDP splits: its part, some layers, and what is outside of layers, which is whole at both
+    ends; under ZeRO-3 what DeepSpeed holds. Where every
     weight trains, autocast's copies of the linear layers'. Of each number that trains its gradient, and what
     stands beside it.
     """
@@ -113,10 +120,12 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         linear = (m.weight.numel() for m in adapted.modules() if isinstance(m, torch.nn.Linear))
         awaited += 2 * sum(linear) if launch.precision != "no" else 0
     if sharded == "FSDP":
-        awaited = sum(p.nbytes for p in every) // launch.processes
-        awaited += sum(
-            p.nbytes for layer in apply_to_model.decoder_layers(adapted)[:2] for p in layer.parameters()
-        )
+        layers = [
+            sum(p.nbytes for p in layer.parameters()) for layer in apply_to_model.decoder_layers(adapted)
+        ]
+        whole = sum(p.nbytes for p in every)
+        outside = whole - sum(layers) if layers else 0
+        awaited = whole // launch.processes + sum(layers[: memory_estimate.GATHERED_LAYERS]) + outside
         awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
     if sharded == "DeepSpeed":
         awaited = (
@@ -163,6 +172,28 @@ def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tup
     return int(at_once * most), at_once * row * batch.accumulation
 
 
+def settle_batch(
+    section: Train,
+    batch: Batch,
+    found: Found | None,
+    correction: auto_correction.Correction,
+    arguments: SFTConfig,
+) -> Batch:
+    """The batch with the micro-batch of a correction, of this run or of the one that it resumes."""
+    size, share = correction.micro_batch, batch.per_device * batch.accumulation
+    if found and section.per_device_train_batch_size is None:
+        size = found.contract["chosen"].get(auto_correction.MICRO_BATCH)
+    if not size or share % size:
+        return batch
+    return _in_arguments(with_micro_batch(batch, size), arguments)
+
+
+def _in_arguments(batch: Batch, arguments: SFTConfig) -> Batch:
+    arguments.per_device_train_batch_size = batch.per_device
+    arguments.gradient_accumulation_steps = batch.accumulation
+    return batch
+
+
 def search_batch(
     adapted: Any,
     recipe: Recipe,
@@ -184,9 +215,35 @@ def search_batch(
             if found
             else batch_search.search(adapted, dataset, recipe.data, batch, pad, compiled, held, ledger)
         )
-    arguments.per_device_train_batch_size = batch.per_device
-    arguments.gradient_accumulation_steps = batch.accumulation
-    return batch
+    return _in_arguments(batch, arguments)
+
+
+def corrector(
+    recipe: Recipe,
+    setup: Setup,
+    adapted: Any,
+    batch: Batch,
+    fast: dict[str, run_checks.Choice],
+    correction: auto_correction.Correction,
+    screen: Console,
+) -> auto_correction.Corrector | None:
+    """What starts the run again if its first step runs out of memory; `None`: no `auto` can take less."""
+    layers = apply_to_model.decoder_layers(adapted)
+    level = fast[auto_correction.CHECKPOINTING].value
+    allowed = partial(choice_checks.allows, recipe, setup)
+    change = auto_correction.next_change(
+        recipe,
+        level if layers and not transformer_engine_layers.used() else "full",
+        batch,
+        allowed,
+        fused_mlps=bool(layers) and all(map(apply_to_model.fused_mlps, layers)),
+        offloads=bool(memory_estimate.away(fast["speed.offload"].value, max(1, len(layers)))),
+    )
+    alone = setup.launch.processes == 1
+    if change is None or not (alone or correction.restarts):
+        return None
+    following = correction._replace(changes=(*correction.changes, change))
+    return auto_correction.Corrector(following, screen, alone=alone)
 
 
 def micro_batches(
@@ -196,13 +253,20 @@ def micro_batches(
     fast: dict[str, run_checks.Choice],
     screen: Console,
     ledger: RunChecks,
+    struck: tuple[int, ...] = (),
 ) -> oom_recovery.MicroBatches:
     """Those of the run, which know what to say where memory runs out."""
     allowed = partial(choice_checks.allows, recipe, setup)
     graphs = fast["CUDA graphs"].value == "on"
-    asked = recipe.speed, recipe.model.quantization, recipe.adapter.type, recipe.data.max_length
+    level = {"activation_checkpointing": fast["speed.activation_checkpointing"].value}
+    asked = (
+        recipe.speed.model_copy(update=level),
+        recipe.model.quantization,
+        recipe.adapter.type,
+        recipe.data.max_length,
+    )
     less = oom_recovery.fixes(*asked, allowed, graphs=graphs)
-    made = oom_recovery.of(less, batch, screen, ledger)
+    made = oom_recovery.of(less, batch, screen, ledger, struck)
     length = recipe.data.max_length // setup.launch.sharing
     made.needs = partial(oom_recovery.needed, length, setup, fast, beside(recipe, setup))
     return made

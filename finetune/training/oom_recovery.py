@@ -106,16 +106,21 @@ class MicroBatches:
         return True
 
 
-def of(less: Sequence[str], batch: Batch, screen: Console, ledger: RunChecks) -> MicroBatches:
+def of(
+    less: Sequence[str], batch: Batch, screen: Console, ledger: RunChecks, struck: Sequence[int] = ()
+) -> MicroBatches:
     """Of a run; and whether faults are planned on purpose is said here.
 
     Args:
         less: `fixes`.
+        struck: steps in which a fault on purpose has been met in an earlier attempt.
     """
     if planned := fault_injection.planned():
         ledger.add(fault_injection.VARIABLE, "", str(planned), "the environment", ok=True)
         screen.say(f"{fault_injection.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
-    return MicroBatches(batch.per_device, less, partial(tell, batch.per_device, screen, ledger))
+    made = MicroBatches(batch.per_device, less, partial(tell, batch.per_device, screen, ledger))
+    made.struck.update(struck)
+    return made
 
 
 def needed(

@@ -35,6 +35,7 @@ from finetune.distributed import (
     collectives,
     deepspeed_zero,
     gradient_reduction,
+    restart_together,
     sharded_tensors,
     transformer_engine_layers,
 )
@@ -47,6 +48,7 @@ from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import apply_to_model, dora_norm
 from finetune.training import (
+    auto_correction,
     eval_callback,
     first_step_checks,
     launch_checks,
@@ -62,6 +64,7 @@ from finetune.training import (
     training_data,
     verify_saved,
 )
+from finetune.training.auto_correction import Correction, StartAgain
 from finetune.training.trainer import Trainer, build
 
 if TYPE_CHECKING:
@@ -83,6 +86,7 @@ def run(
     resumes: str | None = None,
     until: Until | None = None,
     watchers: Sequence[Any] = (),
+    command: bool = False,
 ) -> RunFolder:
     """Train, save, reopen and evaluate one recipe; returns its run folder.
 
@@ -91,13 +95,17 @@ def run(
             run is left as it is.
         until: when to end before the last step.
         watchers: more callbacks.
+        command: this process is `finetune train`: among others of a launch it may be replaced by a new one
+            with the same command, if the first step runs out of memory.
 
     Raises:
         UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
         Stopped: told to end, by a signal or `until`.
     """
-    where, quiet = recipe.train.output_dir, quiet or os.environ.get("RANK", "0") != "0"
-    if resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
+    correction = auto_correction.from_environment() if command else auto_correction.NONE
+    where, quiet = correction.folder or recipe.train.output_dir, quiet or os.environ.get("RANK", "0") != "0"
+    correction = correction._replace(restarts=command and restart_together.possible())
+    if not correction.folder and resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
         Console(quiet=quiet).say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
@@ -105,7 +113,15 @@ def run(
     with stopping.Stop(until).listening() as stop:
         try:
             with claimed as where:
-                return _run(choice_checks.pinned(recipe), where, stop, resumes, quiet, watchers)
+                recipe = choice_checks.pinned(recipe)
+                while True:
+                    try:
+                        return _run(recipe, where, stop, resumes, quiet, watchers, correction)
+                    except StartAgain as again:
+                        correction = again.correction
+                    stop.failed = False
+                    torch._dynamo.reset()
+                    clear_device_cache(garbage_collection=True)  # of the attempt
         except Stopped as stopped:
             if stopped.together:
                 collectives.end_together()
@@ -113,7 +129,13 @@ def run(
 
 
 def _run(
-    recipe: Recipe, where: str | None, stop: Stop, resumes: str | None, quiet: bool, watchers: Sequence[Any]
+    recipe: Recipe,
+    where: str | None,
+    stop: Stop,
+    resumes: str | None,
+    quiet: bool,
+    watchers: Sequence[Any],
+    correction: Correction,
 ) -> RunFolder:
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
@@ -128,25 +150,34 @@ def _run(
 
     tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
+    found = find_checkpoint(recipe.train, resumes, setup)
+    batch = model_setup.settle_batch(recipe.train, batch, found, correction, arguments)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     contract = resume_facts.contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
-    found = find_checkpoint(recipe.train, resumes, contract, setup)
+    if found:
+        found.notes.extend(resume_contract.compare(found.contract, contract, found.path))
 
     adapted = model_setup.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
     flops = apply_to_model.flops_per_token(adapted)
     most, whole = model_setup.tokens_of(recipe, setup, batch, data_report["train"])
     work = model_setup.work_of(adapted, recipe, setup, most, flops * whole * steps)
-    fast = model_setup.make_fast(adapted, recipe, setup, arguments, work, found, ledger)
+    fast = model_setup.make_fast(adapted, recipe, setup, arguments, work, found, ledger, correction)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     model_setup.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
     contract["base"] = model_setup.frozen_fingerprint(adapted, found, ledger)
-    if recipe.train.per_device_train_batch_size == "auto":
+    if recipe.train.per_device_train_batch_size == "auto" and not correction.micro_batch:
         batch = model_setup.search_batch(
             adapted, recipe, setup, batch, found, prepared.train, tokenizer, fast, arguments, ledger
         )
 
-    with recording(screen, ledger, folder, setup, found), trackers.running(arguments, folder) as tracked:
-        choices = resolved_recipe.choices(recipe, setup, batch, steps, adapted, fast, folder)
+    again = found is not None or bool(correction.changes)
+    with (
+        recording(screen, ledger, folder, setup, again=again),
+        trackers.running(arguments, folder) as tracked,
+    ):
+        correction = correction._replace(folder=str(folder.path))
+        choices = resolved_recipe.choices(recipe, setup, batch, steps, adapted, fast, folder, correction)
+        correction.add_receipts(ledger)
         initial = folder.staging / "initial"
         if setup.launch.main:
             resolved_recipe.write_start(folder, recipe, choices, data_report, setup, arguments)
@@ -165,8 +196,11 @@ def _run(
         watching += dora_norm.refreshing(adapted, ledger)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        again = model_setup.micro_batches(recipe, setup, batch, fast, screen, ledger)
-        trainer.remembers(schedule, contract, again, metrics, *unusable, *validating)
+        struck = (1,) if correction.changes else ()
+        parts = model_setup.micro_batches(recipe, setup, batch, fast, screen, ledger, struck)
+        trainer.remembers(schedule, contract, parts, metrics, *unusable, *validating)
+        if found is None:
+            trainer.corrector = model_setup.corrector(recipe, setup, adapted, batch, fast, correction, screen)
         tracked.follow(trainer)
         if (
             (recipe.data.packing or recipe.data.padding_free)
@@ -276,16 +310,11 @@ def reopen_and_evaluate(
     return result
 
 
-def find_checkpoint(
-    section: Train, resumes: str | None, contract: dict[str, Any], setup: Setup
-) -> Found | None:
-    """The checkpoint to go on from, verified by rank 0 and held against this run by all."""
+def find_checkpoint(section: Train, resumes: str | None, setup: Setup) -> Found | None:
+    """The checkpoint to go on from, verified by rank 0."""
     stopping.check(section, resumes, setup.launch.keeper)
     folder = RunFolder(Path(section.output_dir or ""))
-    found: Found | None = collectives.from_main(lambda: resume.find(folder, resumes))
-    if found:
-        found.notes.extend(resume_contract.compare(found.contract, contract, found.path))
-    return found
+    return collectives.from_main(lambda: resume.find(folder, resumes))
 
 
 def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
@@ -303,14 +332,21 @@ def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
 
 @contextlib.contextmanager
 def recording(
-    screen: Console, ledger: RunChecks, folder: RunFolder, setup: Setup, found: Found | None
+    screen: Console, ledger: RunChecks, folder: RunFolder, setup: Setup, *, again: bool
 ) -> Iterator[None]:
-    """Keep log.txt from here on, and leave checks.json behind however the run ends."""
+    """Keep log.txt from here on, and leave checks.json behind however the run ends.
+
+    Args:
+        again: log.txt goes on.
+    """
     if setup.launch.main:
-        screen.log_to(folder.path / "log.txt", again=found is not None)
-    ended = ""  # why, where it does not come to its end
+        screen.log_to(folder.path / "log.txt", again=again)
+    ended, over = "", True  # why, where it does not come to its end
     try:
         yield
+    except StartAgain:
+        over = False
+        raise
     except Stopped as stopped:
         stopped.folder, ended = str(folder.path), str(stopped)
         if folder.weights.exists():
@@ -327,6 +363,6 @@ def recording(
         with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
             if ended:
                 screen.log(ended)
-            if setup.launch.main:
+            if setup.launch.main and over:
                 folder.write("checks.json", ledger.as_json())
                 html_report.after(folder.path, screen)

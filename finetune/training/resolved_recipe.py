@@ -14,6 +14,7 @@ from finetune.autoconfig import optimizer_choice
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
+from finetune.training.auto_correction import MICRO_BATCH, NONE, SET_BY, Correction
 
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
@@ -62,6 +63,7 @@ def choices(
     adapted: Any,
     fast: dict[str, Choice],
     folder: RunFolder,
+    correction: Correction = NONE,
 ) -> run_folder.Choices:
     """Every value that was not simply read from the recipe, with who set it and why."""
     launch, set_by = setup.launch, recipe.origin.set_by
@@ -71,6 +73,8 @@ def choices(
     split = f"{batch.effective} = {factors}"
 
     def by(key: str, who: str, choice: Choice) -> str:
+        if choice.reason.startswith(SET_BY):
+            return choice.reason
         return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
     stored = setup.storage.value if setup.storage.value in adapter_types.QUANTISED else "none"
@@ -81,6 +85,8 @@ def choices(
     graphs = fast["CUDA graphs"]
     offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
+    if smaller := correction.choice(MICRO_BATCH):
+        per_device = f"{smaller.reason}: {split}"
     return {
         **{key: (path, set_by[key]) for key, path in run_folder.local_paths(recipe).items()},
         **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},

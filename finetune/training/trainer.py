@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from finetune.checkpointing.checkpoints import Writer
     from finetune.recipe.schema import Adapter, Speed
+    from finetune.training.auto_correction import Corrector
     from finetune.training.stopping import Schedule
 
 
@@ -68,6 +69,8 @@ class Trainer(SFTTrainer):
     sums: dict[str, Any]
     """What the loss has counted since the last log: tensors that are read then, not before."""
     micro_batches: oom_recovery.MicroBatches
+    corrector: Corrector | None = None
+    """Starts the run again with what `auto` takes next, if its first step runs out of memory."""
     nonfinite: nan_detection.NonFinite | None = None
     exchanged = 0
     """Bytes of gradients in the last step, where we exchange them."""
@@ -141,6 +144,8 @@ class Trainer(SFTTrainer):
                     total = total + super().training_step(model, inputs, items)
                 fault_injection.in_backward(self.state.global_step + 1, parts.rows_of(inputs), parts.struck)
         except torch.OutOfMemoryError as error:
+            if self.corrector and self.in_first_step():
+                raise  # `train_from` starts the run again
             parts.error = str(error)
             if not self.repeats(model, items):
                 raise parts.too_large(self.state.global_step + 1, parts.error) from error
@@ -148,6 +153,10 @@ class Trainer(SFTTrainer):
             torch._dynamo.reset()  # CUDA graphs hold memory, and a second shape is taken for any
             clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
+
+    def in_first_step(self) -> bool:
+        """Whether this process has not finished a step yet."""
+        return self.state.global_step < self.first_step.first
 
     @contextlib.contextmanager
     def in_training(self, model: Any) -> Iterator[None]:
@@ -273,15 +282,24 @@ class Trainer(SFTTrainer):
         Raises:
             Stopped: told to end before the last step; a checkpoint is published.
             UserError: the same where none can be made (exit 5).
+            StartAgain: the first step ran out of memory, and `auto` has stronger settings.
         """
-        self.resumed = training_state.read(checkpoint) if checkpoint else None
+        self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
         try:
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        except Exception as error:
+            if not (self.corrector and self.corrector.takes(error, first_step=self.in_first_step())):
+                raise
+            no_memory = str(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
             self.schedule.stop.step_began = None
             if self.loader is not None:
                 self.loader._iterator = None  # ends workers that persist
+        if self.corrector and no_memory:  # here no traceback holds the step's tensors
+            self.accelerator.free_memory()
+            self.corrector.start_again()
+            raise self.micro_batches.too_large(self.first_step.first, no_memory)
         self.resumed = None
         self.writer.wait()
         collectives.any_of(False)  # a rank that leaves earlier takes the others with it
@@ -331,6 +349,8 @@ class Trainer(SFTTrainer):
         self.writer.waited.append(time.monotonic() - started)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.corrector:
+            self.corrector.finish_first_step()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         for each in self.timed:
             each.loads()

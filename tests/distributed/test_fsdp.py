@@ -286,7 +286,8 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
 
 
 def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
-    """What splits weights leaves each process its part of them, and two layers; a base of codes leaves."""
+    """What splits weights leaves each process its part of them, three layers and what is outside of layers; a
+    base of codes leaves."""
     loaded = loader.load(QUICKSTART, ["adapter.type=full"])
     setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full")
     launch = dataclasses.replace(setup.launch, processes=4, sharded="FSDP", splitter="FSDP")
@@ -294,7 +295,8 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     base = loading.load(loaded.model, setup, "cpu")
     whole = sum(p.nbytes for p in base.parameters())
     linear = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
-    layers = sum(p.nbytes for layer in base.model.layers[:2] for p in layer.parameters())
+    each = [sum(p.nbytes for p in layer.parameters()) for layer in base.model.layers]
+    layers = sum(each[:3]) + whole - sum(each)
     work = model_setup.work_of(base, loaded, split, 64, 0.0)
     assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
     alone = model_setup.work_of(base, loaded, setup, 64, 0.0)
@@ -311,7 +313,8 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     light = apply_to_model.memory(base, 64, setup.hardware, **how, each=6.0).room
     assert light - rooms[0] == pytest.approx((12 - 6) * whole / 4 / 2**30, rel=1e-3)
     elsewhere = base.to("meta")  # where its head is a copy
-    whole = sum(p.nbytes for p in elsewhere.parameters())
+    apart = sum(p.nbytes for p in elsewhere.parameters()) - whole
+    whole, layers = whole + apart, layers + apart
     work = model_setup.work_of(elsewhere, loaded, split, 64, 0.0)
     assert work.awaited == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
 

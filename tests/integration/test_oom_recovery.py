@@ -57,6 +57,7 @@ def test_no_memory_once_is_met_in_the_step_it_happens(train, monkeypatch) -> Non
 @pytest.mark.soak
 def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatch) -> None:
     few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0", "data.packing=true"]
+    few += ["speed.activation_checkpointing=none"]
     few += ["train.effective_batch_size=4", "data.max_length=256"]
     plain = train(*few, name="plain")
     monkeypatch.setenv(fault_injection.VARIABLE, "rows:2:oom")
@@ -78,7 +79,8 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
     """What it would need, by `finetune plan`; what takes the memory; three ways to take less."""
     monkeypatch.setenv(fault_injection.VARIABLE, "rows:0:step:1:oom,rows:1:oom")
     monkeypatch.setattr(oom_recovery.MicroBatches, "rows", 1, raising=False)
-    run = train(*FEW, "train.per_device_train_batch_size=1", code=5)
+    stated = ["train.per_device_train_batch_size=1", "speed.activation_checkpointing=none"]
+    run = train(*FEW, *stated, code=5)
     said = capsys.readouterr().err
     assert "out of memory in step 1, with one row at once" in said
     assert "in use, GiB: the base's weights 0.0" in said and "what trains 0.0" in said

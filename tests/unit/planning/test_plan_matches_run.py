@@ -237,7 +237,8 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
         run_checks.Choice("trl", ""),
     )
     setup = replace(setup, launch=replace(setup.launch, processes=2))
-    fast = dict.fromkeys(("speed.loss", "speed.compile", "CUDA graphs"), chosen)
+    names = "speed.loss", "speed.compile", "CUDA graphs", "speed.activation_checkpointing"
+    fast = dict.fromkeys(names, chosen)
     seen: list[Any] = []
     monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[-2]) or split)
     tokenizer, arguments = SimpleNamespace(pad_token_id=0), SimpleNamespace()
