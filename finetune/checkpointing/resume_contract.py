@@ -29,6 +29,8 @@ MAY_CHANGE = (
     "eval.forgetting",
     "eval.limit",
     "eval.max_new_tokens",
+    "eval.min_loss_difference",
+    "eval.min_score_difference",
     "eval.num_fewshot",
     "eval.samples",
     "eval.tasks",

@@ -6,8 +6,8 @@ from finetune.core.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
     from finetune.evaluation.evaluator import run as evaluate
-    from finetune.evaluation.results import verdict as verdict
+    from finetune.evaluation.verdicts import verdict as verdict
 
 __all__ = ["evaluate", "verdict"]
 
-__getattr__ = lazy_imports(__name__, {"evaluate": "evaluator.run", "verdict": "results.verdict"})
+__getattr__ = lazy_imports(__name__, {"evaluate": "evaluator.run", "verdict": "verdicts.verdict"})

@@ -18,7 +18,7 @@ from accelerate.utils.memory import clear_device_cache
 from finetune.core import shipped_files, strict_json
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
-from finetune.evaluation import lm_eval_harness, reopen, results, scoring, tasks, validation_set
+from finetune.evaluation import lm_eval_harness, reopen, results, scoring, tasks, validation_set, verdicts
 from finetune.evaluation.results import Measured
 from finetune.hardware import detection
 from finetune.models import generation_config, tokenizer_setup
@@ -94,7 +94,7 @@ def run(
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
         say(f"tuned and base: tasks {', '.join(recipe.eval.tasks)}")
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
-    result = results.content(rows, before, after, recipe.eval, notes)
+    result = results.content(rows, before, after, recipe.eval, notes, texts)
     result["settings"]["stops"] = stops
     result["settings"]["model"] = comparability.named(recipe.model.name, recipe.model.revision)
     result["settings"]["storage"] = reopen.setup_of(recipe).storage.value
@@ -104,7 +104,7 @@ def run(
         OTHER if apart or validation_set.overridden(recipe) else "eval.json"
     )  # which stays the run's own result
     result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}
-    result["verdict"] = results.verdict(result)
+    result["verdict"] = verdicts.verdict(result)
     if PartialState().is_main_process:
         folder.write(name, result)
     return result
@@ -185,7 +185,15 @@ def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
     if not alike or not (same if strict else same is not False):
         return {}
     gone = {*now["tasks"], results.GENERAL}  # the general text is asked each time, or not wanted
-    return {name: task for name, task in earlier["tasks"].items() if name not in gone}
+    return {name: _tested(task) for name, task in earlier["tasks"].items() if name not in gone}
+
+
+def _tested(task: dict[str, Any]) -> dict[str, Any]:
+    """A task of an earlier evaluation; without a p-value (from an older version) it has no verdict."""
+    for change in task["difference"].values():
+        if "p" not in change:
+            change.pop("verdict", None)
+    return task
 
 
 def general_texts(settings: Eval) -> list[str]:

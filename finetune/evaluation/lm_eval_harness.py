@@ -21,7 +21,7 @@ from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.memory_estimate import LARGEST_BATCH
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.template_sandbox import render
-from finetune.evaluation import lm_eval_tasks, paired_bootstrap, scoring, tasks
+from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
 from finetune.hardware import detection
 from finetune.models import model_files
 
@@ -388,22 +388,33 @@ def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> d
     if not before or not after or len(before[0]) != len(after[0]):
         return None
     of = PERPLEXITIES.get(metric.partition(",")[0])
+    groups = _groups(metric, base)
     if of:
         weights = before[1]
-        return paired_bootstrap.difference(
-            before[0], after[0], higher_is_better=False, weights=weights, of=of
+        return paired_differences.difference(
+            before[0], after[0], higher_is_better=False, weights=weights, groups=groups, of=of
         )
-    return paired_bootstrap.difference(before[0], after[0], higher_is_better=higher_is_better)
+    return paired_differences.difference(
+        before[0], after[0], higher_is_better=higher_is_better, groups=groups
+    )
+
+
+def _groups(metric: str, rows: Any) -> list[Any]:
+    """What equal questions of a metric have in common: the prompt, or, where all have one, the document."""
+    name, _, wanted = metric.partition(",")
+    own = [row for row in rows if name in row and row["filter"] == (wanted or "none")]
+    prompts = [row["prompt_hash"] for row in own]
+    return prompts if len(set(prompts)) > 1 else [row["doc_hash"] for row in own]
 
 
 def _stderr(metric: str, rows: Any) -> float | None:
-    """The standard error of a metric, of a mean by its formula, of a perplexity by bootstrap."""
+    """The standard error of a metric, of a mean by its formula, of a perplexity by the jackknife."""
     values, weights = _values(metric, rows) or ([], None)
     of = PERPLEXITIES.get(metric.partition(",")[0])
     if len(values) < 2:
         return None
     return (
-        paired_bootstrap.standard_error(values, weights, of)
+        paired_differences.standard_error(values, weights, of)
         if of
         else statistics.stdev(values) / math.sqrt(len(values))
     )

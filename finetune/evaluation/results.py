@@ -1,4 +1,4 @@
-"""What eval.json says: base and tuned, their differences with intervals, the worst rows, and one verdict."""
+"""What eval.json says: base and tuned, their differences with intervals, and the worst rows."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
-from finetune.core import formatting
-from finetune.evaluation import lm_eval_harness, paired_bootstrap, scoring, tasks
+from finetune.evaluation import lm_eval_harness, paired_differences, scoring, tasks
 from finetune.hub import client
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.data.examples import Example
     from finetune.data.preparation import HeldOut
     from finetune.evaluation.scoring import Score
     from finetune.recipe.schema import Eval
@@ -34,9 +36,14 @@ class Measured:
 
 
 def content(
-    rows: list[HeldOut], before: Measured, after: Measured, settings: Eval, notes: list[str]
+    rows: list[HeldOut],
+    before: Measured,
+    after: Measured,
+    settings: Eval,
+    notes: list[str],
+    texts: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The content of eval.json, less its verdict."""
+    """The content of eval.json, less its verdict. `texts`: those that forgetting is measured on."""
     result: dict[str, Any] = {
         "base": {},
         "tuned": {},
@@ -48,7 +55,10 @@ def content(
     }
     if before.held_out and after.held_out:
         base, tuned = before.held_out, after.held_out
-        result |= {"base": base.as_json(), "tuned": tuned.as_json(), "difference": differences(base, tuned)}
+        groups = equal_examples(rows)
+        result |= {"base": base.as_json(), "tuned": tuned.as_json()}
+        result["difference"] = differences(base, tuned, groups)
+        result["examples"] = per_example(base, tuned, groups)
         result["sources"] = by_source(rows, base, tuned)
         asked = [index for index, row in enumerate(rows) if scoring.asks(row)]
         shown = asked[: settings.samples if settings.generate else 0]
@@ -57,7 +67,7 @@ def content(
         for row in result["worst"] if not settings.generate else ():
             del row["base"], row["tuned"]  # they were not asked
     if before.general and after.general:
-        result["tasks"][GENERAL] = _general(before.general, after.general)
+        result["tasks"][GENERAL] = _general(before.general, after.general, texts)
     forgetting = {
         task.task
         for task in map(tasks.read, filter(tasks.is_file, settings.tasks))
@@ -68,6 +78,8 @@ def content(
         "rows": len(rows),
         "batch_size": settings.batch_size,
         "max_new_tokens": settings.max_new_tokens,
+        "min_loss_difference": settings.min_loss_difference,
+        "min_score_difference": settings.min_score_difference,
         "general": settings.forgetting,
         "data": files_hashed(settings),
         "lm_eval": version("lm-eval") if settings.tasks else None,
@@ -78,29 +90,64 @@ def content(
     return result
 
 
-def differences(base: Score, tuned: Score) -> dict[str, Any]:
-    """tuned - base of loss (nats a token) and of exact match, paired by row."""
-    found = {
-        "loss": paired_bootstrap.difference(
-            base.losses, tuned.losses, higher_is_better=False, weights=base.tokens
+def equal_examples(rows: list[HeldOut]) -> list[int]:
+    """Each example's group: those with the same prompt, or without one the same text, are no new evidence.
+
+    Where all prompts are the same one, they tell nothing apart, and the whole example counts.
+    """
+
+    def prompt(example: Example) -> Any:
+        turns = example.messages[:-1] if example.messages else None
+        return repr(
+            [turns, example.tools, example.prompt, "" if turns or example.prompt else example.completion]
         )
-    }
-    hits = [[hit for hit in side.hits or () if hit is not None] for side in (base, tuned)]
-    if hits[0]:
-        found["exact_match"] = paired_bootstrap.difference(*hits, higher_is_better=True)
+
+    found = [prompt(row.example) for row in rows]
+    keys = found if len(set(found)) > 1 else [row.example.digest() for row in rows]
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def differences(base: Score, tuned: Score, groups: Sequence[int] | None = None) -> dict[str, Any]:
+    """tuned - base of loss (nats per token) and of exact match, paired by example.
+
+    Args:
+        groups: equal examples have the same; `None`: all differ.
+    """
+    loss = paired_differences.difference(
+        base.losses, tuned.losses, higher_is_better=False, weights=base.tokens, groups=groups
+    )
+    found = {"loss": loss}
+    asked = [index for index, hit in enumerate(base.hits or ()) if hit is not None]
+    if asked and base.hits and tuned.hits:
+        before, after = ([float(bool(side[index])) for index in asked] for side in (base.hits, tuned.hits))
+        those = [groups[index] for index in asked] if groups else None
+        found["exact_match"] = paired_differences.difference(
+            before, after, higher_is_better=True, groups=those
+        )
+    return found
+
+
+def per_example(base: Score, tuned: Score, groups: list[int]) -> dict[str, Any]:
+    """What runs on the same examples are compared by: sums of nats, tokens, right answers, equal examples."""
+    found: dict[str, Any] = {"group": groups, "tokens": base.tokens}
+    for name, score in (("base", base), ("tuned", tuned)):
+        found[name] = {"loss": score.losses} | ({"exact_match": score.hits} if score.hits else {})
     return found
 
 
 def by_source(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]]:
     """The same for the rows of each file or Hub set."""
     sources: dict[str, list[int]] = {}
+    groups = equal_examples(rows)
     for index, row in enumerate(rows):
         name = re.sub(r"(:\d+|\[\d+\]|!.*)$", "", row.example.where)
         sources.setdefault(name, []).append(index)
     found = []
     for name, indices in sources.items():
         pair = base.part(indices), tuned.part(indices)
-        scores = {"base": pair[0].as_json(), "tuned": pair[1].as_json(), "difference": differences(*pair)}
+        change = differences(*pair, [groups[index] for index in indices])
+        scores = {"base": pair[0].as_json(), "tuned": pair[1].as_json(), "difference": change}
         found.append({"source": name, "rows": len(indices), **scores})
     return found
 
@@ -131,9 +178,9 @@ def _sample(rows: list[HeldOut], base: Score, tuned: Score, index: int) -> dict[
     return {"prompt": prompt, **answers}
 
 
-def _general(base: Score, tuned: Score) -> dict[str, Any]:
-    found = paired_bootstrap.difference(
-        base.losses, tuned.losses, higher_is_better=False, weights=base.tokens
+def _general(base: Score, tuned: Score, texts: list[str] | None) -> dict[str, Any]:
+    found = paired_differences.difference(
+        base.losses, tuned.losses, higher_is_better=False, weights=base.tokens, groups=texts
     )
     return {
         "base": {"loss": base.loss},
@@ -157,42 +204,3 @@ def files_hashed(settings: Eval) -> dict[str, str]:
     if isinstance(settings.forgetting, str):
         found[GENERAL] = client.sha256(Path(settings.forgetting))
     return found
-
-
-def verdict(result: dict[str, Any]) -> dict[str, Any]:
-    """One word for the whole, with the numbers, and which general abilities got worse.
-
-    Answers to the validation set count before its loss, and that before tasks. Tasks that were asked for,
-    each at 95 % on its own, must not contradict it. Subtasks and tasks of forgetting do not decide.
-    """
-    said, words = [], []
-    for metric, name in (("exact_match", "exact match"), ("loss", "validation loss")):
-        if metric in result["difference"]:
-            words.append(result["difference"][metric]["verdict"])
-            said.append(_said(name, metric, result))
-    asked: list[str] = []
-    forgot = []
-    for name, task in result["tasks"].items():
-        found = task["difference"].get(task["main"])
-        if task["forgetting"]:
-            forgot += [name] if found and found["verdict"] == "worse" else []
-        elif task.get("asked", True) and task["main"]:
-            asked += [found["verdict"]] if found else []
-            said.append(_said(f"{name} {task['main']}", task["main"], task))
-    told = [word for word in (*words, *asked) if word != paired_bootstrap.TOO_FEW]
-    decided = [word for word in told if word != "same"]
-    word = decided[0] if decided else ("same" if told else "unknown")
-    if {"better", "worse"} <= {word, *asked}:
-        word = "mixed"
-    why = ", ".join(said) or "nothing was held out: data.validation or eval.tasks"
-    if word == "unknown" and paired_bootstrap.TOO_FEW in (*words, *asked):
-        fewest = paired_bootstrap.FEWEST
-        why += f"; no difference over fewer than {fewest} rows can be told from chance: hold more out"
-    return {"word": word, "why": why, "forgot": forgot}
-
-
-def _said(name: str, metric: str, scores: dict[str, Any]) -> str:
-    share = formatting.is_share(metric, scores["base"], scores["tuned"])
-    numbers = [formatting.number(scores[side][metric], share=share) for side in ("base", "tuned")]
-    found = scores["difference"].get(metric)
-    return f"{name} {numbers[0]} -> {numbers[1]}" + (f" ({found['verdict']})" if found else "")

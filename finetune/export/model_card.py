@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from finetune.core.paths import DATA_SUFFIXES
+from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
 from finetune.run_folder.run_folder import RunFolder
 
@@ -181,8 +182,7 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
 def verdict(said: dict[str, Any], of_merged: str) -> str:
     """Better or worse, why, and what was forgotten."""
     before = f"The {of_merged}, before merging: " if of_merged else ""
-    forgot = f"; forgot: {', '.join(said['forgot'])}" if said.get("forgot") else ""
-    return f"{before}**{said['word']}**: {said['why']}{forgot}" if said.get("why") else ""
+    return f"{before}**{verdicts.title(said)}**: {verdicts.reasons(said)}" if said.get("why") else ""
 
 
 def usage(

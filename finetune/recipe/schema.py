@@ -326,6 +326,10 @@ class Eval(Section):
     """Stop after so many evaluations in training without a better one; `null`: never."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest generated answer; `null`: the longest reference answer and 16 tokens more."""
+    min_loss_difference: float = Field(default=0.01, ge=0)
+    """Smallest difference of a loss that matters, in nats per token; a smaller one is called negligible."""
+    min_score_difference: float = Field(default=0.01, ge=0, le=1)
+    """Smallest difference of exact match, accuracy and other scores that matters: 0.01 is 1 point of 100."""
 
 
 class Publish(Section):

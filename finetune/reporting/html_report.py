@@ -169,8 +169,8 @@ def _loss_chart(run: Run) -> tuple[str, str]:
     long = len(losses) >= 30
     lines = [Curve("each step", places, losses, "faint"), Curve("mean", places, smoothed(losses))]
     lines = lines if long else [Curve("training", places, losses)]
-    began, ended = training_loss(run) or (math.nan, math.nan)
-    caption, mark = f"from {number(began)} to {number(ended)}", None
+    drawn = [loss for loss in lines[-1].y if loss is not None and math.isfinite(loss)] or [math.nan]
+    caption, mark = f"from {number(drawn[0])} to {number(drawn[-1])}", None
     bad = sum(loss is None or not math.isfinite(loss) for loss in losses)
     caption += f"; {bad} steps have no finite loss" if bad else ""
     held = [(check["step"], check["eval_loss"]) for check in run.checks if check.get("eval_loss") is not None]

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.core import formatting
+from finetune.evaluation import verdicts
 
 NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "stopped by itself"}
-TITLES = {
-    "better": ("good", "It worked: better than its base"),
-    "same": ("same", "No different from its base"),
-    "worse": ("bad", "Worse than its base"),
-    "mixed": ("mixed", "Better in some, worse in other ways"),
-    "unknown": ("unknown", "Not known whether it is better"),
+KINDS = {
+    verdicts.BETTER: "good",
+    verdicts.NO_DIFFERENCE: "same",
+    verdicts.NEGLIGIBLE: "same",
+    verdicts.WORSE: "bad",
+    verdicts.MIXED: "mixed",
 }
 
 
@@ -36,7 +37,7 @@ class Row(NamedTuple):
     """Tuned minus base, with its sign."""
     interval: str
     verdict: str
-    """better | same | worse | too few rows, or nothing if it was not tested."""
+    """A word of `evaluation.verdicts`, or nothing if it was not tested."""
     note: str = ""
 
 
@@ -51,17 +52,16 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
     forgot = said.get("forgot") or []
     doubts = [f"it forgot: worse than its base on {', '.join(map(str, forgot))}"] if forgot else []
     learnt = f" Training loss went from {number(losses[0])} to {number(losses[1])}." if losses else ""
+    title = verdicts.title(said)
     if said:
-        kind, title = TITLES.get(str(said.get("word")), TITLES["unknown"])
-        if kind == "good" and forgot:
-            kind, title = "mixed", "Better than its base, but it forgot something"
+        kind = KINDS.get(verdicts.current_word(str(said.get("word"))), "unknown")
         more = f".{learnt}" if kind == "unknown" and learnt else ""
-        return Verdict(kind, title, str(said.get("why", "")) + more, doubts)
+        return Verdict(
+            "mixed" if kind == "good" and forgot else kind, title, str(said.get("why", "")) + more, doubts
+        )
     if held_out:
-        return Verdict("unknown", TITLES["unknown"][1], f"It was trained, but not evaluated.{learnt}", [])
-    return Verdict(
-        "unknown", TITLES["unknown"][1], f"There was no validation set to measure it on.{learnt}", []
-    )
+        return Verdict("unknown", title, f"It was trained, but not evaluated.{learnt}", [])
+    return Verdict("unknown", title, f"There was no validation set to measure it on.{learnt}", [])
 
 
 def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -128,7 +128,8 @@ def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | No
 
     if change:
         interval = f"{signed(change['low'], by)} to {signed(change['high'], by)}"
-        value, word = signed(change["value"], by), str(change.get("verdict", ""))
+        value = signed(change["value"], by)
+        word = verdicts.current_word(str(change.get("verdict", "")))
         return Row(name, side(base), side(tuned), value, interval, word, note)
     known = base.get(key) is not None and tuned.get(key) is not None
     value = signed(tuned[key] - base[key], by) if known else ""

@@ -10,6 +10,7 @@ from rich.text import Text
 from finetune.autoconfig.batch_size import short_of_peak
 from finetune.core import formatting
 from finetune.core.formatting import is_share
+from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
 from finetune.run_folder import run_folder
 
@@ -83,9 +84,7 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
         rows += [_score_row(f"{name} {metric}", metric, task) for metric in task["higher_is_better"]]
     if rows:
         screen.table("result", ("", "base", "tuned", "difference, 95 %", ""), rows)
-    said = result["verdict"]
-    forgot = f"; forgot: {', '.join(said['forgot'])}" if said["forgot"] else ""
-    screen.say(Text(f"{said['word']}: {said['why']}{forgot}", style="bold"))
+    screen.say(Text(verdicts.sentence(result["verdict"]), style="bold"))
     for note in result["settings"]["notes"]:
         screen.say(f"note: {note}")
     for sample in result["samples"]:
@@ -105,7 +104,7 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
     if found is None:
         return name, base, tuned, "", ""
     low, value, high = (formatting.number(found[part], share=share) for part in ("low", "value", "high"))
-    return name, base, tuned, f"{value} ({low} to {high})", found["verdict"]
+    return name, base, tuned, f"{value} ({low} to {high})", found.get("verdict", "")
 
 
 def show_next(screen: Console, folder: RunFolder) -> None:

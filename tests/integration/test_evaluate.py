@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from finetune.cli import main
-from finetune.evaluation import evaluator, reopen, results, scoring
+from finetune.evaluation import evaluator, reopen, scoring, verdicts
 from finetune.recipe import loader
 from finetune.recipe.schema import Eval
 from finetune.reporting import terminal
@@ -32,46 +32,24 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
         row["messages"][-1]["content"] = f"{index * 7919 % 10007:x} zqx vjk"
     noise = tmp_path / "noise.jsonl"
     noise.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    asked = [f"data.name={noise}", "train.max_steps=12", "train.learning_rate=1e-2"]
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(f"{line}\n" for line in (DATA / "test.jsonl").read_text().splitlines()[:30]))
+    asked = [f"data.name={noise}", f"data.validation={few}", "train.max_steps=12", "train.learning_rate=1e-2"]
     run = train(*asked, "eval.samples=2")
     worse = run.read("eval.json")
     assert worse["verdict"]["word"] == "worse" and worse["difference"]["loss"]["low"] > 0
-    assert "worse: " in (run.path / "log.txt").read_text()
+    assert "Worse than the base model: " in (run.path / "log.txt").read_text()
     losses = [row["tuned_loss"] for row in worse["worst"]]
-    assert losses == sorted(losses, reverse=True) and len(losses) == 6 and len(worse["samples"]) == 2
+    assert losses == sorted(losses, reverse=True) and len(losses) == 20 and len(worse["samples"]) == 2
     assert worse["worst"][0]["where"].rpartition(":")[2].isdigit()
 
     untrained = get_peft_model(reopen.open_base(loader.load(run.recipe)), LoraConfig(r=4))
     untrained.save_pretrained(str(run.adapter))
     assert main.main(["evaluate", str(run.path), "--quiet"]) == 0
     same = run.read("eval.json")
-    assert same["verdict"]["word"] == "same" and same["difference"]["loss"]["value"] == 0.0
-
-
-def test_a_verdict_needs_something_to_judge() -> None:
-    empty: dict[str, Any] = {"difference": {}, "tasks": {}}
-    assert results.verdict(empty)["word"] == "unknown"
-
-
-def test_a_verdict_is_of_what_was_asked() -> None:
-    """Subtasks of a group don't decide; a task that got worse is not called better."""
-
-    def task(word: str, asked: bool = True, forgetting: bool = False) -> dict[str, Any]:
-        scores = {"base": {"acc": 0.5}, "tuned": {"acc": 0.3}, "difference": {"acc": {"verdict": word}}}
-        return {**scores, "main": "acc", "asked": asked, "forgetting": forgetting}
-
-    loss = {"base": {"loss": 1.0}, "tuned": {"loss": 0.9}, "difference": {"loss": {"verdict": "better"}}}
-    nothing: dict[str, Any] = {"difference": {}}
-    assert results.verdict({**loss, "tasks": {"a": task("same")}})["word"] == "better"
-    assert results.verdict({**loss, "tasks": {"a": task("worse")}})["word"] == "mixed"
-    assert results.verdict({**nothing, "tasks": {"a": task("worse"), "b": task("better")}})["word"] == "mixed"
-    part = {"part": task("worse", asked=False), "group": task("same")}
-    assert results.verdict({**nothing, "tasks": part})["word"] == "same"
-    few = "too few rows"
-    assert results.verdict({**nothing, "tasks": {"a": task(few), "b": task("same")}})["word"] == "same"
-    assert results.verdict({**loss, "tasks": {"a": task(few)}})["word"] == "better"
-    forgot = results.verdict({**loss, "tasks": {"a": task("worse", forgetting=True)}})
-    assert forgot["word"] == "better" and forgot["forgot"] == ["a"]
+    assert same["verdict"]["word"] == verdicts.NO_DIFFERENCE and same["difference"]["loss"]["value"] == 0.0
+    assert same["difference"]["loss"]["verdict"] == verdicts.NEGLIGIBLE
+    assert "these 30 examples could show a difference of" in same["verdict"]["why"]
 
 
 def test_what_is_over_1_is_no_share() -> None:
@@ -85,10 +63,8 @@ def test_what_is_over_1_is_no_share() -> None:
         "forgetting": False,
     }
     nothing: dict[str, Any] = {"difference": {}}
-    assert (
-        results.verdict({**nothing, "tasks": {"squad": task}})["why"]
-        == "squad f1 84.6000 -> 85.3000 (better)"
-    )
+    found = verdicts.verdict({**nothing, "tasks": {"squad": task}})
+    assert found["why"] == "squad f1 84.6000 -> 85.3000 (better)"
     row = terminal._score_row("squad f1", "f1", task)
     assert row[1:4] == ("84.6000", "85.3000", "0.7000 (0.1000 to 1.2000)")
 
@@ -99,8 +75,9 @@ def test_too_few_rows_are_not_called_the_same(train, two_layers, tmp_path) -> No
     rows.write_text("\n".join((DATA / "test.jsonl").read_text().splitlines()[:3]) + "\n")
     run = train(f"model.name={two_layers}", f"data.validation={rows}", "train.max_steps=2", "eval.samples=0")
     found = run.read("eval.json")
-    assert found["difference"]["loss"]["verdict"] == "too few rows" and found["verdict"]["word"] == "unknown"
-    assert "(too few rows); no difference over fewer than 6 rows" in found["verdict"]["why"]
+    assert found["difference"]["loss"]["verdict"] == verdicts.TOO_FEW
+    assert found["verdict"]["word"] == "unknown"
+    assert "(too few examples: 3, a test needs 20); a larger validation set" in found["verdict"]["why"]
     assert "Not known whether it is better" in (run.path / "report.html").read_text()
 
 

@@ -157,7 +157,7 @@ def test_the_page_needs_nothing_but_itself(folder: RunFolder) -> None:
 def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys) -> None:
     page = page_of(folder)
     order = [
-        "It worked: better than its base",
+        "Better than the base model",
         "validation loss 1.9 to 0.3 on 300 rows",
         "lora (r 16) on tiny_llama/model, trained on 96 rows of train.jsonl for 4 steps",
         "Base against tuned",
@@ -186,7 +186,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         place = said.index(part, place)
     assert "good" in page.classes and page.source.count('role="img"') >= 6
     printed = capsys.readouterr().out
-    assert "It worked: better than its base. validation loss" in printed and "report.html" in printed
+    assert "Better than the base model. validation loss" in printed and "report.html" in printed
 
 
 def test_the_same_run_gives_the_same_bytes_wherever_it_lies(folder: RunFolder, tmp_path: Path) -> None:
@@ -217,11 +217,13 @@ def test_what_the_data_holds_is_shown_as_text(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("word", "forgot", "kind", "title"),
     [
-        ("better", [], "good", "It worked: better than its base"),
-        ("better", ["general_text"], "mixed", "Better than its base, but it forgot something"),
-        ("same", [], "same", "No different from its base"),
-        ("worse", [], "bad", "Worse than its base"),
-        ("unknown", [], "unknown", "Not known whether it is better"),
+        ("better", [], "good", "Better than the base model"),
+        ("better", ["general_text"], "mixed", "Better than the base model, but it forgot something"),
+        ("same", [], "same", "No significant difference from the base model"),
+        ("no significant difference", [], "same", "No significant difference from the base model"),
+        ("worse", [], "bad", "Worse than the base model"),
+        ("worse", ["general_text"], "bad", "Worse than the base model; it forgot something"),
+        ("unknown", [], "unknown", "Not known whether it is better than the base model"),
     ],
 )
 def test_verdicts(word: str, forgot: list, kind: str, title: str, folder: RunFolder) -> None:
@@ -272,7 +274,7 @@ def test_a_receipt_that_does_not_match_comes_first_and_spoils_the_verdict(folder
 def test_without_held_out_rows(train) -> None:
     run = train("data.validation=null", "train.max_steps=1")
     page = page_of(run)
-    assert "Not known whether it is better" in page.said() and "nothing was held out" in page.said()
+    assert "Not known whether it is better" in page.said() and "there was no validation set" in page.said()
     assert "Training loss went from" in page.said()
     assert "data.validation_fraction=0.02" in page.said() and page.open == []
 

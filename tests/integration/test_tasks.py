@@ -273,7 +273,7 @@ def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None
     from finetune.evaluation import lm_eval_harness
 
     def row(index: int, right: float) -> dict[str, Any]:
-        return {"doc_id": index, "filter": "none", "prompt_hash": "a", "acc": right}
+        return {"doc_id": index, "filter": "none", "prompt_hash": "a", "doc_hash": f"{index}", "acc": right}
 
     def side(values: list[float], said: float) -> dict[str, Any]:
         rows = [row(index, value) for index, value in enumerate(values)]
@@ -283,7 +283,8 @@ def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None
 
     base, tuned = side([0.0] * 10, 0.0), side([1.0] * 9 + [0.0], 0.9)
     found = lm_eval_harness.compare(base, tuned, set())
-    assert found["group"]["difference"]["acc"]["verdict"] == "better" and found["group"]["asked"]
+    assert found["group"]["difference"]["acc"]["p"] < 0.01 and found["group"]["asked"]
+    assert found["group"]["difference"]["acc"]["distinct"] == 10, "one prompt for all tells nothing apart"
     assert not found["part"]["asked"]
     assert found["part"]["tuned"]["acc_stderr"] == pytest.approx(0.1)
     weighted = lm_eval_harness.compare(base, side([1.0] * 9 + [0.0], 0.7), set())

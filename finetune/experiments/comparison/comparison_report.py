@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import shlex
@@ -10,7 +11,11 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from scipy.stats import ttest_ind_from_stats
+
 from finetune.core.weight_files import find_weight_files
+from finetune.evaluation import verdicts
+from finetune.evaluation.paired_differences import LEVEL
 from finetune.reporting import plots
 from finetune.run_folder import comparability, run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -23,8 +28,9 @@ if TYPE_CHECKING:
 
 MARK = "compare.json"  # in the folder of a finished run: what the rest of it does not say
 RULE = (
-    "the best mean of {metric}; of the types that are no further from it than the seeds' standard deviations "
-    "(root of the sum of both squares), the one with the {cost}"
+    "take the types that are not significantly worse than the best mean of {metric} (Welch's t test over "
+    "seeds, 5 %, Holm's correction over all pairs of types) or less than {least:g} worse; of these the type "
+    "with the {cost}; of its runs the one with the median {metric}"
 )
 NOTES = (
     "± is the standard deviation over seeds. Training is the number of steps times the median step. Memory "
@@ -73,6 +79,9 @@ def row(folder: RunFolder) -> dict[str, Any]:
     steps = comparability.last_step(folder)
     kind, _, seed = folder.path.name.rpartition("-seed")
     metric, value, higher = main_metric(result)
+    settings = result.get("settings", {})
+    score = bool(higher) and value is not None and value <= 1
+    count = settings.get("rows") if metric == "exact match" else None
     general = result.get("tasks", {}).get("general_text", {}).get("difference", {}).get("loss")
     return {
         "run": folder.path.name,
@@ -82,6 +91,8 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "metric": metric,
         "higher_is_better": higher,
         "quality": value,
+        "resolution": 1 / count if score and count else 0.0,
+        "least": verdicts.smallest(settings)["score" if score else "loss"] if score or not higher else 0.0,
         "loss": result.get("tuned", {}).get("loss"),
         **medians,
         "train_seconds": steps * (medians["step_seconds"] or 0.0),
@@ -121,6 +132,7 @@ def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> di
     if level and all(found["loss"] is not None for found in ranked):
         for found in ranked:
             found |= {"metric": "validation loss", "quality": found["loss"], "higher_is_better": False}
+            found |= {"resolution": 0.0, "least": verdicts.SMALLEST["loss"]}
     types = {
         kind: entrant | averages([found for found in ranked if found["type"] == kind])
         for kind, entrant in settings["entrants"].items()
@@ -149,7 +161,10 @@ def averages(rows: list[dict[str, Any]]) -> dict[str, Any]:
         spread = None
         if len(values) > 1:  # which `statistics` can't take where one is not finite
             spread = statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
-        found[measure.key] = {"mean": statistics.mean(values), "sd": spread} if values else None
+        mean = {"mean": statistics.mean(values), "sd": spread, "runs": len(values)} if values else None
+        found[measure.key] = mean
+    if found["quality"]:
+        found["quality"] |= {key: max(row.get(key, 0.0) for row in rows) for key in ("resolution", "least")}
     return found
 
 
@@ -191,24 +206,62 @@ def winner(
     sign = 1 if higher else -1
     best = max(known, key=lambda kind: sign * known[kind]["mean"])
 
+    least = max(found.get("least", 0.0) for found in known.values())
+    chances = pair_tests(known)
+
     def within(kind: str) -> bool:
-        spread = math.hypot(known[best]["sd"] or 0.0, known[kind]["sd"] or 0.0)
-        return abs(known[best]["mean"] - known[kind]["mean"]) <= spread
+        apart = abs(known[best]["mean"] - known[kind]["mean"])
+        if kind == best or apart < least:
+            return True
+        if known[best]["sd"] is None or known[kind]["sd"] is None:  # one run, which `verdict` says
+            return apart == 0
+        return chances[frozenset((best, kind))] > LEVEL
 
     tied = [kind for kind in known if within(kind)]
     costs = ("memory_gib", "bytes") if same_time else ("train_seconds", "memory_gib")
     chosen = min(tied, key=lambda kind: [types[kind][cost]["mean"] for cost in costs])
     own = [row for row in rows if row["type"] == chosen and row["quality"] is not None]
-    run = max(own, key=lambda row: sign * row["quality"])
+    own.sort(key=lambda row: sign * row["quality"])
+    run = own[(len(own) - 1) // 2]  # the best seed's run would look better than the type is
     cost = "least memory" if same_time else "shortest training"
     return {
         "type": chosen,
         "seed": run["seed"],
         "run": run["run"],
-        "rule": RULE.format(metric=metric, cost=cost),
+        "rule": RULE.format(metric=metric, cost=cost, least=least),
         "within_noise": tied,
         "why": verdict(known, best, chosen, tied, metric, cost),
     }
+
+
+def pair_tests(known: dict[str, Any]) -> dict[frozenset[str], float]:
+    """For each two types, how likely seeds alone put them as far apart: Welch's t test, Holm-corrected."""
+    raw = {
+        frozenset(pair): welch(*(known[kind] for kind in pair)) for pair in itertools.combinations(known, 2)
+    }
+    found, highest = dict[frozenset[str], float](), 0.0
+    for place, pair in enumerate(sorted(raw, key=lambda pair: raw[pair])):
+        highest = max(highest, min(1.0, raw[pair] * (len(raw) - place)))
+        found[pair] = highest
+    return found
+
+
+def welch(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """The p-value of two means over seeds; 1 where one of them has a single seed.
+
+    Seeds that agree to the last answer say less than it seems: scores move in steps of one example, which is
+    the least spread that counts.
+    """
+    if one["sd"] is None or other["sd"] is None:
+        return 1.0
+    sides = [one, other]
+    spreads = [max(side["sd"], side.get("resolution", 0.0)) for side in sides]
+    if not any(spreads):
+        return float(one["mean"] == other["mean"])
+    means, counts = [side["mean"] for side in sides], [side["runs"] for side in sides]
+    return float(
+        ttest_ind_from_stats(means[0], spreads[0], counts[0], means[1], spreads[1], counts[1], False)[1]
+    )
 
 
 def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metric: str, cost: str) -> str:
@@ -226,14 +279,14 @@ def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metr
         return f"{chosen} has the best {metric}, {of(best)}; from one run of a type, its noise is not known"
     if len(tied) > 1 and chosen == best:
         others = ", ".join(of(kind) for kind in tied if kind != best)
-        rest = f"it also has the {cost} of those that are no further from it than seeds differ: {others}"
+        rest = f"it also has the {cost} of those with no significant difference from it: {others}"
         return f"{chosen} has the best {metric}, {of(best)}, though not for certain; {rest}"
     if len(tied) > 1:
         others = ", ".join(of(kind) for kind in tied if kind != best)
-        near = f"no further from the best, {of(best)}, than seeds differ: {others}"
+        near = f"no significant difference from the best, {of(best)}: {others}"
         return f"{chosen} wins by its cost, the {cost}, and not by its {metric}; {near}"
     following = of(min((kind for kind in known if kind != best), key=gap))
-    return f"{chosen} wins with {metric} {of(best)}; the next, {following}, is further away than seeds differ"
+    return f"{chosen} wins with {metric} {of(best)}; the next, {following}, is significantly worse"
 
 
 def plus_minus(found: dict[str, Any] | None, measure: Measure) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from finetune.core import strict_json
 from finetune.data.examples import Example
-from finetune.evaluation import results
+from finetune.evaluation import results, verdicts
 from finetune.evaluation.results import Measured
 from finetune.evaluation.scoring import Score
 from finetune.experiments.runner import worker_process
@@ -32,7 +32,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     after = Score([math.nan] * 7 + [math.inf], [2] * 8, ["inf"] * 8, [True] * 8, [True] * 8)
     sides = [Measured(score, None, {}, 1.0) for score in (before, after)]
     found = results.content(rows, *sides, Eval(), [])
-    found["verdict"] = results.verdict(found)
+    found["verdict"] = verdicts.verdict(found)
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     folder.write("eval.json", found)
     return folder
@@ -51,7 +51,7 @@ def test_numbers_are_read_back_and_texts_stay(lost: RunFolder) -> None:
     assert (found["samples"][0]["reference"], found["samples"][0]["base"]) == ("inf", "nan")
     assert {str(row["tuned_loss"]) for row in found["worst"]} == {"nan", "inf"}
     assert all(type(row["tuned_loss"]) is float and row["tuned"] == "inf" for row in found["worst"])
-    assert results.verdict(found) == found["verdict"] and "nan" in found["verdict"]["why"]
+    assert verdicts.verdict(found) == found["verdict"] and "nan" in found["verdict"]["why"]
 
 
 def test_readers_take_it(lost: RunFolder, tmp_path: Path) -> None:

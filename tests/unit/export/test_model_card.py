@@ -85,7 +85,8 @@ def test_what_people_read(made) -> None:
     written = made(results=RESULTS, base="org/base")
     text = written.text
     assert written.data.license == "other"
-    assert "**better**: Validation loss fell from 1.9 to 0.3 | nats.; forgot: general_text" in text
+    assert "**Better than the base model, but it forgot something**: Validation loss fell" in text
+    assert "from 1.9 to 0.3 | nats.; worse than the base model on general_text" in text
     assert "| validation loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
     assert "| arc: acc | 0.25 | 0.5 ± 0.02 | 0.25 [0.2, 0.3] better |" in text
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
@@ -130,7 +131,10 @@ def test_a_model_needs_no_base(made) -> None:
 def test_a_merge_without_scores_shows_the_adapter_s_as_such(made) -> None:
     written = made("merged", RESULTS, base="org/base", merge={"quantized": None, "scores": {}})
     assert "| base | adapter |" in written.text and "as measured before merging" in written.text
-    assert "The adapter, before merging: **better**" in written.text and "torchao" not in written.text
+    assert (
+        "The adapter, before merging: **Better than the base model" in written.text
+        and "torchao" not in written.text
+    )
     for result in written.data.eval_results:
         assert "of the adapter before merging (base" in result.metric_name
 

@@ -1,0 +1,198 @@
+"""The difference of two models on the same examples: its interval, p-value, and what it could show.
+
+Equal examples count together, as one group, because they say the same thing several times.
+
+- Answers that are right or wrong: an exact test of signs over groups (McNemar's test, mid-p).
+- Everything else is a ratio of sums, such as nats per token. It gets a t test on the residuals of the ratio
+  (jackknife; the degrees of freedom come from the effective number of groups) and Hall's test, which corrects
+  for skewness. The larger p-value counts. `benchmarks/verdicts.py` measures how often chance passes both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from scipy.special import stdtr, stdtrit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+LEVEL = 0.05
+POWER = 0.8
+"""With which a difference of the detectable size would be found."""
+MIN_EXAMPLES = 20
+"""Different examples (weighted by their tokens) that a test of a loss needs: fewer hide its skewness."""
+MIN_ANSWERS = 6
+"""The same for right and wrong answers, whose test is exact."""
+SKEWNESS_FACTOR = 1.75
+"""A small sample underestimates the skewness of a long tail."""
+
+
+class Estimate(NamedTuple):
+    """A difference on the scale of its mean."""
+
+    low: float
+    high: float
+    p: float | None
+    """Of no difference; `None`: too few examples to test."""
+    standard_error: float
+    freedom: float
+
+
+def difference(
+    base: Sequence[float],
+    tuned: Sequence[float],
+    *,
+    higher_is_better: bool,
+    weights: Sequence[float] | None = None,
+    groups: Sequence[Hashable] | None = None,
+    of: Callable[[Any], Any] | None = None,
+) -> dict[str, Any]:
+    """tuned - base of a metric over the same examples, with its 95 % interval and its p-value.
+
+    Args:
+        base, tuned: one value per example, in the same order; with `weights` the example's sum, not its mean.
+        weights: what each example counts, such as its number of tokens; `None`: 1.
+        groups: equal examples have an equal one; `None`: all examples differ.
+        of: the metric, given the mean (`weights`: sum of values over sum of weights); `None`: the mean.
+
+    Returns:
+        `value`, `low`, `high`, `examples`, `distinct` (how many of them differ), `higher_is_better`, and what
+        `verdicts.decide` needs: `p`, `standard_error`, `freedom`, `kind`, `unit` and `needed`.
+    """
+    before, after = np.asarray(base, float), np.asarray(tuned, float)
+    counts = np.ones(len(before)) if weights is None else np.asarray(weights, float)
+    codes, distinct = _codes(groups, len(before))
+    kind = "loss" if of or weights is not None else "score"
+    found = {
+        "examples": len(before),
+        "distinct": distinct,
+        "higher_is_better": higher_is_better,
+        "kind": kind,
+    }
+    untested = {"standard_error": None, "freedom": None, "unit": 1.0, "needed": MIN_EXAMPLES}
+    if not len(before):
+        return {"value": 0.0, "low": 0.0, "high": 0.0, **found, "p": None, **untested}
+    metric = of or (lambda mean: mean)
+    with np.errstate(invalid="ignore"):  # inf - inf
+        means = before.sum() / counts.sum(), after.sum() / counts.sum()
+        value = float(metric(means[1]) - metric(means[0]))
+    if not math.isfinite(value):  # NaN or Inf: only a base model that had a number shows that tuned is worse
+        broken = np.isfinite(before).all() and not np.isfinite(after).all()
+        return {"value": value, "low": value, "high": value, **found, "p": 0.0 if broken else 1.0, **untested}
+    sums, sizes = np.bincount(codes, after - before), np.bincount(codes, counts)
+    binary = kind == "score" and bool(np.isin([before, after], (0, 1)).all())
+    estimate = _of_answers(sums, sizes) if binary else _of_ratio(sums, sizes)
+    unit = 1.0 if binary or kind == "loss" or max(before.max(), after.max()) <= 1 else 100.0
+    low, high, error = estimate.low, estimate.high, estimate.standard_error
+    if of:  # at the base's own mean, where the metric rises or falls with the mean
+        with np.errstate(over="ignore"):
+            ends = [float(of(means[0] + end) - of(means[0])) for end in (low, high)]
+            unit = abs(float(of(means[0] + 0.01) - of(means[0]))) / 0.01
+        low, high, error = min(ends), max(ends), error * unit
+    found |= {"p": estimate.p, "standard_error": error, "freedom": estimate.freedom, "unit": unit}
+    found["needed"] = MIN_ANSWERS if binary else MIN_EXAMPLES
+    return {"value": value, "low": low, "high": high, **found}
+
+
+def _codes(groups: Sequence[Hashable] | None, count: int) -> tuple[Any, int]:
+    """Each example's group as a number from 0, and how many groups there are."""
+    if groups is None:
+        return np.arange(count), count
+    numbers: dict[Hashable, int] = {}
+    codes = [numbers.setdefault(group, len(numbers)) for group in groups]
+    return np.asarray(codes, int), len(numbers)
+
+
+def _of_answers(sums: Any, sizes: Any) -> Estimate:
+    """Of right and wrong answers: by group, how many more are right, and how many answers there are.
+
+    The interval is that of Bonett and Price (2012): one more group each way, so that no change at all
+    does not look like certainty.
+    """
+    typical = sizes.mean()
+    widened = _of_ratio(
+        np.append(sums, [typical, -typical]), np.append(sizes, [typical, typical]), skewed=False
+    )
+    p = _sign_test(sums) if len(sums) >= MIN_ANSWERS else None
+    return widened._replace(low=max(widened.low, -1.0), high=min(widened.high, 1.0), p=p)
+
+
+def _sign_test(sums: Any) -> float:
+    """Mid-p of the sum of `sums`, if each of them could as well have had the other sign."""
+    sizes = np.abs(np.rint(sums)).astype(int)
+    sizes = sizes[sizes > 0]
+    chances = np.ones(1)  # of each total of the positive ones
+    for size in sizes:
+        more = np.zeros(len(chances) + size)
+        more[: len(chances)] = chances / 2
+        more[size:] += chances / 2
+        chances = more
+    least = int(min(sums[sums > 0].sum(), -sums[sums < 0].sum()).round())
+    return min(1.0, 2 * (chances[:least].sum() + chances[least] / 2))
+
+
+def _of_ratio(sums: Any, sizes: Any, *, skewed: bool = True) -> Estimate:
+    """Of sum(sums) / sum(sizes), one of each per group; `skewed`: correct for skewness."""
+    total, count = sizes.sum(), len(sums)
+    mean = sums.sum() / total
+    effective = float(total**2 / (sizes**2).sum())  # Kish
+    if count < 2:
+        return Estimate(-math.inf, math.inf, None, math.inf, 0.0)
+    residuals = sums - mean * sizes
+    jackknife = residuals / (1 - sizes / total)
+    error = math.sqrt((jackknife**2).sum() * (count - 1) / count) / total
+    freedom = max(effective - 1, 1.0)
+    skewness = _skewness(residuals) if skewed else 0.0
+    near = float(stdtrit(freedom, 1 - LEVEL / 2))
+    ends = [*(_hall_inverse(end, skewness, count) for end in (near, -near)), near, -near]
+    low, high = mean - error * max(ends), mean - error * min(ends)
+    p = None
+    if effective >= MIN_EXAMPLES:
+        p = float(mean == 0) if error == 0 else _p_value(mean / error, skewness, count, freedom)
+    return Estimate(float(low), float(high), p, error, freedom)
+
+
+def _skewness(residuals: Any) -> float:
+    spread = (residuals**2).mean()
+    return float(SKEWNESS_FACTOR * (residuals**3).mean() / spread**1.5) if spread > 0 else 0.0
+
+
+def _p_value(t: float, skewness: float, count: int, freedom: float) -> float:
+    """The larger of the t test's and Hall's (1992, The bootstrap and Edgeworth expansion, section 3.9)."""
+    root = math.sqrt(count)
+    hall = t + skewness * t**2 / (3 * root) + skewness**2 * t**3 / (27 * count) + skewness / (6 * root)
+    return float(2 * stdtr(freedom, -min(abs(t), abs(hall))))
+
+
+def _hall_inverse(y: float, skewness: float, count: int) -> float:
+    """The t that Hall's transformation takes to `y`."""
+    if abs(skewness) < 1e-6:
+        return y
+    root = math.sqrt(count)
+    return 3 * root / skewness * (float(np.cbrt(1 + skewness / root * (y - skewness / (6 * root)))) - 1)
+
+
+def detectable(found: dict[str, Any], level: float = LEVEL) -> float:
+    """The difference that these examples would show with a probability of POWER, in the metric's own unit."""
+    error, freedom = found["standard_error"], found["freedom"]
+    if error is None or not math.isfinite(error):
+        return math.inf
+    least = error * float(stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER))
+    if found["kind"] == "score":  # so many groups must change one way before a sign test says anything
+        least = max(least, math.ceil(math.log2(1 / level)) / found["distinct"] * found["unit"])
+    return least
+
+
+def standard_error(
+    values: Sequence[float], weights: Sequence[float] | None, of: Callable[[Any], Any]
+) -> float:
+    """Of one model's metric, from the jackknife error of its mean."""
+    sums = np.asarray(values, float)
+    sizes = np.ones(len(sums)) if weights is None else np.asarray(weights, float)
+    mean, error = sums.sum() / sizes.sum(), _of_ratio(sums, sizes).standard_error
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = abs(float(of(mean + error) - of(mean - error))) / 2
+    return found if math.isfinite(found) else math.nan

@@ -1,0 +1,194 @@
+"""The verdict of an evaluation: a word for every measure, one for the whole, and the reason.
+
+All measures are one family: Holm's correction keeps the chance of any false word at 5 %. A difference counts
+if it passes that test and is at least as large as the smallest one that matters (`eval.min_loss_difference`,
+`eval.min_score_difference`). docs/verdicts.md explains the words; benchmarks/verdicts.py measures them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from finetune.core import formatting
+from finetune.evaluation import paired_differences
+
+BETTER, WORSE = "better", "worse"
+NO_DIFFERENCE = "no significant difference"
+NEGLIGIBLE = "negligible difference"
+TOO_FEW = "too few examples"
+MIXED, UNKNOWN = "mixed", "unknown"
+SMALLEST = {"loss": 0.01, "score": 0.01}
+"""Smallest difference that matters, of an evaluation that does not say."""
+TITLES = {
+    BETTER: "Better than the base model",
+    WORSE: "Worse than the base model",
+    NO_DIFFERENCE: "No significant difference from the base model",
+    NEGLIGIBLE: "No difference from the base model that matters",
+    MIXED: "Better in some measures, worse in others",
+    UNKNOWN: "Not known whether it is better than the base model",
+}
+OVERFITTING = "Answers better, loss worse: check for overfitting"
+WORSE_ANSWERS = "Loss better, answers worse: read the samples"
+NO_ANSWER = "Loss fell, no answer is right yet"
+OLD_WORDS = {"same": NO_DIFFERENCE, "too few rows": TOO_FEW}
+"""What earlier versions wrote into eval.json."""
+
+
+class Measure(NamedTuple):
+    """One member of the family."""
+
+    name: str
+    metric: str
+    scores: dict[str, Any]
+    """Its `base`, `tuned` and `difference`."""
+    forgetting: bool = False
+
+    @property
+    def change(self) -> dict[str, Any]:
+        return self.scores["difference"].get(self.metric) or {}
+
+    @property
+    def word(self) -> str:
+        return current_word(self.change.get("verdict", ""))
+
+
+def current_word(word: str) -> str:
+    """Today's word for one of an earlier version."""
+    return OLD_WORDS.get(word, word)
+
+
+def verdict(result: dict[str, Any]) -> dict[str, Any]:
+    """Decide on every measure of an evaluation, write each word into its difference, and judge the whole.
+
+    Args:
+        result: the content of eval.json.
+
+    Returns:
+        `word`, `title`, `why`, and `forgot`: the measures of forgetting that are worse.
+    """
+    measures = family(result)
+    decide([each.change for each in measures if "p" in each.change], smallest(result.get("settings") or {}))
+    return judge(measures)
+
+
+def smallest(settings: dict[str, Any]) -> dict[str, float]:
+    """The smallest differences that matter, by kind of measure."""
+    return {kind: settings.get(f"min_{kind}_difference", least) for kind, least in SMALLEST.items()}
+
+
+def family(result: dict[str, Any]) -> list[Measure]:
+    """The measures that a verdict is about: not subtasks of a group, not a task's other metrics."""
+    names = (("exact_match", "exact match"), ("loss", "validation loss"))
+    found = [Measure(name, metric, result) for metric, name in names if metric in result["difference"]]
+    for name, task in result["tasks"].items():
+        if task["main"] and (task["forgetting"] or task.get("asked", True)):
+            found.append(Measure(f"{name} {task['main']}", task["main"], task, task["forgetting"]))
+    return found
+
+
+def decide(differences: list[dict[str, Any]], least: dict[str, float]) -> None:
+    """Holm's procedure over a family of differences; leaves `verdict`, `p_holm` and `detectable` in each."""
+    tested = sorted((one for one in differences if one["p"] is not None), key=lambda one: one["p"])
+    adjusted = 0.0
+    for place, one in enumerate(tested):
+        adjusted = max(adjusted, min(1.0, one["p"] * (len(tested) - place)))
+        one["p_holm"] = adjusted
+    level = paired_differences.LEVEL / max(1, len(tested))
+    for one in differences:
+        one["verdict"] = word_for(one, least[one["kind"]] * one["unit"])
+        one["detectable"] = paired_differences.detectable(one, level)
+
+
+def word_for(change: dict[str, Any], least: float) -> str:
+    """A difference in a word. `least`: the smallest one that matters."""
+    if change["p"] is None:
+        return TOO_FEW
+    value, significant = change["value"], change["p_holm"] <= paired_differences.LEVEL
+    if not math.isfinite(value):
+        return WORSE if significant else NO_DIFFERENCE
+    if abs(value) < least:
+        within = -least < change["low"] and change["high"] < least
+        return NEGLIGIBLE if significant or within else NO_DIFFERENCE
+    if not significant:
+        return NO_DIFFERENCE
+    return BETTER if (value > 0) == change["higher_is_better"] else WORSE
+
+
+def judge(measures: list[Measure]) -> dict[str, Any]:
+    """The verdict on the whole, from the word of each measure."""
+    forgot = [each.name.rpartition(" ")[0] for each in measures if each.forgetting and each.word == WORSE]
+    deciding = [each for each in measures if not each.forgetting and each.word]
+    word, title = _whole(deciding)
+    why = ", ".join(described(each) for each in measures)
+    if not deciding:
+        why += f"{'; ' * bool(why)}there was no validation set and no task: set data.validation or eval.tasks"
+    elif word == UNKNOWN:
+        why += "; a larger validation set would tell (data.validation, data.validation_fraction)"
+    return {"word": word, "title": title, "why": why, "forgot": forgot}
+
+
+def _whole(deciding: list[Measure]) -> tuple[str, str]:
+    """Word and title. Contradictions come first: no measure hides another one."""
+    words = {each.metric: each.word for each in deciding if each.metric in ("loss", "exact_match")}
+    said = {each.word for each in deciding} - {TOO_FEW}
+    answers, loss = words.get("exact_match"), words.get("loss")
+    if (answers, loss) == (BETTER, WORSE):
+        return MIXED, OVERFITTING
+    if (answers, loss) == (WORSE, BETTER):
+        return MIXED, WORSE_ANSWERS
+    if {BETTER, WORSE} <= said:
+        return MIXED, TITLES[MIXED]
+    right = [each.scores["tuned"].get("exact_match") for each in deciding if each.metric == "exact_match"]
+    if loss == BETTER and right == [0]:
+        return MIXED, NO_ANSWER
+    for word in (BETTER, WORSE, NO_DIFFERENCE, NEGLIGIBLE):
+        if word in said:
+            return word, TITLES[word]
+    return UNKNOWN, TITLES[UNKNOWN]
+
+
+def described(measure: Measure) -> str:
+    """`exact match 29.0% -> 22.0% (no significant difference; these 100 examples could show ...)`."""
+    scores, metric, change = measure.scores, measure.metric, measure.change
+    share = formatting.is_share(metric, scores["base"], scores["tuned"])
+    before, after = (formatting.number(scores[side][metric], share=share) for side in ("base", "tuned"))
+    text = f"{measure.name} {before} -> {after}"
+    if not measure.word:
+        return text
+    more = ""
+    if measure.word == NO_DIFFERENCE and math.isfinite(change.get("detectable", math.inf)):
+        least = points(change["detectable"]) if share else f"{change['detectable']:.2g}"
+        more = f"; these {change['examples']:,} examples could show a difference of {least}"
+    elif measure.word == TOO_FEW and "needed" in change:
+        count = f"{change['distinct']}"
+        if change["distinct"] >= change["needed"]:  # a few long ones have most of the tokens
+            count += f" that count as {change['freedom'] + 1:.0f}"
+        more = f": {count}, a test needs {change['needed']}"
+    return f"{text} ({measure.word}{more})"
+
+
+def points(value: float) -> str:
+    """A difference of two shares."""
+    return f"{100 * value:.1f} points"
+
+
+def title(said: dict[str, Any]) -> str:
+    """The headline of a stored verdict, also of an earlier version, with what was forgotten."""
+    text = said.get("title") or TITLES.get(current_word(str(said.get("word"))), TITLES[UNKNOWN])
+    if not said.get("forgot"):
+        return text
+    return (
+        f"{text}, but it forgot something" if said.get("word") == BETTER else f"{text}; it forgot something"
+    )
+
+
+def reasons(said: dict[str, Any]) -> str:
+    """Why, and what was forgotten."""
+    forgot = ", ".join(map(str, said.get("forgot") or ()))
+    return str(said.get("why", "")) + (f"; worse than the base model on {forgot}" if forgot else "")
+
+
+def sentence(said: dict[str, Any]) -> str:
+    """A verdict in one line, the same wherever it is printed."""
+    return f"{title(said)}: {reasons(said)}"
