@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+LFS_POINTER = b"version https://git-lfs"
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """A file or folder that can't be written is the user's to mend."""
@@ -21,6 +24,14 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
         raise UserError(problem) from error
+
+
+def refuse_lfs_pointer(path: Path, key: str = "") -> None:
+    """Refuse the few lines of text that Git LFS leaves in place of a large file (exit 2)."""
+    with path.open("rb") as file:
+        is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
+    if is_pointer:
+        raise UserError(Problem("a Git LFS pointer in place of the file", key, str(path), fix="git lfs pull"))
 
 
 def local_path(name: str) -> bool:

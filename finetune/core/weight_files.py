@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 DOWNLOAD = "download it again"
-LFS_POINTER = b"version https://git-lfs"
-PULL = "git lfs pull"
 
 
 def find_weight_files(folder: Path, key: str = "model.name") -> list[Path]:
@@ -72,12 +70,6 @@ def is_plain_name(file: Any) -> bool:
     if not isinstance(file, str) or "\\" in file or "\0" in file:
         return False
     return PurePosixPath(file).name == file and file.endswith(".safetensors")
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Whether a file is the few lines of text that Git LFS leaves in place of a large file."""
-    with path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _expected_names(folder: Path) -> list[str]:

@@ -53,6 +53,8 @@ class Report:
     """Source -> columns of its first row that nothing is made of."""
     passed_by: dict[str, list[str]] = field(default_factory=dict)
     """Folder -> what in it is not read."""
+    folders: list[str] = field(default_factory=list)
+    """What is to be known of data files in folders that are not read, such as those of other splits."""
     notes: list[str] = field(default_factory=list)
     """What is to be known of the chat template."""
     rows: int = 0
@@ -102,6 +104,7 @@ class Report:
         for folder, names in self.passed_by.items():
             more = f" ... ({len(names)})" if len(names) > MAX_SHOWN else ""
             found.append(("passed_by", f"not read: {', '.join(names[:MAX_SHOWN])}{more} (in {folder})"))
+        found += [("folders", note) for note in self.folders]
         return [*found, *(("template", note) for note in self.notes)]
 
     def remarks(self) -> list[str]:

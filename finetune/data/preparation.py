@@ -97,7 +97,11 @@ def prepare(
             gc.enable()
             shutil.rmtree(building, ignore_errors=True)
     found = json.loads((folder / "report.json").read_text())
-    found["train"] |= {"sources": sources, "passed_by": source_loading.passed_by(data)}  # as it is now
+    found["train"] |= {
+        "sources": sources,
+        "passed_by": source_loading.passed_by(data),  # as it is now
+        "folders": source_loading.notes_on_folders(data),
+    }
     content = [
         [_content(source, sources) for source in source_loading.sources(data)],
         sorted(sources.values()),
@@ -318,7 +322,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     here = Path(__file__).parent
     modules = ("examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates")
     modules += ("template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit")
-    modules += ("example_errors",)
+    modules += ("example_errors", "dataset_folders", "arrow_values", "json_values")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {

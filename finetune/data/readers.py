@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import lzma
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.paths import refuse_lfs_pointer
 from finetune.data import hints
 from finetune.data.examples import BadRow, Row
+from finetune.data.json_values import DECODER, checked_row, may_hold_surrogates
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -23,19 +26,6 @@ BOM = b"\xef\xbb\xbf"
 UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 Rows: TypeAlias = "Iterator[Row | BadRow]"
-
-
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python would take the last of two values, other readers the first."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'two values of the key "{twice}"')
-    return found
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_mapping)
 
 
 def _json_lines(path: Path) -> Rows:
@@ -52,7 +42,8 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
         text = line.removeprefix(BOM) if number == 1 else line
         if text.strip():
             try:
-                yield _row(DECODER.decode(text.decode()), f"{path}:{number}", _escapes(text))
+                escapes = may_hold_surrogates(text)
+                yield checked_row(DECODER.decode(text.decode()), f"{path}:{number}", escapes)
             except UnicodeDecodeError as error:
                 yield _not_utf8(path, number, offset + len(line) - len(text) + error.start, line)
             except (ValueError, RecursionError) as error:
@@ -88,27 +79,9 @@ def _json(path: Path) -> Rows:
         what, fix = "one object of columns, or of rows by name", "an array of rows, each of them an object"
         fix += '; of pandas: to_json(..., orient="records")'
         raise UserError(Problem(what, where=str(path), found=", ".join(values)[:60], fix=fix))
-    escapes, rows = _escapes(content), values if array else [values]
+    escapes, rows = may_hold_surrogates(content), values if array else [values]
     for index, value in enumerate(rows):
-        yield _row(value, f"{path}[{index}]" if array else f"{path}:1", escapes)
-
-
-def _row(value: Any, where: str, escapes: bool) -> Row | BadRow:
-    """A value of a JSON file; `escapes`: it may hold one half of a surrogate pair, which no text can."""
-    if not isinstance(value, dict):
-        fix, found = hints.value(value), json.dumps(value) if not isinstance(value, list) else "an array"
-        return BadRow("unreadable", "a row must be a JSON object", where, found[:60], fix=fix)
-    if escapes:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            found = ascii(error.object[error.start])
-            return BadRow("unreadable", "half of a surrogate pair, which is no character", where, found=found)
-    return Row(value, where)
-
-
-def _escapes(content: bytes) -> bool:
-    return b"\\ud" in content or b"\\uD" in content
+        yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes)
 
 
 def _csv(path: Path) -> Rows:
@@ -158,17 +131,23 @@ def _columnar(path: Path) -> Rows:
     import pyarrow
     from pyarrow import ipc, parquet
 
+    from finetune.data.arrow_values import table_rows
+
+    with _columnar_errors(path), pyarrow.memory_map(str(path)) as content:
+        if path.suffix == ".parquet":
+            batches: Any = parquet.ParquetFile(content).iter_batches(batch_size=1000)
+        else:
+            batches = _arrow_batches(ipc, content)
+        yield from table_rows(batches, str(path))
+
+
+@contextlib.contextmanager
+def _columnar_errors(path: Path) -> Iterator[None]:
+    """What pyarrow cannot open is the user's to mend."""
+    import pyarrow
+
     try:
-        with pyarrow.memory_map(str(path)) as content:
-            if path.suffix == ".parquet":
-                batches: Any = parquet.ParquetFile(content).iter_batches(batch_size=1000)
-            else:
-                batches = _arrow_batches(ipc, content)
-            start = 0
-            for batch in batches:
-                for index, value in enumerate(batch.to_pylist(), start=start):
-                    yield Row(without_nulls(value), f"{path}[{index}]")
-                start += batch.num_rows
+        yield
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         found = (str(error).splitlines() or [""])[0]
         kind = "a parquet" if path.suffix == ".parquet" else "an arrow"
@@ -222,7 +201,7 @@ def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadR
             row |= value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
         except (ValueError, RecursionError):
             bad = bad or f"not text, or not JSON: .{kind}"
-    return BadRow("unreadable", bad, where) if bad else _row(row, where, escapes=True)
+    return BadRow("unreadable", bad, where) if bad else checked_row(row, where, escapes=True)
 
 
 def _txt(path: Path) -> Rows:
@@ -232,11 +211,31 @@ def _txt(path: Path) -> Rows:
         raise UserError(_where_not_utf8(path).problem) from None
 
 
-def without_nulls(value: Any) -> Any:
-    """A value less the keys that are null: columns give every mapping the keys of all (tool arguments)."""
-    if isinstance(value, dict):
-        return {key: without_nulls(part) for key, part in value.items() if part is not None}
-    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+def read_file(path: Path) -> Rows:
+    """Every row of a file, in order.
+
+    Raises:
+        UserError: a Git LFS pointer, or a file that its reader cannot open (exit 2).
+    """
+    refuse_lfs_pointer(path)
+    yield from READERS[path.suffix](path)
+
+
+def count_rows(path: Path) -> int:
+    """The rows of a file, good or bad; of parquet and arrow from their metadata."""
+    refuse_lfs_pointer(path)
+    if path.suffix == ".jsonl":
+        with path.open("rb") as file:
+            return sum(1 for line in file if line.strip())
+    if path.suffix not in (".parquet", ".arrow"):
+        return sum(1 for _ in READERS[path.suffix](path))
+    import pyarrow
+    from pyarrow import ipc, parquet
+
+    with _columnar_errors(path), pyarrow.memory_map(str(path)) as content:
+        if path.suffix == ".parquet":
+            return parquet.ParquetFile(content).metadata.num_rows
+        return sum(batch.num_rows for batch in _arrow_batches(ipc, content))
 
 
 READERS = {

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, similar_files
 from finetune.data import hints
+from finetune.data.dataset_folders import as_name, choose_files, count_files
 from finetune.data.examples import BadRow, Row
 from finetune.data.formats import convert, detect, digest, of_another_format, unused
-from finetune.data.readers import READERS, without_nulls
+from finetune.data.readers import READERS, count_rows, read_file
 from finetune.hub import client
 from finetune.recipe.schema import Data, Source
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
-BOOKKEEPING = ("dataset_info.json", "state.json")  # of a folder that `datasets` saved
+COUNTED = 2**26  # bytes of a file whose rows are counted for a note
 
 
 def sources(data: Data) -> list[Source]:
@@ -164,20 +165,18 @@ def files(name: str, key: str) -> list[Path] | None:
     in_a_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()  # data/trian, where there is a data/
     if not (local_path(name) or in_a_folder):
         return None
+    matches = [path]
     if any(mark in name for mark in "*?[") and not path.exists():  # notes[1].jsonl is a file's name too
-        paths = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
-    elif path.is_dir():
-        entries = sorted(entry for entry in path.iterdir() if entry.name not in BOOKKEEPING)
-        paths = [
-            entry for entry in entries if entry.suffix.lower() in READERS
-        ]  # .JSONL is refused, not passed by
-    else:
-        paths = [path]
-    missing = [entry for entry in paths if not entry.exists()]
-    if missing or not paths:
+        matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+    missing = [entry for entry in matches if not entry.exists()]
+    if missing or not matches:
         found = f"looked in {Path.cwd()} and beside the recipe"
-        what = f"no {', '.join(READERS)} file in {name}" if path.is_dir() else f"no such file: {name}"
-        raise UserError(Problem(what, key, found=found, fix="" if path.is_dir() else similar_files(path)))
+        raise UserError(Problem(f"no such file: {name}", key, found=found, fix=similar_files(path)))
+    paths = matches
+    if all(match.is_dir() for match in matches):
+        paths = list(chain.from_iterable(choose_files(folder, key).read for folder in matches))
+        if not paths:
+            raise UserError(_nothing_to_read(path, key))
     for entry in paths:
         if entry.suffix not in READERS:
             runs_code = "; such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
@@ -187,22 +186,70 @@ def files(name: str, key: str) -> list[Path] | None:
     return paths
 
 
+def _nothing_to_read(folder: Path, key: str) -> Problem:
+    others = [path.name for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
+    fix = next((fix for name in others if (fix := hints.file(Path(name).suffix))), "")
+    what, found = f"no {', '.join(READERS)} file in {folder}", ", ".join(others[:MAX_SHOWN])
+    return Problem(what, key, found=found or "an empty folder", fix=fix)
+
+
 def passed_by(data: Data) -> dict[str, list[str]]:
     """Each folder that is named -> what in it is no data by its name, and is not read."""
     found = {}
-    for name in filter(None, [*(source.name for source in sources(data)), data.validation]):
-        path = Path(os.path.expanduser(name))
-        entries = sorted(path.iterdir()) if path.is_dir() and files(name, "data.name") else []
+    for folder, key in _folders(data):
+        chosen = choose_files(folder, key)
+        data_files = [*chosen.read, *chain.from_iterable(chosen.others.values())]
+        of_data = {
+            parent for path in data_files for parent in path.parents
+        }  # the notes on folders count them
         others = [
             entry.name + "/" * entry.is_dir()
-            for entry in entries
-            if entry.suffix not in (*READERS, ".md")
-            and entry.name not in BOOKKEEPING
-            and entry.name[0] != "."
+            for entry in sorted(folder.iterdir())
+            if entry.suffix not in (*READERS, ".md") and entry.name[0] != "." and entry not in of_data
         ]
         if others:
-            found[name] = others
+            found[str(folder)] = others
     return found
+
+
+def notes_on_folders(data: Data) -> list[str]:
+    """The data files in the folders of a recipe that it does not read: how many, and how to use them."""
+    folders = [(folder, choose_files(folder, key)) for folder, key in _folders(data)]
+    used = {path.resolve() for source, key in named(data) for path in files(source.name, key) or ()}
+    notes, has_validation = [], data.validation is not None or data.validation_fraction is not None
+    for folder, found in folders:
+        others = {
+            split: left
+            for split, paths in found.others.items()
+            if (left := [path for path in paths if path.resolve() not in used])
+        }
+        if not others:
+            continue
+        counts = [f"{split or 'no split'}: {_counted(paths)}" for split, paths in others.items()]
+        note = f"{folder}: data files that are not read: {'; '.join(counts)}"
+        if "validation" in others and not has_validation:
+            note += f". To evaluate on them, set data.validation: {as_name(others['validation'])}"
+        notes.append(note)
+    return list(dict.fromkeys(notes))
+
+
+def _folders(data: Data) -> list[tuple[Path, str]]:
+    """Each folder that a recipe names, and the key that names it."""
+    paths = [(Path(os.path.expanduser(source.name)), key) for source, key in named(data)]
+    return [(path, key) for path, key in dict.fromkeys(paths) if path.is_dir()]
+
+
+def _counted(paths: list[Path]) -> str:
+    """How many files and rows, where they can be counted in a moment."""
+    names = ", ".join(path.name for path in paths[:MAX_SHOWN]) + " ..." * (len(paths) > MAX_SHOWN)
+    said = f"{count_files(paths)} ({names})"
+    columnar = (".parquet", ".arrow")
+    if any(path.suffix not in columnar and path.stat().st_size > COUNTED for path in paths):
+        return said
+    with contextlib.suppress(UserError, KeyError):  # who reads such a file says what is wrong with it
+        rows = sum(map(count_rows, paths))
+        return f"{count_files(paths)} with {rows:,} example{'s' * (rows != 1)} ({names})"
+    return said
 
 
 def read(source: Source, key: str) -> Rows:
@@ -213,7 +260,7 @@ def read(source: Source, key: str) -> Rows:
         return
     empty = True
     for path in paths:
-        for row in READERS[path.suffix](path):
+        for row in read_file(path):
             empty = False
             yield row
     if empty:
@@ -279,8 +326,9 @@ def _hub(source: Source) -> Rows:
         dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise _not_loaded(source, error) from error
-    for index, value in enumerate(dataset):
-        yield Row(without_nulls(value), f"{source.name}[{index}]")
+    from finetune.data.arrow_values import table_rows
+
+    yield from table_rows(dataset.with_format("arrow").iter(batch_size=1000), source.name)
 
 
 def _not_loaded(source: Source, error: Exception) -> UserError:

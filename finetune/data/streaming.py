@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.paths import refuse_lfs_pointer
 from finetune.data import readers, source_loading
 from finetune.data.audit import Audit
 from finetune.data.encoding import make_encoder
@@ -85,6 +86,7 @@ def stream(
         name: f"streamed, {path.stat().st_size:,} bytes, {_ends(path)}" for name, path in paths.items()
     }
     report.passed_by = source_loading.passed_by(data)
+    report.folders = source_loading.notes_on_folders(data)
     report.seen = AUDITED if report.rows == AUDITED else 0
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
@@ -234,11 +236,12 @@ def _read(shard: Shard) -> Iterator[Row | BadRow]:
     if path.suffix == ".jsonl":
         yield from _lines(path, start, end)
     else:
-        yield from readers.READERS[path.suffix](path)
+        yield from readers.read_file(path)
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
     """Rows of the lines that begin in the bytes [start, end)."""
+    refuse_lfs_pointer(path)
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.core.weight_files import DOWNLOAD, PULL, find_weight_files, is_lfs_pointer
+from finetune.core.paths import refuse_lfs_pointer
+from finetune.core.weight_files import DOWNLOAD, find_weight_files
 from finetune.models import module_names
 from finetune.models.module_names import Names
 
@@ -30,10 +31,8 @@ def tensors(folder: Path) -> dict[str, list[int]]:
         try:
             found |= _header(path)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            refuse_lfs_pointer(path, "model.name")
             problem = Problem("not a safetensors file", "model.name", str(path), str(error), fix=DOWNLOAD)
-            if is_lfs_pointer(path):
-                what = "a Git LFS pointer in place of the file"
-                problem = Problem(what, "model.name", str(path), fix=PULL)
             raise UserError(problem) from error
     return found
 

@@ -176,7 +176,7 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path, recipe_file, capsys) ->
     text = "model: {name: FOLDER}\ndata: {name: '{data}'}\nadapter: {type: lora}\n".replace(
         "FOLDER", str(folder)
     )
-    assert main.main(["train", str(recipe_file(text)), "--quiet"]) == 2
+    assert main.main(["data", str(recipe_file(text)), "--quiet"]) == 2
     assert "no eos token" in capsys.readouterr().err
 
 

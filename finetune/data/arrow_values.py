@@ -1,0 +1,109 @@
+"""Rows of Arrow tables as `datasets` gives them: extension types are decoded, or are an error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+from finetune.data.examples import BadRow, Row
+from finetune.data.json_values import DECODER, checked_row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    import pyarrow
+
+    Decoder = Callable[[Any], Any]
+
+EXTENSION = b"ARROW:extension:name"  # in a field's metadata, where pyarrow does not know the type
+ARRAYS = "datasets.features.features.Array"  # Array2D to Array5D: their storage is lists of numbers
+
+
+def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
+    """Every row of tables or record batches.
+
+    Args:
+        name: what the place of a row begins with.
+
+    Raises:
+        UserError: a column of a type that is not read (exit 2).
+    """
+    start = 0
+    for batch in batches:
+        decode = _struct_decoder(batch.schema, name, "")
+        for index, value in enumerate(batch.to_pylist(maps_as_pydicts="strict"), start=start):
+            where, found = f"{name}[{index}]", without_nulls(value)
+            yield _decoded(decode, found, where) if decode else Row(found, where)
+        start += batch.num_rows
+
+
+def without_nulls(value: Any) -> Any:
+    """A value less the keys that are null: columns give every mapping the keys of all (tool arguments)."""
+    if isinstance(value, dict):
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def _decoded(decode: Decoder, value: Any, where: str) -> Row | BadRow:
+    try:
+        return checked_row(decode(value), where, escapes=True)
+    except (ValueError, RecursionError) as error:
+        return BadRow("unreadable", f"not valid JSON in a column of type arrow.json: {error}", where)
+
+
+def _decoder(kind: pyarrow.DataType, name: str, column: str) -> Decoder | None:
+    """What turns a value of a type into what `datasets` gives; `None`: nothing is to be done."""
+    import pyarrow
+    from pyarrow import types
+
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return _extension_decoder(kind, name, column)
+    if types.is_struct(kind):
+        return _struct_decoder(kind, name, f"{column}.")
+    if types.is_dictionary(kind):
+        return _decoder(kind.value_type, name, column)
+    if types.is_map(kind):
+        decode = _field_decoder(kind.item_field, name, column)
+        return (lambda value: {key: _apply(decode, part) for key, part in value.items()}) if decode else None
+    if types.is_nested(kind) and hasattr(kind, "value_field"):  # every kind of list
+        decode = _field_decoder(kind.value_field, name, column)
+        return (lambda value: [_apply(decode, part) for part in value]) if decode else None
+    return None
+
+
+def _extension_decoder(kind: Any, name: str, column: str) -> Decoder | None:
+    import pyarrow
+
+    if isinstance(kind, pyarrow.JsonType):
+        return DECODER.decode
+    if isinstance(kind, pyarrow.UuidType):
+        return str
+    vector = isinstance(kind, pyarrow.FixedShapeTensorType) and len(kind.shape) == 1
+    if vector or isinstance(kind, pyarrow.Bool8Type) or kind.extension_name.startswith(ARRAYS):
+        return None
+    raise _not_read(kind.extension_name, name, column)
+
+
+def _field_decoder(field: pyarrow.Field, name: str, column: str) -> Decoder | None:
+    unknown = (field.metadata or {}).get(EXTENSION, b"").decode()
+    if unknown and not unknown.startswith(ARRAYS):
+        raise _not_read(unknown, name, column)
+    return _decoder(field.type, name, column)
+
+
+def _struct_decoder(fields: Iterable[pyarrow.Field], name: str, prefix: str) -> Decoder | None:
+    found = {field.name: _field_decoder(field, name, f"{prefix}{field.name}") for field in fields}
+    decoders = {key: decode for key, decode in found.items() if decode}
+    if not decoders:
+        return None
+    return lambda value: {key: _apply(decoders.get(key), part) for key, part in value.items()}
+
+
+def _apply(decode: Decoder | None, value: Any) -> Any:
+    return value if decode is None or value is None else decode(value)
+
+
+def _not_read(kind: str, name: str, column: str) -> UserError:
+    what = f"the column {column} has the Arrow extension type {kind}, which is not read"
+    fix = f'take the column away, or cast it to text: table.drop_columns(["{column.partition(".")[0]}"])'
+    return UserError(Problem(what, where=name, fix=fix))

@@ -1,0 +1,281 @@
+"""Choose the files of a folder that are read: the rules of `datasets`.
+
+- `save_to_disk` lists the files of a dataset in state.json, and the splits of several in dataset_dict.json.
+- The README.md of a cloned dataset repository may list the files of each split under `configs:`.
+- In other folders, the names of files and of folders in it say the split: `test.jsonl`, `dev/`,
+  `data/train-00000-of-00002.parquet`.
+
+Only one split is read: the training split for `data.name`, the validation split for `data.validation`.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import re
+from itertools import chain
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+from finetune.core.errors import Problem, UserError
+from finetune.data.readers import READERS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Splits: TypeAlias = "dict[str, list[Path]]"
+
+NO_SPLIT = ""  # the split of a file whose name says none
+# Files that are of no split
+NOT_LISTED = "not part of the saved dataset"
+OTHER_CONFIGS = "other configs of README.md"
+BELOW = "in folders below"
+NEVER_READ = (NOT_LISTED, OTHER_CONFIGS, BELOW)
+# datasets.data_files.SPLIT_KEYWORDS; a test compares them
+KEYWORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+_SPLIT_WORD = {
+    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", re.IGNORECASE)
+    for split, words in KEYWORDS.items()
+}
+_SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*\..*")
+_MAP_CACHE = re.compile(r"(cache-|tmp).*\.arrow")
+STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
+BOOKKEEPING = (STATE, INFO, DICT, "dataset_infos.json", "config.json")  # datasets.data_files.FILES_TO_IGNORE
+DEEPEST = 8  # folders within folders
+
+
+class FolderFiles(NamedTuple):
+    """The files of a folder."""
+
+    read: list[Path]
+    others: Splits
+    """Split, or what else the files are -> files that are not read."""
+
+
+def choose_files(folder: Path, key: str) -> FolderFiles:
+    """The files of a folder that a recipe's key reads, and its other data files.
+
+    Raises:
+        UserError: a manifest that names missing files, or no split to read (exit 2).
+    """
+    splits = _splits_of_dict(folder, key)
+    if splits is None:
+        splits = _splits_of_readme(folder, key)
+    if splits is None:
+        splits = _splits_by_name(folder, key)
+    return _choose_split(folder, key, splits)
+
+
+def _choose_split(folder: Path, key: str, splits: Splits) -> FolderFiles:
+    splits = {split: paths for split, paths in splits.items() if paths}
+    wanted = ("validation", "test", NO_SPLIT) if key == "data.validation" else ("train", NO_SPLIT)
+    named = [split for split in splits if split not in NEVER_READ]
+    if key == "data.validation" and len(named) == 1:
+        wanted = tuple(named)
+    chosen = next((split for split in wanted if split in splits), None)
+    if chosen is None and named:
+        kind = "validation" if key == "data.validation" else "training"
+        found = ", ".join(f"{split} ({count_files(splits[split])})" for split in named)
+        fix = f"{key}: {as_name(splits[named[0]])}"
+        raise UserError(Problem(f"{folder} holds no {kind} split", key, found=found, fix=fix))
+    others = {split: paths for split, paths in splits.items() if split != chosen}
+    return FolderFiles(splits[chosen] if chosen is not None else [], others)
+
+
+def count_files(paths: list[Path]) -> str:
+    return f"{len(paths)} file{'s' * (len(paths) != 1)}"
+
+
+def as_name(paths: list[Path]) -> str:
+    """How a recipe names these files: a file, a folder, a pattern or a list."""
+    first, folder = paths[0], paths[0].parent
+    if len(paths) == 1:
+        return str(first)
+    if all(path.parent == folder for path in paths):
+        if sorted(path for path in folder.iterdir() if _is_data(path)) == sorted(paths):
+            return str(folder)
+        if shard := _SHARD.fullmatch(first.name):
+            pattern = f"{glob.escape(str(folder / shard['split']))}-*{first.suffix}"
+            if sorted(glob.glob(pattern)) == sorted(map(str, paths)):
+                return pattern
+    return f"[{', '.join(map(str, paths))}]"
+
+
+def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
+    """The files of a dataset that `save_to_disk` wrote; `None`: the folder is none."""
+    state = _json_in(folder / STATE)
+    listed = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(listed, list):
+        return None
+    if state.get("_indices_data_files"):  # datasets 1; later versions ignore it and would read other rows
+        what = "an old save of a dataset with selected rows"
+        fix = "load it with datasets<2, call flatten_indices(), and save it again"
+        raise UserError(Problem(what, key, str(folder / STATE), fix=fix))
+    names = [str(entry.get("filename")) if isinstance(entry, dict) else str(entry) for entry in listed]
+    missing = [name for name in names if "/" in name or not (folder / name).is_file()]
+    if missing:
+        what, fix = f"{len(missing)} of {len(names)} files of a saved dataset are missing", "save it again"
+        raise UserError(Problem(what, key, str(folder / STATE), ", ".join(missing[:5]), fix=fix))
+    return [folder / name for name in names]
+
+
+def _splits_of_dict(folder: Path, key: str) -> Splits | None:
+    """The splits of a `DatasetDict` that `save_to_disk` wrote; `None`: the folder is none."""
+    content = _json_in(folder / DICT)
+    names = content.get("splits") if isinstance(content, dict) else None
+    if not isinstance(names, list):
+        return None
+    found = {}
+    for name in map(str, names):
+        listed = _listed_in_state(folder / name, key) if "/" not in name else None
+        if listed is None:
+            what, fix = f"the split {name} of a saved dataset is missing", "save it again"
+            raise UserError(Problem(what, key, str(folder / DICT), str(folder / name), fix=fix))
+        found[name] = listed
+        unlisted = [
+            path for path in sorted((folder / name).iterdir()) if _is_data(path) and path not in listed
+        ]
+        found[NOT_LISTED] = [*found.get(NOT_LISTED, []), *unlisted]
+    return _with_standard_names(found)
+
+
+def _with_standard_names(splits: Splits) -> Splits:
+    """The same with `validation` for `dev`, unless there are both."""
+    return {
+        name if _standard_name(name) in splits else _standard_name(name): paths
+        for name, paths in splits.items()
+    }
+
+
+def _splits_of_readme(folder: Path, key: str) -> Splits | None:
+    """The splits that `configs:` in README.md lists; `None`: it lists none that are here."""
+    configs = _configs_of(folder / "README.md")
+    by_config = {name: _splits_of_config(folder, config) for name, config in configs.items()}
+    by_config = {name: splits for name, splits in by_config.items() if any(splits.values())}
+    if not by_config:
+        return None
+    default = [name for name in by_config if name == "default" or configs[name].get("default") is True]
+    if not default and len(by_config) > 1:
+        first = next(iter(by_config.values()))
+        what, names = f"{folder} holds several configs", ", ".join(by_config)
+        fix = f"{key}: {as_name(first.get('train') or _all(first))}"
+        raise UserError(Problem(what, key, str(folder / "README.md"), names, fix=fix))
+    chosen = next(iter(default or by_config))
+    splits = _with_standard_names(by_config.pop(chosen))
+    others = [path for found in by_config.values() for path in _all(found) if path not in _all(splits)]
+    return {**splits, OTHER_CONFIGS: list(dict.fromkeys(others))}
+
+
+def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
+    """Config -> what the YAML at the beginning of a dataset card says of it."""
+    import yaml
+
+    try:
+        with readme.open(encoding="utf-8") as file:
+            if file.readline().strip() != "---":
+                return {}
+            lines = iter(file.readline, "")
+            text = "".join(iter(lambda: next(lines, "---\n"), "---\n"))
+        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        found = content["configs"]
+        return {str(config["config_name"]): config for config in found}
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # no card of a dataset
+        return {}
+
+
+def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
+    inside = str(config.get("data_dir") or "")
+    base, said = folder / inside, config.get("data_files")
+    if not _stays_below(inside) or not base.is_dir():
+        return {}
+    if not said:
+        named = _splits_by_name(base, "data.name") if inside else {}
+        return {split: paths for split, paths in named.items() if split not in NEVER_READ}
+    entries = said if isinstance(said, list) else [said]
+    found: Splits = {}
+    for entry in entries:
+        split = str(entry.get("split")) if isinstance(entry, dict) else "train"
+        patterns = entry.get("path") if isinstance(entry, dict) else entry
+        for pattern in patterns if isinstance(patterns, list) else [patterns]:
+            matches = glob.glob(str(pattern), root_dir=base, recursive=True) if _stays_below(pattern) else []
+            files = [path for path in map(base.joinpath, sorted(matches)) if _is_data(path)]
+            found[split] = list(dict.fromkeys([*found.get(split, []), *files]))
+    return found
+
+
+def _stays_below(path: Any) -> bool:
+    """Whether a path or pattern of a card leads nowhere but below its folder."""
+    parts = PurePosixPath(str(path)).parts
+    return not PurePosixPath(str(path)).is_absolute() and ".." not in parts
+
+
+def _splits_by_name(folder: Path, key: str) -> Splits:
+    """The splits that names say. A file in a folder below counts where no file above is of its split."""
+    found: Splits = {}
+    for path, split in _labeled(folder, folder, key).items():
+        found.setdefault(split, []).append(path)
+    top = {split: [path for path in paths if path.parent == folder] for split, paths in found.items()}
+    kept = {split: top[split] or paths for split, paths in found.items()}
+    by_folder = any(_split_of(folder, path.parent / "-") == "train" for path in found.get("train", ()))
+    if top.get(NO_SPLIT) and not (top.get("train") or by_folder):
+        kept.pop("train", None)  # such as old/train.jsonl
+    read = _all(kept)
+    return {**kept, BELOW: [path for path in _all(found) if path not in read]}
+
+
+def _labeled(folder: Path, root: Path, key: str) -> dict[Path, str]:
+    """Each data file in a folder and in those below it -> its split, or why it has none."""
+    found, listed = {}, _listed_in_state(folder, key)
+    for entry in sorted(folder.iterdir()):
+        if entry.name.startswith((".", "__")):
+            continue
+        if entry.is_dir():
+            deep = len(entry.relative_to(root).parts) > DEEPEST
+            found |= _labeled(entry, root, key) if not deep else {}
+        elif _is_data(entry):
+            unlisted = _is_map_cache(entry) if listed is None else entry not in listed
+            found[entry] = NOT_LISTED if unlisted else _split_of(root, entry)
+    return found
+
+
+def _split_of(root: Path, path: Path) -> str:
+    """The split of a file, from its path below the folder that is read."""
+    *folders, name = path.relative_to(root).parts
+    shard = _SHARD.fullmatch(name)
+    if folders == ["data"] and shard:
+        return _standard_name(shard["split"])
+    for names in (folders, [name]):
+        for split, word in _SPLIT_WORD.items():
+            if any(word.search(part) for part in names):
+                return split
+    return NO_SPLIT
+
+
+def _standard_name(split: str) -> str:
+    """`validation` for `dev`; another name as it is."""
+    return next((standard for standard, words in KEYWORDS.items() if split.lower() in words), split)
+
+
+def _is_data(path: Path) -> bool:
+    return path.suffix.lower() in READERS and path.name not in BOOKKEEPING and path.is_file()
+
+
+def _is_map_cache(path: Path) -> bool:
+    """Whether `Dataset.map` or `filter` wrote it, beside the dataset that it was called on."""
+    beside = path.parent
+    return bool(_MAP_CACHE.fullmatch(path.name)) and ((beside / STATE).exists() or (beside / INFO).exists())
+
+
+def _all(splits: Splits) -> list[Path]:
+    return list(chain.from_iterable(splits.values()))
+
+
+def _json_in(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
