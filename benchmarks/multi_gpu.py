@@ -16,6 +16,7 @@ lora-*          8B, LoRA r=16 on all linear layers, rows of 4,096, four on each 
 nccl            every setting of nccl.env that can matter on one machine, each beside none: eight layers, DDP
                 and FSDP2 (`--rows nccl --gpus 2`)
 *-fsdp2 *-zero3 8B LoRA in bf16, the base split: what that costs where DDP would do
+*-fsdp2-kept    and nothing recomputed, which `auto` does not choose there on GPUs of 80 GB
 full-*          8B, every weight trained
 isc25           recipes/isc25/as_submitted.yaml: DoRA, FlashAttention 3, fp8, a GPU's share of 256 rows of 512
 isc25-te        recipes/isc25/transformer_engine.yaml: 1B, every weight, TransformerEngine's fp8
@@ -72,6 +73,7 @@ ROWS = {
     "70b-bf16-fsdp2": Row("fsdp2_8", (ATTENTION, "speed.activation_checkpointing=full"), "70b-bf16", 8192, 1),
     "lora-bf16-fsdp2": Row("fsdp2_8", ("model.quantization=none",)),
     "lora-bf16-fsdp2-compiled": Row("fsdp2_8", ("model.quantization=none", "speed.compile=true")),
+    "lora-bf16-fsdp2-kept": Row("fsdp2_8", ("model.quantization=none", *WHOLE)),
     "lora-fp8-fsdp2": Row("fsdp2_8_quantised", ("model.quantization=fp8",)),
     "qlora-fsdp2": Row("fsdp2_8_quantised", ("adapter.type=qlora",)),
     "lora-bf16-zero2": Row("zero2_8", ("model.quantization=none",)),
@@ -253,6 +255,9 @@ def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any
         "step_seconds": seconds,
         "first_step_seconds": steps[0]["step_seconds"],
         "peak_gib": steps[-1]["gpu_memory_gib"] or 0.0,
+        "first_step_peak_gib": steps[0]["gpu_memory_gib"] or 0.0,
+        "activation_checkpointing": receipts.get("speed.activation_checkpointing", "none"),
+        "corrected": {name: value for name, value in receipts.items() if "auto after out of memory" in name},
         "loss": steps[-1]["loss"],
         "config": job.row.config,
         "exchanged": receipts.get("gradients exchanged", receipts.get("split by FSDP", "")),

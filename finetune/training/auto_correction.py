@@ -150,7 +150,7 @@ def read(text: str) -> Correction:
 
 def from_environment() -> Correction:
     """Return the correction that an earlier attempt left to this process."""
-    text = os.environ.get(VARIABLE)
+    text = os.environ.pop(VARIABLE, "")  # not for the processes that this one starts
     return read(text) if text else Correction()
 
 

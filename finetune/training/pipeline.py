@@ -120,12 +120,19 @@ def run(
                     except StartAgain as again:
                         correction = again.correction
                     stop.failed = False
-                    torch._dynamo.reset()
-                    clear_device_cache(garbage_collection=True)  # of the attempt
+                    release_memory()
         except Stopped as stopped:
             if stopped.together:
                 collectives.end_together()
             raise
+
+
+def release_memory() -> None:
+    """Free what an attempt that ran out of memory held, and forget its peak."""
+    torch._dynamo.reset()
+    clear_device_cache(garbage_collection=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def _run(

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import zlib
 from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -33,7 +35,6 @@ from support.scripts import module_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = [pytest.mark.gpu]
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -242,6 +243,45 @@ def test_two_gpus_go_on_from_a_checkpoint(name: str, kind: str, small: Any, tmp_
     for a, b in zip(metrics(straight), metrics(again), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
     whole(straight, again)
+
+
+@pytest.mark.parametrize("name", ["ddp_2", "fsdp2_8"])
+def test_out_of_memory_on_one_gpu_restarts_all_with_the_stronger_setting(
+    name: str, small: Any, tmp_path: Path
+) -> None:
+    """Rank 1's allocator has no memory in the first forward; rank 0 waits for it in NCCL."""
+    script = ROOT / "tests" / "support" / "short_of_memory.py"
+    line = [*LAUNCH, "--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), str(script)]
+    given = ["adapter.type=lora", "speed.compile=false", "speed.fused=false"]
+    auto = run(line, given, small, tmp_path / "auto")
+    told = run(line, [*given, "speed.activation_checkpointing=norms"], small, tmp_path / "told")
+    found = {receipt["option"]: receipt for receipt in auto.read("checks.json")}
+    corrected = found["speed.activation_checkpointing, auto after out of memory"]
+    assert (corrected["expected"], corrected["actual"]) == ("none", "norms")
+    assert (auto.path / "log.txt").read_text().count("the first step ran out of memory") == 1
+    assert found["processes"]["actual"] == "2" and all(receipt["passed"] for receipt in found.values())
+    for a, b in zip(metrics(told), metrics(auto), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("count", [2, 4])
+def test_an_8b_under_fsdp2_fits_as_auto_chooses(count: int, tmp_path: Path) -> None:
+    """LoRA in bf16, 4 x 4,096 tokens on each GPU, compiled: on GPUs of 80 GB it ran out of memory once. The
+    checkpoint takes 16 GB in /tmp/finetune-gpu, as of benchmarks/multi_gpu.py."""
+    if torch.cuda.device_count() < count:
+        pytest.skip(f"fewer than {count} GPUs")
+    multi_gpu, inputs = module_of("benchmarks", "multi_gpu"), module_of("benchmarks", "gpu_inputs")
+    options = SimpleNamespace(tiny=False, layers=None, steps=6, out=tmp_path, work=Path("/tmp/finetune-gpu"))
+    options.work.mkdir(exist_ok=True)
+    job = multi_gpu.plan("lora-bf16-fsdp2-compiled", count, options)
+    inputs.make_model(job.model, "8b", "bf16", 32)
+    inputs.make_data(job.data, (options.steps + 2) * job.batch * job.length, documents=False)
+    found = multi_gpu.launch(job)
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert found.get("tokens_per_second", 0) > 5000 * count, found
+    assert not found["corrected"] and found["peak_gib"] < 0.9 * memory, found
+    assert memory > 100 or found["activation_checkpointing"] != "none"
 
 
 def test_the_choice_for_this_machine_is_ddp_for_a_small_base(small: Any, tmp_path: Path) -> None:

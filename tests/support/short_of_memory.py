@@ -1,0 +1,67 @@
+"""`finetune` in a process of a launch: rank 1 has no memory in its first step, unless norms are recomputed.
+
+A script, since a process that starts again runs its command again. In the forward of the second layer rank 1
+gets `torch.OutOfMemoryError`, on a GPU from the allocator; under FSDP2 rank 0 waits for its part of the
+weights. On CPUs FSDP2 is imitated as in test_fsdp.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from transformers.models.llama import modeling_llama
+
+from finetune.cli import main
+from finetune.preflight import launch_conflicts
+
+FSDP_ON_CPUS = {
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+}
+
+
+def imitate_fsdp() -> None:
+    begin = PartialState.__init__
+
+    def as_on_gpus(self: Any, *args: Any, **given: Any) -> None:
+        begin(self, *args, **given)
+        if self.distributed_type == DistributedType.MULTI_CPU:
+            self.distributed_type = DistributedType.MULTI_GPU
+
+    os.environ.update(FSDP_ON_CPUS)
+    PartialState.__init__ = as_on_gpus
+    launch_conflicts._sharding = lambda *given: []
+
+
+def run_out_of_memory() -> None:
+    forward = modeling_llama.LlamaDecoderLayer.forward
+
+    def short_of_memory(self: Any, *args: Any, **given: Any) -> Any:
+        in_first_step = any(thread.name == "first step" for thread in threading.enumerate())
+        recomputes = "forward" in vars(self.input_layernorm)
+        if in_first_step and not recomputes and self.self_attn.layer_idx == 1 and os.environ["RANK"] == "1":
+            if torch.cuda.is_available():
+                torch.cuda.set_per_process_memory_fraction(0.01)
+                torch.empty(2**32, dtype=torch.uint8, device="cuda")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4.00 GiB.")
+        return forward(self, *args, **given)
+
+    modeling_llama.LlamaDecoderLayer.forward = short_of_memory
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        imitate_fsdp()
+    run_out_of_memory()
+    sys.exit(main.main(sys.argv[1:]))
