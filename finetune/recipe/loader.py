@@ -11,7 +11,7 @@ from __future__ import annotations
 import glob
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -19,6 +19,9 @@ from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.recipe import adapter_keys, adapter_types, build, command_line_overrides, recipe_errors, renames
 from finetune.recipe.schema import Origin, Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def load(
@@ -140,31 +143,33 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     Of `eval.tasks` only those that end as files do: a folder may be called as one of lm-eval's tasks is.
     """
 
-    def resolve(value: Any) -> Any:
+    def resolve(value: Any, exists: Callable[[str], bool] = os.path.exists) -> Any:
         if isinstance(value, list):
             return [resolve(item) for item in value]
         if isinstance(value, dict) and isinstance(value.get("name"), str):  # one of several sources
             return {**value, "name": resolve(value["name"])}
         if not isinstance(value, str) or not value or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
-        if os.path.exists(value) or glob.glob(value):
+        if exists(value) or any(map(exists, glob.glob(value))):
             return value
-        if os.path.exists(folder / value):
+        if exists(str(folder / value)):
             return str(folder / value)
         pattern = os.path.join(glob.escape(str(folder)), value)  # brackets of the folder are its name
-        return pattern if glob.glob(pattern) else value
+        return pattern if any(map(exists, glob.glob(pattern))) else value
 
     for section, key in (
         ("model", "name"),
         ("data", "name"),
         ("data", "validation"),
-        ("data", "chat_template"),
         ("data", "cache_dir"),
         ("adapter", "init_from"),
         ("eval", "forgetting"),
     ):
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])
+    if isinstance(raw.get("data"), dict) and raw["data"].get("chat_template"):
+        # a folder of a bundled template's name, such as gemma/, is no template
+        raw["data"]["chat_template"] = resolve(raw["data"]["chat_template"], os.path.isfile)
     train = raw.get("train")
     if isinstance(train, dict) and isinstance(train.get("output_dir"), str):  # made, not looked up
         train["output_dir"] = os.path.expanduser(train["output_dir"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +16,10 @@ from finetune.distributed.launch_environment import BACKENDS, said, zero_stage
 from finetune.quantization import four_bit, fp8_linear
 
 if TYPE_CHECKING:
+    from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Train
 
 
 def add(trainer: Any, launch: Launch, ledger: RunChecks) -> None:
@@ -35,12 +38,31 @@ def add(trainer: Any, launch: Launch, ledger: RunChecks) -> None:
     trainer.add_callback(Prepared(launch, trainer, ledger))
     rows: Any = getattr(trainer, "train_dataset", None)
     if launch.processes > 1 and hasattr(rows, "__len__") and not trainer.args.dataloader_drop_last:
-        twice = repeated(len(rows), trainer.args.per_device_train_batch_size, launch.rows_apart)
+        twice = count_repeated(len(rows), trainer.args.per_device_train_batch_size, launch.rows_apart)
         how = "of an epoch, whose end Accelerate fills up from its beginning: every process has full batches"
         ledger.add("rows trained once", len(rows), f"{len(rows) - twice}, and {twice} twice", how, ok=True)
 
 
-def repeated(rows: int, per_device: int, shards: int) -> int:
+def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, steps: int) -> list[str]:
+    """A note of the examples that each epoch trains twice, if the run reaches the end of one.
+
+    Args:
+        rows: `None` if they are streamed.
+        shards: processes that have rows of their own.
+        steps: optimizer steps of the run.
+    """
+    if rows is None or shards == 1 or train.passed_on().get("dataloader_drop_last"):
+        return []
+    twice = count_repeated(rows, batch.per_device, shards)
+    an_epoch = math.ceil((rows + twice) / (batch.per_device * shards * batch.accumulation))
+    if not twice or steps < an_epoch:
+        return []
+    said = f"each epoch trains {twice:,} of {rows:,} sequences twice, so that all {shards} processes"
+    dropped = batch.per_device * shards - twice
+    return [f"{said} have full batches; train.dataloader_drop_last: true skips {dropped:,} sequences instead"]
+
+
+def count_repeated(rows: int, per_device: int, shards: int) -> int:
     """Rows that an epoch gives a second time, so that all processes have as many full batches: its end is
     filled up from its beginning (accelerate's BatchSamplerShard, even_batches).
 

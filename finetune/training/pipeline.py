@@ -188,7 +188,10 @@ def _run(
         initial = folder.staging / "initial"
         if setup.launch.main:
             resolved_recipe.write_start(folder, recipe, choices, data_report, setup, arguments)
-            terminal.show_plan(screen, recipe, choices, data_report, ledger.notes)
+            repeats = launch_checks.notes_on_repeats(
+                recipe.train, rows, batch, setup.launch.rows_apart, steps
+            )
+            terminal.show_plan(screen, recipe, choices, data_report, [*ledger.notes, *repeats])
             initialization.save_initial(adapted, initial)
             resume.begin(folder, found, contract, choices, screen)
         made = {"compiled": compile, "cudagraphs": fast["CUDA graphs"]}

@@ -246,7 +246,7 @@ def test_rows_that_an_epoch_repeats_are_counted(rows: int, batch: int, shards: i
     given_out = [row for part in parts for one in part for row in one]
     assert set(given_out) == set(range(rows)) and len({len(part) for part in parts}) == 1
     if shards > 1:
-        assert len(given_out) - rows == launch_checks.repeated(rows, batch, shards)
+        assert len(given_out) - rows == launch_checks.count_repeated(rows, batch, shards)
 
 
 @few
@@ -274,7 +274,7 @@ def test_wherever_an_epoch_is_resumed_each_row_is_had_once(
     assert [one[stop:] for one in whole] == after
     given_out = Counter(row for one in whole for part in one for row in part)
     assert set(given_out) == set(range(rows))
-    twice = launch_checks.repeated(rows, batch, shards) if shards > 1 else 0
+    twice = launch_checks.count_repeated(rows, batch, shards) if shards > 1 else 0
     assert given_out.total() - rows == twice
 
 
