@@ -1,8 +1,8 @@
-"""Templates, rendered in a process of their own under limits of time and memory.
+"""Templates, rendered in a process of their own under limits of operations and memory.
 
 A template is a program that came with somebody's model or task file. Jinja's sandbox keeps it from files and
-attributes; it does not keep it from running for ever or taking all memory. So it runs in a child: 5 s a row,
-256 MB.
+attributes; it does not keep it from running for ever or taking all memory. So it runs in a child that counts
+loop iterations and calls of macros, and may take 256 MB. Neither depends on how busy the machine is.
 The child also works beside the tokenizer, on the other core.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import json
 import os
 import re
@@ -17,17 +18,24 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-SECONDS = 5
+ITERATIONS = 5_000_000  # loop iterations of one rendering, at most
+ITERATIONS_PER_PAIR = 20  # and so many more for each pair of messages: some templates look back from each
+LARGEST_POWER = 100_000  # bits of the result of `**`
+SECONDS = 30
+"""The processor's time for one rendering. It stops what counts no iterations, such as products of huge
+numbers. A rendering that takes so long stops the whole run and never drops an example."""
 MEGABYTES = 256
 LONGEST = 16 * 2**20  # characters of a rendered chat
 PORTION = 4 * 2**20  # characters sent at once: the child's memory is for what the template makes of them
-BROKEN = ("the template is broken", "the template took more")
+EXACT_TURNS = 8  # assistant turns whose whole prefix is rendered; later ones are found from their neighbors
+STOPPED = "the template was stopped"
+BROKEN = ("the template is broken", "the template took more", STOPPED)
 """How errors begin that don't depend on the chat."""
 
 
@@ -59,6 +67,7 @@ def render(
     chats: list[tuple[Any, Any]],
     prompt: bool = False,
     after_turn: str = "",
+    date: datetime.date | None = None,
 ) -> list[Rendered]:
     """Render chats with a template.
 
@@ -70,9 +79,11 @@ def render(
         chats: messages and tools (or None) of each.
         prompt: end where the assistant is to go on.
         after_turn: what the template writes after the end of the last turn; no turn includes it.
+        date: what a template that asks for the time is told; `None`: the time it is.
     """
     child = _child(os.getpid())  # a forked data loader worker needs one of its own
     request = {"template": template, "special": special, "way": way, "prompt": prompt, "after": after_turn}
+    request["date"] = date.isoformat() if date else ""
     return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 
@@ -97,6 +108,8 @@ class Child:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.died: tuple[Any, ...] = ()
+        """The answer to the chat of which the process died last."""
         self.start()
         atexit.register(self.stop)
 
@@ -122,8 +135,10 @@ class Child:
             for portion in _portions(chats):
                 found = self._exchange(head, portion)
                 if found is None and len(portion) > 1:
-                    found = [answer for chat in portion for answer in self._exchange(head, [chat]) or [DIED]]
-                answers += found or [DIED]
+                    found = [
+                        answer for chat in portion for answer in self._exchange(head, [chat]) or [self.died]
+                    ]
+                answers += found or [self.died]
         return answers
 
     def _exchange(self, head: str, chats: list[str]) -> list[Any] | None:
@@ -141,6 +156,8 @@ class Child:
             self._restart()
             raise
         if not line.endswith(b"\n"):
+            too_slow = self.process.wait() == -signal.SIGPROF
+            self.died = ("", (), TOO_SLOW if too_slow else TOO_LARGE)
             self._restart()
             return None
         return json.loads(line)
@@ -150,7 +167,8 @@ class Child:
         self.start()
 
 
-DIED = ("", (), f"the template took more than {SECONDS} s or {MEGABYTES} MB")
+TOO_SLOW = f"{STOPPED}: one rendering took {SECONDS} s of the processor's time"
+TOO_LARGE = f"the template took more than {MEGABYTES} MB"
 
 
 def _portions(chats: list[Any]) -> Iterator[list[str]]:
@@ -180,39 +198,47 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; with its end, this one ends too
     answers_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing but answers goes to the parent
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
     _limit_memory()
-    signal.signal(signal.SIGALRM, _too_slow)
     for line in sys.stdin.buffer:
         request = json.loads(line)
         of_rows = request["way"] in ("row", "without nulls", "expression")
-        answers = _of_rows(request) if of_rows else _answers(request, render_jinja_template)
+        answers = _of_rows(request) if of_rows else _answers(request, chat_template_utils)
         answers_to.write(json.dumps(answers).encode() + b"\n")
         answers_to.flush()
 
 
 def _of_rows(request: dict[str, Any]) -> list[Any]:
-    def one(row: dict[str, Any], _: Any) -> tuple[str, tuple[()]]:
-        text = _compiled(request["template"], request["way"])(row)
-        if len(text) > LONGEST:
-            raise _Refused(f"the template took more than {LONGEST} characters")
-        text.encode()
+    def one(row: dict[str, Any]) -> tuple[str, tuple[()]]:
+        with _limited_time():
+            renderer, limits = _compiled(request["template"], request["way"])
+            limits.left = ITERATIONS
+            text = renderer(row)
+        _check_text(text)
         return text, ()
 
-    return [_answer(one, row, None) for row in request["chats"]]
+    return [_answer(one, row) for row in request["chats"]]
+
+
+def _check_text(text: str) -> None:
+    if len(text) > LONGEST:
+        raise _Refused(f"the template took more than {LONGEST} characters")
+    text.encode()  # half of a surrogate pair is an error here
 
 
 @cache
-def _compiled(template: str, way: str) -> Any:
+def _compiled(template: str, way: str) -> tuple[Any, Any]:
+    """What renders a row of an evaluation, and the limits it keeps to."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters["regex_replace"] = _regex_replace
     environment.finalize = _not_null if way == "without nulls" else None
+    limits = _limit_operations(environment)
     if way != "expression":
-        return environment.from_string(template).render
+        return environment.from_string(template).render, limits
     made = environment.compile_expression(template, undefined_to_none=False)
 
     def value(row: dict[str, Any]) -> str:
@@ -221,7 +247,7 @@ def _compiled(template: str, way: str) -> Any:
             str(found)  # raises, and says what is undefined
         return json.dumps(found)
 
-    return value
+    return value, limits
 
 
 def _not_null(value: Any) -> Any:
@@ -234,42 +260,118 @@ def _regex_replace(text: str, pattern: str, by: str, count: int = 0) -> str:
     return re.sub(pattern, by, text, count=count)
 
 
+def _limit_operations(environment: Any) -> Any:
+    """Make the templates of an environment count their loops and macros; returns what holds the limit."""
+    from jinja2 import lexer, nodes
+    from jinja2.ext import Extension
+
+    class Limits(Extension):
+        """A statement that counts, at the beginning of each loop's, macro's and call's body."""
+
+        tags = {"count_iteration"}  # noqa: RUF012 (Jinja's own way to name them)
+        left = ITERATIONS
+
+        def filter_stream(self, stream: Any) -> Iterator[Any]:
+            before, statement = "", ""
+            for token in stream:
+                yield token
+                if before == lexer.TOKEN_BLOCK_BEGIN:
+                    statement = token.value
+                if token.type == lexer.TOKEN_BLOCK_END and statement in ("for", "macro", "call"):
+                    yield lexer.Token(token.lineno, lexer.TOKEN_BLOCK_BEGIN, "{%")
+                    yield lexer.Token(token.lineno, lexer.TOKEN_NAME, "count_iteration")
+                    yield lexer.Token(token.lineno, lexer.TOKEN_BLOCK_END, "%}")
+                before = token.type
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.ExprStmt(self.attr("count"), lineno=line)
+
+        @property
+        def count(self) -> None:
+            """To read it is to count: the sandbox's checks would make a call as slow as the loop's body."""
+            self.left -= 1
+            if self.left < 0:
+                raise _Refused(f"the template took more than {ITERATIONS:,} loop iterations")
+
+    environment.intercepted_binops = frozenset(["**"])
+    environment.binop_table = {**environment.binop_table, "**": _power}
+    environment.add_extension(Limits)
+    return environment.extensions[Limits.identifier]
+
+
+def _power(left: Any, right: Any) -> Any:
+    whole = isinstance(left, int) and isinstance(right, int)
+    if whole and left.bit_length() * right > LARGEST_POWER:
+        raise _Refused(f"the template took more than {LARGEST_POWER:,} bits for a number")
+    return left**right
+
+
+@cache
+def _environment(upstream: Any) -> tuple[Any, Any]:
+    """What transformers compiles chat templates with, and what counts their loops.
+
+    It and the aliases of reasoning are private in transformers (looked at in 5.22.2). The public function
+    renders too, and takes neither limits nor a date.
+    """
+    environment = upstream._compile_jinja_template("").environment
+    return environment, _limit_operations(environment)
+
+
+@lru_cache(maxsize=16)
+def _chat_template(source: str, upstream: Any) -> tuple[Any, Any]:
+    """A chat template, and the limits it keeps to; to compile it computes what is constant in it."""
+    environment, limits = _environment(upstream)
+    with _limited_time():
+        return environment.from_string(source), limits
+
+
 def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
-    """(text, spans, error) of each chat: all in one call, which is faster; one by one if that fails."""
-    options = {"chat_template": request["template"], **request["special"]}
+    """(text, spans, error) of each chat."""
+    options, marks = {**request["special"]}, request["way"] == "marks" and not request["prompt"]
+    if request["date"]:
+        options["strftime_now"] = datetime.datetime.fromisoformat(request["date"]).strftime
+    same_names = getattr(upstream, "_alias_reasoning_fields", lambda chat: chat)
 
-    def texts(chats: list[Any], tools: Any, prompt: bool = request["prompt"]) -> list[Any]:
-        marks = request["way"] == "marks" and not prompt
-        found, spans = upstream(
-            chats, tools, add_generation_prompt=prompt, return_assistant_tokens_mask=marks, **options
-        )
-        for text in found:
-            if len(text) > LONGEST:
-                raise _Refused(f"the template took more than {LONGEST} characters")
-            text.encode()  # half of a surrogate pair is an error here
-        return list(zip(found, spans if marks else [()] * len(found), strict=True))
+    def rendered(messages: list[Any], tools: Any, prompt: bool = request["prompt"]) -> tuple[str, list[Any]]:
+        template, limits = _chat_template(request["template"], upstream)
+        limits.left = ITERATIONS + ITERATIONS_PER_PAIR * len(messages) ** 2
+        given = {"messages": same_names(messages), "tools": tools, "documents": None}
+        given |= {"add_generation_prompt": prompt, **options}
+        with _limited_time():
+            text, spans = _with_marks(template, given) if marks else (template.render(given), [])
+        _check_text(text)
+        return text, spans
 
-    chats, turns = request["chats"], request["way"] == "turns" and not request["prompt"]
-    if len(chats) > 1 and not turns and not any(tools for _, tools in chats):
-        with contextlib.suppress(Exception), _limited_time():  # then one by one, each with its own error
-            return [(text, spans, "") for text, spans in texts([messages for messages, _ in chats], None)]
+    def one(chat: tuple[Any, Any]) -> tuple[Any, Any]:
+        if request["way"] == "turns" and not request["prompt"]:
+            return _by_turns(rendered, *chat, request["after"])
+        return rendered(*chat)
 
-    def one(messages: list[Any], tools: Any) -> tuple[Any, Any]:
-        return _by_turns(texts, messages, tools, request["after"]) if turns else texts([messages], tools)[0]
-
-    return [_answer(one, messages, tools) for messages, tools in chats]
+    return [_answer(one, chat) for chat in request["chats"]]
 
 
-def _answer(one: Any, messages: list[Any], tools: Any) -> tuple[Any, Any, str]:
+def _with_marks(template: Any, given: dict[str, Any]) -> tuple[str, list[Any]]:
+    """A chat, and the characters of what the template marks as the assistant's.
+
+    transformers joins all that is written so far at each mark: few long pieces are joined faster.
+    """
+    pieces, spans = list[str](), list[Any]()
+    with template.environment.activate_tracker(pieces, spans):
+        for piece in template.generate(given):
+            pieces.append(piece)
+            if len(pieces) > 100:
+                pieces[:] = ["".join(pieces)]
+    return "".join(pieces), spans
+
+
+def _answer(one: Any, chat: Any) -> tuple[Any, Any, str]:
     from jinja2 import TemplateSyntaxError
 
     try:
-        with _limited_time():
-            return (*one(messages, tools), "")
+        return (*one(chat), "")
     except MemoryError:
-        error = f"the template took more than {MEGABYTES} MB"
-    except TimeoutError:
-        error = f"the template took more than {SECONDS} s"
+        error = TOO_LARGE
     except TemplateSyntaxError as broken:
         error = f"the template is broken: {broken.message} (its line {broken.lineno})"
     except _Refused as refused:
@@ -279,35 +381,56 @@ def _answer(one: Any, messages: list[Any], tools: Any) -> tuple[Any, Any, str]:
     return "", (), error[:300]
 
 
-def _by_turns(texts: Any, messages: list[Any], tools: Any, after_turn: str) -> tuple[Any, Any]:
-    """What an assistant's turn adds to the text so far is the assistant's."""
-    ((text, _),) = texts([messages], tools)
-    spans = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            ((before, _),) = texts([messages[:index]], tools, prompt=True)
-            ((after, _),) = texts([messages[: index + 1]], tools)
-            after = after.removesuffix(after_turn)
-            if not (after.startswith(before) and text.startswith(after)):
-                raise _Refused("the template neither marks the assistant's tokens nor renders turn by turn")
-            spans.append([len(before), len(after)])
+def _by_turns(rendered: Any, messages: list[Any], tools: Any, after_turn: str) -> tuple[Any, Any]:
+    """What an assistant's turn adds to the text so far is the assistant's.
+
+    To render all before each turn would take a time that grows with the square of their number. So a later
+    turn is rendered after few messages: the system message, and what precedes it from a user's message on. If
+    that adds what stands in the whole text, the turn is found; else all before it is rendered after all.
+    """
+    text, _ = rendered(messages, tools)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    spans: list[list[int]] = []
+
+    def ends(before: list[Any], turn: int) -> tuple[str, str]:
+        """The text up to a turn and up to its end."""
+        prompt, _ = rendered(before, tools, prompt=True)
+        whole, _ = rendered([*before, messages[turn]], tools)
+        return prompt, whole.removesuffix(after_turn)
+
+    for number, turn in enumerate(turns):
+        if number >= EXACT_TURNS:
+            last = turns[number - 1]
+            context = _context(messages, last)
+            known = rendered([*context, messages[last]], tools)[0].removesuffix(after_turn)
+            prompt, whole = ends([*context, *messages[last:turn]], turn)
+            start, added = spans[-1][1], whole[len(known) :]
+            begins = whole.startswith(prompt) and prompt.startswith(known)
+            if begins and text.startswith(added, start):
+                spans.append([start + len(prompt) - len(known), start + len(added)])
+                continue
+        prompt, whole = ends(messages[:turn], turn)
+        if not (whole.startswith(prompt) and text.startswith(whole)):
+            raise _Refused("the template neither marks the assistant's tokens nor renders turn by turn")
+        spans.append([len(prompt), len(whole)])
     return text, spans
+
+
+def _context(messages: list[Any], turn: int) -> list[Any]:
+    """The system message of a chat, and the last user's message before a turn."""
+    first = messages[:1] if messages[0]["role"] == "system" else []
+    asked = next((message for message in reversed(messages[:turn]) if message["role"] == "user"), None)
+    return [*first, asked] if asked else first
 
 
 @contextlib.contextmanager
 def _limited_time() -> Iterator[None]:
-    """An exception after SECONDS; where no Python code runs to raise it, the kernel ends the process."""
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS + 1)
+    """The kernel ends the process after SECONDS of the processor's time."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def _too_slow(*_: object) -> None:
-    raise TimeoutError
 
 
 def _limit_memory() -> None:

@@ -91,7 +91,8 @@ def test_a_template_is_in_a_sandbox(template: str, tmp_path, monkeypatch) -> Non
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{{ 9 ** (9 ** 9) }}", "more than 5 s"),  # in C, where no Python runs meanwhile
+        ("{{ 9 ** (9 ** 9) }}", "bits for a number"),
+        ("{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}", "loop iterations"),
         ("{{ answer }}", "'answer' is undefined"),
     ],
 )

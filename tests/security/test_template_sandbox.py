@@ -27,13 +27,12 @@ DOUBLING = (
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}"
 )
 RECURSIVE = "{% macro m(x) %}{{ m(x + 1) }}{% endmacro %}{{ m(0) }}"
+TWICE = "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}"
+SQUARES = "{% set n = namespace(x=7) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}"
 SLOW = {
-    "endless loops": (ENDLESS, "more than 5 s", 9),
-    "a power in C": (
-        "{{ 10 ** (10 ** 8) % 7 }}",
-        "more than 5 s or 256 MB",
-        15,
-    ),  # 6 s of the processor's time
+    "endless loops": (ENDLESS, "more than 5,000,000 loop iterations", 60),
+    "a macro that calls itself twice": (TWICE, "the template", 300),
+    "products in C": (SQUARES, "30 s of the processor's time", 300),  # where no Python runs meanwhile
 }
 QUICK = {
     "a long text": ("{{ 'x' * 10 ** 9 }}", "256 MB"),
@@ -44,6 +43,7 @@ QUICK = {
     "a file included": ("{% include '/etc/hostname' %}", "no loader"),
     "a file imported": ("{% import '/etc/hostname' as x %}", "no loader"),
     "a long range": ("{{ range(10 ** 9) | list }}", "Range too big"),
+    "a power in C": ("{{ 10 ** (10 ** 8) % 7 }}", "100,000 bits"),
     "a list repeated": ("{{ ([0] * 10 ** 9) | length }}", "256 MB"),
     "a macro that calls itself": (RECURSIVE, "recursion"),
     "half a character": (r"{{ '\ud83d' }}", "surrogates"),
@@ -59,7 +59,7 @@ def children() -> list[psutil.Process]:
     return psutil.Process().children()
 
 
-def attack(template: str, says: str, seconds: float = 9) -> None:
+def attack(template: str, says: str, seconds: float = 60) -> None:
     """An error for the row, in time and in little memory, and the next template works as ever."""
     others, before, started = children(), psutil.Process().memory_info().rss, time.monotonic()
     (found,) = answer(template)
@@ -90,9 +90,64 @@ def test_a_template_that_never_ends_is_an_error_before_any_row() -> None:
     tokenizer = tokenizer_with(ENDLESS)
     answer(PLAIN)
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"the chat template is broken(.|\n)*more than 5 s"):
+    with pytest.raises(UserError, match=r"the chat template is broken(.|\n)*loop iterations"):
         encoding.make_encoder(tokenizer, Data(name="-"), chats=True)
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < 60
+
+
+def test_a_limit_does_not_depend_on_how_busy_the_machine_is() -> None:
+    """The same loop passes or does not, however long it takes."""
+    loop = "{{% for a in range(1000) %}}{{% for b in range({}) %}}{{% endfor %}}{{% endfor %}}{{{{ 'x' }}}}"
+    (most,) = answer(loop.format(4999))
+    assert most.text == "x"
+    (more,) = answer(loop.format(5000))
+    assert "more than 5,000,000 loop iterations" in more.error
+
+
+def turns(count: int) -> list[dict[str, Any]]:
+    pair = ({"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."})
+    return [
+        dict(pair[number % 2], content=f"{number} {pair[number % 2]['content']}") for number in range(count)
+    ]
+
+
+CHATML = "{% for m in messages %}{{ '<' ~ m.role ~ '>' ~ m.content ~ '</s>\n' }}{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize("agent", [False, True])
+def test_a_long_chat_is_rendered_turn_by_turn_as_a_short_one(agent: bool) -> None:
+    messages = turns(60)
+    if agent:  # one question, and a tool's result after each answer
+        messages = [turns(1)[0]] + [
+            {**turn, "role": "tool"} if i % 2 else turn for i, turn in enumerate(turns(61)[1:])
+        ]
+    ((text, spans, error),) = template_sandbox.render(CHATML, {}, "turns", [(messages, None)])
+    own = [message["content"] for message in messages if message["role"] == "assistant"]
+    assert not error and [text[start:end] for start, end in spans] == [f"{content}</s>\n" for content in own]
+
+
+def test_a_template_that_numbers_its_turns_is_rendered_exactly() -> None:
+    """What a turn adds depends on all before it: its neighbors are not enough."""
+    numbered = CHATML.replace("'>' ~", "loop.index ~ '>' ~").replace(
+        "<assistant>", "<assistant{{ messages | length + 1 }}>"
+    )
+    messages = turns(40)
+    ((text, spans, error),) = template_sandbox.render(numbered, {}, "turns", [(messages, None)])
+    own = [f"{message['content']}</s>\n" for message in messages[1::2]]
+    assert not error and [text[start:end] for start, end in spans] == own
+
+
+def test_a_late_turn_that_is_rendered_otherwise_later_is_an_error() -> None:
+    hidden = CHATML.replace("m.content", "(m.content if loop.last or loop.index != 30 else 'gone')")
+    ((_, _, error),) = template_sandbox.render(hidden, {}, "turns", [(turns(40), None)])
+    assert "renders turn by turn" in error
+
+
+def test_rendering_time_is_linear_in_the_number_of_turns() -> None:
+    """A chat of 6,000 turns takes 3 s; to render each prefix took minutes."""
+    ((_, spans, error),) = template_sandbox.render(CHATML, {}, "turns", [(turns(6000), None)])
+    assert not error and len(spans) == 3000
 
 
 def test_one_row_that_kills_the_process_does_not_take_the_others_with_it() -> None:
