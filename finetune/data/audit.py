@@ -36,6 +36,7 @@ SAID = {  # what is counted -> what is said of so many rows
     "merged": "have a token that is half prompt, half answer",
     "special_in_content": "have special tokens written in a content",
     "reasoning": "hold reasoning",
+    "reasoning_left_out": "hold reasoning of earlier turns that the chat template leaves out",
 }
 BAD = ("unreadable", "malformed", "role_order")
 DROPPED = ("too_long", "nothing_trained", "unanswered")
@@ -49,8 +50,10 @@ class Report:
     """File -> sha256 of its content; Hub data set -> what was asked for."""
     formats: dict[str, str] = field(default_factory=dict)
     """Source -> format of its rows."""
-    unused: dict[str, list[str]] = field(default_factory=dict)
-    """Source -> columns of its first row that nothing is made of."""
+    unused: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Source -> column that is not used -> examples that have something there."""
+    read: dict[str, int] = field(default_factory=dict)
+    """Source -> its examples, used or not."""
     passed_by: dict[str, list[str]] = field(default_factory=dict)
     """Folder -> what in it is not read."""
     folders: list[str] = field(default_factory=list)
@@ -100,7 +103,12 @@ class Report:
         ]
         for name, columns in self.unused.items():
             if columns:
-                found.append(("unused", f"columns not used: {', '.join(columns)} ({name})"))
+                of_all = self.read.get(name, 0)
+                said = [
+                    column if count == of_all else f"{column} (in {count} of {of_all} examples)"
+                    for column, count in sorted(columns.items())
+                ]
+                found.append(("unused", f"columns not used: {', '.join(said)} ({name})"))
         for folder, names in self.passed_by.items():
             more = f" ... ({len(names)})" if len(names) > MAX_SHOWN else ""
             found.append(("passed_by", f"not read: {', '.join(names[:MAX_SHOWN])}{more} (in {folder})"))
@@ -173,6 +181,9 @@ class Audit:
             self.count("merged", where)
         if documents[0].doubled:
             self.count("doubled_bos", where)
+        if said := documents[0].left_out:
+            self.count("reasoning_left_out", where)
+            report.reasons.setdefault("reasoning_left_out", [said])
         self._look_into(example, encoder)
 
     def _look_into(self, example: Example, encoder: Encoder) -> None:

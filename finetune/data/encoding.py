@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
-from finetune.data import loss_mask
+from finetune.data import content_check, loss_mask
 from finetune.data.chat_templates import A_TOOL, bundled, look_at, marked_twin, other_prompt
 from finetune.data.examples import BadRow, Example
 from finetune.data.messages import REASONING_KEYS, THINKING
-from finetune.data.template_sandbox import Rendered, render
+from finetune.data.template_sandbox import STOPPED, Rendered, render
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -50,6 +50,8 @@ class Encoded(NamedTuple):
     """The text brought a BOS of its own, besides the tokenizer's; one was taken away."""
     cut: int = 0
     """Tokens taken off the row's prompts."""
+    left_out: str = ""
+    """Reasoning of an earlier turn that the chat template leaves out: how it begins."""
 
     def labels(self) -> list[int]:
         """The token's own id where it carries loss, else -100."""
@@ -113,15 +115,42 @@ class Encoder:
         texts = [(example.prompt or "") + example.completion for example in examples if not example.messages]
         plain = iter(backend.encode_batch(texts, add_special_tokens=False))
         found: list[Encoded | BadRow] = []
-        for example, text in zip(examples, rendered, strict=True):
+        for example, text, missing in zip(
+            examples, rendered, self._find_missing(examples, rendered), strict=True
+        ):
             if text is None:
                 found.append(self._plain(example, next(plain)))
                 continue
             encoding = next(chats)
             try:
-                found.append(self._of(example)._chat(example, text, head, shared, encoding))
+                encoded = self._of(example)._chat(example, text, head, shared, encoding)
+                left_out = content_check.refuse(example, missing) if missing else ""
+                found.append(encoded._replace(left_out=left_out) if left_out else encoded)
             except BadRow as bad:
                 found.append(bad)
+        return found
+
+    def _find_missing(
+        self, examples: list[Example], rendered: list[Rendered | None]
+    ) -> list[list[content_check.Part]]:
+        """The parts of each chat that are not in its text.
+
+        A short text may stand in what the template itself writes. Such chats are rendered once more.
+        """
+        found, doubts = list[list[content_check.Part]](), dict[int, list[content_check.Part]]()
+        for index, (example, text) in enumerate(zip(examples, rendered, strict=True)):
+            parts = content_check.parts(example) if text and not text.error else []
+            missing = content_check.find_missing(parts, text.text) if text else []
+            found.append(missing)
+            doubtful = content_check.doubtful(parts, text.text) if text else []
+            if doubtful := [part for part in doubtful if part not in missing]:
+                doubts[index] = doubtful
+        marked = [content_check.with_markers(examples[index], doubtful) for index, doubtful in doubts.items()]
+        texts = self.render([example for example, _ in marked])
+        for (index, doubtful), (_, markers), text in zip(doubts.items(), marked, texts, strict=True):
+            if text and not text.error:
+                pairs = zip(doubtful, markers, strict=True)
+                found[index] += [part for part, marker in pairs if marker not in text.text]
         return found
 
     def _encode_chats(self, chats: list[Rendered]) -> tuple[int, list[int], list[Any]]:
@@ -246,6 +275,9 @@ class Encoder:
         return (ids, True) if brought else (opening + ids, False)
 
     def _chat(self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Any) -> Encoded:
+        if text.error.startswith(STOPPED):
+            what, fix = "the chat template takes too long", "another data.chat_template"
+            raise UserError(Problem(what, "data.chat_template", example.where, text.error, fix=fix))
         if text.error:
             raise BadRow("malformed", "the chat can't be rendered", example.where, found=text.error)
         if self.leaves_out:
@@ -260,11 +292,11 @@ class Encoder:
                 what, fix = "a message says train: false, and train_on: all", "train_on: assistant"
                 raise BadRow("malformed", what, example.where, fix=fix)
             return Encoded(ids, [(0, len(ids))])
-        found, merged = [], False
+        found, merged, tail = [], False, text.text[head:]
         for start, end in loss_mask.trained_spans(example, text, self.train_on, self.tokenizer.eos_token):
             span = start - head, end - head
             low, high, straddles = loss_mask.token_range(
-                text.text[head:], span, encoding, rest, self.prompt_end, self.stops
+                tail, span, encoding, rest, self.prompt_end, self.stops
             )
             merged |= straddles
             if low < high:

@@ -2,7 +2,7 @@
 
 messages            {"messages": [{"role", "content"}]}, also under `conversations`; a content may be in parts
 prompt_completion   {"prompt", "completion"}: texts, or two lists of messages
-alpaca              {"instruction", "input", "output"}
+alpaca              {"instruction", "input", "output"}, with a `history` of [instruction, output] pairs
 sharegpt            {"conversations": [{"from", "value"}]}
 text                {"text"}
 
@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data import hints
-from finetune.data.examples import BadRow, Example, Row, short
-from finetune.data.messages import json_of, read, role_of, tools
+from finetune.data.examples import BadRow, Example, Message, Row, short
+from finetune.data.messages import BESIDE, PLAIN, json_of, read, tools
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data
@@ -30,7 +30,18 @@ COLUMNS = {  # the columns of each format, in the order in which formats are rec
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
-OPTIONAL = ("input", "system", "tools")
+OPTIONAL = ("input", "system", "tools", "history")
+MESSAGE_KEYS = {
+    *PLAIN,
+    "from",
+    "value",
+    "tool_calls",
+    "function_call",
+    "train",
+    "weight",
+    "loss_weight",
+    *BESIDE,
+}
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -89,12 +100,31 @@ def of_another_format(bad: BadRow, row: Row, data: Data, format: str) -> BadRow:
 
 
 def unused(row: Row, data: Data, format: str) -> list[str]:
-    """Columns of a row that nothing is made of."""
+    """Columns of a row that hold something of which nothing is made, and keys of its messages that do."""
     value = _renamed(row, data)
     plain = format == "text" or _asked_plainly(value, format)
-    optional = () if plain else ("system", "tools", *(("input",) if format == "alpaca" else ()))
-    either = ("messages", "conversations") if format in ("messages", "sharegpt") else ()
-    return sorted(set(map(str, value)) - {*COLUMNS[format], *optional, *either})
+    optional = () if plain else ("system", "tools", *(("input", "history") if format == "alpaca" else ()))
+    chat = format in ("messages", "sharegpt")
+    read = (_chat_column(value, format),) if chat else COLUMNS[format]
+    left = {str(name) for name, part in value.items() if name not in (*read, *optional) and _says(part)}
+    columns = [name for name in (*read, "prompt", "completion") if isinstance(value.get(name), list)]
+    turns = [turn for name in set(columns) for turn in value[name]] if not plain else []
+    keys = {key for turn in turns if isinstance(turn, dict) and turn.keys() != PLAIN for key in turn}
+    for key in keys - MESSAGE_KEYS:
+        if any(isinstance(turn, dict) and _says(turn.get(key)) for turn in turns):
+            left.add(f"{key} of a message")
+    return sorted(left)
+
+
+def _says(part: Any) -> bool:
+    """Whether a column holds anything; false, 0 and an empty list are something."""
+    return part is not None and part != ""
+
+
+def _chat_column(value: dict[str, Any], format: str) -> str:
+    """The column that holds a chat: either may stand under either name."""
+    chats = "conversations" not in value and format != "sharegpt"
+    return "messages" if chats or "messages" in value else "conversations"
 
 
 def _asked_plainly(value: dict[str, Any], format: str) -> bool:
@@ -115,12 +145,24 @@ def convert(row: Row, data: Data, format: str) -> Example:
         prompt = _text(value, "prompt", row, empty=True)
         return Example(row.where, prompt=prompt, completion=_text(value, "completion", row))
     roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
-    turns = _turns(value, format, data, row)
-    begins = role_of(turns[0]) if isinstance(turns[0], dict) else None
-    if value.get("system") and roles.get(str(begins), begins) != "system":
-        turns.insert(0, {"role": "system", "content": value["system"]})
-    messages, trained = read(turns, roles, data.reasoning == "cut", row.where)
+    messages, trained = read(_turns(value, format, data, row), roles, data.reasoning == "cut", row.where)
+    if value.get("system"):
+        messages = _with_system(messages, value["system"], row)
     return Example(row.where, messages, tools(value.get("tools"), row.where), trained)
+
+
+def _with_system(messages: list[Message], column: Any, row: Row) -> list[Message]:
+    """A chat with the text of its `system` column, before that of a system message of its own."""
+    if not isinstance(column, str):
+        raise BadRow(
+            "malformed", "content must be text", row.where, short(column), expected="a text in system"
+        )
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": column}, *messages] if column.strip() else messages
+    own = messages[0]["content"]
+    if column.strip() in ("", own.strip()):
+        return messages
+    return [{**messages[0], "content": f"{column}\n\n{own}"}, *messages[1:]]
 
 
 def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any]:
@@ -130,14 +172,30 @@ def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any
         more = _text(value, "input", row, empty=True) if value.get("input") is not None else ""
         content = f"{asked}\n\n{more}" if more.strip() else asked
         answer = _text(value, "output", row)
-        return [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        last = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+        return [*_history(value, row), *last]
     if format == "prompt_completion":
         given, answer = _list(value, "prompt", row), _list(value, "completion", row)
         if data.train_on != "all":
             given = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in given]
         return [*given, *answer]
-    chats = "conversations" not in value and format != "sharegpt"
-    return list(_list(value, "messages" if chats or "messages" in value else "conversations", row))
+    return list(_list(value, _chat_column(value, format), row))
+
+
+def _history(value: dict[str, Any], row: Row) -> list[Message]:
+    """The turns before an instruction, which alpaca rows hold as pairs of an instruction and its answer."""
+    pairs = _list(value, "history", row) if value.get("history") else []
+    turns: list[Message] = []
+    for pair in pairs:
+        if not (isinstance(pair, list | tuple) and len(pair) == 2):
+            expected = "pairs of an instruction and its answer"
+            raise BadRow(
+                "malformed", "history must be a list of pairs", row.where, short(pair), expected=expected
+            )
+        turns += [
+            {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)
+        ]
+    return turns
 
 
 def _renamed(row: Row, data: Data) -> dict[str, Any]:

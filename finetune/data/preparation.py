@@ -246,6 +246,7 @@ def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -
     """(example, tokens of its documents) of each row that is kept; the audit counts every row."""
     found = source_loading.examples(rows, data, name, audit.report.formats, audit.report.unused)
     for example, encoded in encode(found, audit.encoder_for):
+        audit.report.read[name] = audit.report.read.get(name, 0) + 1
         if isinstance(example, BadRow) or isinstance(encoded, BadRow):
             audit.bad(example if isinstance(example, BadRow) else encoded, name)
             continue
@@ -322,7 +323,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     here = Path(__file__).parent
     modules = ("examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates")
     modules += ("template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit")
-    modules += ("example_errors", "dataset_folders", "arrow_values", "json_values")
+    modules += ("example_errors", "dataset_folders", "arrow_values", "json_values", "content_check")
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {

@@ -270,14 +270,18 @@ def read(source: Source, key: str) -> Rows:
 
 
 def examples(
-    rows: Iterable[Row | BadRow], data: Data, name: str, formats: dict[str, str], left: dict[str, list[str]]
+    rows: Iterable[Row | BadRow],
+    data: Data,
+    name: str,
+    formats: dict[str, str],
+    left: dict[str, dict[str, int]],
 ) -> Iterator[Example | BadRow]:
     """Each row as an example, or as what is wrong with it.
 
     Args:
         name: of the source, whose first row decides on the format.
         formats: its format by its name, noted here.
-        left: columns of the first row that are not read, noted here.
+        left: columns that are not used, and how many rows have something there, counted here.
     """
     for row in rows:
         if isinstance(row, BadRow):
@@ -285,7 +289,9 @@ def examples(
             continue
         if name not in formats:
             formats[name] = detect(row, data)
-            left[name] = unused(row, data, formats[name])
+        counts = left.setdefault(name, {})
+        for column in unused(row, data, formats[name]):
+            counts[column] = counts.get(column, 0) + 1
         try:
             yield convert(row, data, formats[name])
         except BadRow as bad:

@@ -303,7 +303,7 @@ def test_a_held_out_row_without_a_prompt_is_found_at_the_audit(tmp_path: Path) -
 def test_equal_rows_in_one_batch_are_encoded_as_each_alone() -> None:
     for template in (
         None,
-        "{{ 'Rows: ' }}{% generation %}{{ messages[-1].content }}<|im_end|>{% endgeneration %}",
+        "{{ messages[0].content }}: {% generation %}{{ messages[-1].content }}<|im_end|>{% endgeneration %}",
     ):
         encoder = encoder_of(tokenizer_with(template))
         alone = one(encoder, example(TURNS[:2]))

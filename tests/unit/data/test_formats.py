@@ -43,6 +43,9 @@ def test_the_format_is_seen_from_the_columns(value: dict[str, Any], format: str)
         ),
         ({"q": [USER], "a": [ANSWER], "system": "c"}, {"prompt": "q", "completion": "a"}, ""),
         ({"prompt": "a", "messages": CHAT, "system": "c"}, {}, "prompt"),
+        ({"messages": CHAT, "conversations": CHAT}, {}, "conversations"),
+        ({"messages": CHAT, "history": [["a", "b"]], "input": ""}, {}, "history"),
+        ({"instruction": "a", "output": "b", "history": [["a", "b"]]}, {}, ""),
     ],
 )
 def test_a_column_is_said_to_be_unused_where_it_is(value: dict[str, Any], columns: Any, left: str) -> None:
@@ -222,3 +225,52 @@ def test_real_alpaca_and_other_columns() -> None:
     assert "#### " in asset("gsm8k/train.jsonl", columns=columns)[0].answer
     for name in ("ARC-Challenge_train", "ARC-Easy_train", "openbookqa_train"):
         assert all(e.answer.startswith("the correct answer is") for e in asset(f"commonsense/{name}.json"))
+
+
+def test_keys_of_messages_that_are_not_used_are_named() -> None:
+    turns = [{**USER, "refusal": None, "annotations": ["a"]}, {**ANSWER, "weight": 1}]
+    assert unused(row(messages=turns), Data(name="-"), "messages") == ["annotations of a message"]
+
+
+def test_the_history_of_alpaca_rows_is_read() -> None:
+    value = {"instruction": "And 4?", "input": "", "output": "7", "history": [["Add 1 and 2", "3"]]}
+    expected = [("user", "Add 1 and 2"), ("assistant", "3"), ("user", "And 4?"), ("assistant", "7")]
+    for history in (value["history"], '[["Add 1 and 2", "3"]]'):  # as a column of a csv file has it
+        found = read(row(**{**value, "history": history}))
+        assert [(turn["role"], turn["content"]) for turn in found.messages or ()] == expected
+    assert len(read(row(**{**value, "history": []})).messages or ()) == 2
+    assert (
+        bad(row(**{**value, "history": ["Add 1 and 2", "3"]})).problem.what
+        == "history must be a list of pairs"
+    )
+
+
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"messages": [SYSTEM, *CHAT]},
+        {"conversations": [SYSTEM, *CHAT]},
+        {"conversations": [{"from": turn["role"], "value": turn["content"]} for turn in (SYSTEM, *CHAT)]},
+        {"prompt": [SYSTEM, USER], "completion": [ANSWER]},
+        {"messages": [{**SYSTEM, "content": [{"type": "text", "text": SYSTEM["content"]}]}, *CHAT]},
+    ],
+)
+def test_a_system_column_and_a_system_turn_become_one_message(value: dict[str, Any]) -> None:
+    roles = {"user": "user", "assistant": "assistant", "system": "system"}
+    asked = {"role_map": roles} if "from" in str(value) else {}
+    both = read(row(**value, system="You keep a shop."), **asked)
+    assert (both.messages or [])[0] == {
+        "role": "system",
+        "content": "You keep a shop.\n\nAnswer in one word.",
+    }
+    for equal in (SYSTEM["content"], f" {SYSTEM['content']}\n", "", None):
+        once = read(row(**value, system=equal), **asked)
+        assert once.messages == [SYSTEM, *CHAT]
+
+
+def test_a_system_column_stands_in_for_a_blank_system_turn() -> None:
+    found = read(row(messages=[{"role": "system", "content": " "}, *CHAT], system="Be brief."))
+    assert found.messages == [{"role": "system", "content": "Be brief."}, *CHAT]

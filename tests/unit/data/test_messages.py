@@ -69,7 +69,7 @@ def test_a_call_keeps_its_id_and_may_have_no_arguments() -> None:
 def test_roles_have_other_names_by_role_map() -> None:
     turns = [{"role": "sys", "content": "Be brief."}, {**USER, "role": "me"}, {**ANSWER, "role": "bot"}]
     names = {"sys": "system", "me": "user", "bot": "assistant"}
-    found = chat(*turns, role_map=names, system="unused: the chat has one")
+    found = chat(*turns, role_map=names, system="Be brief.")
     assert found.messages == [{"role": "system", "content": "Be brief."}, *CHAT]
 
 

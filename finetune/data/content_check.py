@@ -1,0 +1,250 @@
+"""Find each part of an example in its rendering: texts, reasoning, tool calls and tools.
+
+A chat template is a program, and may leave out what it has no place for. Whitespace at the ends of a text and
+the ways to write a value (JSON, escapes) are the template's own. Nothing else may get lost in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.data.examples import BadRow, short
+from finetune.data.messages import REASONING_KEYS, THINKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from finetune.data.examples import Example, Message
+
+ANYWHERE = -1  # the message of a part that a template may place where it likes
+SHORT = 24  # characters of a text that may stand in a template by chance
+LONG = 20_000_000  # characters that are searched in a moment
+NAMES = {  # the kind of a part -> what it is called in an error
+    "system": "a system message",
+    "user": "a text of the user",
+    "assistant": "a text of the assistant",
+    "tool": "a tool's result",
+    "reasoning": "reasoning",
+    "call": "a tool call",
+    "argument": "an argument of a tool call",
+    "tools": "a tool",
+}
+
+
+class Part(NamedTuple):
+    """One text of an example that must reach the model."""
+
+    kind: str
+    """A key of NAMES."""
+    text: str
+    message: int
+    """The number of its message, or ANYWHERE."""
+
+
+def parts(example: Example) -> list[Part]:
+    """Everything a chat says, in order; the system message and the tools may stand anywhere in a text."""
+    found = []
+    for number, message in enumerate(example.messages or ()):
+        role, content = message["role"], message["content"]
+        place = ANYWHERE if role == "system" else number
+        if role == "assistant" and (len(message) > 2 or "</think>" in content):
+            thoughts, content = _reasoning(message)
+            found += [Part("reasoning", text, number) for text in thoughts if text]
+        if content := content.strip():
+            found.append(Part(role, content, place))
+        for call in message.get("tool_calls") or ():
+            found.append(Part("call", call["function"]["name"], number))
+            found += [Part("argument", text, number) for text in _leaves(call["function"]["arguments"])]
+    for tool in example.tools or ():
+        found += [Part("tools", text, ANYWHERE) for text in _of_tool(tool["function"])]
+    return found
+
+
+def find_missing(parts: list[Part], text: str) -> list[Part]:
+    """The parts that are not in a text, which holds them in the order of their messages."""
+    position = 0
+    for part in parts:
+        first = 0 if part.message == ANYWHERE else position
+        said = part.text
+        at = text.find(said, first)
+        if at < 0:
+            said = json.dumps(said, ensure_ascii=False)[1:-1]
+            at = text.find(said, first)
+        if at < 0:
+            return _search(parts, "".join(text.split()))
+        if part.message != ANYWHERE:
+            position = at + len(said)
+    return []
+
+
+def doubtful(parts: list[Part], text: str) -> list[Part]:
+    """Short texts that the template itself may have written: one that it leaves out would not be missed."""
+    brief = [part for part in parts if len(part.text) < SHORT and part.kind not in ("argument", "tools")]
+    if len(brief) * len(text) > LONG:
+        return brief  # to count each of them would take longer than to render them once more
+    said = "\0".join(part.text for part in parts)
+    words = dict.fromkeys(part.text for part in brief)
+    often = {word for word in words if text.count(word) > said.count(word)}
+    return [part for part in brief if part.text in often]
+
+
+def with_markers(example: Example, doubts: list[Part]) -> tuple[Example, list[str]]:
+    """The example with a marker that no template writes in place of each doubtful text, and the markers."""
+    messages, markers = list(example.messages or ()), list[str]()
+    for number, part in enumerate(doubts):
+        index, marker = max(part.message, 0), f"qzpart{number}qz"  # a system message is the first
+        marked = _with_marker(messages[index], part, marker)
+        markers.append(marker if marked else "")
+        messages[index] = marked or messages[index]
+    return replace(example, messages=messages), markers
+
+
+def _with_marker(message: Message, part: Part, marker: str) -> Message | None:
+    """A message with a marker in place of one of its parts; `None` where that part can't be told apart."""
+    if part.kind == "call":
+        calls = list(message["tool_calls"])
+        names = [call["function"]["name"] for call in calls]
+        if part.text not in names:
+            return None
+        call = calls[names.index(part.text)]
+        calls[names.index(part.text)] = {**call, "function": {**call["function"], "name": marker}}
+        return {**message, "tool_calls": calls}
+    for key in ("content", *REASONING_KEYS):
+        if message.get(key) and message[key].count(part.text) == 1:
+            return {**message, key: message[key].replace(part.text, marker)}
+    return None
+
+
+def refuse(example: Example, missing: list[Part]) -> str:
+    """Raise for a part that an example lacks in its rendering, unless the template may leave it out.
+
+    Many templates leave the reasoning before the user's last message out on purpose, as at inference.
+
+    Returns:
+        The beginning of the first reasoning that is left out of an earlier turn.
+
+    Raises:
+        BadRow: any other part.
+    """
+    messages = example.messages or ()
+    asked = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
+    for part in missing:
+        if part.kind != "reasoning" or part.message > asked:
+            where = example.where + (f", message {part.message}" if part.message >= 0 else "")
+            fix = "another data.chat_template (qwen3 renders all of them), or examples without it"
+            fix = f"reasoning: cut, or {fix}" if part.kind == "reasoning" else fix
+            what = f"the chat template leaves {NAMES[part.kind]} out"
+            raise BadRow("malformed", what, where, short(part.text), fix=fix)
+    return short(missing[0].text)
+
+
+def _reasoning(message: Message) -> tuple[list[str], str]:
+    """The reasoning of an assistant's message, in or beside its content, and the other text of it."""
+    thoughts = [str(message[key]).strip() for key in REASONING_KEYS if message.get(key)]
+    content = message["content"]
+    if "</think>" in content:
+        inside = [
+            found[0].replace("<think>", "").replace("</think>", "") for found in THINKING.finditer(content)
+        ]
+        thoughts = [text.strip() for text in inside] + thoughts
+        content = THINKING.sub("", content)
+    return list(dict.fromkeys(thoughts)), content
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Each name and each value in a tool call's arguments, as text."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield str(name).strip()
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str):
+        if value.strip():
+            yield value.strip()
+    elif value is not None:
+        yield json.dumps(value)
+
+
+def _of_tool(function: dict[str, Any]) -> list[str]:
+    """What a model must be told of a tool: its name, and what it is for."""
+    told = [function.get("name"), function.get("description")]
+    return [text.strip() for text in told if isinstance(text, str) and text.strip()]
+
+
+def _search(parts: list[Part], text: str) -> list[Part]:
+    """The parts that are not in a text without whitespace, each in its place between the others.
+
+    Long parts are placed first: a short one may also stand in a longer one, and then does not count.
+    Reasoning that is there twice is placed late, for a template may leave out the first and keep the second.
+    """
+    often = Counter(part.text for part in parts if part.kind == "reasoning")
+    placed: list[tuple[int, int, int]] = []  # message, start, end: sorted by both, for texts are in order
+    missing = []
+
+    def order(number: int) -> tuple[bool, bool, int]:
+        part = parts[number]
+        twice = part.kind == "reasoning" and often[part.text] > 1
+        return part.message == ANYWHERE, twice, -len(part.text)
+
+    for number in sorted(range(len(parts)), key=order):
+        part = parts[number]
+        if part.message == ANYWHERE:
+            first, after, low, high = 0, len(placed), 0, len(text)
+        else:
+            first = bisect_left(placed, (part.message, -1, -1))
+            after = bisect_right(placed, (part.message, len(text) + 1, 0))
+            low = placed[first - 1][2] if first else 0
+            high = placed[after][1] if after < len(placed) else len(text)
+        others = placed[first:after]
+        for form in _forms(part.text):
+            start = _free_place(text, form, low, high, others)
+            if start >= 0:
+                if part.message != ANYWHERE:
+                    spot = (part.message, start, start + len(form))
+                    placed.insert(bisect_left(placed, spot), spot)
+                break
+        else:
+            missing.append(number)
+    return [parts[number] for number in sorted(missing)]
+
+
+def _free_place(text: str, form: str, low: int, high: int, others: list[tuple[int, int, int]]) -> int:
+    """Where a form stands between two places of a text, apart from the others there; -1: nowhere."""
+    start = text.find(form, low, high)
+    while start >= 0:
+        end = start + len(form)
+        index = bisect_left(
+            others, end, key=lambda spot: spot[1]
+        )  # the others before it begin before its end
+        blocking = others[index - 1] if index else None
+        if blocking is None or blocking[2] <= start:
+            return start
+        start = text.find(form, max(start + 1, blocking[2]), high)
+    return -1
+
+
+def _forms(text: str) -> Iterator[str]:
+    """The ways in which templates write a text, without whitespace."""
+    written = json.dumps(text, ensure_ascii=False)[1:-1]
+    plain = (
+        text,
+        written,
+        json.dumps(text)[1:-1],
+        json.dumps(written, ensure_ascii=False)[1:-1],  # JSON in a text of JSON
+        repr(text)[1:-1],  # what Jinja writes for a mapping
+        repr(text + "'\"")[1:-4],
+        text.capitalize(),  # Python writes true as True
+    )
+    yield from ("".join(form.split()) for form in plain)
+    for form in plain:
+        for quotes in ({"'": "&#39;", '"': "&#34;"}, {"'": "&#x27;", '"': "&quot;"}, {}):
+            signs = {"&": "&amp;", "<": "&lt;", ">": "&gt;", **quotes}
+            yield "".join(form.translate(str.maketrans(signs)).split())
+    in_html = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}  # Jinja's own tojson
+    yield "".join(written.translate(str.maketrans(in_html)).split())
