@@ -97,6 +97,11 @@ def splitter() -> str:
     return "FSDP" if on("ACCELERATE_USE_FSDP") else "DeepSpeed" if zero_stage() else ""
 
 
+def keeps_layers() -> bool:
+    """Whether FSDP keeps a layer's weights whole from forward to backward, and so all layers' at once."""
+    return sharded() == "FSDP" and said("FSDP_RESHARD_AFTER_FORWARD", "true") in ("false", "0", "no")
+
+
 def read_by_rank_0() -> bool:
     """Whether rank 0 alone reads the base, and the others get their parts from it."""
     return sharded() == "FSDP" and on("FSDP_CPU_RAM_EFFICIENT_LOADING")

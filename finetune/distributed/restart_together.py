@@ -49,7 +49,7 @@ class FirstStepWatch:
         """
         self.variable, self.announce = variable, announce
         self.wanted = ""
-        self.finished, self.requested = threading.Event(), threading.Event()
+        self.finished, self.requested, self.closed = (threading.Event() for _ in range(3))
         self.thread = threading.Thread(target=self._watch, name="first step", daemon=True)
         self.thread.start()
 
@@ -77,7 +77,7 @@ class FirstStepWatch:
             elif self.finished.is_set() and not told:
                 store.add("finished", 1)
                 told = True
-            elif store.add("finished", 0) == world:
+            elif self.closed.is_set() or store.add("finished", 0) == world:
                 return
             else:
                 time.sleep(POLL_SECONDS)

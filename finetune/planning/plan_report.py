@@ -109,6 +109,8 @@ def headline(recipe: Recipe, now: Plan) -> str:
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
     )
     text += f"{now.peak:.1f} of {now.usable:.1f} GiB"
+    if now.peak <= now.usable < now.needed:
+        text += f", of which {now.kept_free:.1f} stay free for NCCL and gaps"
     if now.machine.host_gib is not None and now.host * now.processes > now.machine.host_gib:
         text += f", {now.host * now.processes:.1f} of {now.machine.host_gib:.1f} GiB of the CPU's memory"
     if now.tokens_per_second:

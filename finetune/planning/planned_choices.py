@@ -168,11 +168,12 @@ def room(
     precision: str,
     tokens: int,
     share: Share,
-) -> tuple[memory_estimate.Memory, float]:
-    """The memory plan as a run makes it once its model is loaded, and GiB that all of it may take."""
+) -> tuple[memory_estimate.Memory, float, float]:
+    """The memory plan as a run makes it once its model is loaded, GiB that all of it may take, and of these
+    the GiB that a step leaves free where weights are split."""
     held = memory_by_phase.of_process(found, storage, precision, share, full=not kept.adapted)
     held += 4 * has.trained / memory_estimate.GIB / share.weights if kept.adapted else 0.0
-    held += share.whole
+    held += share.gathered + share.more + share.outside
     system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB + share.nccl
     free = max(0.0, machine.memory_gib - system - held)
     whole = sum(outputs * inputs for outputs, inputs in found.linear.values())
@@ -197,5 +198,7 @@ def room(
         one = memory_estimate.widths(found.config)
         copied = 2 * (whole + one.vocabulary * one.hidden) / memory_estimate.GIB
         memory = memory._replace(room=memory.room - copied)
-    usable = held + memory_estimate.usable_gib(free, sharded=share.weights > 1)
-    return memory, min(usable, machine.memory_gib)
+    alone = machine.memory_gib - system + share.nccl - held + share.more
+    usable = held - share.more + memory_estimate.usable_gib(max(0.0, alone), sharded=False)
+    kept_free = usable - held - memory_estimate.usable_gib(free, sharded=True) if share.weights > 1 else 0.0
+    return memory, min(usable, machine.memory_gib), kept_free

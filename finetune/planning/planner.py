@@ -72,11 +72,18 @@ class Plan:
     """Why a run would not take the data."""
     sent: tuple[float, float] = (0.0, 0.0)
     """Bytes that leave a GPU in a step, and bytes/s at which they do; 0: not known."""
+    kept_free: float = 0.0
+    """GiB that a step leaves free for NCCL, compiled code and gaps, where weights are split."""
 
     @property
     def peak(self) -> float:
         """GiB of the largest phase of training."""
         return max(sum(self.phases[name].values()) for name in ("load", "step", "save"))
+
+    @property
+    def needed(self) -> float:
+        """GiB that must be usable: the peak, or the step and what it leaves free."""
+        return max(self.peak, sum(self.phases["step"].values()) + self.kept_free)
 
     @property
     def host(self) -> float:
@@ -86,7 +93,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         room = self.machine.host_gib
-        return self.peak <= self.usable and (room is None or self.host * self.processes <= room)
+        return self.needed <= self.usable and (room is None or self.host * self.processes <= room)
 
     @property
     def step_seconds(self) -> float | None:
@@ -161,7 +168,7 @@ def make(
     split, refused = (None, "") if whole.fits else _split(recipe, machine, processes, cpu_rate)
     # of codes, whose layers are not fused, a part may take more than the whole
     made = split if split and (split.fits or split.peak < whole.peak) else whole
-    parts = split.peak if split else None
+    parts = (split.peak if split.fits else split.needed) if split else None
     storage, fp8 = made.choices["quantization"].value, not mixed_precision.fp8_missing(machine, "bf16")
     reason = sharding_cost.reason(
         processes,
@@ -307,14 +314,15 @@ def at_once(
     kept = memory_by_phase.keeps(found, has, **how, attention=attends, storage=base.value)
     gathered = partial(memory_by_phase.gathered, found, base.value, precision)
     outside = memory_by_phase.outside(found, precision)
-    two = gathered(full=full, layers=sharding_cost.WHOLE_LAYERS)
-    share = sharding_cost.share(by, processes, two, outside, found.parameters)
+    depth = memory_estimate.widths(found.config).layers
+    whole = depth if sharding_cost.keeps_layers(by) else sharding_cost.WHOLE_LAYERS
+    share = sharding_cost.share(by, processes, gathered(full=full, layers=whole), outside, found.parameters)
     graphs = planned_choices.graphed(
         recipe, found, machine, processes, by, compile, attends, base.value, tokens, searched=searched
     )
     kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
     given = recipe, machine, found, has, kept, base.value, precision, tokens, share
-    memory, usable = planned_choices.room(*given)
+    memory, usable, kept_free = planned_choices.room(*given)
     chosen = planned_choices.recomputed(recipe.speed, memory, machine, processes, by, graphs)
     checkpointing, offload, graphs, memory = chosen
     phases = memory_by_phase.phases(
@@ -353,6 +361,7 @@ def at_once(
         by=by,
         refused=refused,
         sent=(moved, link) if processes > 1 else (0.0, 0.0),
+        kept_free=kept_free,
     )
 
 

@@ -14,6 +14,7 @@ from finetune.autoconfig import memory_estimate
 from finetune.autoconfig.mixed_precision import Launch
 from finetune.core import shipped_files
 from finetune.core.errors import Problem, UserError
+from finetune.distributed import launch_environment
 from finetune.launch import accelerate_config
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_types import FOUR_BIT
@@ -69,12 +70,8 @@ class Share(NamedTuple):
     nccl: float = 0.0
     """GiB that NCCL holds before the model is set up, where weights are divided."""
 
-    @property
-    def whole(self) -> float:
-        """GiB of weights that a run leaves room for: one more layer than a step needs at once, and what is
-        outside of layers."""
-        more = 1.0 if self.half else memory_estimate.GATHERED_LAYERS / WHOLE_LAYERS
-        return self.gathered * more + self.outside
+    more: float = 0.0
+    """GiB of the layer that a run leaves room for beside `gathered`."""
 
 
 def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
@@ -175,9 +172,21 @@ def share(by: Sharding, processes: int, gathered: float, outside: float, paramet
     """What one of so many processes holds; `gathered`, `outside`: GiB, where weights are divided."""
     gathered = max(gathered, memory_estimate.zero3_gib(parameters)) if by.half else gathered
     weights, states = processes if by.weights else 1, processes if by.states else 1
-    whole = (gathered, outside) if by.weights else (0.0, 0.0)
-    nccl = memory_estimate.nccl_gib(processes) if by.weights else 0.0
-    return Share(weights, states, by.half, *whole, buckets=by.name == "DDP", nccl=nccl)
+    if not by.weights:
+        return Share(weights, states, by.half, buckets=by.name == "DDP")
+    more = (
+        0.0
+        if by.half or keeps_layers(by)
+        else gathered * (memory_estimate.GATHERED_LAYERS / WHOLE_LAYERS - 1)
+    )
+    nccl = memory_estimate.nccl_gib(processes)
+    return Share(weights, states, by.half, gathered, outside, nccl=nccl, more=more)
+
+
+def keeps_layers(by: Sharding) -> bool:
+    """Whether all layers' weights are whole at once, from forward to backward."""
+    with launch_environment.under(dict(by.variables)):
+        return launch_environment.keeps_layers()
 
 
 def sent(by: Sharding, processes: int, base: float, trained: int, passes: int) -> tuple[float, float]:

@@ -105,7 +105,10 @@ class Corrector:
         """Return whether `error` means that the first step ran out of memory."""
         if self.watch:
             self.watch.wait_if_requested()
-        return first_step and out_of_memory(error)
+        takes = first_step and out_of_memory(error)
+        if self.watch and not takes:
+            self.watch.closed.set()  # the error ends this process
+        return takes
 
     def finish_first_step(self) -> None:
         """Say that this process needs no restart any more."""

@@ -125,7 +125,8 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         ]
         whole = sum(p.nbytes for p in every)
         outside = whole - sum(layers) if layers else 0
-        awaited = whole // launch.processes + sum(layers[: memory_estimate.GATHERED_LAYERS]) + outside
+        count = len(layers) if launch_environment.keeps_layers() else memory_estimate.GATHERED_LAYERS
+        awaited = whole // launch.processes + sum(layers[:count]) + outside
         awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
     if sharded == "DeepSpeed":
         awaited = (

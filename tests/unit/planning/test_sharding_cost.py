@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from types import SimpleNamespace
@@ -19,16 +20,17 @@ from finetune.autoconfig import (
     mixed_precision,
 )
 from finetune.core.errors import UserError
-from finetune.distributed import deepspeed_zero
+from finetune.distributed import deepspeed_zero, launch_environment
 from finetune.hardware import detection
 from finetune.hardware.detection import Hardware
 from finetune.models import architecture
-from finetune.planning import memory_by_phase, planner, sharding_cost, suggestions
+from finetune.planning import memory_by_phase, plan_report, planner, sharding_cost, suggestions
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
+from finetune.training import model_setup
 from support.four_bit import in_four_bits
-from support.launches import H100
-from support.paths import MODEL, ROOT
+from support.launches import FSDP, H100
+from support.paths import MODEL, QUICKSTART, ROOT
 from support.plans import planned
 
 SPLIT = ("train.effective_batch_size=8", "train.per_device_train_batch_size=4", "data.too_long=split")
@@ -329,6 +331,10 @@ def test_split_weights_leave_room_for_nccl_and_gaps(large, count: int) -> None:
     chosen = made.choices["activation checkpointing"]
     assert "activations need about 62 GiB" in chosen.reason and chosen.value != "none"
     assert made.fits and made.peak + memory_estimate.nccl_gib(count) < 0.85 * made.machine.memory_gib
+    stated = loader.load(large, [*given, "speed.activation_checkpointing=none"])
+    none = planner.make(stated, *planner.planned_machine("h100-80gb", count), by=by)
+    assert not none.fits and none.peak < none.usable
+    assert "does not fit" in (said := plan_report.headline(stated, none)) and "stay free for NCCL" in said
     one = planned(large, *EIGHT_B, "train.effective_batch_size=4", gpu="h100-80gb")
     assert one.choices["activation checkpointing"].value == "none", "one GPU has that room"
 
@@ -349,3 +355,29 @@ def test_four_h100_choose_by_the_memory_that_was_free(large) -> None:
     chosen = activation_checkpointing.choose_activation_checkpointing("auto", plan, H100)
     saved = plan.kept - max(memory_estimate.at_once(plan, chosen.value))
     assert saved > 8, f"73.8 GiB were not enough without {chosen.value}"
+
+
+def test_layers_that_stay_whole_after_forward_are_counted(large, tmp_path) -> None:
+    """`fsdp_reshard_after_forward: false` keeps 15 GiB of an 8B on each GPU, by plan and run."""
+    given, text = (
+        (*EIGHT_B, "train.effective_batch_size=16"),
+        (ROOT / "accelerate_configs" / "fsdp2_8.yaml").read_text(),
+    )
+    config = tmp_path / "kept.yaml"
+    config.write_text(text.replace("reshard_after_forward: true", "reshard_after_forward: false"))
+    loaded, machine = loader.load(large, given), planner.planned_machine("h200", 4)
+    split, kept = (
+        planner.make(loaded, *machine, by=sharding_cost.of_config(path, 4)[0])
+        for path in (ROOT / "accelerate_configs" / "fsdp2_8.yaml", config)
+    )
+    more = [made.phases["evaluation"]["buffers"] for made in (split, kept)]
+    assert more[1] - more[0] == pytest.approx(30 * 436e6 / 2**30, rel=0.02)
+    setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full")
+    launch = dataclasses.replace(setup.launch, processes=4, sharded="FSDP", splitter="FSDP")
+    setup, base = dataclasses.replace(setup, launch=launch), AutoModelForCausalLM.from_pretrained(MODEL)
+    loaded, awaited = loader.load(QUICKSTART, ["adapter.type=full"]), []
+    for reshards in ("true", "false"):
+        with launch_environment.under({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": reshards}):
+            awaited.append(model_setup.work_of(base, loaded, setup, 64, 0.0).awaited)
+    rest = sum(p.nbytes for layer in base.model.layers[3:] for p in layer.parameters())
+    assert awaited[1] - awaited[0] == pytest.approx(rest / 2**30) and rest
