@@ -71,6 +71,8 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
             )
             if not client.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit that it was
                 now["model.revision"] = kept["recipe"].get("model.revision")
+            if "data.template_date" in kept["recipe"]:  # a resumed run keeps the day on which it started
+                now.setdefault("data.template_date", kept["recipe"]["data.template_date"])
             now |= {key: was for key, was in kept["recipe"].items() if _same_file(key, was, now.get(key))}
             resume_contract.compare(
                 kept, {"recipe": now, "facts": {}}, folder.path, ("data.cache_dir", "train.output_dir")

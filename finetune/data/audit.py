@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,6 +87,8 @@ class Report:
     seen: int = 0
     """Rows this is about, where the data is streamed and only the first ones were looked at; else 0."""
     seconds: float = 0.0
+    token_ids: str = ""
+    """A hash of the token ids and of what of them is trained on, in the order of the data."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -131,6 +135,7 @@ class Audit:
         self.lengths, self.digests = array("i"), array("Q")  # of documents
         self.firsts = array("B")  # whether a document is the first of its row
         self.beyond: list[str] = []
+        self.token_ids = hashlib.blake2b(digest_size=8)
 
     def count(self, kind: str, where: str) -> None:
         self.report.counts[kind] = self.report.counts.get(kind, 0) + 1
@@ -161,6 +166,7 @@ class Audit:
         digest = example.digest()
         for number, document in enumerate(documents):
             ids, trained = document.ids, sum(end - max(start, 1) for start, end in document.trained)
+            self.token_ids.update(array("i", [*ids, -1, *chain.from_iterable(document.trained), -1]))
             report.tokens += len(ids)
             report.trained_tokens += trained
             self.trained_by[_speaker(example, self.train_on)] += trained
@@ -220,6 +226,7 @@ class Audit:
                 report.counts["in_validation"] = int(np.isin(other, digests, kind="sort").sum())
                 report.places["in_validation"] = [places(int(index)) for index in both[:MAX_SHOWN]]
         report.trained_by = dict(self.trained_by)
+        report.token_ids = self.token_ids.hexdigest()
         if self.trained_by.keys() & {"assistant", "every role"}:
             report.notes = list(self.encoder_for(True).notes)
         return report

@@ -34,6 +34,11 @@ def bundled() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
+def reads_clock(template: str) -> bool:
+    """Whether a template asks for the time, by the one function that transformers gives it."""
+    return "strftime_now" in template
+
+
 def _trl() -> Path:
     """TRL's templates; it is not imported, which takes a third of a second."""
     spec = find_spec("trl")
@@ -65,7 +70,9 @@ def read_template(name: str) -> str:
     return known[name]
 
 
-def other_prompt(own: str, template: str, special: dict[str, Any], tools: Tools) -> tuple[str, ...]:
+def other_prompt(
+    own: str, template: str, special: dict[str, Any], tools: Tools, date: str | None = None
+) -> tuple[str, ...]:
     """A note if inference, which renders with `own`, will not begin as training's text does.
 
     Qwen 3 writes no reasoning into earlier turns at inference; its marked twin writes it into all.
@@ -73,8 +80,8 @@ def other_prompt(own: str, template: str, special: dict[str, Any], tools: Tools)
     turns = [{"role": role, "content": f"qz{i}"} for i, role in enumerate(("user", "assistant") * 2)]
     notes = []
     for count, which in ((1, "first"), (3, "second")):
-        (prompt,) = render(own, special, "none", [(turns[:count], tools)], prompt=True)
-        (text,) = render(template, special, "none", [(turns[: count + 1], tools)])
+        (prompt,) = render(own, special, "none", [(turns[:count], tools)], prompt=True, date=date)
+        (text,) = render(template, special, "none", [(turns[: count + 1], tools)], date=date)
         if prompt.error and not text.error:
             what, fix = "the chat template makes no prompt to answer", "a tokenizer with the tokens it names"
             raise UserError(Problem(what, "data.chat_template", found=prompt.error, fix=f"{fix}, or another"))
@@ -83,16 +90,18 @@ def other_prompt(own: str, template: str, special: dict[str, Any], tools: Tools)
     return tuple(notes)
 
 
-def look_at(template: str, special: dict[str, Any], ends: re.Pattern[str], tools: Tools) -> dict[str, Any]:
+def look_at(
+    template: str, special: dict[str, Any], ends: re.Pattern[str], tools: Tools, date: str | None = None
+) -> dict[str, Any]:
     """What a template writes round a turn and what it has no place for, seen from chats made for it."""
     user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
-    (asked,) = render(template, special, "none", [([user], tools)])
+    (asked,) = render(template, special, "none", [([user], tools)], date=date)
     if asked.error.startswith(BROKEN):
         raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
     if not asked.error and user["content"] not in asked.text:
         what = "the chat template leaves contents out; is it one for images?"
         raise UserError(Problem(what, "data.chat_template", found=asked.text[:200]))
-    (with_prompt,) = render(template, special, "none", [([user], tools)], prompt=True)
+    (with_prompt,) = render(template, special, "none", [([user], tools)], prompt=True, date=date)
     function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
     call = {"id": "callqz001", "type": "function", "function": function}
     result = {"role": "tool", "content": "qzresult", "tool_call_id": call["id"]}
@@ -100,7 +109,7 @@ def look_at(template: str, special: dict[str, Any], ends: re.Pattern[str], tools
     told = [{"role": "system", "content": "qzsystem"}, user, answer]
     thought = [user, {**answer, "reasoning_content": "qzthought"}]
     chats: list[Any] = [(messages, tools) for messages in ([user, answer], told, called, thought)]
-    plain, system, calls, reasoning = render(template, special, "none", chats)
+    plain, system, calls, reasoning = render(template, special, "none", chats, date=date)
     shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", calls), ("tool", "qzresult", calls)]
     shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
     tail = plain.text.rpartition(answer["content"])[2]

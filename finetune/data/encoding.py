@@ -8,13 +8,14 @@ rendered one by one, each text the beginning of the next. Otherwise it is an err
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
-from finetune.data import content_check, loss_mask
+from finetune.data import chat_templates, content_check, loss_mask
 from finetune.data.chat_templates import A_TOOL, bundled, look_at, marked_twin, other_prompt
 from finetune.data.examples import BadRow, Example
 from finetune.data.messages import REASONING_KEYS, THINKING
@@ -76,6 +77,8 @@ class Encoder:
     """What is to be known of the template."""
     special: re.Pattern[str] = re.compile("(?!)")
     """Any of the tokenizer's special tokens."""
+    date: str | None = None
+    """What a template that asks for the time is told."""
     with_tools: Encoder | None = None
     """For chats with tools, where the tokenizer has a template of their own."""
 
@@ -88,7 +91,8 @@ class Encoder:
         special, found = self.tokenizer.special_tokens_map, dict[int, Rendered]()
         for encoder, chosen in self._by_template(examples):
             chats = [(examples[index].messages, examples[index].tools) for index in chosen]
-            texts = render(encoder.template, special, encoder.way, chats, after_turn=encoder.after_turn)
+            how = {"after_turn": encoder.after_turn, "date": encoder.date}
+            texts = render(encoder.template, special, encoder.way, chats, **how)
             found |= zip(chosen, texts, strict=True)
         return [found.get(index) for index in range(len(examples))]
 
@@ -194,7 +198,7 @@ class Encoder:
         special, found = self.tokenizer.special_tokens_map, dict[int, str]()
         for encoder, chosen in self._by_template(examples):
             asked = [((examples[index].messages or [])[:-1], examples[index].tools) for index in chosen]
-            texts = render(encoder.own, special, "none", asked, prompt=True)
+            texts = render(encoder.own, special, "none", asked, prompt=True, date=encoder.date)
             for index, text in zip(chosen, texts, strict=True):
                 if text.error:
                     where, fix = examples[index].where, "another data.chat_template"
@@ -361,8 +365,15 @@ def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], to
     way = "none" if data.train_on == "all" else "marks" if marked else "turns"
     template, special = marked or own, tokenizer.special_tokens_map
     ends = [re.escape(tokenizer.backend_tokenizer.id_to_token(stop)) for stop in sorted(known["stops"])]
-    seen = look_at(template, special, re.compile("|".join(ends) or "(?!)"), tools)
-    notes = other_prompt(own, template, special, tools)
+    date = data.template_date
+    if chat_templates.reads_clock(own):
+        date = date or datetime.date.today().isoformat()
+        known = {**known, "date": date}
+    seen = look_at(template, special, re.compile("|".join(ends) or "(?!)"), tools, date)
+    notes = other_prompt(own, template, special, tools, date)
+    notes += (f"the chat template asks for the date: {date} in this run (data.template_date)",) * (
+        "date" in known
+    )
     return Encoder(tokenizer, data.train_on, own, template, way, notes=notes, **known, **seen)
 
 

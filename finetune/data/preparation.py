@@ -7,6 +7,7 @@ by content: the same files of the same names, tokenizer, template and recipe sec
 from __future__ import annotations
 
 import contextlib
+import datetime
 import gc
 import hashlib
 import json
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from finetune.core.errors import Problem, UserError
-from finetune.data import source_loading
+from finetune.data import chat_templates, source_loading
 from finetune.data.arrow_store import Documents
 from finetune.data.audit import Audit, Report
 from finetune.data.encoding import Encoded, make_encoder
@@ -110,6 +111,15 @@ def prepare(
     return Prepared(
         train, {name: Report(**values) for name, values in found.items()}, folder, cached, content
     )
+
+
+def dated(data: Data, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """The section with today's date, if its chat template asks for one and it has none; without, if not."""
+    templates: Any = tokenizer.chat_template or ""
+    texts = templates.values() if isinstance(templates, dict) else [templates]
+    asks = any(map(chat_templates.reads_clock, texts))
+    date = (data.template_date or datetime.date.today().isoformat()) if asks else None
+    return data.model_copy(update={"template_date": date})
 
 
 def cache_folder(data: Data) -> Path:
@@ -327,7 +337,10 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
     code = b"".join(path.read_bytes() for path in files)
     parts = {
-        "data": data.model_dump(exclude={"cache_dir"}),  # with its names, for rows are known by file and line
+        "data": data.model_dump(
+            exclude={"cache_dir", "template_date"}
+        ),  # with its names: rows are known by them
+        "date": dated(data, tokenizer).template_date,
         "mix": [_content(source, sources) for source in source_loading.sources(data)],
         "sources": sorted(sources.values()),
         "tokenizer": tokenizer.backend_tokenizer.to_str(),

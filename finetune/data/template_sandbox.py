@@ -67,7 +67,7 @@ def render(
     chats: list[tuple[Any, Any]],
     prompt: bool = False,
     after_turn: str = "",
-    date: datetime.date | None = None,
+    date: str | None = None,
 ) -> list[Rendered]:
     """Render chats with a template.
 
@@ -83,7 +83,7 @@ def render(
     """
     child = _child(os.getpid())  # a forked data loader worker needs one of its own
     request = {"template": template, "special": special, "way": way, "prompt": prompt, "after": after_turn}
-    request["date"] = date.isoformat() if date else ""
+    request["date"] = date
     return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 

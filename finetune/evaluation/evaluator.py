@@ -130,7 +130,7 @@ def measure(
             general = scoring.score_texts(asked, tokenizer, texts, settings)
         if settings.tasks and settings.engine == "hf":
             say(f"tasks {', '.join(settings.tasks)}")
-            found = lm_eval_harness.run(asked, tokenizer, settings)
+            found = lm_eval_harness.run(asked, tokenizer, settings, date=recipe.data.template_date)
     return Measured(score, general, found, time.perf_counter() - started)
 
 

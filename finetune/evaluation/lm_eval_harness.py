@@ -101,12 +101,15 @@ def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
         raise UserError(Problem("lm-eval refuses a task", "eval.tasks", found=str(error))) from error
 
 
-def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> dict[str, Any]:
+def run(
+    model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True, date: str | None = None
+) -> dict[str, Any]:
     """`eval.tasks` of one model: lm-eval's results, with every row's values.
 
     Args:
         model: with its adapter, or an engine of lm-eval's.
         seeded: set all random generators, as lm-eval does; `False` in training, whose own must go on.
+        date: what a chat template that asks for it is told (`data.template_date`).
 
     Returns:
         name -> {"metrics", "higher_is_better", "main", "rows", "settings"}; the same on every process.
@@ -115,7 +118,7 @@ def run(model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True) -> d
     several = PartialState().num_processes > 1  # ranks that don't all run out of memory would wait for ever
     size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
     for chat, specs in grouped(model, tokenizer, settings).items():
-        asked = partial(_evaluate, model, tokenizer, settings, specs, chat, seeded=seeded)
+        asked = partial(_evaluate, model, tokenizer, settings, specs, chat, seeded=seeded, date=date)
         results |= scoring.fitting(asked, size)
     return results
 
@@ -135,7 +138,14 @@ def grouped(model: Any, tokenizer: Any, settings: Eval) -> dict[bool, list[Any]]
 
 
 def _evaluate(
-    model: Any, tokenizer: Any, settings: Eval, specs: list[Any], chat: bool, batch_size: int, seeded: bool
+    model: Any,
+    tokenizer: Any,
+    settings: Eval,
+    specs: list[Any],
+    chat: bool,
+    batch_size: int,
+    seeded: bool,
+    date: str | None,
 ) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -144,7 +154,7 @@ def _evaluate(
 
     own = all(isinstance(spec, dict) for spec in specs)
     with heard():
-        engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size)
+        engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size, date)
         engine.add_bos_token = False if chat else None  # a chat has the BOS that its template writes, or none
         random = SEED if seeded else None
         with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
@@ -171,7 +181,7 @@ def _evaluate(
     return box[0] or {}
 
 
-def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
+def language_model(model: Any, tokenizer: Any, batch_size: int, date: str | None = None) -> Any:
     """lm-eval's wrapper round a loaded model, spread over the processes of this launch."""
     from lm_eval.models import huggingface
 
@@ -182,7 +192,8 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
 
         def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
             options = self.chat_template_args
-            return chat_text(self.tokenizer, chat_history, options, goes_on=not add_generation_prompt)
+            goes_on = not add_generation_prompt
+            return chat_text(self.tokenizer, chat_history, options, goes_on=goes_on, date=date)
 
     precision = mixed_precision.launch(detection.detect()).precision
     wrapped: Any = Limited(
@@ -200,7 +211,9 @@ def language_model(model: Any, tokenizer: Any, batch_size: int) -> Any:
     return wrapped
 
 
-def chat_text(tokenizer: Any, turns: list[Any], options: dict[str, Any], *, goes_on: bool) -> str:
+def chat_text(
+    tokenizer: Any, turns: list[Any], options: dict[str, Any], *, goes_on: bool, date: str | None = None
+) -> str:
     """A chat by the tokenizer's template, in the process and under the limits of `data.render`; as lm-eval
     and transformers make it, which would render it here.
 
@@ -213,11 +226,11 @@ def chat_text(tokenizer: Any, turns: list[Any], options: dict[str, Any], *, goes
     if goes_on:
         turns = [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + HERE}]
     given = tokenizer.get_chat_template(), {**tokenizer.special_tokens_map, **options}, "none"
-    (made,) = render(*given, [(turns, None)], prompt=not goes_on)
+    (made,) = render(*given, [(turns, None)], prompt=not goes_on, date=date)
     asked = [turn for turn in turns if turn["role"] != "system"]
     if made.error and len(asked) < len(turns):
         logging.getLogger("lm_eval").warning(f"chats are rendered without system turns: {made.error}")
-        (made,) = render(*given, [(asked, None)], prompt=not goes_on)
+        (made,) = render(*given, [(asked, None)], prompt=not goes_on, date=date)
     text, mark, rest = made.text.rpartition(HERE.strip())
     if made.error or (goes_on and not mark):
         found = made.error or "the last turn is not in its text"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from finetune.core import strict_yaml
 
@@ -84,6 +85,10 @@ class Expect(Section):
     """Rows that do not teach the model to stop: their last trained token does not end the turn."""
 
 
+def _iso_date(text: str) -> str:
+    return datetime.date.fromisoformat(text).isoformat()
+
+
 class Data(Section):
     name: str | list[str | Source]
     """File (jsonl, json, csv, parquet, arrow, tar, txt), folder, glob or Hub id, or a list of these."""
@@ -115,6 +120,9 @@ class Data(Section):
     chat_template: str | None = None
     """A bundled template (llama3, qwen3, mistral, gemma, phi3, chatml ...) or a Jinja file, in place of the
     tokenizer's own."""
+    template_date: Annotated[str, AfterValidator(_iso_date)] | None = None
+    """Date for chat templates that ask for it, as in `2026-11-27`; `null`: the day on which the run starts.
+    Evaluation, chat and a resumed run keep it."""
     packing: bool = False
     """Several rows in one of `max_length` tokens, none seeing another."""
     padding_free: bool = False

@@ -107,7 +107,8 @@ class Validate(TrainerCallback):
             task, _, metric = self.settings.metric_for_best_model.rpartition("/")
             asked = lm_eval_harness.of_task(self.settings, task)
             with torch.compiler.set_stance("force_eager"):
-                results = lm_eval_harness.run(model, self.tokenizer, asked, seeded=False)
+                date = self.data.template_date
+                results = lm_eval_harness.run(model, self.tokenizer, asked, seeded=False, date=date)
             found[f"eval_{self.settings.metric_for_best_model}"], self.higher = lm_eval_harness.one(
                 results, task, metric
             )

@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 
+def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Load the tokenizer with the chat template that the recipe asks for."""
+    template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
+    return tokenizer_setup.load_tokenizer(recipe.model, template)
+
+
 def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     """Load the tokenizer and encode the training and validation examples."""
     from finetune.data import preparation, streaming
 
-    template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
-    tokenizer = tokenizer_setup.load_tokenizer(recipe.model, template)
+    tokenizer = load_tokenizer(recipe)
     if recipe.adapter.source:
         held = model_files.read_config(recipe.model).get_text_config().vocab_size
         continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer.get_vocab(), held)

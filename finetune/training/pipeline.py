@@ -155,6 +155,7 @@ def _run(
     lm_eval_harness.check(recipe.eval, recipe.model)
     set_seed(recipe.train.seed)
 
+    recipe = training_data.with_template_date(recipe, folder, resumes)
     tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     found = find_checkpoint(recipe.train, resumes, setup)

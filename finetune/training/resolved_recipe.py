@@ -84,12 +84,14 @@ def choices(
     mode = recipe.speed.compile if recipe.speed.compile not in ("auto", True) else compile.value == "on"
     graphs = fast["CUDA graphs"]
     offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
+    date, day = recipe.data.template_date, "default: the day on which this run started"
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     if smaller := correction.choice(MICRO_BATCH):
         per_device = f"{smaller.reason}: {split}"
     return {
         **{key: (path, set_by[key]) for key, path in run_folder.local_paths(recipe).items()},
         **{f"adapter.{key}": (value, "default: made for this run") for key, value in derived.items()},
+        **({"data.template_date": (date, set_by.get("data.template_date", day))} if date else {}),
         "model.attention": (setup.attention.value, by("model.attention", "hardware", setup.attention)),
         "model.quantization": (stored, by("model.quantization", "hardware", storage)),
         "model.storage": (storage.value, by("model.quantization", "launch", storage)),

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 
+SPLIT = ("per_device", "accumulation")  # of a batch: the machine may decide on it
+
+
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     """What all processes of a launch must have alike: recipe, versions, precision, ways to split, storage."""
     own = ("output_dir", "cache_dir")  # places of a machine
@@ -42,8 +45,10 @@ def contract_of(
 ) -> dict[str, Any]:
     """What a run that goes on from a checkpoint of this one must have in common with it; so must ranks."""
     counts = {"steps": steps, "rows": prepared.report["train"].kept, **batch._asdict()}
+    counts |= {"data: token ids": prepared.report["train"].token_ids}
+    counts |= {"validation: token ids": prepared.report["validation"].token_ids}
     if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen
-        counts = {name: counts[name] for name in ("steps", "rows", "effective")}
+        counts = {name: value for name, value in counts.items() if name not in SPLIT}
     if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
         workers = collectives.gathered(arguments.dataloader_num_workers)  # as many as a machine's cores allow
         counts["train.dataloader_num_workers"] = workers[0] if len({*workers}) == 1 else workers

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune.checkpointing import checkpoints
 from finetune.core.console import Console
 from finetune.core.errors import Exit
 from finetune.core.run_checks import RunChecks
+from finetune.data import preparation
 from finetune.distributed import collectives
 from finetune.training import load_data, model_setup, resume_facts
 
@@ -17,6 +19,24 @@ if TYPE_CHECKING:
     from finetune.data.audit import Report
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+
+def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -> Recipe:
+    """The recipe with the one date that this run's chat template is told, if it asks for any.
+
+    A resumed run keeps the date of its checkpoints.
+    """
+
+    def find_date() -> str | None:
+        if resumes and (folder.checkpoints / checkpoints.CONTRACT).exists():
+            kept = checkpoints.read_contract(folder.checkpoints)["recipe"].get("data.template_date")
+            if kept and not recipe.data.template_date:
+                return kept
+        return preparation.dated(recipe.data, load_data.load_tokenizer(recipe)).template_date
+
+    date = collectives.from_main(find_date)
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_date": date})})
 
 
 def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:

@@ -1,0 +1,97 @@
+"""A chat template that asks for the date is told one date in training, a resumed run and evaluations."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.cli import main
+from finetune.data import preparation
+from finetune.data.examples import BadRow
+from finetune.recipe import loader
+from finetune.recipe.schema import Data
+from finetune.run_folder.run_folder import RunFolder
+from support.chat_tokenizers import TURNS, encoder_of, example, tokenizer_with
+
+CLOCK = """{{- '<|im_start|>system\\nToday is ' ~ strftime_now('%d %B %Y, %H:%M') ~ '.<|im_end|>\\n' }}
+{%- for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content ~ '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ m.content ~ '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def text_of(tokenizer: Any, **data: Any) -> str:
+    (found,) = encoder_of(tokenizer, **data)([example(TURNS)])
+    assert not isinstance(found, BadRow)
+    return tokenizer.decode(found.ids)
+
+
+def test_a_template_that_reads_the_clock_is_told_the_date_of_the_recipe() -> None:
+    tokenizer = tokenizer_with(CLOCK)
+    assert "Today is 02 January 2020, 00:00." in text_of(tokenizer, template_date="2020-01-02")
+    assert f"{datetime.date.today():%d %B %Y}, 00:00." in text_of(tokenizer)
+    encoder = encoder_of(tokenizer, template_date="2020-01-02")
+    assert "02 January 2020" in encoder.prompt_texts([example(TURNS)])[0]
+    assert any("2020-01-02" in note for note in encoder.notes)
+
+
+def test_prepared_data_depends_on_the_date_only_where_the_template_asks_for_it(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"messages": TURNS}) + "\n")
+    data = Data(name=str(file), cache_dir=str(tmp_path / "cache"))
+    for template, depends in ((CLOCK, True), (None, False)):
+        tokenizer = tokenizer_with(template)
+        first, second = (
+            preparation.prepare(data.model_copy(update={"template_date": date}), tokenizer, 0, None)
+            for date in ("2020-01-02", "2020-01-03")
+        )
+        assert (first.path != second.path) == depends
+        hashes = {one.report["train"].token_ids for one in (first, second)}
+        assert len(hashes) == 1 + depends and "" not in hashes
+
+
+@pytest.mark.parametrize("date", ["2020-13-01", "yesterday", "2020-02-30"])
+def test_a_template_date_that_is_none_is_an_error(date: str, recipe_file, capsys) -> None:
+    text = "model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora}\n"
+    assert main.main(["check", str(recipe_file(text)), f"data.template_date={date}"]) == 2
+    assert "data.template_date" in capsys.readouterr().err
+
+
+def test_a_resumed_run_and_its_evaluation_keep_the_date_of_its_start(recipe_file, tmp_path: Path) -> None:
+    (tmp_path / "clock.jinja").write_text(CLOCK)
+    text = (
+        "model: {name: '{model}'}\nadapter: {type: lora, r: 4}\neval: {forgetting: false, generate: false}\n"
+    )
+    text += f"data: {{name: '{{data}}', validation_fraction: 0.1, chat_template: '{tmp_path}/clock.jinja'}}\n"
+    text += "train: {max_steps: 3, effective_batch_size: 2, save_steps: 1, learning_rate: 1e-2}\n"
+    recipe, then = str(recipe_file(text)), "data.template_date=2020-01-02"
+    folder = RunFolder(tmp_path / "run")
+    train = ["train", recipe, "--quiet", f"train.output_dir={folder.path}"]
+    assert main.main([*train, then, "--until=1"]) == 75
+    assert main.main([*train, "--resume=auto"]) == 0, "the recipe names no date: that of the start holds"
+    assert loader.load(folder.recipe).data.template_date == "2020-01-02"
+    loss = folder.read("eval.json")["tuned"]["loss"]
+    assert main.main(["evaluate", str(folder.path), "--quiet"]) == 0
+    assert folder.read("eval.json")["tuned"]["loss"] == loss
+    assert main.main([*train, "--resume=auto"]) == 0, "it is finished"
+    assert main.main([*train, "--resume=auto", "data.template_date=2020-01-03"]) == 4
+
+
+def test_a_checkpoint_of_other_token_ids_is_refused(recipe_file, tmp_path: Path, capsys) -> None:
+    """The files, the template and the recipe are the same; what was made of them is not."""
+    text = "model: {name: '{model}'}\ndata: {name: '{data}'}\nadapter: {type: lora, r: 4}\n"
+    text += "train: {max_steps: 2, effective_batch_size: 2, save_steps: 1, learning_rate: 1e-2}\n"
+    folder = tmp_path / "run"
+    train = ["train", str(recipe_file(text)), "--quiet", f"train.output_dir={folder}"]
+    assert main.main([*train, "--until=1"]) == 75
+    (path,) = folder.glob("checkpoints/contract*.json")
+    contract = json.loads(path.read_text())
+    assert contract["facts"]["data: token ids"]
+    path.write_text(json.dumps({**contract, "facts": {**contract["facts"], "data: token ids": "others"}}))
+    for other in folder.glob("checkpoints/step-*/contract*.json"):
+        other.write_text(path.read_text())
+    assert main.main([*train, "--resume=auto"]) == 4
