@@ -191,7 +191,16 @@ def missing(name: str, hardware: Hardware, *, installed: bool = True) -> str:
         return "this torch has no torch.nn.attention.varlen"
     if name not in kernel_limits.FLASH or not installed:
         return ""
-    return broken(name) if _has_flash(name) else f"{name} is not installed: {kernel_limits.FLASH[name][1]}"
+    how = not_installed(name)
+    return f"{name} is not installed: {how}" if how else broken(name)
+
+
+def not_installed(name: str) -> str:
+    """How to install the package of an attention implementation; empty: it is here, or none is needed."""
+    if name not in kernel_limits.FLASH or _has_flash(name):
+        return ""
+    extra = kernel_limits.FLASH[name][1]
+    return packages.install_extra(extra) if extra else "build it from flash-attention's hopper/ folder"
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from finetune.autoconfig import mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.packages import installed
+from finetune.core.packages import install_extra, installed
 from finetune.core.run_checks import Choice
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_types
@@ -104,4 +104,4 @@ def missing_package(storage: str) -> Problem | None:
     if installed(package):
         return None
     what = f"a base in {storage} needs {package}, which is not installed"
-    return Problem(what, "model.quantization", fix=f"pip install 'finetune-toolkit[{extra}]'")
+    return Problem(what, "model.quantization", fix=install_extra(extra))

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.packages import installed
+from finetune.core.packages import install_command, install_extra, installed
 from finetune.recipe import train_rules
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SMALLEST = 4096  # numbers of a tensor from which bitsandbytes and torchao keep state in 8 or 4 bits
 _OF_BITSANDBYTES = re.compile("8bit|32bit|bnb|ademamix")
 _OF_TORCHAO = re.compile("adamw_torch_[48]bit")
+_EXTRAS = {"torchao": "quantize", "bitsandbytes": "bnb"}
 LOW_BITS = re.compile("[48]bit")
 # What transformers asks for beside those: by optimizer, the module and its package
 _OF_OTHERS = (
@@ -66,17 +67,22 @@ def missing_packages(optim: str, speed: Speed) -> list[Problem]:
     """Packages that the optimizer needs and this environment has not; nothing is imported."""
     low_bits = "torchao" if _OF_TORCHAO.fullmatch(optim) else ""
     low_bits = low_bits or ("bitsandbytes" if _OF_BITSANDBYTES.search(optim) else "")
-    extra = {"torchao": "'finetune-toolkit[quantize]'", "bitsandbytes": "'finetune-toolkit[bnb]'"}
-    needs = [("train.optim", optim, low_bits, extra.get(low_bits, ""))]
-    needs += [
-        ("train.optim", optim, module, pip) for name, module, pip in _OF_OTHERS if re.fullmatch(name, optim)
-    ]
+    needs = [("train.optim", optim, low_bits)] if low_bits else []
+    needs += [("train.optim", optim, module) for name, module, _ in _OF_OTHERS if re.fullmatch(name, optim)]
     if speed.offload in ("optimizer", "all"):
-        needs.append(("speed.offload", speed.offload, "torchao", extra["torchao"]))
+        needs.append(("speed.offload", speed.offload, "torchao"))
+    distributions = {module: pip for _, module, pip in _OF_OTHERS}
     return [
-        Problem(f"needs {module}, which is not installed", key, found=found, fix=f"pip install {pip}")
-        for key, found, module, pip in needs
-        if module and not installed(module)
+        Problem(
+            f"needs {module}, which is not installed",
+            key,
+            found=found,
+            fix=install_extra(_EXTRAS[module])
+            if module in _EXTRAS
+            else install_command(distributions[module]),
+        )
+        for key, found, module in needs
+        if not installed(module)
     ]
 
 

@@ -21,7 +21,7 @@ from finetune.autoconfig.compilation import choose_compile
 from finetune.core import run_checks
 from finetune.core.console import Console
 from finetune.core.errors import UserError
-from finetune.core.packages import installed
+from finetune.core.packages import install_extra, installed
 from finetune.hardware import detection
 from finetune.models import architecture
 from finetune.planning import measured_rates
@@ -164,7 +164,7 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
     meant = find(recipe.adapter.type).storage if recipe else ""
     quantization = recipe.model.quantization if recipe else "auto"
     four_bit = (quantization if quantization in QUANTISED else meant) in FOUR_BIT
-    bnb = "bitsandbytes is installed" if installed("bitsandbytes") else "pip install 'finetune-toolkit[bnb]'"
+    bnb = "bitsandbytes is installed" if installed("bitsandbytes") else install_extra("bnb")
     nf4 = "active" if four_bit else "off" if installed("bitsandbytes") else "not possible"
     return [
         Optimisation("torch.compile", "speed.compile", state, reason),
@@ -327,8 +327,7 @@ def _extras() -> list[tuple[str, str, str]]:
     rows = []
     for extra, modules in EXTRAS.items():
         missing = [module for module in modules if not installed(module)]
-        build = " --no-build-isolation" if extra == "flash" else ""
-        fix = f"pip install 'finetune-toolkit[{extra}]'{build}" if missing else ""
+        fix = install_extra(extra) if missing else ""
         rows.append((extra, "yes" if not missing else f"no ({', '.join(missing)})", fix))
     return rows
 

@@ -27,13 +27,18 @@ EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
 def evaluate(options: argparse.Namespace) -> None:
     """Compare a run's base and fine-tuned model: validation set, general text, tasks of lm-eval or yours."""
     from finetune.core.console import Console, quieten_libraries
+    from finetune.evaluation import tasks
     from finetune.launch import launcher
+    from finetune.run_folder import run_folder
 
     if options.tasks is not None:  # `--tasks a,b c eval.limit=8`
-        tasks = [part for text in options.tasks if "=" not in text for part in text.split(",")]
+        named = [part for text in options.tasks if "=" not in text for part in text.split(",")]
         options.overrides += [text for text in options.tasks if "=" in text]
-        options.overrides.append(f"eval.tasks={json.dumps(tasks)}")
+        options.overrides.append(f"eval.tasks={json.dumps(named)}")
     run = opened(options)
+    asked = run_folder.recipe_of(run, options.overrides).eval
+    tasks.check(asked)
+    tasks.check_names(asked)
     again = ["evaluate", str(run.path), *options.overrides, *arguments.flags(options)]
     launcher.if_needed(again, functools.partial(processes_of, run, options.overrides))
     quieten_libraries()

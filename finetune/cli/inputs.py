@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,11 +54,3 @@ def place(recipe: Recipe, key: str) -> str:
     while path and path not in recipe.origin.where:
         path = path[:-1]
     return recipe.origin.where.get(path, "") if path else ""
-
-
-def show(text: str) -> None:
-    """Print what may be read in part, as by `| head`: what nobody reads is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end

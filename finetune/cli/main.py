@@ -26,7 +26,7 @@ from finetune.cli import (
     sweep,
     train,
 )
-from finetune.core import privacy
+from finetune.core import privacy, standard_streams
 from finetune.core.errors import FULL, Exit, Problem, Stopped, UserError, nearest
 from finetune.distributed import launch_environment
 from finetune.recipe import renames
@@ -42,6 +42,7 @@ def main(given: Sequence[str] | None = None) -> int:
     privacy.switch_off_telemetry()
     if given is None:  # the process is the command's: what ends it is shown masked too
         sys.excepthook = privacy.excepthook
+        standard_streams.allow_closing()
     options = parse(given)
     return guarded(options.command, options)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import opened
+from finetune.core import packages
 
 MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -22,6 +23,8 @@ def merge(options: argparse.Namespace) -> None:
     """Merge a run's adapter into its base, verify that nothing was lost, and quantize it if asked."""
     from finetune.core.console import Console, quieten_libraries
 
+    if options.quantize:
+        packages.require("torchao", "quantize", "--quantize needs torchao")
     run = opened(options)
     quieten_libraries()
     with fast_imports():

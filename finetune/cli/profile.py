@@ -17,8 +17,10 @@ TRACED: tuple[str, dict[str, Any]] = (
 def profile(options: argparse.Namespace) -> None:
     """Trace one step of a recipe: where the time goes, and what to do about it."""
     from finetune.core.console import quieten_libraries
+    from finetune.preflight import checker
 
-    with located(load(options)):
+    with located(recipe := load(options)):
+        checker.run(recipe)
         quieten_libraries()
         with fast_imports():
             from finetune.profiling import profiler

@@ -17,14 +17,13 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def recipes(options: argparse.Namespace) -> None:
     """List the shipped recipes, or copy one to change it."""
-    from finetune.cli import inputs
     from finetune.core import paths, shipped_files
 
     if options.name is None and options.copy is None:
         listed = [
             f"{name:<24} {shipped_files.purpose(path)}" for name, path in shipped_files.recipes().items()
         ]
-        inputs.show("\n".join([*listed, "", "copy one to change it: finetune recipes NAME --copy ."]))
+        print("\n".join([*listed, "", "copy one to change it: finetune recipes NAME --copy ."]))
     elif options.name is None or options.copy is None:
         fix = f"finetune recipes {options.name or 'NAME'} --copy {options.copy or '.'}"
         raise UserError(Problem("say which recipe to copy, and where", fix=fix))

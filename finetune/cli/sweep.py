@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> None:
         export(options, Path(path), Path(options.export_wandb))
         return
     if not packages.installed("optuna"):
-        problem = Problem("needs optuna, which is not installed", fix="pip install 'finetune-toolkit[sweep]'")
+        problem = Problem("needs optuna, which is not installed", fix=packages.install_extra("sweep"))
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if (folder / "recipe.resolved.yaml").exists():
         what, fix = "a search needs a folder of its own", "--output runs/my-search"

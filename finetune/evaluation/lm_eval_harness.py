@@ -19,7 +19,8 @@ from accelerate.utils import broadcast_object_list
 
 from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.memory_estimate import LARGEST_BATCH
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core import packages
+from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data.template_sandbox import render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
 from finetune.hardware import detection
@@ -92,6 +93,10 @@ def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
         raise UserError(*problems)
     try:
         return manager.load(specs)["tasks"]
+    except ImportError as error:
+        missing = packages.install_command(error.name or "'lm-eval[tasks]'")
+        problem = Problem("a task needs a package", "eval.tasks", found=first_line(error), fix=missing)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (ConnectionError, OSError) as error:
         said = str(error).splitlines()[0]
         fix = "check the network, or use a local task file"

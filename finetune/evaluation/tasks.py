@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from finetune.core import paths, shipped_files, strict_yaml
+from finetune.core import packages, paths, shipped_files, strict_yaml
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.data import source_loading, template_sandbox
 from finetune.data.encoding import without_thinking
 from finetune.data.examples import BadRow
-from finetune.evaluation import lm_eval_tasks
+from finetune.evaluation import lm_eval_tasks, task_packages
 from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Section, Source
 
@@ -116,9 +116,11 @@ def check(settings: Eval, longest: int | None = None) -> None:
         raise UserError(*problems)
     lacking = None
     if settings.tasks and find_spec("lm_eval") is None:
-        lacking = Problem("needs lm-eval", "eval.tasks", fix="pip install 'finetune-toolkit[eval]'")
+        lacking = Problem("needs lm-eval", "eval.tasks", fix=packages.install_extra("eval"))
     elif settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
-        lacking = Problem("needs vLLM", "eval.engine", fix="pip install vllm, or eval.engine: hf")
+        lacking = Problem(
+            "needs vLLM", "eval.engine", fix=f"{packages.install_command('vllm')}, or eval.engine: hf"
+        )
     if lacking:
         raise UserError(lacking, code=Exit.ENVIRONMENT)
 
@@ -136,24 +138,28 @@ def check_names(settings: Eval) -> None:
     which takes seconds.
 
     Raises:
-        UserError: there is no such task (exit 2).
+        UserError: there is no such task (exit 2), or it needs a package that is missing (3).
     """
     package = find_spec("lm_eval")
     places = (package.submodule_search_locations if package else None) or ()
     asked = [name for name in settings.tasks if not is_file(name)]
-    if unseen := [name for name in asked if not any(_has_file(Path(at, "tasks"), name) for at in places)]:
+    files = {name: [path for at in places for path in _files_of(Path(at, "tasks"), name)] for name in asked}
+    if unseen := [name for name in asked if not files[name]]:
         from lm_eval.tasks import TaskManager
 
         if problems := unknown(unseen, TaskManager().all_tasks):
             raise UserError(*problems)
+    lacking = [task_packages.missing(name, files[name]) for name in asked]
+    if found := [problem for problem in lacking if problem]:
+        raise UserError(*found, code=Exit.ENVIRONMENT)
 
 
-def _has_file(root: Path, name: str) -> bool:
-    """Whether a file that is called after a task, or is in a folder that is, states its name."""
+def _files_of(root: Path, name: str) -> list[Path]:
+    """The files that are called after a task, or are in a folder that is, and state its name."""
     states = re.compile(rf"^(task|group|tag):\s*['\"]?{re.escape(name)}['\"]?\s*$", re.MULTILINE)
     plain = re.fullmatch(r"[\w-]+", name) is not None
     files = itertools.chain(root.rglob(f"{name}.yaml"), root.rglob(f"{name}/**/*.yaml")) if plain else ()
-    return any(states.search(path.read_text(encoding="utf-8")) for path in files)
+    return [path for path in dict.fromkeys(files) if states.search(path.read_text(encoding="utf-8"))]
 
 
 def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:

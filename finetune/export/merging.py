@@ -18,7 +18,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from finetune.autoconfig import mixed_precision
-from finetune.core import run_checks
+from finetune.core import packages, run_checks
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import writing
 from finetune.core.weight_files import find_weight_files
@@ -124,7 +124,7 @@ def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained:
         fix = f"finetune merge {folder.path}"
         raise UserError(Problem("merge runs in one process", found=f"{setup.launch.processes}", fix=fix))
     if quantized:
-        torchao_quantization.check_installed()
+        packages.require("torchao", "quantize", "--quantize needs torchao")
     if quantized and trained and quantized != trained.weight_dtype:
         what, fix = "the run was trained for other weights", f"--quantize {trained.weight_dtype}"
         texts = {"found": f"--quantize {quantized}", "expected": qat.describe(trained), "fix": fix}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.core.errors import Exit, Problem, UserError, first_line
-from finetune.core.packages import installed
 from finetune.models import module_names
 from finetune.quantization import qat
 
@@ -28,13 +27,6 @@ GROUP = (
     32  # weights that share one scale in int4: the smallest that torchao's kernels take, and the most exact
 )
 KEPT = "output head, embeddings, norms"
-
-
-def check_installed() -> None:
-    """torchao is an extra (exit 3 without it)."""
-    if not installed("torchao"):
-        problem = Problem("--quantize needs torchao", fix="pip install 'finetune-toolkit[quantize]'")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def choose(kind: str, dtype: torch.dtype, hardware: Hardware, trained: Qat | None = None) -> tuple[Any, str]:

@@ -12,11 +12,11 @@ IMPLEMENTATIONS = {
     "cudnn": "finetune_cudnn",
     "varlen": "finetune_varlen",
 }
-# flash-attention: distribution (2 and 4 share an import name) and pip line
+# flash-attention: distribution (2 and 4 share an import name) and the extra that brings it, if one does
 FLASH = {
-    "flash_attention_2": ("flash-attn", "pip install 'finetune-toolkit[flash]' --no-build-isolation"),
-    "flash_attention_3": ("flash-attn-3", "build it from flash-attention's hopper/ folder"),
-    "flash_attention_4": ("flash-attn-4", "pip install 'finetune-toolkit[kernels]'"),
+    "flash_attention_2": ("flash-attn", "flash"),
+    "flash_attention_3": ("flash-attn-3", ""),
+    "flash_attention_4": ("flash-attn-4", "kernels"),
 }
 FLASH_MODULES = {
     "flash_attention_2": "flash_attn",

@@ -11,7 +11,7 @@ import yaml
 
 from finetune.core import strict_yaml
 from finetune.core.errors import Exit, Problem, UserError, nearest
-from finetune.core.packages import installed
+from finetune.core.packages import install_extra, installed
 
 # Sections of the file, and how their keys begin, which may be left out: `fsdp_version`, or `version` alone
 PREFIXES = {
@@ -42,6 +42,10 @@ READ_UNDER = {  # section -> the key and value without which Accelerate passes i
     "deepspeed_config": ("distributed_type", "DEEPSPEED"),
     "fp8_config": ("mixed_precision", "fp8"),
 }
+FP8_PACKAGES = {
+    "TE": ("transformer_engine", "fp8"),
+    "AO": ("torchao", "quantize"),
+}  # backend -> module, extra
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -82,20 +86,29 @@ def check(path: Path) -> None:
         UserError: keys that nothing reads, a backend it will not find (exit 2); no package for fp8 (exit 3).
     """
     given = read(path)
-    if found := problems(given, str(path)):
-        raise UserError(*found)
+    found, lacking = problems(given, str(path)), _missing_package(given, str(path))
+    if found or lacking:
+        packages = [lacking] if lacking else []
+        raise UserError(*found, *packages, code=Exit.INPUT if found else Exit.ENVIRONMENT)
+
+
+def _missing_package(given: dict[str, Any], where: str) -> Problem | None:
+    """The package that a launch by this config needs and this environment lacks."""
+    section = given.get("fp8_config")
+    backend = str(section.get("backend")) if isinstance(section, dict) else ""
+    package, extra = FP8_PACKAGES.get(backend, ("", ""))
     if given.get("distributed_type") == "DEEPSPEED" and not installed("deepspeed"):
-        what, fix = (
-            "this launch needs DeepSpeed, which is not installed",
-            "pip install 'finetune-toolkit[deepspeed]'",
-        )
-        raise UserError(Problem(what, where=str(path), fix=fix), code=Exit.ENVIRONMENT)
-    if given.get("mixed_precision") == "fp8" and not (
-        installed("torchao") or installed("transformer_engine")
+        what, extra = "this launch needs DeepSpeed, which is not installed", "deepspeed"
+    elif package and not installed(package):
+        what = f"fp8_config.backend: {backend} needs {package}, which is not installed"
+    elif given.get("mixed_precision") == "fp8" and not any(
+        installed(package) for package, _ in FP8_PACKAGES.values()
     ):
         what = "Accelerate's launcher starts no fp8 launch without torchao or TransformerEngine"
-        problem = Problem(what, where=str(path), fix="pip install 'finetune-toolkit[quantize]'")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        extra = "quantize"
+    else:
+        return None
+    return Problem(what, where=where, fix=install_extra(extra))
 
 
 def problems(given: dict[str, Any], where: str) -> list[Problem]:

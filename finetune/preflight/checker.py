@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from, target_modules
-from finetune.autoconfig import base_quantization, batch_size, compilation, optimizer_choice
+from finetune.autoconfig import batch_size, compilation, optimizer_choice
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.core.paths import on_the_hub
@@ -15,9 +15,9 @@ from finetune.data import chat_templates, source_loading
 from finetune.distributed import launch_environment
 from finetune.hub import client
 from finetune.models import architecture, checkpoint_headers, model_files, tokenizer_setup
-from finetune.preflight import choice_checks
+from finetune.preflight import choice_checks, package_checks
 from finetune.quantization import stored_weights
-from finetune.recipe import adapter_types, qat_rules, upstream_options
+from finetune.recipe import adapter_types, upstream_options
 
 if TYPE_CHECKING:
     from finetune.models.module_names import Names
@@ -63,11 +63,7 @@ def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
             (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
     kind = adapter_types.find(recipe.adapter.type)
     problems += optimizer_choice.problems(recipe.train, kind.learning_rate)
-    asked = recipe.model.quantization if recipe.model.quantization != "auto" else kind.storage
-    missing = base_quantization.missing_package(asked)
-    optimizer = optimizer_choice.missing_packages(optimizer_choice.asked(recipe.train), recipe.speed)
-    lacking = (missing, recipe.speed.qat and qat_rules.missing(), *optimizer)
-    packages += [problem for problem in lacking if problem]
+    packages += package_checks.missing_packages(recipe)
     graphs = compilation.against_graphs(
         recipe.speed.compile, recipe.speed.activation_checkpointing, recipe.speed.offload
     )
@@ -179,8 +175,8 @@ def _trackers(recipe: Recipe) -> list[str]:
         raise UserError(*(Problem("no such tracker", key, **said) for said in texts))
     missing = [name for name in asked if not _tracker_installed(name)]
     if missing:
-        packages = " ".join(TRACKERS.get(name, (name, name))[1] for name in missing)
-        problem = Problem("not installed", key, found=", ".join(missing), fix=f"pip install {packages}")
+        fix = packages.install_command(*(TRACKERS.get(name, (name, name))[1] for name in missing))
+        problem = Problem("not installed", key, found=", ".join(missing), fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return []
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import attention_choice, batch_size, mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.packages import installed
+from finetune.core.packages import install_extra, installed
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import (
     BACKENDS,
@@ -28,6 +28,7 @@ from finetune.distributed.launch_environment import (
     zero_stage,
 )
 from finetune.hardware import detection
+from finetune.launch import accelerate_config
 from finetune.models import model_files
 from finetune.recipe import adapter_rules, adapter_types, qat_rules
 
@@ -66,12 +67,10 @@ def check(
     """
     if found := against(machine, adapter, model, data, speed, every):
         raise UserError(*found)
-    package, extra = {"TE": ("transformer_engine", "fp8"), "AO": ("torchao", "quantize")}.get(
-        fp8().kind, ("torch", "")
-    )
+    package, extra = accelerate_config.FP8_PACKAGES.get(fp8().kind, ("torch", ""))
     if not installed(package):
         what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
-        fix = f"pip install 'finetune-toolkit[{extra}]'; or {OTHER_FP8[fp8().kind]}"  # full alone comes here
+        fix = f"{install_extra(extra)}; or {OTHER_FP8[fp8().kind]}"  # full alone comes here
         raise UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
 
 

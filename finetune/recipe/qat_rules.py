@@ -34,8 +34,8 @@ def missing() -> Problem | None:
     """torchao is an extra."""
     if packages.installed("torchao"):
         return None
-    what, fix = "needs torchao, which is not installed", "pip install 'finetune-toolkit[quantize]'"
-    return Problem(what, "speed.qat", fix=fix)
+    what = "needs torchao, which is not installed"
+    return Problem(what, "speed.qat", fix=packages.install_extra("quantize"))
 
 
 def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:

@@ -285,7 +285,7 @@ def test_without_torchao_the_pip_line(run, monkeypatch, capsys) -> None:
     monkeypatch.setattr("finetune.export.torchao_quantization.installed", lambda name: name != "torchao")
     folder = run("lora")
     merge(folder, "--quantize", "int8", code=3)
-    assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err
+    assert "pip install -e '.[quantize]'" in capsys.readouterr().err
 
 
 def test_what_torchao_can_t_store_is_said(run, monkeypatch, capsys) -> None:

@@ -197,7 +197,7 @@ def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) ->
     found = tasks.find_spec
     monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "lm_eval" else found(name))
     assert main.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
-    assert "finetune-toolkit[eval]" in capsys.readouterr().err
+    assert "[eval]" in capsys.readouterr().err
     with pytest.raises(UserError, match="needs lm-eval") as raised:  # a local task needs it too
         lm_eval_harness.check(Eval(tasks=["general_knowledge"]))
     assert raised.value.code == 3

@@ -16,6 +16,7 @@ import sqlalchemy
 from optuna.trial import TrialState
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
+from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
@@ -103,11 +104,8 @@ def _asked(url: str, stack: contextlib.ExitStack, ask: Callable[[Any], Any]) -> 
 def _no_driver(error: ImportError, url: str) -> UserError:
     what = "the driver of this database is not installed"
     found = f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}"
-    fix = (
-        "pip install 'finetune-toolkit[sweep]'"
-        if "postgres" in url
-        else "pip install its driver: pymysql, say"
-    )
+    is_postgres = "postgres" in url
+    fix = packages.install_extra("sweep") if is_postgres else "pip install its driver: pymysql, say"
     return UserError(Problem(what, where="--storage", found=found, fix=fix), code=Exit.ENVIRONMENT)
 
 

@@ -109,16 +109,42 @@ def test_a_shipped_recipe_that_is_not_here_can_be_had(given, name, tmp_path, mon
     assert "ships" not in capsys.readouterr().err
 
 
-def test_a_list_may_be_read_in_part() -> None:
-    """`finetune recipes | head -1`, and `| true`, which reads nothing."""
+def with_closed(stream: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command whose reader of stdout or stderr has left, as after `| head -1`."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "finetune", "recipes"]
-    for unbuffered in ({}, {"PYTHONUNBUFFERED": "1"}):
-        asked = {"stdout": writer, "env": os.environ | unbuffered, "cwd": ROOT}
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, **asked)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writer}
+    given = {"text": True, "check": False, "cwd": ROOT, "env": os.environ | environment, **streams}
+    try:
+        return subprocess.run([sys.executable, "-m", "finetune", *command], **given)
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.parametrize(
+    "command", [("recipes",), ("check", "recipes/quickstart.yaml"), ("train", "--help"), ("doctor",)]
+)
+def test_command_whose_output_is_read_in_part_exits_with_0(command: tuple[str, ...]) -> None:
+    """`finetune doctor | head -1`, and `| true`, which reads nothing."""
+    done = with_closed("stdout", *command)
+    assert (done.returncode, done.stderr) == (0, "")
+    if command != ("doctor",):  # which imports torch
+        done = with_closed("stdout", *command, PYTHONUNBUFFERED="1")
         assert (done.returncode, done.stderr) == (0, "")
-    os.close(writer)
+
+
+def test_command_whose_output_nobody_reads_keeps_its_exit_code() -> None:
+    for stream, other in (("stdout", "stderr"), ("stderr", "stdout")):
+        done = with_closed(stream, "check", "recipes/absent.yaml")
+        assert done.returncode == 2
+        assert "Traceback" not in (getattr(done, other) or "")
+
+
+@pytest.mark.soak
+def test_training_goes_on_when_nobody_reads_its_output(tmp_path) -> None:
+    options = ["train.max_steps=3", "train.warmup_steps=0", "data.validation=null", "eval.forgetting=false"]
+    done = with_closed("stdout", "train", str(QUICKSTART), *options, f"train.output_dir={tmp_path}/run")
+    assert done.returncode == 0 and (tmp_path / "run" / "adapter" / "adapter_config.json").exists()
 
 
 def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
@@ -229,7 +255,7 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
         "attention",
     ):
         assert name in text
-    assert "finetune-toolkit[flash]" in text
+    assert "[flash]" in text
     assert main.main(["doctor"]) == 0
 
 

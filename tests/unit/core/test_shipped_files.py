@@ -22,7 +22,9 @@ def test_there_are_recipes_for_each_model_and_adapter() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_shipped_recipe_checks(name: str, capsys) -> None:
-    assert main.main(["check", str(RECIPES[name])]) == 0, capsys.readouterr().err
+    # FlashAttention 3, which is built from source, is not in the test environment
+    options = ["model.attention=auto"] if name.startswith("isc25/") else []
+    assert main.main(["check", str(RECIPES[name]), *options]) == 0, capsys.readouterr().err
     first = RECIPES[name].read_text().splitlines()[0]
     schema = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
     assert schema and (RECIPES[name].parent / schema[1]).resolve() == shipped_files.SCHEMA

@@ -208,7 +208,7 @@ def test_what_does_not_go_together_is_said(overrides: list[str], said: list[str]
 def test_without_torchao_the_pip_line(monkeypatch, capsys) -> None:
     monkeypatch.setattr("finetune.core.packages.installed", lambda name: name != "torchao")
     assert main.main(["check", str(QUICKSTART), INTX]) == 3
-    assert "pip install 'finetune-toolkit[quantize]'" in capsys.readouterr().err
+    assert "pip install -e '.[quantize]'" in capsys.readouterr().err
     with pytest.raises(UserError) as raised:
         qat.prepare(base(), Qat(config="IntxWeightOnly"))
     assert raised.value.code == 3

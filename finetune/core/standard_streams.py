@@ -1,0 +1,36 @@
+"""Standard output and error that a reader may close, as `finetune doctor | head` does."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+
+class _Closable(io.FileIO):
+    """A stream whose reader may leave: what nobody reads is dropped, and the command goes on."""
+
+    def write(self, data: object) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for all later output, of C code too
+            return super().write(data)  # type: ignore[arg-type]
+
+
+def allow_closing() -> None:
+    """Let the readers of standard output and error leave early, without an error of the command."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.flush()
+            raw = _Closable(stream.fileno(), "w", closefd=False)
+            buffered = io.BufferedWriter(raw)
+            made = io.TextIOWrapper(
+                buffered,
+                stream.encoding,
+                stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, made)

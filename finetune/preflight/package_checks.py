@@ -1,0 +1,49 @@
+"""Optional packages that a recipe needs. Nothing here imports them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import attention_choice, base_quantization, optimizer_choice
+from finetune.core import packages
+from finetune.core.errors import Problem
+from finetune.recipe import adapter_types, qat_rules
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+
+ADAPTERS = {"adamss": ("sklearn", "scikit-learn")}  # PEFT's type -> module and package that PEFT imports
+
+
+def missing_packages(recipe: Recipe) -> list[Problem]:
+    """One problem for each package that the model, the adapter, the optimizer or `speed.qat` needs."""
+    kind, asked = adapter_types.find(recipe.adapter.type), recipe.model.quantization
+    storage = asked if asked != "auto" else kind.storage
+    optimizer = optimizer_choice.asked(recipe.train)
+    found = [
+        base_quantization.missing_package(storage),
+        _attention(recipe.model.attention),
+        _adapter(kind.peft),
+        qat_rules.missing() if recipe.speed.qat else None,
+        *optimizer_choice.missing_packages(optimizer, recipe.speed),
+    ]
+    return [problem for problem in found if problem]
+
+
+def _attention(name: str) -> Problem | None:
+    how = attention_choice.not_installed(name)
+    if not how:
+        return None
+    fix = f"attention: auto; or on a machine with an NVIDIA GPU: {how}"
+    return Problem(f"{name} is not installed", "model.attention", found=name, fix=fix)
+
+
+def _adapter(peft_type: str) -> Problem | None:
+    module, package = ADAPTERS.get(peft_type, ("", ""))
+    if not module or packages.installed(module):
+        return None
+    what, fix = (
+        f"PEFT's {peft_type} needs {package}, which is not installed",
+        packages.install_command(package),
+    )
+    return Problem(what, "adapter.type", found=peft_type, fix=fix)
