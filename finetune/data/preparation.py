@@ -32,6 +32,7 @@ from finetune.data.audit import Audit, Report
 from finetune.data.encoding import Encoded, make_encoder
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.packing import best_fit
+from finetune.data.prepared_cache import cache_folder, code_digest
 
 if TYPE_CHECKING:
     from array import array
@@ -120,11 +121,6 @@ def dated(data: Data, tokenizer: PreTrainedTokenizerBase) -> Data:
     asks = any(map(chat_templates.reads_clock, texts))
     date = (data.template_date or datetime.date.today().isoformat()) if asks else None
     return data.model_copy(update={"template_date": date})
-
-
-def cache_folder(data: Data) -> Path:
-    """Where prepared data is kept: `data.cache_dir`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
-    return Path(data.cache_dir or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
 
 
 def _building(cache: Path) -> Path:
@@ -330,12 +326,6 @@ def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
 def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[str, str]) -> str:
     """What the prepared data depends on, as a name."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in source_loading.sources(data))
-    here = Path(__file__).parent
-    modules = ("examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates")
-    modules += ("template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit")
-    modules += ("example_errors", "dataset_folders", "arrow_values", "json_values", "content_check")
-    files = [*(here / f"{name}.py" for name in modules), *sorted((here / "templates").glob("*.jinja"))]
-    code = b"".join(path.read_bytes() for path in files)
     parts = {
         "data": data.model_dump(
             exclude={"cache_dir", "template_date"}
@@ -349,7 +339,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
         "seed": seed if random else None,
         "model": model,
         "versions": [version("tokenizers"), version("transformers"), version("trl")],
-        "code": hashlib.sha256(code).hexdigest(),
+        "code": code_digest(),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 

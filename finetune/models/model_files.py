@@ -16,6 +16,11 @@ from finetune.quantization import stored_weights
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model
 
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "config.json", "generation_config.json",
+)  # fmt: skip
+
 
 def check_exists(model: Model) -> None:
     """A local folder that is not there, said before anything loads (exit 2)."""
@@ -57,6 +62,26 @@ def small_file(model: Model, name: str) -> Path | None:
         return path if path.is_file() else None
     found = untrusted_files.from_hub(model.name, commit(model), name)
     return Path(found) if found else None
+
+
+def file_on_disk(model: Model, name: str) -> Path | None:
+    """A file of a model that is on this machine: in its folder, or in the Hub's cache. Asks no network."""
+    folder = Path(model.name)
+    if folder.is_dir():
+        return folder / name if (folder / name).is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model.name, name, revision=model.revision)
+    except HFValidationError:  # a path where nothing is
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
+def tokenizer_files(model: Model) -> list[Path]:
+    """The files on this machine that decide on a model's token ids and on the ends of its answers."""
+    return [path for name in TOKENIZER_FILES if (path := file_on_disk(model, name))]
 
 
 def read_config(model: Model) -> Any:

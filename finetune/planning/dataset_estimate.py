@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from functools import cache
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.autoconfig.batch_size import count_steps
 from finetune.core.errors import UserError
-from finetune.data import chat_templates, example_errors, source_loading
+from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.data.examples import BadRow, Example
-from finetune.data.readers import json_lines
+from finetune.data.readers import count_rows, read_file
 from finetune.data.template_sandbox import render
+from finetune.models.model_files import file_on_disk, tokenizer_files
 from finetune.recipe.schema import Data
 
 if TYPE_CHECKING:
@@ -42,23 +44,27 @@ class Rows(NamedTuple):
     """How their lengths are known."""
 
 
-def rows_of(data: Data, model: Model, at_once: int) -> Rows | None:
-    """Rows of local jsonl files, counted, and their tokens, from a sample; `None` for other data.
+def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> Rows | None:
+    """Rows of prepared data, or of local files: counted, and their tokens from a sample; else `None`.
 
     Args:
         at_once: rows of a batch, which are as long as the longest of them.
+        seed: of the recipe, by which prepared data is found; `None`: it is not looked for.
     """
-    every = dict[Path, float]()
-    shared = 1.0
     if data.streaming:
         return None
+    prepared = None if seed is None else prepared_cache.recall(data, seed, model, tokenizer_files(model))
+    if prepared:
+        return _prepared_rows(prepared, data.packing, at_once, apart=not data.padding_free)
+    every = dict[Path, float]()
+    shared = 1.0
     for source in source_loading.sources(data):
         paths = source_loading.files(source.name, "data.name")
-        if not paths or any(path.suffix != ".jsonl" for path in paths):
+        if not paths:
             return None
         for path in paths:
             stat = path.stat()
-            every[path] = _lines(path, stat.st_mtime_ns, stat.st_size) * source.weight
+            every[path] = _count(path, stat.st_mtime_ns, stat.st_size) * source.weight
         shared = min(shared, 1 / max(1.0, source.weight))
     lines = sum(map(round, every.values()))
     # of each file as large a share as it has of the rows
@@ -163,8 +169,41 @@ def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
     return ""
 
 
+@cache  # a plan and each of its changes ask
+def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) -> Rows:
+    """The rows that a run will train on, exactly.
+
+    Args:
+        apart: whether rows of a batch are padded to the longest of them.
+    """
+    import numpy as np
+    import pyarrow
+
+    name = "seq_lengths" if packing else "input_ids"
+    lengths, documents = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    with pyarrow.memory_map(str(folder / "rows.arrow")) as content:
+        for batch in pyarrow.ipc.open_stream(content):
+            lengths.append(np.diff(batch.column("input_ids").offsets.to_numpy()))
+            documents.append(batch.column(name).flatten().to_numpy() if packing else lengths[-1])
+    rows, inner = np.concatenate(lengths).astype(float), np.concatenate(documents).astype(float)
+    attended = float((inner**2).sum() / inner.sum())
+    longest = float(rows.mean())
+    if apart and not packing:
+        mixed = np.random.default_rng(0).permutation(rows)
+        longest = float(np.mean([mixed[i : i + at_once].max() for i in range(0, len(mixed), at_once)]))
+    report = json.loads((folder / "report.json").read_text())["train"]
+    long = report["counts"].get("too_long", 0) / max(1, report["rows"])
+    spans = attended if packing or not apart else longest
+    return Rows(len(rows), float(rows.mean()), longest, spans, long, how="prepared data")
+
+
 @cache  # a plan and each of its changes count them
-def _lines(path: Path, changed: int, size: int) -> int:
+def _count(path: Path, changed: int, size: int) -> int:
+    """Rows of a file; 0 if it cannot be read, which `refused` reports."""
+    if path.suffix != ".jsonl":
+        with contextlib.suppress(UserError):
+            return count_rows(path)
+        return 0
     lines, last = 0, b"\n"
     with path.open("rb") as file:
         for block in iter(lambda: file.read(2**20), b""):
@@ -180,11 +219,11 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def lengths_in_tokens(data: Data, model: Model, sampled: Mapping[Path, int]) -> tuple[list[float], str]:
-    """Tokens of so many first rows of each jsonl file, and how they are known."""
-    folder = _file(model, "tokenizer.json")
+    """Tokens of so many first rows of each file, and how they are known."""
+    folder = file_on_disk(model, "tokenizer.json")
     template = chat_templates.read_template(data.chat_template) if data.chat_template else _template(model)
     asked = data.model_dump_json(include=READ)
-    config = str(_file(model, "tokenizer_config.json") or "")
+    config = str(file_on_disk(model, "tokenizer_config.json") or "")
     return _lengths(stamped(sampled), (*sampled.values(),), asked, str(folder or ""), config, template)
 
 
@@ -204,8 +243,9 @@ def _rows(paths: tuple[tuple[str, int], ...], counts: tuple[int, ...], asked: st
     """The first rows of each file."""
     data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[Example | BadRow]()
     for (path, _), count in zip(paths, counts, strict=True):
-        with open(path, "rb") as file:
-            rows += source_loading.examples(json_lines(islice(file, count), Path(path)), data, path, {}, {})
+        with contextlib.suppress(UserError):  # `refused` reports it
+            first = islice(read_file(Path(path)), count)
+            rows += source_loading.examples(first, data, path, {}, {})
     return rows
 
 
@@ -278,23 +318,8 @@ def _special(config: str) -> dict[str, str]:
 
 def _template(model: Model) -> str:
     """The model's own chat template, if it is here."""
-    if path := _file(model, "chat_template.jinja"):
+    if path := file_on_disk(model, "chat_template.jinja"):
         return path.read_text(encoding="utf-8")
-    path = _file(model, "tokenizer_config.json")
+    path = file_on_disk(model, "tokenizer_config.json")
     said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
     return said if isinstance(said, str) else ""
-
-
-def _file(model: Model, name: str) -> Path | None:
-    """A file of a model that is on this machine: in its folder, or in the Hub's cache."""
-    folder = Path(model.name)
-    if folder.is_dir():
-        return folder / name if (folder / name).is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model.name, name, revision=model.revision)
-    except HFValidationError:  # a path where nothing is
-        return None
-    return Path(found) if isinstance(found, str) else None

@@ -40,7 +40,7 @@ def of_recipe(
         said.append("not known: how many steps; the rows of the data are counted when it is prepared")
     said += short_of_peak(train, steps) if steps is not None else []
     if rows is None:
-        why = "are streamed" if data.streaming else "are not in local jsonl files"
+        why = "are streamed" if data.streaming else "are not on this machine"
         said.append(f"rows {why}: each is taken for {data.max_length} tokens, data.max_length")
     else:
         packed = ", packed" * data.packing

@@ -299,7 +299,7 @@ def at_once(
     )
     base, attention = planned_choices.storage_and_attention(recipe, found, precision, machine, by)
     batch = split_batch(recipe.train, processes // by.sharing)
-    rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device)
+    rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device, recipe.train.seed)
     steps = dataset_estimate.known_steps(recipe.train, rows, batch, processes // by.sharing)
     refused = dataset_estimate.refused(rows, recipe.data, batch)
     has = adapter_size.adapted(recipe.adapter, recipe.model, found, steps or 100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.adapters import continue_from
-from finetune.data import chat_templates
+from finetune.data import chat_templates, prepared_cache
 from finetune.models import model_files, tokenizer_setup
 
 if TYPE_CHECKING:
@@ -34,4 +34,8 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
         tokenizer_setup.vocabulary(recipe.model, tokenizer),
         tokenizer_setup.declared_ends(recipe.model),
     )
-    return tokenizer, build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
+    prepared = build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
+    if prepared.path:
+        files = model_files.tokenizer_files(recipe.model)
+        prepared_cache.remember(recipe.data, recipe.train.seed, recipe.model, files, prepared.path)
+    return tokenizer, prepared

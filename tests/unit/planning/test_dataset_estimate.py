@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
+from finetune.autoconfig.batch_size import count_steps
 from finetune.planning import dataset_estimate, plan_report, suggestions
 from finetune.recipe import loader
 from finetune.recipe.schema import Data, Model
@@ -118,7 +122,7 @@ def test_packed_rows_are_made_of_those_that_are_kept(tall) -> None:
     assert dataset_estimate.too_long(found, data)[1] is False
 
 
-def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
+def test_rows_are_as_long_as_the_tokenizer_and_template_make_them(tmp_path) -> None:
     """The quickstart's chats: 118 tokens, 59 by characters."""
     loaded = loader.load(QUICKSTART)
     found = dataset_estimate.rows_of(loaded.data, loaded.model, 1)
@@ -127,7 +131,7 @@ def test_rows_are_as_long_as_the_tokenizer_and_template_make_them() -> None:
     assert found.tokens == pytest.approx(report.tokens / report.kept, rel=0.01)
     assert any(
         "by the model's tokenizer and template, from 500 of them" in note
-        for note in planned(QUICKSTART).notes
+        for note in planned(QUICKSTART, f"data.cache_dir={tmp_path}").notes
     )
 
 
@@ -167,3 +171,99 @@ def test_without_a_tokenizer_or_template_characters_are_counted(tmp_path) -> Non
             data, Model(name=name), {path: dataset_estimate.SAMPLED}
         )
         assert found == [sum(map(len, ("user", "abcd", "assistant", "efgh"))) / 4] and how.endswith(why)
+
+
+# ---- every kind of file, and prepared data
+
+
+def chats(number: int) -> list[dict]:
+    """Chats of growing length."""
+    return [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "word " * n}]}
+        for n in range(1, number + 1)
+    ]
+
+
+def written(folder: Path, kind: str, rows: list[dict]) -> Path:
+    """The same examples as a file or folder of each kind that finetune reads."""
+    path, table = folder / f"rows.{kind}", Dataset.from_list(rows)
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind == "parquet":
+        table.to_parquet(str(path))
+    elif kind == "saved":
+        table.save_to_disk(str(path))
+    elif kind == "folder":
+        path.mkdir()
+        table.to_parquet(str(path / "train-00000-of-00001.parquet"))
+        table.to_parquet(str(path / "test-00000-of-00001.parquet"))
+    else:
+        with tarfile.open(path, "w") as archive:
+            for number, row in enumerate(rows):
+                content = json.dumps(row).encode()
+                member = tarfile.TarInfo(f"{number:05d}.json")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "folder", "tar"])
+def test_rows_of_any_kind_of_file_are_those_of_jsonl(kind: str, tmp_path: Path) -> None:
+    data = {"name": str(written(tmp_path, kind, chats(40))), "max_length": 512}
+    found = dataset_estimate.rows_of(Data.model_validate(data), Model(name=str(MODEL)), 4)
+    plain = Data(name=str(written(tmp_path, "jsonl", chats(40))), max_length=512)
+    assert found and found.number == 40
+    assert found == dataset_estimate.rows_of(plain, Model(name=str(MODEL)), 4)
+
+
+def test_rows_of_csv_count_quoted_lines_once(tmp_path: Path) -> None:
+    rows = "".join(f'"What is {n}?","a\nb ""{n}"""\n' for n in range(30))
+    (tmp_path / "rows.csv").write_text("prompt,completion\n" + rows)
+    found = dataset_estimate.rows_of(Data(name=str(tmp_path / "rows.csv")), Model(name=str(MODEL)), 1)
+    assert found and found.number == 30 and "from 30 of them" in found.how
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.parquet", b"PAR1"), ("a.json", b"["), ("a.csv", b"a;b\n1;2\n")]
+)
+def test_rows_of_a_damaged_file_are_refused_by_the_plan(large, name: str, content: bytes) -> None:
+    (large.parent / name).write_bytes(content)
+    made = planned(large, f"data.name={large.parent / name}")
+    assert made.refused and name in made.refused
+
+
+PREPARED: list[dict] = [
+    {},
+    {"packing": True},
+    {"padding_free": True},
+    {"max_length": 64},
+    {"validation_fraction": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", PREPARED, ids=str)
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_rows_of_prepared_data_are_exact(kind: str, options: dict, tmp_path: Path, recipe_file) -> None:
+    path = tmp_path / f"rows.{kind}"
+    rows = [{"prompt": f"{n}?", "completion": "word " * n} for n in range(1, 81)]
+    table = Dataset.from_list(rows)
+    table.to_parquet(str(path)) if kind == "parquet" else table.to_csv(str(path), index=False)
+    said = {"max_length": 128, "expect": {"dropped": 1.0}} | options
+    more = "".join(f"  {key}: {json.dumps(value)}\n" for key, value in said.items())
+    text = f"model: {{name: '{MODEL}'}}\ndata:\n  name: '{path}'\n  cache_dir: '{tmp_path / 'cache'}'\n{more}"
+    loaded = loader.load(recipe_file(f"{text}adapter: {{type: lora}}\ntrain: {{effective_batch_size: 4}}\n"))
+    prepared = load_data.prepare_data(loaded)[1]
+    found = dataset_estimate.rows_of(loaded.data, loaded.model, 4, loaded.train.seed)
+    assert found and found.how == "prepared data" and found.number == len(prepared.train)
+    tokens = [len(row["input_ids"]) for row in prepared.train]
+    assert found.tokens == pytest.approx(sum(tokens) / len(tokens))
+    assert found.long == pytest.approx(
+        prepared.report["train"].counts.get("too_long", 0) / prepared.report["train"].rows
+    )
+    assert found.tokens <= found.padded <= max(tokens)
+    made = planned(loaded.origin.path)
+    assert made.steps == count_steps(loaded.train, len(prepared.train), made.batch, 1)
+    path.touch()  # the file may be another one now
+    assert dataset_estimate.rows_of(loaded.data, loaded.model, 4, loaded.train.seed) != found
