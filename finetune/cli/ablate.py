@@ -12,7 +12,7 @@ ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--optimizations", {"metavar": "FILE", "help": "the optimizations (default: recipes/ablation.yaml)"}),
     (
         "--output",
-        {"metavar": "DIR", "default": "results", "help": "results; started again, it goes on there"},
+        {"metavar": "DIR", "help": "runs/ablate-RECIPE; started again, it goes on there"},
     ),
 )
 
@@ -23,5 +23,6 @@ def ablate(options: argparse.Namespace) -> None:
         from finetune.experiments.ablation import ablation
 
         file = Path(options.optimizations) if options.optimizations else ablation.default_ladder()
-        asked = ablation.Asked(options.recipe, options.overrides, file, Path(options.output))
+        folder = Path(options.output or f"runs/ablate-{Path(options.recipe).stem}")
+        asked = ablation.Asked(options.recipe, options.overrides, file, folder)
         ablation.run(asked, quiet=options.quiet)

@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from scipy.special import stdtr, stdtrit
+from scipy.special import bdtr, stdtr, stdtrit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -124,13 +124,18 @@ def _sign_test(sums: Any) -> float:
     """Mid-p of the sum of `sums`, if each of them could as well have had the other sign."""
     sizes = np.abs(np.rint(sums)).astype(int)
     sizes = sizes[sizes > 0]
+    if not len(sizes):
+        return 1.0
+    least = int(min(sums[sums > 0].sum(), -sums[sums < 0].sum()).round())
+    if (sizes == sizes[0]).all():
+        fewer, count = least // sizes[0], len(sizes)
+        return min(1.0, float(bdtr(fewer, count, 0.5) + (bdtr(fewer - 1, count, 0.5) if fewer else 0.0)))
     chances = np.ones(1)  # of each total of the positive ones
     for size in sizes:
         more = np.zeros(len(chances) + size)
         more[: len(chances)] = chances / 2
         more[size:] += chances / 2
         chances = more
-    least = int(min(sums[sums > 0].sum(), -sums[sums < 0].sum()).round())
     return min(1.0, 2 * (chances[:least].sum() + chances[least] / 2))
 
 

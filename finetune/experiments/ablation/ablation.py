@@ -1,14 +1,15 @@
 """Measure each optimization on one recipe, alone and on top of the optimizations that helped:
 `finetune ablate RECIPE --optimizations FILE`.
 
-results/<kind>/<name>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`runner/measured_run.py`)
-                                      -under-1    of what it stands on, where no optimization alone is that
-results/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablation_report.py`)
-results/<recipe>/best.yaml                        the recipe with what helped
+DIR/<kind>/<name>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`runner/measured_run.py`)
+                                  -under-1    of what it stands on, where no optimization alone is that
+DIR/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablation_report.py`)
+DIR/<recipe>/best.yaml                        the recipe with what helped
 
 Runs of all variants take turns, in fresh processes. On the stack, each run of an optimization runs beside one
-of the stack. An optimization stays in the stack if its gain exceeds the noise and its losses match the
-baseline's within a band. Runs that could change only noise are skipped. The same command resumes.
+of the stack. An optimization stays in the stack if its gain exceeds the noise, its losses match the
+baseline's within a band, and the validation examples exclude a cost above the limit. Runs that could change
+only noise are skipped. The headline compares with the user's recipe. The same command resumes.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     started, rows = time.monotonic(), begin(bench)
     alone(bench, rows)
     variant, kept = stack(bench, rows)
+    repeat_recipe(bench)
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
     best = load_recipe(
         asked.path,
@@ -333,6 +335,13 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
             current, last, others = variant, (rung.name, rung.kind), others or rung.gate == "held_out"
             kept.append(rung.name)
     return current, kept
+
+
+def repeat_recipe(bench: Bench) -> None:
+    """The recipe as it is as often as everything else: the headline is against it."""
+    own = Variant(None, {})
+    while len(bench.of(own)) < bench.ladder.measure.repeats and not bench.of(own)[-1]["failed"]:
+        measure(bench, "as_is", "recipe", "alone", own)
 
 
 def beside(

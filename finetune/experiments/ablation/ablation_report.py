@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import html_pages, shipped_files
+from finetune.experiments.ablation.verdict import described_cost
 from finetune.experiments.runner import measured_run
 from finetune.reporting import plots
 from finetune.run_folder import run_folder
@@ -25,16 +26,17 @@ NOTES = (
     "those of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
     "figure is the median of its steps after the warm-up, an optimization's the median of its runs, or of "
     "one that says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is "
-    "the mean of the last two steps. A gain counts if it is more than twice its standard error, from the "
-    "spread of repeats pooled over all variants; a curve may be as far from the baseline's as the band "
-    "says. On a CPU that is busy with other work, gains are of tokens a CPU second: what the steps cost, "
-    "not how long they took."
+    "the mean of the last two steps. Loss cost is how much higher the validation loss is than the "
+    "baseline's, over the same examples, with its 95 % interval. A gain counts if it is more than twice its "
+    "standard error, from the spread of repeats pooled over all variants; a curve may be as far from the "
+    "baseline's as the band says. On a CPU that is busy with other work, gains are of tokens a CPU second: "
+    "what the steps cost, not how long they took."
 )
 
 
 def header(found: dict[str, Any]) -> list[str]:
     unit = measured_run.UNITS[found["rate"]]
-    figures = ("alone", unit, "stacked", unit, "GiB", "MFU", "loss", "held-out", "first step, s")
+    figures = ("alone", unit, "stacked", unit, "GiB", "MFU", "loss", "held-out", "loss cost", "first step, s")
     return ["optimization", *figures, "verdict"]
 
 
@@ -68,8 +70,16 @@ def _rest(found: dict[str, Any]) -> list[str]:
         "-" if mfu is None else f"{mfu:.1%}",
         f"{found['loss']:.4f}",
         "-" if held_out is None else f"{held_out:.4f}",
+        _cost(found),
         f"{found['first_step_seconds']:.1f}",
     ]
+
+
+def _cost(found: dict[str, Any]) -> str:
+    """How much higher the validation loss is than the baseline's; an older version has no interval."""
+    if "loss_cost" in found:
+        return described_cost(found["loss_cost"])
+    return f"{found['worse_held_out']:+.1%}" if "worse_held_out" in found else "-"
 
 
 def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -79,12 +89,16 @@ def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def headline(found: dict[str, Any]) -> str:
     """The result of the whole ablation in a sentence."""
-    stack, base, rate = found["stack"], found["baseline"], found["rate"]
-    rungs = " + ".join(stack["rungs"]) or "nothing"
+    stack, base, rate, own = found["stack"], found["baseline"], found["rate"], found["as_is"]
+    rungs, unit = " + ".join(stack["rungs"]) or "nothing", measured_run.UNITS[rate]
+    plain = f"{found['speedup']:.2f} times those of a plain loop"
+    if not own:
+        return (
+            f"{rungs}: {plain} in {unit} ({base[rate]:,.0f} to {stack[rate]:,.0f}); the recipe itself failed"
+        )
     return (
-        f"{rungs}: {found['speedup']:.2f} times the baseline's {measured_run.UNITS[rate]} "
-        f"({base[rate]:,.0f} to {stack[rate]:,.0f}), "
-        f"{base['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB"
+        f"{rungs}: {stack[rate] / own[rate]:.2f} times the {unit} of your recipe ({own[rate]:,.0f} to "
+        f"{stack[rate]:,.0f}), {own['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB; {plain}"
     )
 
 
@@ -126,9 +140,9 @@ def picture(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any]) -> str:
     """One self-contained HTML file."""
-    stack, base = found["stack"], found["baseline"]
+    stack, base, rate = found["stack"], found["as_is"] or found["baseline"], found["rate"]
     figures = [
-        ("times the baseline", f"{found['speedup']:.2f}"),
+        ("times your recipe" if found["as_is"] else "times a plain loop", f"{stack[rate] / base[rate]:.2f}"),
         (measured_run.UNITS[found["rate"]], f"{stack[found['rate']]:,.0f}"),
         ("GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
         ("loss", f"{base['loss']:.4f} → {stack['loss']:.4f}"),

@@ -41,7 +41,7 @@ TAKEN = ("baseline", "aside", "ab", "recipe")  # folders of results that are no 
 class Measure(Section):
     """How runs are made and judged."""
 
-    steps: int = Field(default=6, ge=2)
+    steps: int = Field(default=20, ge=2)
     """Optimizer steps of each run."""
     warm_up: int = Field(default=2, ge=1)
     """First steps that do not count."""
@@ -51,11 +51,11 @@ class Measure(Section):
     """A smaller gain is none, however quiet the machine."""
     loss_band: float = Field(default=0.02, gt=0)
     """How far a curve may be from the baseline's: mean distance over mean loss."""
-    held_out_band: float = Field(default=0.05, gt=0)
-    """How much worse the validation loss may be, relative, of an optimization by which other rows
-    meet in a batch."""
-    held_out_rows: int = Field(default=16, ge=0)
-    """Rows of `data.validation` that the first run of a variant is evaluated on."""
+    held_out_band: float = Field(default=0.01, gt=0)
+    """How much worse the validation loss may be, relative. An optimization is kept only if the 95 % interval
+    of its cost stays below."""
+    held_out_rows: int = Field(default=200, ge=0)
+    """Examples of `data.validation` that the first run of a variant is evaluated on."""
 
 
 class Needs(Section):
@@ -93,7 +93,7 @@ class Full(Section):
 class Rung(Section):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     kind: str = Field(pattern=r"^[a-z]+$")
-    """The folder of its runs: results/<kind>/<name>_rank<r>."""
+    """The folder of its runs: DIR/<kind>/<name>_rank<r>."""
     what: str
     """What it does, in a sentence."""
     cost: str = ""

@@ -6,6 +6,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.evaluation import paired_differences
 from finetune.experiments.runner import measured_run
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def judge(
     if lost:
         return found | {"verdict": "failed", "why": lost}
     said = f"{ratio - 1:+.1%} {measured_run.UNITS[scale.rate]} (noise {sure:.1%})"
+    said += f", validation loss {described_cost(found['loss_cost'])}" if "loss_cost" in found else ""
     if rung.gain == "memory":
         helps = memory < 1 - less and ratio >= 1 - sure
         why = f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}"
@@ -94,23 +96,53 @@ def _rate(scale: Scale, row: dict[str, Any]) -> float:
     return 0.0 if alone["verdict"] in ("error", "failed") else alone[scale.rate]
 
 
+def loss_cost(runs: Runs, gate: Runs) -> dict[str, float] | None:
+    """How much higher the validation loss is than that of `gate`, relative, with its 95 % interval; `None`:
+    they were not evaluated on the same examples."""
+    base, own = (next(filter(None, (run.get("examples") for run in group)), None) for group in (gate, runs))
+    if not base or not own or any(base[key] != own[key] for key in ("group", "tokens")):
+        return None
+    before, after = ([float(loss) for loss in side["tuned"]["loss"]] for side in (base, own))
+    found = paired_differences.difference(
+        before, after, higher_is_better=False, weights=base["tokens"], groups=base["group"]
+    )
+    mean = sum(before) / sum(base["tokens"])
+    return {key: found[key] / mean for key in ("value", "low", "high")}
+
+
 def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str, Any]) -> str:
-    """Why the loss gate is not passed; the empty string if it is. Leaves the measured distance in `found`."""
-    base = measured_run.summary(gate)
+    """Why the loss gate is not passed; the empty string if it is. Leaves what was measured in `found`."""
+    base, cost = measured_run.summary(gate), loss_cost(runs, gate)
+    if cost:
+        found["loss_cost"] = cost
     if rung.gate == "curve":
         found["apart"] = measured_run.distance(runs[0]["losses"], base["losses"])
         if found["apart"] > limits.loss_band:
             return (
                 f"its losses are {found['apart']:.1%} from the baseline's, more than {limits.loss_band:.1%}"
             )
+    if cost:
+        return _too_costly(cost, limits.held_out_band)
+    if rung.gate == "curve":
         return ""
-    if found["held_out"] is None or base["held_out"] is None:
-        half = len(base["losses"]) // 2
-        worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
-        name = "training loss over its second half (no validation set: data.validation)"
-    else:
-        worse, name = found["held_out"] / base["held_out"] - 1, "validation loss"
+    half = len(base["losses"]) // 2
+    worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
     found["worse_held_out"] = worse
     if not worse <= limits.held_out_band:
+        name = "training loss over its second half (no validation set: data.validation)"
         return f"its {name} is {worse:.1%} higher, more than {limits.held_out_band:.1%}"
     return ""
+
+
+def _too_costly(cost: dict[str, float], band: float) -> str:
+    if not cost["value"] <= band:
+        return f"its validation loss is {described_cost(cost)} higher, more than {band:.1%}"
+    if not cost["high"] <= band:
+        more = "more steps or examples see less: measure.steps, measure.held_out_rows"
+        return f"its validation loss may be more than {band:.1%} higher ({described_cost(cost)}); {more}"
+    return ""
+
+
+def described_cost(cost: dict[str, float]) -> str:
+    """`+0.3% (-0.1% to +0.7%)`."""
+    return f"{cost['value']:+.1%} ({cost['low']:+.1%} to {cost['high']:+.1%})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 import shlex
@@ -11,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from scipy.stats import ttest_ind_from_stats
+from scipy.stats import studentized_range
 
 from finetune.core.weight_files import find_weight_files
 from finetune.evaluation import verdicts
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 
 MARK = "compare.json"  # in the folder of a finished run: what the rest of it does not say
 RULE = (
-    "take the types that are not significantly worse than the best mean of {metric} (Welch's t test over "
-    "seeds, 5 %, Holm's correction over all pairs of types) or less than {least:g} worse; of these the type "
-    "with the {cost}; of its runs the one with the median {metric}"
+    "take the types that are not significantly worse than the best mean of {metric} (5 %, Games-Howell over "
+    "seeds, for two types Welch's t test) or less than {least:g} worse; of these the type with the {cost}; "
+    "of its runs the one with the median {metric}"
 )
 NOTES = (
     "± is the standard deviation over seeds. Training is the number of steps times the median step. Memory "
@@ -207,7 +206,6 @@ def winner(
     best = max(known, key=lambda kind: sign * known[kind]["mean"])
 
     least = max(found.get("least", 0.0) for found in known.values())
-    chances = pair_tests(known)
 
     def within(kind: str) -> bool:
         apart = abs(known[best]["mean"] - known[kind]["mean"])
@@ -215,7 +213,7 @@ def winner(
             return True
         if known[best]["sd"] is None or known[kind]["sd"] is None:  # one run, which `verdict` says
             return apart == 0
-        return chances[frozenset((best, kind))] > LEVEL
+        return chance(known[best], known[kind], len(known)) > LEVEL
 
     tied = [kind for kind in known if within(kind)]
     costs = ("memory_gib", "bytes") if same_time else ("train_seconds", "memory_gib")
@@ -234,34 +232,19 @@ def winner(
     }
 
 
-def pair_tests(known: dict[str, Any]) -> dict[frozenset[str], float]:
-    """For each two types, how likely seeds alone put them as far apart: Welch's t test, Holm-corrected."""
-    raw = {
-        frozenset(pair): welch(*(known[kind] for kind in pair)) for pair in itertools.combinations(known, 2)
-    }
-    found, highest = dict[frozenset[str], float](), 0.0
-    for place, pair in enumerate(sorted(raw, key=lambda pair: raw[pair])):
-        highest = max(highest, min(1.0, raw[pair] * (len(raw) - place)))
-        found[pair] = highest
-    return found
+def chance(one: dict[str, Any], other: dict[str, Any], types: int) -> float:
+    """How likely seeds alone put the means of two of so many equal types as far apart: Games-Howell's test.
 
-
-def welch(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The p-value of two means over seeds; 1 where one of them has a single seed.
-
-    Seeds that agree to the last answer say less than it seems: scores move in steps of one example, which is
-    the least spread that counts.
+    That is Welch's t test for two types, and counts all pairs for more. Seeds that agree to the last answer
+    say less than it seems: scores move in steps of one example, which is the least spread that counts.
     """
-    if one["sd"] is None or other["sd"] is None:
-        return 1.0
-    sides = [one, other]
-    spreads = [max(side["sd"], side.get("resolution", 0.0)) for side in sides]
+    spreads = [max(side["sd"], side.get("resolution", 0.0)) for side in (one, other)]
     if not any(spreads):
         return float(one["mean"] == other["mean"])
-    means, counts = [side["mean"] for side in sides], [side["runs"] for side in sides]
-    return float(
-        ttest_ind_from_stats(means[0], spreads[0], counts[0], means[1], spreads[1], counts[1], False)[1]
-    )
+    errors = [spread**2 / side["runs"] for spread, side in zip(spreads, (one, other), strict=True)]
+    shares = [error**2 / (side["runs"] - 1) for error, side in zip(errors, (one, other), strict=True)]
+    far = math.sqrt(2) * abs(one["mean"] - other["mean"]) / math.sqrt(sum(errors))
+    return float(studentized_range.sf(far, types, sum(errors) ** 2 / sum(shares)))
 
 
 def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metric: str, cost: str) -> str:

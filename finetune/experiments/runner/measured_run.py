@@ -274,8 +274,8 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     Returns:
         {"failed": why, "date", "seconds" (of the whole process)} or also tokens_per_second and step_seconds
         (medians), first_step_seconds, memory_gib (the allocator's peak; on the CPU the process's size after a
-        step), mfu, losses, held_out, tokens (of a step), tokens_per_cpu_second (where the CPU trains),
-        machine.
+        step), mfu, losses, held_out, examples (the validation loss of each), tokens (of a step),
+        tokens_per_cpu_second (where the CPU trains), machine.
     """
     place = RunFolder(folder)
     mark = place.read(MARK)
@@ -304,6 +304,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         "memory_gib": max(line[held] for line in lines),
         "losses": [float(line["loss"]) for line in lines],  # one that is not finite is written as text
         "held_out": place.found("eval.json").get("tuned", {}).get("loss"),
+        "examples": place.found("eval.json").get("examples"),
         "tokens": lines[-1]["tokens"] / len(lines),
         "tokens_per_cpu_second": statistics.median(rates) if rates else None,
         "seconds": mark["seconds"],

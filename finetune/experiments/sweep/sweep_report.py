@@ -13,7 +13,7 @@ import optuna
 from optuna.trial import TrialState
 
 from finetune.experiments.runner import varied_keys
-from finetune.experiments.sweep import search_space, study_storage
+from finetune.experiments.sweep import chosen_score, search_space, study_storage
 from finetune.recipe.loader import load as load_recipe
 from finetune.reporting import html_report, plots
 from finetune.reporting.plots import Curve
@@ -91,6 +91,7 @@ def collect(asked: SweepRequest, study: Study) -> dict[str, Any]:
     complete = [row for row in rows if row["state"] == "complete"]
     sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
     best = min(complete, key=lambda row: sign * row["value"], default=None)
+    metric = "loss" if sign == 1 else "exact_match"
     return {
         "study": study.study_name,
         "recipe": asked.path,
@@ -100,6 +101,7 @@ def collect(asked: SweepRequest, study: Study) -> dict[str, Any]:
         "direction": study.direction.name.lower(),
         "counts": {state: sum(row["state"] == state for row in rows) for state in (*STATES.values(), "lost")},
         "best": best["number"] if best else None,
+        "chosen": chosen_score.assess(asked.folder, complete, best, metric),
         "own": next((row["number"] for row in complete if row["own"]), None),
         "importances": importances(study),
         "trials": rows,
@@ -206,7 +208,9 @@ def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows
     chosen["speed.compile"] = compiled
     complete = content["counts"]["complete"]
     of = f"the best of {complete} complete trials of {content['study']}"
-    return f"# {label(recipe)} {best['value']:.5g}: {of}.\n" + run_folder.resolved_yaml(recipe, chosen)
+    more = chosen_score.described(content.get("chosen", {}))
+    head = f"# {label(recipe)} {best['value']:.5g}: {of}.\n" + f"# {more}\n" * bool(more)
+    return head + run_folder.resolved_yaml(recipe, chosen)
 
 
 def verdict(content: dict[str, Any], name: str) -> str:
@@ -216,11 +220,12 @@ def verdict(content: dict[str, Any], name: str) -> str:
         return "No trial was finished."
     best, own = by_number[content["best"]], by_number.get(content["own"])
     said = f"{name} {number(best['value'])}, trial {best['number']}"
+    more = f" {chosen_score.described(content.get('chosen', {}))}".rstrip()
     if own is best:
-        return f"The recipe's own values are the best: {said}."
+        return f"The recipe's own values are the best: {said}.{more}"
     if own is None:
-        return f"The best is {said}."
-    return f"The best is {said}; the recipe's own values have {number(own['value'])}."
+        return f"The best is {said}.{more}"
+    return f"The best is {said}; the recipe's own values have {number(own['value'])}.{more}"
 
 
 def counted(content: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from finetune.evaluation.paired_differences import detectable, difference, standard_error
+from finetune.evaluation.paired_differences import _sign_test, detectable, difference, standard_error
 
 
 def test_difference_of_losses_is_the_paired_t_test_where_nothing_is_skewed() -> None:
@@ -33,6 +33,18 @@ def test_difference_of_answers_is_mcnemar_s_mid_p(gained: int, lost: int) -> Non
     found = difference(base, tuned, higher_is_better=True)
     assert found["p"] == pytest.approx(mid_p)
     assert found["low"] < found["value"] < found["high"], "no change at all is not certainty"
+
+
+def test_sign_test_of_groups_of_different_sizes_is_exact() -> None:
+    """Every choice of signs, counted."""
+    sums = np.array([3.0, -1.0, 2.0, 1.0, -2.0, 1.0, 4.0])
+    totals = [
+        float(np.dot(np.abs(sums), [1 if index >> place & 1 else -1 for place in range(len(sums))]))
+        for index in range(2 ** len(sums))
+    ]
+    seen = abs(sums.sum())
+    more = sum(abs(total) > seen for total in totals) + sum(abs(total) == seen for total in totals) / 2
+    assert _sign_test(sums) == pytest.approx(more / len(totals))
 
 
 def test_interval_of_answers_is_near_the_binomial_one() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.core.console import Console
-from finetune.experiments.ablation import ablation, optimizations
+from finetune.experiments.ablation import ablation, ablation_report, optimizations
 from finetune.experiments.ablation import verdict as ablation_verdict
 from finetune.experiments.ablation.optimizations import Rung, Variant
 from finetune.experiments.runner import measured_run
@@ -19,11 +19,18 @@ from support.paths import QUICKSTART, ROOT
 SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
 
 
-def runs(rate: float, *, loss: float = 1.0, memory: float = 1.0, held_out: float | None = 1.0) -> list[Any]:
+def runs(
+    rate: float, *, loss: float = 1.0, memory: float = 1.0, held_out: float | None = 1.0, noise: float = 0.0
+) -> list[Any]:
+    """Two runs, of which the first is evaluated on 100 examples; `noise`: of each one's loss."""
     one = {"failed": "", "step_seconds": 1.0, "first_step_seconds": 1.0, "mfu": None, "memory_gib": memory}
     one |= {"held_out": held_out, "losses": [2 * loss, loss, loss, loss]}
     rates = [rate * 0.99, rate * 1.01]
-    return [one | {"tokens_per_second": value, "tokens_per_cpu_second": 50.0} for value in rates]
+    found = [one | {"tokens_per_second": value, "tokens_per_cpu_second": 50.0} for value in rates]
+    if held_out is not None:
+        each = [10 * (held_out + (noise if number % 2 else -noise)) for number in range(100)]
+        found[0]["examples"] = {"group": [*range(100)], "tokens": [10] * 100, "tuned": {"loss": each}}
+    return found
 
 
 def bench(**groups: list[Any]) -> ablation.Bench:
@@ -59,7 +66,8 @@ def test_what_gains_nothing_is_kept_for_what_made_more_on_it() -> None:
         found = ablation_verdict.judge(scale, made, after, before, before, rows)
         return found["verdict"], found["why"]
 
-    assert said(150) == ("kept", "-2.0% tokens/s (noise 2.8%), but more on it made more alone")
+    loss = "validation loss +0.0% (+0.0% to +0.0%)"
+    assert said(150) == ("kept", f"-2.0% tokens/s (noise 2.8%), {loss}, but more on it made more alone")
     assert said(101)[0] == said(150, verdict="failed")[0] == said(150, on=["other"])[0] == "dropped"
     assert said(150, of=90)[0] == said(150, status="skipped")[0] == "dropped"
 
@@ -76,8 +84,35 @@ def test_the_loss_gate() -> None:
     assert judged(runs(200, loss=1.03))["verdict"] == "failed"
     assert judged(runs(200, loss=float("nan")))["verdict"] == "failed"
     assert judged(runs(200, loss=1.3), gate="held_out")["verdict"] == "kept"
-    assert judged(runs(200, held_out=1.06), gate="held_out")["verdict"] == "failed"
     assert judged(runs(200, loss=1.3, held_out=None), gate="held_out")["verdict"] == "failed"
+    assert judged(runs(200, loss=1.0, held_out=None), gate="held_out")["verdict"] == "kept"
+
+
+@pytest.mark.parametrize("gate", ["curve", "held_out"])
+def test_an_option_whose_loss_costs_more_than_allowed_is_not_kept(gate: str) -> None:
+    cheap = judged(runs(200, held_out=1.005), gate=gate)
+    assert cheap["verdict"] == "kept" and "validation loss +0.5% (+0.5% to +0.5%)" in cheap["why"]
+    dear = judged(runs(200, held_out=1.048), gate=gate)
+    assert dear["verdict"] == "failed" and "is +4.8% (+4.8% to +4.8%) higher, more than 1.0%" in dear["why"]
+    broken = judged(runs(200, held_out=float("nan")), gate=gate)
+    assert broken["verdict"] == "failed"
+    unclear = judged(runs(200, held_out=1.005, noise=0.1), gate=gate)
+    assert (
+        unclear["verdict"] == "failed"
+        and "may be more than 1.0% higher (+0.5% (-1.5% to +2.5%))" in unclear["why"]
+    )
+    assert "measure.held_out_rows" in unclear["why"]
+
+
+def test_headline_compares_with_the_recipe_and_names_the_plain_loop_beside() -> None:
+    def side(rate: float) -> dict[str, Any]:
+        return {"tokens_per_second": rate, "memory_gib": 1.0, "rungs": ["packing"]}
+
+    found = {"rate": "tokens_per_second", "baseline": side(100), "as_is": side(200), "stack": side(300)}
+    said = ablation_report.headline(found | {"speedup": 3.0})
+    assert said.startswith("packing: 1.50 times the tokens/s of your recipe (200 to 300)")
+    assert said.endswith("3.00 times those of a plain loop")
+    assert "the recipe itself failed" in ablation_report.headline(found | {"speedup": 3.0, "as_is": None})
 
 
 def test_a_rung_for_memory_is_kept_for_memory_alone() -> None:

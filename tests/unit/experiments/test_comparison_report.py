@@ -51,7 +51,7 @@ def test_winner_of_two_seeds_needs_a_gap_that_two_seeds_can_show() -> None:
     assert won(of(5, **apart))["within_noise"] == ["lora"]
     many = {f"t{number}": (0.84, 0.02, 1) for number in range(12)}
     assert len(won(of(3, lora=(0.90, 0.02, 5), dora=(0.84, 0.02, 1)))["within_noise"]) == 1
-    assert len(won(of(3, lora=(0.90, 0.02, 5), **many))["within_noise"]) == 13, "Holm over 78 pairs"
+    assert len(won(of(3, lora=(0.90, 0.02, 5), **many))["within_noise"]) == 13, "all pairs count"
 
 
 def test_winner_by_less_than_what_matters_is_no_sole_winner() -> None:

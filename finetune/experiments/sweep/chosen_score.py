@@ -1,0 +1,95 @@
+"""How good the best trial is on examples that did not choose it.
+
+The best of many trials is partly the luckiest one: its own score is too good. Where trials left the loss of
+every example, the trial is chosen again on one half of them and scored on the other, without training.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from finetune.evaluation import verdicts
+from finetune.run_folder.run_folder import RunFolder
+
+SPLITS = 200
+
+
+def assess(
+    folder: Path, rows: list[dict[str, Any]], best: dict[str, Any] | None, metric: str
+) -> dict[str, Any]:
+    """What is known of the best trial's score, beside the one that chose it.
+
+    Args:
+        rows: the complete trials.
+        metric: loss | exact_match.
+
+    Returns:
+        `fresh`, the score on examples that did not choose, or `optimism`, how much too good the score may be;
+        `examples` and `trials`. Empty: nothing is known.
+    """
+    if best is None or len(rows) < 2:
+        return {}
+    found = [RunFolder(folder / row["folder"]).found("eval.json").get("examples") for row in rows]
+    known = [one for one in found if one]
+    alike = len(known) == len(rows) and all(
+        (one["group"], one["tokens"]) == (known[0]["group"], known[0]["tokens"]) for one in known
+    )
+    if metric == "loss" and alike:
+        losses = np.array([one["tuned"]["loss"] for one in known], float)
+        losses[np.isnan(losses)] = math.inf
+        counts = {"examples": losses.shape[1], "trials": len(rows)}
+        value = fresh_loss(losses, np.array(known[0]["tokens"], float), np.array(known[0]["group"]))
+        return {"fresh": value, **counts} if math.isfinite(value) else {}
+    if metric == "exact_match":
+        report = RunFolder(folder / best["folder"]).found("data_report.json")
+        count = report.get("validation", {}).get("kept")
+        return optimism(best["value"], count, len(rows)) if count else {}
+    return {}
+
+
+def fresh_loss(losses: Any, tokens: Any, groups: Any, seed: int = 0) -> float:
+    """The loss per token of the trial that one half of the examples chooses, on the other half.
+
+    Args:
+        losses: sums of nats, a row per trial, a column per example.
+        groups: of equal examples, which stay in one half.
+    """
+    random, values = np.random.default_rng(seed), []
+    names, codes = np.unique(groups, return_inverse=True)
+    if len(names) < 2:
+        return math.nan
+    for _ in range(SPLITS):
+        order = random.permutation(len(names))
+        half = np.isin(codes, order[: len(names) // 2])
+        for choosing in (half, ~half):
+            best = int(np.argmin(losses[:, choosing].sum(axis=1)))
+            values.append(losses[best, ~choosing].sum() / tokens[~choosing].sum())
+    return float(np.mean(values))
+
+
+def optimism(value: float, examples: int, trials: int) -> dict[str, Any]:
+    """How far the best of so many equally good trials lies above their true share of right answers."""
+    highest = NormalDist().inv_cdf((trials - 0.375) / (trials + 0.25))  # Blom's expected maximum
+    share = min(max(value, 1 / examples), 1 - 1 / examples)
+    error = math.sqrt(share * (1 - share) / examples)
+    return {"optimism": highest * error, "examples": examples, "trials": trials}
+
+
+def described(found: dict[str, Any]) -> str:
+    """One sentence, or none."""
+    if not found:
+        return ""
+    chosen = f"It was chosen on the {found['examples']:,} examples that it is scored on"
+    if "fresh" in found:
+        half = "Chosen on one half of them and scored on the other, the loss is"
+        return f"{chosen}. {half} {found['fresh']:.4g}: expect that on new examples."
+    high = verdicts.points(found["optimism"])
+    return (
+        f"{chosen}: the best of {found['trials']} equally good trials reads about {high} too high. "
+        "Measure it on new examples: finetune evaluate RUN data.validation=FILE."
+    )
