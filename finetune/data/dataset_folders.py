@@ -13,6 +13,7 @@ from __future__ import annotations
 import glob
 import json
 import re
+from collections import Counter
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -82,8 +83,22 @@ def _choose_split(folder: Path, key: str, splits: Splits) -> FolderFiles:
         found = ", ".join(f"{split} ({count_files(splits[split])})" for split in named)
         fix = f"{key}: {as_name(splits[named[0]])}"
         raise UserError(Problem(f"{folder} holds no {kind} split", key, found=found, fix=fix))
+    if chosen == NO_SPLIT:
+        _check_one_kind(folder, key, splits[chosen])
     others = {split: paths for split, paths in splits.items() if split != chosen}
     return FolderFiles(splits[chosen] if chosen is not None else [], others)
+
+
+def _check_one_kind(folder: Path, key: str, paths: list[Path]) -> None:
+    """Refuse files of several kinds that only folders below hold, such as those of a project (exit 2)."""
+    kinds = Counter(path.suffix for path in paths)
+    if len(kinds) == 1 or any(path.parent == folder for path in paths):
+        return
+    most = kinds.most_common(1)[0][0]
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    first = next(path for path in paths if path.suffix == most)
+    what, fix = f"the folders in {folder} hold files of several kinds", f"{key}: {first.parent}/*{most}"
+    raise UserError(Problem(what, key, found=found, fix=fix))
 
 
 def count_files(paths: list[Path]) -> str:

@@ -144,6 +144,18 @@ def test_choose_files_without_a_training_split_is_an_error_that_names_one(
     assert key == "data.name" and read(Path(name)) == [names[0]]
 
 
+def test_choose_files_of_several_kinds_in_folders_below_is_an_error(tmp_path: Path) -> None:
+    """As in a project's folder, whose configs are no examples."""
+    folder = write(tmp_path / "rows", "corpus/a.jsonl", "corpus/b.jsonl", "model/tokenizer.json")
+    with pytest.raises(UserError, match="files of several kinds") as error:
+        read(folder)
+    assert error.value.problems[0].found == "2 .jsonl, 1 .json"
+    assert read(Path(error.value.problems[0].fix.removeprefix("data.name: "))) == [
+        "corpus/a.jsonl",
+        "corpus/b.jsonl",
+    ]
+
+
 def test_notes_on_folders_count_what_is_not_read(tmp_path: Path) -> None:
     folder = write(tmp_path / "rows", "train.jsonl", "validation.jsonl", "extra.jsonl", *SHARDS[2:])
     (folder / "validation.jsonl").write_text((json.dumps(text("x")) + "\n") * 3)

@@ -176,11 +176,11 @@ def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> N
         ('"{data}"', "'~nobodyx/a.jsonl'", ["no such file"]),
         (
             '"{data}"',
-            str(DATA) + "\n  validation: " + str(DATA / "test.jsonl"),
+            str(DATA) + "\n  validation: " + str(DATA / "train.jsonl"),
             ["both trained on and held out"],
         ),
         ('"{data}"', '"{data}"\n  validation: org/name', ["the validation set comes from a file"]),
-        ('"{data}"', str(DATA.parent), ["no .jsonl, .json, .csv"]),
+        ('"{data}"', str(ROOT / "accelerate_configs"), ["no .jsonl, .json, .csv"]),
     ],
 )
 def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_file, capsys) -> None:
