@@ -102,7 +102,8 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: RunChecks) -> None:
 
 def _expected(options: dict[str, Any], known: module_names.Names) -> Counter[str]:
     """The layers that PEFT's rules pick, counted by name."""
-    return Counter(map(module_names.short, target_modules.targeted(options, known)))
+    targets = target_modules.targeted(options, known)
+    return Counter(map(module_names.short, targets))
 
 
 def _without_experts(

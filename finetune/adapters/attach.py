@@ -13,6 +13,7 @@ from finetune.adapters import (
     adapter_checks,
     continue_from,
     initialization,
+    name_problems,
     target_modules,
     trainable_parameters,
 )
@@ -59,15 +60,18 @@ def attach(
         _freeze_towers(model, ledger)
         adapter_checks.count_trainable(model, ledger)
         return model
-    everything = trainable_parameters.names(model)
+    everything = module_names.of_model(model)
     if adapter.source:
         adapted: Any = continue_from.load(model, adapter, added, ledger)
     else:
-        _check_names(model, adapter)
+        _check_names(model, adapter, everything)
         with continue_from.refusals("PEFT refuses it"):
-            config: Any = peft_config(adapter, steps, trainable_parameters.shapes(model))
-        _train_rows(model, config, added)
+            config: Any = peft_config(adapter, steps, trainable_parameters.shapes(model), everything.family)
+        _train_rows(config, everything, added)
         _keep_to_text(model, config, everything)
+        _fit_to_layers(model, config, everything)
+        if adapter_types.find(adapter.type).prompt:
+            _fit_to_width(model, config)
         init = adapter.options().get("init_lora_weights")
         with continue_from.refusals("PEFT refuses it"):
             adapted = initialization.attach(model, config, init, everything.linear, batches, ledger)
@@ -96,9 +100,7 @@ def _settle(adapted: Any, adapter: Adapter, model: PreTrainedModel) -> None:
             parameter.requires_grad = False
     head = adapted.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
-        what, fix = "TRL's loss reads the head's own weight and passes the adapter by", "adapter.type: lora"
-        fix += " with trainable_token_indices" if adapter.type == "trainable_tokens" else ""
-        raise UserError(Problem(what, "adapter", found=f"{adapter.type} on the output head", fix=fix))
+        raise UserError(name_problems.adapter_on_head(adapter.type))
     if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
         head.register_parameter("bias", None)
 
@@ -115,6 +117,35 @@ def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names
         config.exclude_modules = "|".join([rf"(?!{re.escape(text)}\.).*", *own])
     elif getattr(config, "target_modules", None):
         config.target_modules = set(target_modules.targeted(vars(config), known))
+
+
+def _fit_to_layers(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
+    """Tell PEFT how GPT-2's layers are stored, and keep "all-linear" to layers that return one tensor."""
+    from torch import nn
+
+    options = vars(config)
+    picked = target_modules.targeted(options, known)
+    if hasattr(config, "fan_in_fan_out") and any(known.kinds[name] == "Conv1D" for name in picked):
+        config.fan_in_fan_out = True  # or PEFT warns, and sets it itself
+    if options.get("target_modules") != target_modules.EVERYTHING:
+        return
+    linear = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n != known.head]
+    if any(known.kinds.get(name, "Linear") not in module_names.LINEAR for name in linear):
+        config.target_modules = set(known.linear)
+
+
+def _fit_to_width(model: PreTrainedModel, config: Any) -> None:
+    """Sizes of prompt vectors. PEFT reads them by names that many configs lack (`num_attention_heads`)."""
+    text: Any = model.config.get_text_config()
+    embedding: Any = model.get_input_embeddings()
+    sizes = {
+        "num_layers": text.num_hidden_layers,
+        "token_dim": embedding.weight.shape[1],
+        "num_attention_heads": getattr(text, "num_attention_heads", None) or 1,  # only past keys have heads
+    }
+    for key, size in sizes.items():
+        if getattr(config, key, None) is None:
+            setattr(config, key, size)
 
 
 def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
@@ -135,7 +166,7 @@ def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
     ledger.add(f"trained in {beside}", "nothing", trained or "nothing", how)
 
 
-def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
+def peft_config(adapter: Adapter, steps: int, model: Shapes, family: str = "") -> PeftConfig:
     """PEFT's config of the recipe's section, completed for this model and this run.
 
     Raises:
@@ -149,7 +180,7 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes) -> PeftConfig:
     if options.get("target_modules") == "all-linear" and options.get("layers_to_transform") is not None:
         options["target_modules"] = sorted(set(map(module_names.short, model)))  # PEFT wants a list beside it
     if kind.build:
-        options = kind.build(options, steps, model)
+        options = kind.build(options, steps, model, family)
     init = options.get("init_lora_weights")
     if init in adapter_types.CONFIGURED_INITS:
         options.setdefault(f"{init}_config", {})  # or PEFT warns that it takes the defaults
@@ -168,44 +199,33 @@ def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
     return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
 
 
-def _check_names(model: PreTrainedModel, adapter: Adapter) -> None:
+def _check_names(model: PreTrainedModel, adapter: Adapter, known: module_names.Names) -> None:
     """Names and numbers of the recipe that nothing in the model answers to are errors, all at once."""
-    options = adapter.options()
     kind = adapter_types.find(adapter.type)
-    problems = target_modules.problems(
-        options, trainable_parameters.names(model), any_module=kind.peft in adapter_types.NOT_LINEAR
-    )
+    options = {**adapter.options(), **kind.sets}
+    problems = name_problems.problems(options, known, kind.peft)
     parts = list(model.named_modules())
     for name in options.get("modules_to_save") or ():
         held = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
         found = coded([name], held.pop()) if held else []
         problems += [Problem(what, key, **texts) for key, what, texts in found]
-    embedding: Any = model.get_input_embeddings()
-    rows = len(embedding.weight)
-    for key in ("trainable_token_indices", "token_indices"):
-        given = options.get(key) or ()
-        tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
-        beyond = [token for token in tokens if not 0 <= token < rows]
-        if beyond:
-            texts = {"found": ", ".join(map(str, beyond)), "expected": f"0 to {rows - 1}"}
-            problems.append(Problem("the model has no such token", f"adapter.{key}", **texts))
     if problems:
         raise UserError(*problems)
 
 
-def _train_rows(model: PreTrainedModel, config: Any, added: Sequence[int]) -> None:
+def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) -> None:
     """New tokens need rows that train: in the embeddings, and in the head if it has its own.
 
     Raises:
         UserError: embeddings or a head that train as a whole, and the other that does not (exit 2).
     """
-    tied = model.config.get_text_config().tie_word_embeddings
-    if found := rows_beside(vars(config), tied, bool(added)):
+    tied, embedding, head = known.tied, module_names.short(known.embedding), module_names.short(known.head)
+    if found := rows_beside(vars(config), tied, bool(added), embedding, head):
         raise UserError(*(Problem(what, key, **texts) for key, what, texts in found))
     saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
-    if not added or "embed_tokens" in map(module_names.short, saved):
+    if not added or embedding in map(module_names.short, saved):
         return
     own = getattr(config, "trainable_token_indices", None) or []
-    asked = own if isinstance(own, dict) else {"embed_tokens": own} | ({} if tied else {"lm_head": own})
+    asked = own if isinstance(own, dict) else {embedding: own} | ({} if tied else {head: own})
     rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
-    config.trainable_token_indices = rows["embed_tokens"] if tied and len(rows) == 1 else rows
+    config.trainable_token_indices = next(iter(rows.values())) if tied and len(rows) == 1 else rows

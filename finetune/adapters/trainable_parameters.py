@@ -21,29 +21,20 @@ def towers(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 def shapes(model: PreTrainedModel) -> Shapes:
     """What adapter types need to know of a model; the shapes of quantised layers are those of their maths."""
-    linear: dict[str, Any] = linear_layers(model)
-    return {name: (module.out_features, module.in_features) for name, module in linear.items()}
+    return {name: _sizes(module) for name, module in linear_layers(model).items()}
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """(outputs, inputs) of a linear layer; GPT-2's Conv1D is stored transposed."""
+    if hasattr(layer, "out_features"):
+        return layer.out_features, layer.in_features
+    inputs, outputs = layer.weight.shape
+    return outputs, inputs
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
     """The linear layers that text runs through by their full names, without the output head."""
-    from torch import nn
-
-    head, text = model.get_output_embeddings(), set(module_names.of_text(model))
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and module in text
-    }
-
-
-def names(model: PreTrainedModel) -> module_names.Names:
-    """What a recipe may call by name in a live model."""
-    beside = towers(model)
-    parameters = [name for name, _ in model.named_parameters() if name not in beside]
-    holders = [name.removesuffix(".weight") for name in parameters if name.endswith(".weight")]
-    holders += [] if "lm_head" in holders else ["lm_head"]
-    return module_names.Names(list(linear_layers(model)), holders, parameters)
+    return {name: model.get_submodule(name) for name in module_names.of_model(model).linear}
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
+from transformers.pytorch_utils import Conv1D
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import packages, run_checks
@@ -162,7 +163,9 @@ def write_merged(
     before = {name: fingerprint.fingerprint({"": p.to(dtype)}) for name, p in plain.named_parameters()}
     kind = "adapter"
     try:
-        adapted: Any = PeftModel.from_pretrained(plain, str(folder.adapter))
+        if hasattr(config, "fan_in_fan_out") and any(isinstance(m, Conv1D) for m in plain.modules()):
+            config.fan_in_fan_out = True  # the adapter of a quantized GPT-2 does not say it
+        adapted: Any = PeftModel.from_pretrained(plain, str(folder.adapter), config=config)
         kind = str(getattr(adapted.peft_config["default"].peft_type, "value", kind))
         merged: Any = adapted.merge_and_unload(safe_merge=True)
     except torch.OutOfMemoryError:
@@ -204,6 +207,8 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
         owner, _, leaf = name.rpartition(".")
         module = modules.get(owner)
         value: Any = dequantize_module_weight(module) if module and leaf == "weight" else None
+        if value is not None and is_transposed(module):
+            value = value.T
         value = getattr(module, leaf, None) if value is None else value
         if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
             what, found = f"a {setup.storage.value} base can't be dequantised", f"{name}: {value!r:.60}"
@@ -214,6 +219,11 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
     del stored, modules
     clear_device_cache(garbage_collection=True)
     return plain
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether a quantized layer holds the transposed weight of GPT-2's Conv1D."""
+    return issubclass(getattr(module, "source_cls", object), Conv1D)
 
 
 def unquantized_base(recipe: Recipe, setup: Setup, stored: Any) -> Any:

@@ -7,15 +7,9 @@ transformers' source. Families that this file does not know are built on the met
 from __future__ import annotations
 
 import ast
-import contextlib
-import hashlib
 import json
-import logging
-import os
-import re
 from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
 from finetune.core import packages
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.kernels.kernel_limits import FP8_MULTIPLE
-from finetune.models import checkpoint_headers, module_names
+from finetune.models import checkpoint_headers, module_lists
 from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
 
@@ -36,9 +30,6 @@ if TYPE_CHECKING:
 
 FROM_CONFIG = "config.json"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-# A checkpoint's experts, which are one weight in transformers' model, and what chooses among them: no linear
-# layer is either there
-STACKED = re.compile(r"\.experts\.|\.(gate|router)$")
 
 
 @dataclass(frozen=True)
@@ -47,28 +38,28 @@ class Architecture:
 
     config: Any
     """Its config's values as attributes, with `get_text_config()`."""
-    tensors: dict[str, tuple[int, ...]]
-    """Shape of each weight by its name; a tied head is not among them."""
+    names: Names
+    """Modules and parameters, as in the model that a run trains."""
     source: str
     unknown: str = ""
     """Why what it keeps for backward, and how long it takes, is not known; the empty string if it is."""
+    note: str = ""
+    """How the names were found, where that took long."""
 
     @cached_property
-    def names(self) -> Names:
-        """Of what text runs through."""
-        return checkpoint_headers.of_tensors(checkpoint_headers.of_text_model(self.tensors))
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each weight by its name; a tied head is not among them."""
+        return {**self.names.shapes, **self.names.tower_shapes}
 
-    @cached_property
+    @property
     def linear(self) -> dict[str, tuple[int, int]]:
         """(outputs, inputs) of each linear layer that text runs through, without the head."""
-        return {name: self.stored[name] for name in self.names.linear if name in self.stored}
+        return self.names.linear_shapes
 
     @cached_property
     def stored(self) -> dict[str, tuple[int, int]]:
         """The same of all linear layers, those of a multimodal model's towers too."""
-        names = [n for n in checkpoint_headers.of_tensors(self.tensors).linear if not STACKED.search(n)]
-        sizes = {name: self.tensors[f"{name}.weight"] for name in names}
-        return {name: (size[0], size[1]) for name, size in sizes.items()}
+        return {**self.linear, **self.names.tower_linear_shapes}
 
     @cached_property
     def parameters(self) -> int:
@@ -77,7 +68,7 @@ class Architecture:
     @cached_property
     def of_text(self) -> int:
         """Parameters, without the towers of a multimodal model."""
-        return sum(prod(self.tensors[name]) for name in self.names.parameters)
+        return sum(map(prod, self.names.shapes.values()))
 
 
 def read(model: Model) -> Architecture:
@@ -99,13 +90,10 @@ def read(model: Model) -> Architecture:
         unknown = f"{text.model_type} has experts, and how many tokens each one gets is not known"
     elif text.model_type not in NORMS:
         unknown = f"the layers of {text.model_type} are not known here"
-    quantised = getattr(config, "quantization_config", None)
-    found = {} if quantised or not folder.is_dir() else checkpoint_headers.tensors(folder)
-    if found:
-        return Architecture(config, {n: tuple(s) for n, s in found.items()}, "headers of its files", unknown)
-    if text is config and (made := of(text)):  # with towers, transformers knows them
-        return Architecture(config, made, FROM_CONFIG, unknown)
-    return Architecture(config, _kept(path), "the model on the meta device", unknown)
+    if folder.is_dir():
+        checkpoint_headers.tensors(folder)  # refuses damaged files
+    names, source, note = module_lists.read(path, config)
+    return Architecture(config, names, source, unknown, note)
 
 
 def config_in(path: Path) -> Any:
@@ -168,49 +156,6 @@ def _constants(node: ast.ClassDef) -> list[tuple[str, Any]]:
     return [(name, value.value) for name, value in pairs if isinstance(value, ast.Constant)]
 
 
-def _kept(path: Path) -> dict[str, tuple[int, ...]]:
-    """`_on_meta`, which takes ten seconds, once for each config.json and version of transformers."""
-    asked = path.read_bytes() + version("transformers").encode()
-    cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
-    kept = cache / "shapes" / f"{hashlib.sha256(asked).hexdigest()[:24]}.json"
-    try:
-        held = json.loads(kept.read_text(encoding="utf-8"))
-        return {str(name): tuple(map(int, shape)) for name, shape in held.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        made = _on_meta(path.parent)
-    with contextlib.suppress(OSError):  # a home that can't be written
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        writing = kept.with_suffix(f".{os.getpid()}")
-        writing.write_text(json.dumps(made))
-        os.replace(writing, kept)
-    return made
-
-
-def _on_meta(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The weights of a model that transformers builds without memory."""
-    logging.disable(logging.WARNING)  # of packages that transformers imports, about themselves
-    try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            )
-    except ImportError as error:  # of a model whose images or sound another package reads
-        said = " ".join(str(error).split())
-        problem = Problem("transformers can't build it without another package", "model.name", found=said)
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
-    except (OSError, ValueError, KeyError) as error:
-        problem = Problem(
-            "not a model that transformers knows", "model.name", found=str(error).splitlines()[0]
-        )
-        raise UserError(problem) from error
-    finally:
-        logging.disable(logging.NOTSET)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
 def _from_hub(model: Model) -> Path:
     """config.json in the Hub's cache."""
     from huggingface_hub import hf_hub_download
@@ -249,8 +194,6 @@ def scales(size: int) -> float:
     return size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)
 
 
-Shapes = dict[str, tuple[int, ...]]
-
 # Decoders of Llama's layers: q, k, v, o; gate, up, down. Norms of a layer
 BEFORE = ("input_layernorm", "post_attention_layernorm")
 AROUND = (*BEFORE, "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -260,101 +203,9 @@ NORMS = {
     "gemma2": AROUND,
     "gemma3_text": AROUND,
 }
-EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")  # in the place of gate, up and down
-JOINED = ("phi3",)  # Llama's, with q, k and v in one product, gate and up in one
 MOE = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-BIASED = {"qwen2": ("q_proj", "k_proj", "v_proj"), "qwen2_moe": ("q_proj", "k_proj", "v_proj")}
-HEAD_NORMS = ("qwen3", "qwen3_moe", "gemma3_text")  # a norm of one head for queries, one for keys
-WIDE_NORMS = ("olmo2", "olmoe")  # a norm of all queries, one of all keys
-
-
-def of(config: Any) -> Shapes | None:
-    """The weights of a decoder; `None` if its family is not known here.
-
-    Args:
-        config: of the text model.
-    """
-    family = config.model_type
-    if family == "gpt_neox":
-        return _as_gpt_neox(config)
-    plain = not getattr(config, "mlp_only_layers", None) and getattr(config, "decoder_sparse_step", 1) == 1
-    if family in EXPERTS and not plain:
-        return None
-    return _as_llama(config) if family in (*NORMS, *EXPERTS, *JOINED) else None
 
 
 def experts(config: Any) -> int:
     """Of a layer of a text model, which transformers holds as tensors of three dimensions; 0: it has none."""
     return max(int(getattr(config, key, None) or 0) for key in MOE)
-
-
-def _as_llama(config: Any) -> Shapes:
-    """Of Llama's layers, with experts or without."""
-    family, hidden, wide = config.model_type, config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or hidden // heads
-    keys = (getattr(config, "num_key_value_heads", None) or heads) * size
-    linear = {
-        "self_attn.q_proj": (heads * size, hidden), "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, heads * size),
-    }  # fmt: skip
-    if family not in EXPERTS:
-        linear |= _mlp("mlp", wide, hidden)
-    elif shared := getattr(config, "shared_expert_intermediate_size", None):
-        linear |= {**_mlp("mlp.shared_expert", shared, hidden), "mlp.shared_expert_gate": (1, hidden)}
-    if family in JOINED:
-        joined = {
-            "self_attn.qkv_proj": (heads * size + 2 * keys, hidden),
-            "mlp.gate_up_proj": (2 * wide, hidden),
-        }
-        linear = {**joined, **{name: linear[name] for name in ("self_attn.o_proj", "mlp.down_proj")}}
-    layer: Shapes = {f"{name}.weight": shape for name, shape in linear.items()}
-    for name, (outputs, _) in linear.items():
-        kind = "attention_bias" if "self_attn" in name else "mlp_bias"
-        if getattr(config, kind, False) or module_names.short(name) in BIASED.get(family, ()):
-            layer[f"{name}.bias"] = (outputs,)
-    layer |= {f"{name}.weight": (hidden,) for name in NORMS.get(family, BEFORE)}
-    if family in HEAD_NORMS:
-        layer |= {f"self_attn.{name}_norm.weight": (size,) for name in ("q", "k")}
-    if family in WIDE_NORMS:
-        layer |= {"self_attn.q_norm.weight": (heads * size,), "self_attn.k_norm.weight": (keys,)}
-    if family in EXPERTS:
-        number, wide = experts(config), getattr(config, "moe_intermediate_size", None) or wide
-        layer["mlp.gate.weight"] = (number, hidden)
-        layer["mlp.experts.gate_up_proj"] = (number, 2 * wide, hidden)
-        layer["mlp.experts.down_proj"] = (number, hidden, wide)
-    ends: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    return _whole(config, "model.layers", layer, ends)
-
-
-def _mlp(name: str, wide: int, hidden: int) -> dict[str, tuple[int, int]]:
-    up = {f"{name}.{kind}_proj": (wide, hidden) for kind in ("gate", "up")}
-    return {**up, f"{name}.down_proj": (hidden, wide)}
-
-
-def _as_gpt_neox(config: Any) -> Shapes:
-    """Of GPT-NeoX's: queries, keys and values in one product, everything with a bias."""
-    hidden, wide = config.hidden_size, config.intermediate_size
-    linear = {
-        "mlp.dense_h_to_4h": (wide, hidden), "mlp.dense_4h_to_h": (hidden, wide),
-        "attention.query_key_value": (3 * hidden, hidden), "attention.dense": (hidden, hidden),
-    }  # fmt: skip
-    layer: Shapes = {f"{name}.weight": shape for name, shape in linear.items()}
-    biased = {name for name in linear if "attention" not in name or getattr(config, "attention_bias", True)}
-    layer |= {f"{name}.bias": (linear[name][0],) for name in biased}
-    both = [(name, kind) for name in BEFORE for kind in ("weight", "bias")]
-    layer |= {f"{name}.{kind}": (hidden,) for name, kind in both}
-    ends: Shapes = {"gpt_neox.embed_in.weight": (config.vocab_size, hidden)}
-    ends |= {f"gpt_neox.final_layer_norm.{kind}": (hidden,) for kind in ("weight", "bias")}
-    return _whole(config, "gpt_neox.layers", layer, ends)
-
-
-def _whole(config: Any, where: str, layer: Shapes, ends: Shapes) -> Shapes:
-    """All layers, what is outside of them, and the head where it is not the embeddings."""
-    head = {} if config.tie_word_embeddings else {"lm_head.weight": (config.vocab_size, config.hidden_size)}
-    layers = range(config.num_hidden_layers)
-    return {
-        **ends,
-        **{f"{where}.{index}.{name}": size for index in layers for name, size in layer.items()},
-        **head,
-    }

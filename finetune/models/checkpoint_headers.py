@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.core.weight_files import DOWNLOAD, find_weight_files
-from finetune.models import module_names
-from finetune.models.module_names import Names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Iterable
+    from pathlib import Path
 
-_NOT_LINEAR = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
+_LAYER = re.compile(r"\.\d+\.")
 
 
 def tensors(folder: Path) -> dict[str, list[int]]:
@@ -37,6 +36,22 @@ def tensors(folder: Path) -> dict[str, list[int]]:
     return found
 
 
+def missing_weights(missing: Collection[str]) -> Problem:
+    """The problem of files that lack weights, which transformers would make up."""
+    what = f"its files lack {len(missing)} of the model's weights"
+    found = ", ".join(sorted(missing)[:6])
+    return Problem(what, "model.name", found=found, fix="download it again")
+
+
+def lacks(stored: Collection[str], parameters: Iterable[str]) -> list[str]:
+    """Parameters of a model that its files lack, where another layer has its own there.
+
+    Files may have other names than the model, as those of experts do: such names are not compared.
+    """
+    layered = {_LAYER.sub(".*.", name) for name in stored if _LAYER.search(name)}
+    return [name for name in parameters if name not in stored and _LAYER.sub(".*.", name) in layered]
+
+
 def _header(path: Path) -> dict[str, list[int]]:
     """The shapes that one file's header gives (the format: https://huggingface.co/docs/safetensors).
 
@@ -53,27 +68,3 @@ def _header(path: Path) -> dict[str, list[int]]:
     if ends != size:
         raise ValueError(f"its tensors end at byte {ends:,}, the file is {size:,}")
     return {name: entry["shape"] for name, entry in entries.items()}
-
-
-def in_folder(folder: Path) -> Names:
-    """Names of a local model, from the headers of its files."""
-    return of_tensors(of_text_model(tensors(folder)))
-
-
-def of_tensors(tensors: Mapping[str, Sequence[int]]) -> Names:
-    """Names of a model with tensors of these shapes."""
-    modules = [name.removesuffix(".weight") for name in tensors if name.endswith(".weight")]
-    linear = [name for name in modules if len(tensors[f"{name}.weight"]) == 2]
-    tied = ["lm_head"] if tensors and "lm_head" not in modules else []  # not written a second time
-    return Names(
-        [name for name in linear if module_names.short(name) not in _NOT_LINEAR],
-        modules + tied,
-        list(tensors),
-    )
-
-
-def of_text_model(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All tensors but those of a multimodal model's towers, which no text runs through."""
-    text = {name for name in tensors if {module_names.TEXT_MODEL, "lm_head"} & set(name.split("."))}
-    towers = any(module_names.TEXT_MODEL in name.split(".") for name in text)
-    return {name: shape for name, shape in tensors.items() if name in text} if towers else tensors

@@ -92,6 +92,13 @@ def read_config(model: Model) -> Any:
     return from_hub(AutoConfig.from_pretrained, model)
 
 
+def custom_code(reason: str) -> Problem:
+    """The problem of a model that brings its own code."""
+    what = "needs code of its own to be run, which this program does not do"
+    fix = "a model that transformers knows by itself, or one converted to such"
+    return Problem(what, "model.name", found=reason, fix=fix)
+
+
 def pinned(model: Model) -> Model:
     """The same with the commit that its revision is now, where it is on the Hub."""
     return model if local_path(model.name) else model.model_copy(update={"revision": commit(model)})
@@ -116,9 +123,7 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
     except (OSError, ValueError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
-            what = "needs code of its own to be run, which this program does not do"
-            fix = "a model that transformers knows by itself, or one converted to such"
-            raise UserError(Problem(what, "model.name", found=reason, fix=fix)) from error
+            raise UserError(custom_code(reason)) from error
         if "model.safetensors" in reason and "use_safetensors=True" in str(error):
             raise UserError(untrusted_files.only_pickles("model.name", model.name)) from error
         if local_path(model.name):

@@ -1,26 +1,133 @@
-"""Names of a model's modules and parameters, and which of them a recipe's names match; what they weigh."""
+"""Names, kinds and shapes of a model's modules and parameters. No torch is imported until a model is read."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
 TEXT_MODEL = "language_model"  # what transformers calls the decoder of a multimodal model
+LINEAR = ("Linear", "Conv1D")  # what "all-linear" means; GPT-2's Conv1D is a linear layer, stored transposed
+# The kinds of modules that some adapter changes; any other module's kind is the name of its class
+NO_WEIGHT = "no weight"
+KINDS = (*LINEAR, "Embedding", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
 
 
-class Names(NamedTuple):
-    """The names a recipe may use for parts of a model, each in full, without PEFT's prefixes."""
+@dataclass(frozen=True)
+class Names:
+    """What a recipe may call by name in a model, without PEFT's prefixes: modules that text runs through.
 
-    linear: list[str]
-    """Linear layers, without the head: what "all-linear" means."""
-    modules: list[str]
-    """Modules that hold a weight: linear layers, embeddings, norms, the head."""
-    parameters: list[str]
+    `module_lists.read` makes it from a config, `of_model` from a model in memory. Both are equal.
+    """
+
+    kinds: dict[str, str]
+    """The kind of each module by its full name, in the model's order."""
+    shapes: dict[str, tuple[int, ...]]
+    """The shape of each parameter by its full name; a tied head is not among them."""
+    family: str = ""
+    embedding: str = ""
+    """The module that `get_input_embeddings()` returns."""
+    head: str = ""
+    """The module that `get_output_embeddings()` returns; the empty string: it has none."""
+    tied: bool = False
+    """The head has the embeddings' weight."""
+    not_called: tuple[str, ...] = ()
+    """Modules whose weight the model reads without a call to their forward. Known from a config only."""
+    tower_kinds: dict[str, str] = field(default_factory=dict)
+    """The same as `kinds`, of the modules of a multimodal model that no text runs through."""
+    tower_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def linear(self) -> list[str]:
+        """Linear layers without the head: what "all-linear" means."""
+        return [name for name, kind in self.kinds.items() if kind in LINEAR and name != self.head]
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """Modules that hold a weight: linear layers, embeddings, norms, the head."""
+        return [name for name in self.kinds if f"{name}.weight" in self.shapes or name == self.head]
 
     @property
+    def parameters(self) -> list[str]:
+        return list(self.shapes)
+
+    @cached_property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """(outputs, inputs) of each linear layer without the head."""
+        return _linear_shapes(self.kinds, self.shapes, self.head)
+
+    @cached_property
+    def tower_linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """The same of the layers that no text runs through."""
+        return _linear_shapes(self.tower_kinds, self.tower_shapes, "")
+
+    @cached_property
     def layers(self) -> int:
+        """The number of layers: one more than the highest number in a name."""
         numbers = {int(found[1]) for name in self.modules if (found := re.search(r"\.(\d+)\.", name))}
         return max(numbers, default=-1) + 1
+
+
+def _linear_shapes(
+    kinds: dict[str, str], shapes: dict[str, tuple[int, ...]], head: str
+) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    for name, kind in kinds.items():
+        if kind in LINEAR and name != head and len(size := shapes.get(f"{name}.weight", ())) == 2:
+            found[name] = (size[1], size[0]) if kind == "Conv1D" else (size[0], size[1])
+    return found
+
+
+def of_model(model: Any) -> Names:
+    """The names of a model in memory, or on the meta device, before an adapter is on it."""
+    text = {id(module) for module in of_text(model)}
+    named = [(name, module) for name, module in model.named_modules() if name]
+    kinds = {name: kind_of(module) for name, module in named if id(module) in text}
+    towers = {name: kind_of(module) for name, module in named if id(module) not in text}
+    of_text_model = {id(p) for module in of_text(model) for p in module.parameters(recurse=False)}
+    shapes = {name: (id(p), tuple(p.shape)) for name, p in model.named_parameters()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return Names(
+        kinds=kinds,
+        shapes={name: shape for name, (at, shape) in shapes.items() if at in of_text_model},
+        family=model.config.model_type,
+        embedding=_name_of(named, embedding),
+        head=_name_of(named, head),
+        tied=head is not None and head.weight is embedding.weight,
+        tower_kinds=towers,
+        tower_shapes={name: shape for name, (at, shape) in shapes.items() if at not in of_text_model},
+    )
+
+
+def _name_of(named: list[tuple[str, Any]], module: Any) -> str:
+    return next((name for name, one in named if one is module), "")
+
+
+def kind_of(module: Any) -> str:
+    """The class that PEFT takes a module for: one of `KINDS`, or the name of its own class.
+
+    An embedding that is called with something else than token ids, and a router that returns more than one
+    tensor, are none of `KINDS`: an adapter's forward would compute nonsense there, or fail.
+    """
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    name = type(module).__name__
+    if next(module.parameters(), None) is None:
+        return NO_WEIGHT
+    if isinstance(module, nn.Embedding):
+        first = list(inspect.signature(type(module).forward).parameters)[1]
+        return "Embedding" if first.startswith("input") else name
+    if isinstance(module, nn.Linear):
+        return name if "Router" in name else "Linear"
+    if getattr(module, "groups", 1) > 1:  # an adapter's rank would have to be a multiple of their number
+        return f"grouped {name}"
+    for kind in (Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention):
+        if isinstance(module, kind):
+            return kind.__name__
+    return name
 
 
 def of_experts(model: Any) -> int:

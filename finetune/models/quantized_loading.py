@@ -8,7 +8,7 @@ import torch
 
 from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.models import module_names
+from finetune.models import checkpoint_headers, module_names
 from finetune.quantization import stored_weights
 from finetune.recipe.adapter_types import QUANTISED
 
@@ -107,5 +107,4 @@ def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
         what = "its weights are quantized, and its config.json has no quantization_config that says how"
         found, fix = ", ".join(sorted(codes)[:3]), stored_weights.WHOLE
         raise UserError(Problem(what, "model.name", found=found, fix=fix), code=Exit.INPUT)
-    what, fix = f"its files lack {len(missing)} of the model's weights", "download it again"
-    raise UserError(Problem(what, "model.name", found=", ".join(sorted(missing)[:6]), fix=fix))
+    raise UserError(checkpoint_headers.missing_weights(missing))

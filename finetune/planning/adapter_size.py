@@ -6,23 +6,20 @@ import re
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.adapters import target_modules
+from finetune.adapters import name_problems, target_modules
 from finetune.autoconfig.compilation import MAX_RANK
-from finetune.core.errors import Problem, UserError
 from finetune.models import architecture, module_names
-from finetune.recipe import adapter_types, upstream_options
+from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from finetune.models.architecture import Architecture
+    from finetune.models.module_names import Names
     from finetune.recipe.schema import Adapter, Model
 
 RANK = 16  # of adapters whose numbers are not counted: an `r` of their own means another thing
 FUSED_TYPES = ("lora", "adalora", "ia3")
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-# Gate, up and down of an expert by the pattern of its family: layers in transformers 4, in 5 two stacked
-# weights, which PEFT adapts where it is asked for these names (peft/utils/transformers_weight_conversion.py)
-EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
 
 
 class Adapted(NamedTuple):
@@ -57,16 +54,15 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
 
     lora: r (in + out) a layer, and out for DoRA's magnitude; adalora: init_r (in + out + 1); ia3: in, or out.
 
-    Raises:
-        UserError: DoRA of experts, which PEFT refuses (exit 2).
     """
     kind, text = adapter_types.find(adapter.type), found.config.get_text_config()
     if not kind.peft:
         return Adapted([], found.of_text, 0, False, False, False)
     linear = found.linear
     options: dict[str, Any] = {"target_modules": "all-linear", **adapter.options(), **kind.sets}
+    options = target_modules.with_targets(options, kind.peft, found.names)
     if kind.build:
-        options |= kind.build(options, max(steps, 12), linear)
+        options |= kind.build(options, max(steps, 12), linear, found.names.family)
     names = [name for name in target_modules.targeted(options, found.names) if name in linear]
     counted = kind.peft in FUSED_TYPES
     dropout, dora = bool(options.get("lora_dropout")), bool(options.get("use_dora"))
@@ -84,8 +80,8 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     whole = options.get("modules_to_save") or ()
     whole = [n for n in found.names.parameters if any(n.rpartition(".")[0].endswith(name) for name in whole)]
     saved = sum(prod(found.tensors[name]) for name in whole)
-    rows = len(model.add_tokens) * (2 - text.tie_word_embeddings) * text.hidden_size
-    experts = _experts(options, found) if kind.peft == "lora" else 0
+    rows = len(model.add_tokens) * (2 - found.names.tied) * text.hidden_size
+    experts = _parameters(options, found.names) if kind.peft == "lora" else 0
     unknown = f"what {adapter.type} adds is not counted here; taken as LoRA's of r {RANK}"
     if experts:
         unknown = (
@@ -97,6 +93,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not architecture.experts(text)
     fits &= not dropout or not any("down_proj" in name for name in names)
     fits &= not getattr(text, "mlp_bias", False)
+    fits &= not any(found.names.kinds[name] == "Conv1D" for name in names)
     inside = {name.rpartition(".")[0] for name in names if module_names.short(name) in MLP}
     return Adapted(
         names,
@@ -110,7 +107,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         unknown="" if counted and not experts else unknown,
         obstacle=obstacle,
         saved=saved,
-        head=any(module_names.short(name.removesuffix(".weight")) == "lm_head" for name in whole),
+        head=any(name.removesuffix(".weight") == found.names.head for name in whole),
         experts=experts,
     )
 
@@ -127,37 +124,16 @@ def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
     return next((what for what, is_so in obstacles.items() if is_so), "")
 
 
-def _experts(options: dict[str, Any], found: Architecture) -> int:
-    """Numbers that LoRA trains in the weights of experts, and in what chooses among them.
-
-    Raises:
-        UserError: DoRA of them (exit 2).
-    """
-    names = EXPERTS.get(upstream_options.moe_patterns().get(found.config.model_type, ""))
-    if names is None:
-        return 0
-    rank, trained = _rank(options, ""), 0
-    gate, up, down = names
-    for name, size in found.tensors.items():
-        module, leaf = name.removesuffix(".weight"), module_names.short(name.removesuffix(".weight"))
-        if ".experts." in name and leaf in ("gate_up_proj", "down_proj") and len(size) == 3:
-            asked, number = gate if leaf == "gate_up_proj" else down, size[0] * (size[1] + size[2])
-            number *= 2 if leaf == "gate_up_proj" else 1  # twice the rank
-        elif ".experts." in name and leaf in names:  # a checkpoint has each by itself
-            asked, number = leaf, size[0] + size[1] + (size[0] if leaf in (gate, up) else 0)
-        elif leaf == "gate":
-            asked, number = leaf, sum(size)
-        else:
-            continue
-        place = f"{module.rpartition('.')[0]}.{asked}"
-        everything = options["target_modules"] == "all-linear"
-        if everything or any(target_modules.match(options["target_modules"], [place]).values()):
-            trained += rank * number
-    if trained and options.get("use_dora"):
-        what, fix = "PEFT has no DoRA of experts' weights, which it adapts too", "adapter.type: lora, or "
-        fix += "target_modules: [q_proj, k_proj, v_proj, o_proj]"
-        asked = str(options["target_modules"])
-        raise UserError(Problem(what, "adapter.target_modules", found=asked, fix=fix))
+def _parameters(options: dict[str, Any], names: Names) -> int:
+    """Numbers that LoRA trains beside weights of experts and other parameters, in place of layers."""
+    ranks = dict.fromkeys(options.get("target_parameters") or (), 1)
+    ranks |= name_problems.experts_named(options, names)
+    trained = 0
+    for name, size in names.shapes.items():
+        times = max((n for target, n in ranks.items() if target_modules.is_suffix(target, name)), default=0)
+        if times and len(size) in (2, 3):
+            number, (outputs, inputs) = size[0] if len(size) == 3 else 1, size[-2:]
+            trained += times * _rank(options, name) * number * (inputs + outputs)
     return trained
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from finetune.adapters import target_modules
 from finetune.autoconfig import machine_setup, memory_estimate, mixed_precision, optimizer_choice
 from finetune.autoconfig.batch_size import MARGIN, Batch, most_processes, sizes, split_batch
 from finetune.core.errors import Problem, UserError
@@ -261,14 +260,8 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     Raises:
         UserError: exit 2; of the optimizer and offloading 3.
     """
-    found, kind = architecture.read(recipe.model), adapter_types.find(recipe.adapter.type)
-    any_module = kind.peft in adapter_types.NOT_LINEAR
-    # of a text model inside another, names that follow from its config lack the outer one's
-    named = found.config is found.config.get_text_config() or found.source != architecture.FROM_CONFIG
-    problems = choice_checks.against_rows(recipe, found.config)
-    if named:
-        problems += target_modules.problems(recipe.adapter.options(), found.names, any_module=any_module)
-    if problems:
+    found = architecture.read(recipe.model)
+    if problems := choice_checks.against_names(recipe, found.names):
         raise UserError(*problems)
     if by.sharing > 1:
         launch_conflicts.against_window(found.config)

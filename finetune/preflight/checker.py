@@ -14,13 +14,12 @@ from finetune.core.paths import on_the_hub
 from finetune.data import chat_templates, source_loading
 from finetune.distributed import launch_environment
 from finetune.hub import client
-from finetune.models import architecture, checkpoint_headers, model_files, tokenizer_setup
+from finetune.models import architecture, checkpoint_headers, model_files, module_lists, tokenizer_setup
 from finetune.preflight import choice_checks, package_checks
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_types, upstream_options
 
 if TYPE_CHECKING:
-    from finetune.models.module_names import Names
     from finetune.recipe.schema import Model, Publish, Recipe
 
 IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
@@ -186,21 +185,20 @@ def _tracker_installed(name: str) -> bool:
 
 
 def _adapter(recipe: Recipe) -> list[str]:
-    """Check the adapter section's names against a local model's safetensors headers, and `init_from`."""
-    folder, options = Path(recipe.model.name), recipe.adapter.options()
+    """Check the adapter section's names against those of a local model, and `init_from`."""
+    folder = Path(recipe.model.name)
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     config = _config(recipe.model)
     notes += _tokens_of_source(recipe, config)
-    names = _module_names(recipe.model, config) if folder.is_dir() else None
-    problems = choice_checks.against_rows(recipe, config)
-    if names and names.modules:
-        kind = adapter_types.find(recipe.adapter.type)
-        problems += target_modules.problems(options, names, any_module=kind.peft in adapter_types.NOT_LINEAR)
-        uneven = target_modules.uneven(options.get("target_modules"), names)
-        notes += [uneven] if uneven else []
-    if problems:
+    if not folder.is_dir() or config is None or not adapter_types.find(recipe.adapter.type).peft:
+        return notes
+    listed = _module_list(recipe.model, config)
+    if listed is None:
+        return notes
+    if problems := choice_checks.against_names(recipe, listed.names):
         raise UserError(*problems)
-    return notes
+    uneven = target_modules.uneven(recipe.adapter.options().get("target_modules"), listed.names)
+    return [*notes, *filter(None, (listed.note, uneven))]
 
 
 def _tokens_of_source(recipe: Recipe, config: Any) -> list[str]:
@@ -214,16 +212,24 @@ def _tokens_of_source(recipe: Recipe, config: Any) -> list[str]:
     return continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, known, rows)
 
 
-def _module_names(section: Model, config: Any) -> Names | None:
-    """Names in a local model; `None`: `_model` says what is wrong with it."""
-    quantized = stored_weights.read(config)
+def _module_list(section: Model, config: Any) -> module_lists.ModuleList | None:
+    """Names in a local model; `None`: `_model` says what is wrong with it.
+
+    Raises:
+        UserError: its files are damaged, or lack weights (exit 2).
+    """
+    folder, quantized = Path(section.name), stored_weights.read(config)
     try:
         model_files.check_folder(section)
     except UserError:
         return None
-    if quantized:  # its files hold other tensors than the model
-        return architecture.read(section).names if quantized.trains else None
-    return checkpoint_headers.in_folder(Path(section.name))
+    if quantized and not quantized.trains:
+        return None
+    listed = module_lists.read(folder / "config.json", config)
+    stored = {} if quantized else checkpoint_headers.tensors(folder)  # quantized files hold other tensors
+    if missing := checkpoint_headers.lacks(stored, listed.names.parameters):
+        raise UserError(checkpoint_headers.missing_weights(missing))
+    return listed
 
 
 def _publish(recipe: Recipe) -> list[str]:

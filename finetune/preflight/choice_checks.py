@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from finetune.adapters import name_problems
 from finetune.autoconfig import (
     attention_choice,
     base_quantization,
@@ -14,14 +15,17 @@ from finetune.autoconfig import (
 )
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.hardware import detection
-from finetune.models import architecture, model_files
+from finetune.models import architecture, model_files, module_names
 from finetune.preflight import launch_conflicts
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules, adapter_types
 from finetune.recipe.schema import Model, Speed
 
+ONLY_LINEAR = ("fp8", "torchao_int8")  # bitsandbytes stores GPT-2's Conv1D layers too
+
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
+    from finetune.models.module_names import Names
     from finetune.quantization.stored_weights import Stored
     from finetune.recipe.schema import Recipe
 
@@ -103,12 +107,31 @@ def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
     return True
 
 
-def against_rows(recipe: Recipe, config: Any) -> list[Problem]:
-    """Why rows of the embeddings can't train beside what trains as a whole, by the model's config. Of a model
-    inside another transformers alone knows whose head is tied."""
-    if config is None or recipe.adapter.source or config.get_text_config() is not config:
+def against_names(recipe: Recipe, names: Names) -> list[Problem]:
+    """What a model of these names lacks for a recipe's adapter; nothing where it has one to start from."""
+    kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
+    if recipe.adapter.source or not kind.peft:
         return []
-    given = recipe.adapter.options(), config.tie_word_embeddings, bool(recipe.model.add_tokens)
+    if recipe.model.add_tokens:  # the rows of new tokens come when the model loads
+        options = {key: value for key, value in options.items() if key != "trainable_token_indices"}
+    found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
+    return found + against_rows(recipe, names) + against_storage(recipe.model.quantization, names)
+
+
+def against_storage(storage: str, names: Names) -> list[Problem]:
+    """Why no layer of a model can be stored so: GPT-2's Conv1D layers are no nn.Linear, which these store."""
+    stored = [name for name in names.linear if names.kinds[name] == "Linear"]
+    if storage not in ONLY_LINEAR or stored:
+        return []
+    what = f"{storage} stores nn.Linear layers, and the layers of {names.family} are Conv1D"
+    fix = "model.quantization: nf4, or none"
+    return [Problem(what, "model.quantization", found=storage, fix=fix)]
+
+
+def against_rows(recipe: Recipe, names: Names) -> list[Problem]:
+    """Why rows of the embeddings can't train beside what trains as a whole."""
+    ends = module_names.short(names.embedding), module_names.short(names.head)
+    given = recipe.adapter.options(), names.tied, bool(recipe.model.add_tokens), *ends
     return [Problem(what, key, **texts) for key, what, texts in adapter_rules.rows_beside(*given)]
 
 

@@ -33,10 +33,11 @@ _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
 # the live model decides
 _CODED = re.compile(r"(proj|c_attn|c_fc|query_key_value|dense|fc\d|w\d)$")
 _UNCODED = re.compile("embed|head|norm|wte")
-EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed_in", "word_embeddings"), ("lm_head", "embed_out")
+# Names of embeddings and heads in transformers' models, for rules that know the recipe alone
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings", "tokens_embed", "w")
+HEADS = ("lm_head", "embed_out", "head", "output_projection")
 # PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
-WITH_HEAD = "[embed_tokens, lm_head]"
 # Vectors before every row: their encoder reads the base's own embeddings, not a copy that PEFT trains
 PROMPTS = ("prompt_tuning", "p_tuning")
 
@@ -237,16 +238,17 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
     names = _last(saved)
-    whole = "embed_tokens" in names
+    whole = sorted(names & {*EMBEDDINGS})
     if kind.peft in PROMPTS and names & {*EMBEDDINGS}:
         what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
         return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
-    if added and whole and not ("lm_head" in names or adapter.get("ensure_weight_tying")):
-        fix = WITH_HEAD + (", or ensure_weight_tying: true" if "ensure_weight_tying" in kind.keys else "")
+    if added and whole and not (names & {*HEADS} or adapter.get("ensure_weight_tying")):
+        fix = f"[{whole[0]}, lm_head]"
+        fix += ", or ensure_weight_tying: true" if "ensure_weight_tying" in kind.keys else ""
         return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
-    fix = "" if kind.peft in PROMPTS else f"adapter.modules_to_save: {WITH_HEAD}, or "
+    fix = "" if kind.peft in PROMPTS else "adapter.modules_to_save: [embed_tokens, lm_head], or "
     fix += "adapter.type: lora"
     return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
 
@@ -256,22 +258,30 @@ def _last(names: Iterable[Any]) -> set[str]:
     return {str(name).rpartition(".")[2] for name in names}
 
 
-def rows_beside(options: Mapping[str, Any], tied: bool, added: bool) -> Found:
+def rows_beside(
+    options: Mapping[str, Any],
+    tied: bool,
+    added: bool,
+    embedding: str = "embed_tokens",
+    head: str = "lm_head",
+) -> Found:
     """Why rows of the embeddings can't train: these or the head train as a whole, and the other does not.
 
     Args:
         options: PEFT's, of the recipe or of a config.
         tied: the base's head has the embeddings' weights.
         added: there are tokens that are new to the base.
+        embedding: the last name of the base's embeddings.
+        head: the last name of its output head.
     """
     saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
-    whole, what, fix = _last(saved), "", ""
-    if added and "embed_tokens" in whole:
-        if "lm_head" not in whole and not (tied and options.get("ensure_weight_tying")):
-            what, fix = HEAD_STAYS, WITH_HEAD
-    elif tied and "lm_head" in whole and (added or own):
+    whole, what, fix, both = _last(saved), "", "", f"[{embedding}, {head}]"
+    if added and embedding in whole:
+        if head not in whole and not (tied and options.get("ensure_weight_tying")):
+            what, fix = HEAD_STAYS, both
+    elif tied and head in whole and (added or own):
         what = "a head of its own has no part in rows of the embeddings that train"
-        fix = WITH_HEAD + (" without trainable_token_indices" if own else "")
+        fix = both + (" without trainable_token_indices" if own else "")
     return [("adapter.modules_to_save", what, {"found": str(list(saved)), "fix": fix})] if what else []
 
 

@@ -6,6 +6,7 @@ more costs an entry in `_KNOWN` and, if its options depend on the model or the r
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import ceil, gcd, log
@@ -15,7 +16,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from finetune.recipe.schema import Adapter
 
@@ -33,8 +34,8 @@ class AdapterType:
     decides: frozenset[str] = frozenset()
     """PEFT keys that the run decides, or that have no effect here."""
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
-    build: Callable[[dict[str, Any], int, Shapes], dict[str, Any]] | None = None
-    """The recipe's options, the run's optimizer steps and the model's shapes -> PEFT's options."""
+    build: Callable[[dict[str, Any], int, Shapes, str], dict[str, Any]] | None = None
+    """The recipe's options, the run's optimizer steps, the model's shapes and family -> PEFT's options."""
     builds: tuple[str, ...] = ()
     """PEFT keys that `build` may add."""
     learning_rate: tuple[float, float] | None = None
@@ -68,7 +69,7 @@ class AdapterType:
         return {**({"target_modules": "all-linear"} if targeted else {}), **self.own_defaults}
 
 
-def adalora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+def adalora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
     """AdaLoRA (arXiv 2303.10512). The schedule comes from the run: a tenth of the steps before ranks are
     taken away, a third of them after the budget is reached."""
     options = dict(options)
@@ -99,34 +100,64 @@ def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
     return {f"adapter.{key}": value for key, value in few.items() if key in stated}
 
 
-def ia3(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+def ia3(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
     """(IA)^3 (arXiv 2205.05638): a trained scale for keys, values and the feed-forward's input.
 
     "all-linear" is spelt out: PEFT would save it as full names, of which `feedforward_modules` is no subset,
-    and then refuse to load what it saved.
+    and then refuse to load what it saved. The feed-forward modules are PEFT's own for the family (`fc2`,
+    `dense_4h_to_h`, `mlp.c_proj`), and `down_proj`.
     """
     options = dict(options)
+    forward = {"down_proj", *upstream_options.peft_modules("IA3_FEEDFORWARD").get(family, ())}
     if options.get("target_modules") == "all-linear":
-        options["target_modules"] = sorted({name.rpartition(".")[2] for name in shapes})
+        options["target_modules"] = sorted({_distinct(name, forward) for name in shapes})
     if isinstance(options.get("target_modules"), list):
-        down = [name for name in options["target_modules"] if name.rpartition(".")[2] == "down_proj"]
+        down = [
+            name
+            for name in options["target_modules"]
+            if any(name == one or name.endswith(f".{one}") for one in forward)
+        ]
         options.setdefault("feedforward_modules", down)
+    elif isinstance(options.get("target_modules"), str):  # a regular expression: PEFT wants one here, too
+        ends = "|".join(re.escape(one) for one in sorted(forward))
+        options.setdefault("feedforward_modules", rf"(.*\.)?({ends})")
     return options
 
 
-def oft(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+def _distinct(name: str, forward: Collection[str]) -> str:
+    """A layer's last name, with the one before it where only that tells feed-forward modules apart: GPT-2's
+    `attn.c_proj` and `mlp.c_proj`."""
+    parts = name.split(".")
+    longer = {one.rpartition(".")[2] for one in forward if "." in one}
+    return ".".join(parts[-2:] if parts[-1] in longer else parts[-1:])
+
+
+def oft(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
     """OFT (arXiv 2306.07280): `r` blocks, or blocks of `oft_block_size`; PEFT wants the other one to be 0."""
     return {"oft_block_size": 0, **options} if options.get("r") else {"r": 0, **options}
 
 
-def c3a(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+def c3a(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
     """C3A (arXiv 2407.19342): the largest block, up to 256, that divides every layer's width."""
     return {"block_size": _common_divisor(shapes, 256), **options}
 
 
-def vblora(options: dict[str, Any], steps: int, shapes: Shapes) -> dict[str, Any]:
+def vblora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
     """VB-LoRA (arXiv 2405.15179): the longest vectors, up to 256, that divide every layer's width."""
     return {"vector_length": _common_divisor(shapes, 256), **options}
+
+
+def layer_kinds(peft: str) -> frozenset[str] | None:
+    """The kinds of layers that a type of PEFT changes (`module_names.KINDS`); `None`: all with a weight."""
+    if peft == "ln_tuning":
+        return None
+    linear = () if peft == "trainable_tokens" else ("Linear",)
+    return frozenset(linear) | _LAYERS.get(peft, frozenset())
+
+
+def own_targets(peft: str, family: str) -> Any:
+    """The modules that PEFT itself chooses for a type and a model family; `None`: it knows none."""
+    return upstream_options.peft_modules(_OWN_TARGETS[peft]).get(family) if peft in _OWN_TARGETS else None
 
 
 def find(name: str) -> AdapterType:
@@ -250,6 +281,23 @@ BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
 FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `quantization: auto` puts on fp8
 OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
 NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
+# The kinds of layers that a type of PEFT changes, beside nn.Linear (peft 0.21.2; a test tries each)
+_LAYERS = {
+    "lora": frozenset({"Conv1D", "Embedding", "Conv1d"}),
+    "hira": frozenset({"Conv1D", "Embedding", "Conv1d"}),
+    "tinylora": frozenset({"Conv1D", "Embedding"}),
+    "oft": frozenset({"Embedding"}),
+    "trainable_tokens": frozenset({"Embedding"}),
+    "loha": frozenset({"Conv1d"}),
+    "lokr": frozenset({"Conv1d"}),
+    **dict.fromkeys(
+        ("adalora", "deft", "fourierft", "frod", "gralora", "ia3", "pvera", "randlora", "unilora", "vblora",
+         "vera", "waveft"),
+        frozenset({"Conv1D"}),
+    ),
+}  # fmt: skip
+# PEFT's names for the modules of a type that has targets of its own
+_OWN_TARGETS = {"ia3": "IA3_TARGET", "ln_tuning": "LNTUNING_TARGET", "beft": "BEFT_TARGET"}
 # What FSDP2 can't divide, for layers share it; and what it can't hand on from rank 0, which keeps buffers
 # (peft 0.21.2, torch 2.13, accelerate 1.15; seen by dividing each type)
 SHARES = frozenset({"vblora", "tinylora", "unilora"})

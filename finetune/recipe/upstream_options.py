@@ -146,6 +146,16 @@ def moe_patterns() -> dict[str, str]:
     return {**ast.literal_eval(patterns), "mixtral": "mixtral"}  # the last one is PEFT's own
 
 
+@cache
+def peft_modules(kind: str) -> dict[str, Any]:
+    """PEFT's own names of modules by family: `IA3_TARGET`, `IA3_FEEDFORWARD`, `LNTUNING_TARGET`, ..."""
+    wanted = f"TRANSFORMERS_MODELS_TO_{kind}_MODULES_MAPPING"
+    for node in _tree("peft", "utils/constants.py").body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == wanted:
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"PEFT has no {wanted}: upstream_options.py must follow it")
+
+
 def _causal_classes() -> str:
     """The lines of `modeling_auto.py` that name the causal class of each family."""
     text = packages.source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")

@@ -19,12 +19,12 @@ from finetune.checkpointing import checkpoints, resume_contract, training_state
 from finetune.core import run_checks
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives, launch_environment, sharded_tensors, transformer_engine_layers
-from finetune.models import fingerprint, loading, tokenizer_setup
+from finetune.models import fingerprint, loading, module_names, tokenizer_setup
 from finetune.preflight import choice_checks
 from finetune.quantization import qat
 from finetune.recipe import adapter_types
 from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
-from finetune.training import auto_correction, batch_search, oom_recovery, optimizers
+from finetune.training import auto_correction, batch_search, gradient_probe, oom_recovery, optimizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,11 +54,15 @@ def adapted_model(
     """The base in its storage, with the adapter on it; first the schedule that it will be trained by."""
     optimizers.check_schedule(arguments, steps)
     base = loading.load(recipe.model, setup, str(arguments.device), ledger)
+    if problems := choice_checks.against_storage(setup.storage.value, module_names.of_model(base)):
+        raise UserError(*problems)
     check_router(base, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(initialization.calibration, dataset, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
-    return attach.attach(base, recipe.adapter, steps, ledger, batches, added)
+    adapted = attach.attach(base, recipe.adapter, steps, ledger, batches, added)
+    gradient_probe.check(adapted, recipe.adapter, setup, ledger)
+    return adapted
 
 
 def check_router(base: Any, coefficient: float | None) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_a_rank_for_a_module_without_an_adapter_is_an_error(capsys) -> None:
     given = ["adapter.rank_pattern={q_proj: 4}", "adapter.target_modules=[v_proj, o_proj]"]
     assert main.main(["check", str(QUICKSTART), *given]) == 2
     said = capsys.readouterr().err
-    assert "adapter.rank_pattern.q_proj: " in said and "o_proj, v_proj" in said
+    assert "adapter.rank_pattern.q_proj: " in said and "v_proj, o_proj" in said
 
 
 def test_patterns_that_overlap_in_the_order_of_the_alphabet_are_taken() -> None:
@@ -286,24 +287,40 @@ def test_tokens_the_model_has_not_are_refused(train, capsys) -> None:
     assert "99999" in capsys.readouterr().err
 
 
-def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
-    from safetensors.torch import save_file
-
-    folder = tmp_path / "uneven"
+def copy_of_model(folder: Path) -> Path:
+    """The embedded model's files without its weights."""
     folder.mkdir()
-    tensors = load_file(MODEL / "model.safetensors")
-    del tensors["model.layers.3.self_attn.q_proj.weight"]
-    save_file(tensors, folder / "model.safetensors")
     for path in MODEL.iterdir():
         if path.suffix != ".safetensors":
             (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
+    folder = copy_of_model(tmp_path / "uneven")
+    (folder / "model.safetensors").write_bytes((MODEL / "model.safetensors").read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config |= {"model_type": "qwen3_moe", "mlp_only_layers": [0, 3], **experts}
+    (folder / "config.json").write_text(json.dumps(config))
     assert main.main(["check", str(QUICKSTART), f"model.name={folder}"]) == 0
-    assert "layers differ: q_proj in 5 of 6" in capsys.readouterr().out
+    assert "layers differ: gate_proj in 2 of 6" in capsys.readouterr().out
+
+
+def test_weight_that_the_files_lack_is_said_by_check_and_train(tmp_path, capsys) -> None:
+    from safetensors.torch import save_file
+
+    folder = copy_of_model(tmp_path / "lacking")
+    tensors = load_file(MODEL / "model.safetensors")
+    del tensors["model.layers.3.self_attn.q_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
     options = [f"model.name={folder}", f"train.output_dir={tmp_path / 'run'}"]
-    assert main.main(["train", str(QUICKSTART), *options]) == 2
-    said = capsys.readouterr()
-    assert "layers differ" in said.out, "said before it trains, too"
-    assert "lack 1 of the model's weights" in said.err and "3.self_attn.q_proj" in said.err
+    said = []
+    for command in ("check", "train"):
+        assert main.main([command, str(QUICKSTART), *options]) == 2
+        said.append(capsys.readouterr().err)
+        assert "lack 1 of the model's weights" in said[-1] and "3.self_attn.q_proj" in said[-1]
+    assert said[0] == said[1]
 
 
 def test_training_goes_on_from_an_adapter(train, two_layers) -> None:

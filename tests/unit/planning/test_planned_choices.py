@@ -19,6 +19,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
 from finetune.models import architecture
 from finetune.planning import adapter_size, memory_by_phase, plan_report, planner, sharding_cost, suggestions
+from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import apply_to_model, chunked_cross_entropy, fused_layers
 from support.paths import MODEL, QUICKSTART, ROOT
@@ -83,14 +84,22 @@ def test_advice_of_a_launch_is_not_refused(seventy: Path, kind: str, gpu: str, a
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe"])
 @pytest.mark.parametrize(
-    "targets", ["all-linear", "[q_proj, gate_proj, up_proj, down_proj, w1, w2, w3]", "[q_proj]"]
-)
-def test_what_trains_of_experts_is_counted(family: str, targets: str, tmp_path: Path) -> None:
+    "targets",
+    [
+        "all-linear", "[q_proj, gate_proj, up_proj, down_proj]", r".*(q_proj|gate_proj|up_proj|down_proj)",
+        "[q_proj]",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("parameters", ["null", "[mlp.experts.gate_up_proj, mlp.experts.down_proj]"])
+def test_what_trains_of_experts_is_counted(
+    family: str, targets: str, parameters: str, tmp_path: Path
+) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **EXPERTS)
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
-    loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", f"adapter.target_modules={targets}"])
+    given = f"adapter.target_modules={targets}", f"adapter.target_parameters={parameters}"
+    loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", *given])
     real, ledger = AutoModelForCausalLM.from_config(config), RunChecks()
     try:
         adapted = attach.attach(real, loaded.adapter, 100, ledger)
@@ -103,9 +112,11 @@ def test_what_trains_of_experts_is_counted(family: str, targets: str, tmp_path: 
     said = [receipt for receipt in ledger.receipts if receipt.option == "adapter.target_parameters"]
     assert len(said) == bool(wrapped)
     if wrapped:
-        dora = loaded.adapter.model_copy(update={"type": "dora"})
-        with pytest.raises(UserError, match="PEFT has no DoRA of experts' weights"):
-            adapter_size.adapted(dora, loaded.model, architecture.read(loaded.model), 100)
+        dora = loaded.model_copy(update={"adapter": loaded.adapter.model_copy(update={"type": "dora"})})
+        (problem,) = choice_checks.against_names(dora, architecture.read(loaded.model).names)
+        assert problem.what == "PEFT has no use_dora for parameters such as experts' weights"
+        with pytest.raises(UserError, match=problem.what):
+            attach.attach(AutoModelForCausalLM.from_config(config), dora.adapter, 100, RunChecks())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,385 @@
+"""Names and numbers of an adapter's options that a model does not have. `check`, `plan` and `train` ask here.
+
+No torch is imported: the names come from `module_lists.read` or, in a run, from the model itself.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import target_modules
+from finetune.core.errors import Problem, nearest
+from finetune.models.module_names import short
+from finetune.recipe import adapter_types, upstream_options
+from finetune.recipe.adapter_types import REBASING_INITS
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Mapping
+
+    from finetune.models.module_names import Names
+
+
+# Layers of Mamba's mixer whose weights its kernels read: PEFT refuses an adapter of these types there
+# (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba)
+_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+_MAMBA_TYPES, _MAMBA_LAYERS = ("lora", "adalora", "randlora"), ("out_proj", "conv1d")
+# Gate, up and down of an expert by the pattern of its family: layers in transformers 4, in 5 two stacked
+# weights, which PEFT adapts where it is asked for these names (peft/utils/transformers_weight_conversion.py)
+EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
+_OLD_EXPERTS = frozenset(name for names in EXPERTS.values() for name in names)
+
+
+def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
+    """Every name and number among PEFT's options that the model does not have, or that the type cannot use.
+
+    Args:
+        options: of the recipe, or of a PEFT config.
+        peft: PEFT's name of the type; the empty string: full fine-tuning, which has none of these options.
+    """
+    if not peft:
+        return []
+    options = target_modules.with_targets(options, peft, names)
+    kinds = adapter_types.layer_kinds(peft)
+    adaptable = [n for n in names.modules if kinds is None or (names.kinds[n] in kinds and n != names.head)]
+    picked = target_modules.targeted(options, names)
+    found = _targets(options, names, peft, adaptable, picked)
+    found += _layers(options, names)
+    found += _heads_and_embeddings(options, names, peft, picked)
+    for key in ("exclude_modules", "feedforward_modules"):
+        wanted = options.get(key) or ()
+        found += unmatched(wanted, list(names.kinds) if key == "exclude_modules" else adaptable, key)
+    found += _feedforward(options)
+    adapted = picked if picked and not options.get("target_parameters") else adaptable
+    for key in ("rank_pattern", "alpha_pattern"):
+        found += _patterns(options.get(key) or {}, adapted, key)
+    found += _saved(options, names)
+    found += _parameters(options, names, picked)
+    found += _tokens(options, names)
+    return found or _experts(options, names, peft)
+
+
+def unmatched(
+    targets: str | Iterable[str], names: Collection[str], key: str = "target_modules"
+) -> list[Problem]:
+    """A problem for each target that matches nothing, with the nearest name and the names there are."""
+    available = list(dict.fromkeys(map(short, names)))
+    found = []
+    for index, (target, count) in enumerate(target_modules.match(targets, names).items()):
+        if count:
+            continue
+        place = f"adapter.{key}" if isinstance(targets, str) else f"adapter.{key}.{index}"
+        what = f'"{target}" matches no module of this model'
+        fix = nearest(target, available)
+        parts = [part.strip() for part in target.split(",")]
+        if isinstance(targets, str) and all(part in available for part in parts):
+            fix = f"[{', '.join(parts)}]: a text is a regular expression for whole names"
+        found.append(Problem(what, place, found=", ".join(available), fix=fix))
+    return found
+
+
+def describe_not_called(tensors: Collection[str], *, explicit: bool) -> Problem:
+    """The problem of trained tensors that no gradient reaches: the model reads their module's weight itself.
+
+    Args:
+        tensors: full names of their modules.
+        explicit: the recipe lists its targets; else it says `all-linear`.
+    """
+    layers = sorted(set(map(short, tensors)))
+    what = f"{', '.join(layers)} would never be trained: the model reads the weight there and does not call "
+    what += "the layer, so that no gradient reaches an adapter"
+    listed = ", ".join(layers)
+    fix = f"target_modules without {listed}" if explicit else f"exclude_modules: [{listed}]"
+    found = f"{len(tensors)} modules, such as {sorted(tensors)[0]}"
+    return Problem(what, "adapter.target_modules", found=found, fix=fix)
+
+
+def _targets(
+    options: Mapping[str, Any], names: Names, peft: str, adaptable: list[str], picked: list[str]
+) -> list[Problem]:
+    """Targets that match nothing, or modules that the type cannot change."""
+    targets, key = options.get("target_modules"), "adapter.target_modules"
+    if targets is None:
+        if peft not in adapter_types.OWN_TARGETS:
+            return []
+        what = f"PEFT has no default modules of {peft} for {names.family}"
+        return [Problem(what, key, fix=_suggested(peft, names))]
+    lost = unmatched(targets, names.linear if targets == target_modules.EVERYTHING else list(names.kinds))
+    if lost:
+        return [_with_names(problem, names, adaptable) for problem in lost]
+    if not picked and not options.get("target_parameters"):
+        what = "no module is left for an adapter after the exclusions"
+        limits = ("exclude_modules", "modules_to_save", "layers_to_transform")
+        asked = ", ".join(name for name in limits if options.get(name) is not None)
+        return [Problem(what, key, found=f"{targets} with {asked}", fix=f"drop {asked}")]
+    usable = {*adaptable, names.head}
+    unfit = {name: names.kinds[name] for name in picked if name not in usable}
+    if unfit:
+        shown = ", ".join(f"{short(name)} ({kind})" for name, kind in _one_of_each(unfit).items())
+        available = ", ".join(dict.fromkeys(map(short, adaptable))) or "none"
+        return [
+            Problem(
+                f"{peft} cannot adapt modules that these targets match",
+                key,
+                found=shown,
+                expected=available,
+                fix=_suggested(peft, names),
+            )
+        ]
+    return _mamba(names, peft, picked, targets) or _never_called(names, picked, targets)
+
+
+def _one_of_each(unfit: Mapping[str, str]) -> dict[str, str]:
+    """One module of each last name and kind."""
+    return {name: kind for (_, kind), name in {(short(n), k): n for n, k in unfit.items()}.items()}
+
+
+def _with_names(problem: Problem, names: Names, adaptable: list[str]) -> Problem:
+    """The same problem with the names that an adapter may have, not those of every module."""
+    experts = _expert_parameters(names)
+    target = problem.what.split('"')[1]
+    available = list(dict.fromkeys(map(short, adaptable)))
+    known = problem.fix in available or problem.fix.startswith("[")
+    fix = problem.fix if known else nearest(target, available)
+    found = ", ".join(available) or "no layer that this type adapts"
+    if experts and target.rpartition(".")[2] in _OLD_EXPERTS:
+        fix = f"target_parameters: [{', '.join(experts)}]"
+        found += f"; parameters of experts: {', '.join(experts)}"
+    return replace(problem, found=found, fix=fix)
+
+
+def _expert_parameters(names: Names) -> list[str]:
+    """The stacked weights of experts, by the end of their names: `mlp.experts.gate_up_proj`."""
+    stacked = (name for name, shape in names.shapes.items() if len(shape) == 3 and "experts" in name)
+    return list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in stacked))
+
+
+def _suggested(peft: str, names: Names) -> str:
+    """Targets that the type can have in this model."""
+    kinds = adapter_types.layer_kinds(peft)
+    if kinds is None:
+        norms = [name for name in names.modules if "norm" in names.kinds[name].lower()]
+        return f"target_modules: [{', '.join(dict.fromkeys(map(short, norms)))}]"
+    usable = dict.fromkeys(
+        short(name)
+        for name in names.linear
+        if names.kinds[name] in kinds
+        and name not in names.not_called
+        and not _is_read_by_mamba(name, names, peft)
+    )
+    if not usable:
+        return "adapter.type: lora"
+    ia3 = [name for name in usable if name in ("k_proj", "v_proj", "down_proj")]
+    return f"target_modules: [{', '.join(ia3 if peft == 'ia3' and ia3 else usable)}]"
+
+
+def _is_read_by_mamba(name: str, names: Names, peft: str) -> bool:
+    return names.family in _MAMBA and peft in _MAMBA_TYPES and short(name) in _MAMBA_LAYERS
+
+
+def _mamba(names: Names, peft: str, picked: list[str], targets: Any) -> list[Problem]:
+    layers = sorted({short(name) for name in picked if _is_read_by_mamba(name, names, peft)})
+    if not layers:
+        return []
+    what = f"PEFT does not adapt {' and '.join(layers)} of {names.family}: its kernels read the weights"
+    return [Problem(what, "adapter.target_modules", found=str(targets), fix=_suggested(peft, names))]
+
+
+def _never_called(names: Names, picked: list[str], targets: Any) -> list[Problem]:
+    lost = [name for name in names.not_called if name in set(picked)]
+    return [describe_not_called(lost, explicit=targets != target_modules.EVERYTHING)] if lost else []
+
+
+def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
+    """Numbers of layers that the model does not have, and layers beside a pattern."""
+    wanted, key = options.get("layers_to_transform"), "adapter.layers_to_transform"
+    targets = options.get("target_modules")
+    numbers = [wanted] if isinstance(wanted, int) else wanted or ()
+    missing = [number for number in numbers if not 0 <= number < names.layers]
+    if missing:
+        texts = {"found": ", ".join(map(str, missing)), "expected": f"0 to {names.layers - 1}"}
+        return [Problem("the model has no such layer", key, **texts)]
+    if wanted is not None and isinstance(targets, str) and targets != target_modules.EVERYTHING:
+        what = "PEFT does not read it beside target_modules that are a regular expression"
+        return [Problem(what, key, found=str(wanted), fix="a list of names in target_modules")]
+    return []
+
+
+def _heads_and_embeddings(
+    options: Mapping[str, Any], names: Names, peft: str, picked: list[str]
+) -> list[Problem]:
+    """An adapter on the output head, and embeddings beside first weights that leave no place for theirs."""
+    found = list[Problem]()
+    if names.head and names.head in picked:
+        what = "TRL's loss reads the head's own weight and would pass it by"
+        head = short(names.head)
+        found.append(Problem(what, "adapter.target_modules", found=head, fix=f"modules_to_save: [{head}]"))
+    if peft == "trainable_tokens" and names.tied and names.embedding in picked:
+        found.append(adapter_on_head(peft))
+    init = str(options.get("init_lora_weights"))
+    rows = [name for name in picked if names.kinds[name] == "Embedding"]
+    if init.startswith(REBASING_INITS) and rows:
+        what = f"{init} is saved as a difference of LoRAs, which has no place for those of embeddings"
+        fix = "linear layers alone, or init_lora_weights: true"
+        found.append(Problem(what, "adapter.target_modules", found=", ".join(rows), fix=fix))
+    return found
+
+
+def adapter_on_head(kind: str) -> Problem:
+    """The problem of an adapter that PEFT puts on the output head."""
+    what, fix = "TRL's loss reads the head's own weight and passes the adapter by", "adapter.type: lora"
+    fix += " with trainable_token_indices" if kind == "trainable_tokens" else ""
+    return Problem(what, "adapter", found=f"{kind} on the output head", fix=fix)
+
+
+def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
+    """PEFT wants each of IA3's feed-forward modules to be one of the targets, letter by letter."""
+    targets, forward = options.get("target_modules"), options.get("feedforward_modules")
+    if not isinstance(targets, list) or not isinstance(forward, list) or set(forward) <= set(targets):
+        return []
+    beside = ", ".join(name for name in forward if name not in targets)
+    what = "are no part of target_modules"
+    return [Problem(what, "adapter.feedforward_modules", found=beside, expected=", ".join(targets))]
+
+
+def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
+    """Names of `modules_to_save` that the model does not have."""
+    found = list[Problem]()
+    for index, target in enumerate(options.get("modules_to_save") or ()):
+        if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
+            lost = unmatched([target], names.modules, "modules_to_save")
+            found += [replace(problem, key=f"adapter.modules_to_save.{index}") for problem in lost]
+    return found
+
+
+def _tokens(options: Mapping[str, Any], names: Names) -> list[Problem]:
+    """Rows of the embeddings that the model does not have, and modules that hold no such rows."""
+    found = list[Problem]()
+    rows = names.shapes.get(f"{names.embedding}.weight", (0,))[0]
+    for key in ("trainable_token_indices", "token_indices"):
+        given = options.get(key) or ()
+        tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
+        beyond = [token for token in tokens if not 0 <= token < rows]
+        if beyond:
+            texts = {"found": ", ".join(map(str, beyond)), "expected": f"0 to {rows - 1}"}
+            found.append(Problem("the model has no such token", f"adapter.{key}", **texts))
+        holders = [name for name in (names.embedding, names.head) if name]
+        for target in given if isinstance(given, dict) else ():
+            if not any(name.endswith(target) for name in holders):
+                lost = unmatched([target], holders, key)
+                found += [replace(problem, key=f"adapter.{key}.{target}") for problem in lost]
+    return found
+
+
+def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
+    """Keys that match nothing, and keys that match the same module and give it other values.
+
+    PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one
+    would be the first then, the adapter can't be opened again.
+    """
+    available = list(dict.fromkeys(map(short, names)))
+    problems, hits = list[Problem](), {name: [one for one in pattern if _ends(name, one)] for name in names}
+    used = {one for matching in hits.values() for one in matching}
+    for lost in (one for one in pattern if one not in used):
+        what = f'"{lost}" matches no module that gets an adapter'
+        texts = {"found": ", ".join(available), "fix": nearest(lost, available)}
+        problems.append(Problem(what, f"adapter.{key}.{lost}", **texts))
+    twice = {(them[0], min(them)): name for name, them in hits.items() if them}
+    for (first, saved), name in twice.items():
+        if pattern[first] == pattern[saved]:
+            continue
+        depth = len(saved) - len(saved.lstrip("(")) + 1  # "(" stands before what names have
+        early = "(" * depth + first + ")" * depth
+        what = f'"{first}" and "{saved}" match the same module, and PEFT saves them in another order'
+        texts = {"found": name, "fix": f'"{early}" in place of "{first}", which stays the first'}
+        problems.append(Problem(what, f"adapter.{key}", **texts))
+    return problems
+
+
+def _ends(name: str, pattern: str) -> bool:
+    """Whether a regular expression is the end of a name (PEFT's `get_pattern_key`)."""
+    try:
+        return bool(re.match(rf"(.*\.)?({pattern})$", name))
+    except re.error:
+        return False
+
+
+def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> list[Problem]:
+    """What PEFT cannot adapt as a parameter (peft 0.21.2, tuners/lora/layer.py, ParamWrapper)."""
+    targets, found = options.get("target_parameters") or (), list[Problem]()
+    # of three parts where more than one parameter has the same two: `mlp.experts.down_proj`
+    available = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in names.shapes if "." in name))
+    for index, target in enumerate(targets):
+        key = f"adapter.target_parameters.{index}"
+        matched = [name for name in names.shapes if target_modules.is_suffix(target, name)]
+        sizes = {len(names.shapes[name]) for name in matched}
+        holders = {name.rpartition(".")[0] for name in matched}
+        if not matched:
+            what = f'"{target}" matches no parameter of this model'
+            fix = nearest(target, available) or nearest(target, [short(name) for name in available])
+            usable = _expert_parameters(names) or available
+            found.append(Problem(what, key, found=", ".join(usable), fix=fix))
+        elif sizes - {2, 3}:
+            what = f'"{target}" matches parameters of {min(sizes)} dimension, and PEFT adapts 2 or 3'
+            found.append(Problem(what, key, found=matched[0], fix="a weight of a linear layer or of experts"))
+        elif holders & set(picked):
+            what = f'"{target}" belongs to a module that target_modules adapt already'
+            found.append(Problem(what, key, found=matched[0], fix="drop one of the two"))
+        elif names.head in holders:
+            what, fix = "TRL's loss reads the head's own weight and would pass it by", short(names.head)
+            found.append(Problem(what, key, found=target, fix=f"modules_to_save: [{fix}]"))
+    return found + _unlike_lora(options, bool(targets), "adapter.target_parameters")
+
+
+def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list[Problem]:
+    """Options of LoRA that PEFT has not for parameters."""
+    beside = [one for one in ("lora_dropout", "lora_bias", "use_dora") if options.get(one)]
+    if not parameters or not beside:
+        return []
+    what = f"PEFT has no {' and no '.join(beside)} for parameters such as experts' weights"
+    fix = "adapter.type: lora" if "use_dora" in beside else f"drop {' and '.join(beside)}"
+    return [Problem(what, key, found=", ".join(f"{one}: {options[one]}" for one in beside), fix=fix)]
+
+
+def experts_named(options: Mapping[str, Any], names: Names) -> dict[str, int]:
+    """Parameters of experts that PEFT adapts in place of layers of these names, and how often their rank.
+
+    PEFT makes `target_parameters` of the names that experts' layers had in transformers 4: of "all-linear",
+    and of a list that names all of them.
+    """
+    layers = EXPERTS.get(upstream_options.moe_patterns().get(names.family, ""))
+    targets = options.get("target_modules")
+    if layers is None or targets is None:
+        return {}
+    gate, up, down = layers
+    if targets == target_modules.EVERYTHING:
+        return {"gate_up_proj": 2, "down_proj": 1, "gate.weight": 1}
+    named = {one for one in (*layers, "gate") if _names_expert(targets, one, names)}
+    asked = {"gate_up_proj": {gate, up}, "down_proj": {down}, "gate.weight": {"gate"}}
+    return {parameter: len(layers) for parameter, layers in asked.items() if layers <= named}
+
+
+def _names_expert(targets: Any, layer: str, names: Names) -> bool:
+    """Whether targets name a layer of transformers 4's experts, by PEFT's conversion for transformers 5."""
+    if not isinstance(targets, str):
+        return any(target_modules.is_suffix(layer, target) for target in targets)
+    holders = {name.rpartition(".")[0] for name, size in names.shapes.items() if len(size) == 3}
+    holders |= {name.rpartition(".")[0] for name in names.kinds if short(name) == layer}
+    return any(target_modules.match(targets, [f"{holder}.{layer}" for holder in holders]).values())
+
+
+def _experts(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
+    """What PEFT refuses where it takes names of layers for those of experts' weights."""
+    layers = EXPERTS.get(upstream_options.moe_patterns().get(names.family, "")) if peft == "lora" else None
+    targets, key = options.get("target_modules"), "adapter.target_modules"
+    if layers is None:
+        return []
+    named = {one for one in layers[:2] if targets is not None and _names_expert(targets, one, names)}
+    if len(named) == 1 and targets != target_modules.EVERYTHING:
+        (one,), other = named, next(name for name in layers[:2] if name not in named)
+        what = f"PEFT adapts {layers[0]} and {layers[1]} of a mixture of experts only together"
+        return [Problem(what, key, found=one, fix=f"{other} beside {one}, or neither")]
+    attention = dict.fromkeys(short(n) for n in names.linear if "attn" in n or "attention" in n)
+    found = _unlike_lora(options, bool(experts_named(options, names)), key)
+    return [replace(one, fix=f"{one.fix}, or target_modules: [{', '.join(attention)}]") for one in found]

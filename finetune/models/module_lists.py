@@ -1,0 +1,216 @@
+"""Read the names of a model's modules from its config, without torch where possible.
+
+`module_lists.json` holds one list for each common family, with sizes as products of config values.
+`scripts/make_module_lists.py` (`make schema`) makes it for one version of transformers. Other versions do not
+read it. The lists of other models are made on the meta device once, and kept on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import warnings
+from dataclasses import asdict, replace
+from functools import cache
+from importlib.metadata import version
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.models import model_files, module_names
+from finetune.models.module_names import Names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORMAT = 1  # of the lists on disk: raise it if `Names` or what it is made of changes
+SHIPPED = Path(__file__).parent / "module_lists.json"
+# Keys of a config.json that change no module
+_WITHOUT_EFFECT = (
+    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
+    "quantization_config", "torch_dtype", "transformers_version", "use_cache",
+)  # fmt: skip
+
+
+class ModuleList(NamedTuple):
+    """The names, and what to tell the user about how they were found."""
+
+    names: Names
+    source: str
+    note: str = ""
+
+
+def read(path: Path, config: Any) -> ModuleList:
+    """The names of the model with the config.json at `path`.
+
+    Args:
+        config: its values, completed (`architecture.config_in`).
+
+    Raises:
+        UserError: transformers cannot build the model (exit 2), or lacks a package (exit 3).
+    """
+    shipped = _shipped(config)
+    if shipped is not None:
+        return ModuleList(shipped, "the list of its family")
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    matters = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT}
+    content = json.dumps([FORMAT, version("transformers"), matters], sort_keys=True)
+    cache_root = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+    kept = cache_root / "modules" / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # build it anew
+        return ModuleList(_from_json(json.loads(kept.read_text(encoding="utf-8"))), "the cache")
+    started = time.monotonic()
+    names = _build(path.parent)
+    with contextlib.suppress(OSError):  # a home that cannot be written
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        writing = kept.with_suffix(f".{os.getpid()}")
+        writing.write_text(json.dumps(asdict(names)), encoding="utf-8")
+        os.replace(writing, kept)
+    took = f"{time.monotonic() - started:.0f} s"
+    note = f"model.name: finetune read the module names of this {names.family} for the first time ({took}); "
+    return ModuleList(
+        names, "the model on the meta device", f"{note}the next command finds them in its cache"
+    )
+
+
+def _from_json(held: dict[str, Any]) -> Names:
+    for key in ("shapes", "tower_shapes"):
+        held[key] = {str(name): tuple(map(int, shape)) for name, shape in held[key].items()}
+    names = Names(**{**held, "not_called": tuple(held["not_called"])})
+    if not names.kinds or not all(isinstance(kind, str) for kind in names.kinds.values()):
+        raise ValueError("holds no modules")
+    return names
+
+
+def _build(folder: Path) -> Names:
+    """The names of a model that transformers builds on the meta device, without memory."""
+    logging.disable(logging.WARNING)  # of packages that transformers imports, about themselves
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            return of_meta_model(model)
+    except ImportError as error:  # of a model whose images or sound another package reads
+        said = " ".join(str(error).split())
+        problem = Problem("transformers can't build it without another package", "model.name", found=said)
+        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    except Exception as error:  # of a config that no class of transformers takes, whatever it says
+        said = first_line(error)
+        if "trust_remote_code" in str(error):
+            raise UserError(model_files.custom_code(said)) from error
+        problem = Problem("not a model that transformers knows", "model.name", found=said)
+        raise UserError(problem) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def of_meta_model(model: Any) -> Names:
+    """The names of a model on the meta device, with the modules that its forward does not call."""
+    names = module_names.of_model(model)
+    return replace(names, not_called=_not_called(model, names))
+
+
+def _not_called(model: Any, names: Names) -> tuple[str, ...]:
+    """Modules whose weight is read without a call to their forward, seen in one forward pass without memory.
+
+    The empty tuple: all are called, or the model cannot run on the meta device. The run looks at the real
+    model once more before its first step (`training.gradient_probe`).
+    """
+    called = set[str]()
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+        for name, module in model.named_modules()
+    ]
+    with contextlib.suppress(ValueError):  # of a model without attention
+        model.set_attn_implementation("eager")
+    ran = any(_runs(model, use_cache=cached) for cached in (False, True))
+    for hook in hooks:
+        hook.remove()
+    adaptable = (name for name in names.modules if names.kinds[name] in module_names.KINDS)
+    return tuple(name for name in adaptable if name not in called) if ran else ()
+
+
+def _runs(model: Any, **options: bool) -> bool:
+    """Whether a model's forward ends without an error on the meta device."""
+    import torch
+
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            model.eval()(input_ids=torch.ones(1, 8, dtype=torch.long), **options)
+    except Exception:
+        return False
+    return True
+
+
+@cache
+def _shipped_families() -> dict[str, Any]:
+    held = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    return held["families"] if version("transformers").startswith(f"{held['transformers']}.") else {}
+
+
+def _shipped(config: Any) -> Names | None:
+    """The shipped list with the sizes of a config; `None`: none is shipped for such a config."""
+    family = _shipped_families().get(config.model_type)
+    if family is None or config.get_text_config() is not config:
+        return None
+    if any((getattr(config, key, None) or None) != (value or None) for key, value in family["fixed"].items()):
+        return None
+    try:
+        return expand(family, config)
+    except (AttributeError, TypeError):  # a size that the config lacks
+        return None
+
+
+def expand(family: dict[str, Any], config: Any) -> Names:
+    """A family's list with the sizes of a config: `*` stands for the number of a layer."""
+    tied = bool(config.tie_word_embeddings)
+    without = f"{family['head']}.weight" if tied else ""
+    layers = config.num_hidden_layers
+    sizes = {
+        name: tuple(_size(config, part) for part in shape.split(" "))
+        for name, shape in family["shapes"].items()
+        if name != without
+    }
+    return Names(
+        dict(_layer_by_layer(family["kinds"], layers)),
+        dict(_layer_by_layer(sizes, layers)),
+        config.model_type,
+        family["embedding"],
+        family["head"],
+        tied,
+    )
+
+
+def _layer_by_layer(entries: dict[str, Any], layers: int) -> Iterator[tuple[str, Any]]:
+    for repeated, group in groupby(entries.items(), key=lambda entry: "*" in entry[0]):
+        listed = list(group)
+        for index in range(layers) if repeated else (0,):
+            yield from ((name.replace("*", str(index)), value) for name, value in listed)
+
+
+def _size(config: Any, expression: str) -> int:
+    """`2*num_key_value_heads*head_dim+hidden_size` of a config."""
+    return sum(prod(_value(config, part) for part in term.split("*")) for term in expression.split("+"))
+
+
+def _value(config: Any, part: str) -> int:
+    if part.isdecimal():
+        return int(part)
+    value = getattr(config, part, None)
+    if part == "head_dim" and value is None:
+        value = config.hidden_size // config.num_attention_heads
+    if part == "num_key_value_heads" and value is None:
+        value = config.num_attention_heads
+    if not isinstance(value, int):
+        raise TypeError(f"{part} is no number")
+    return value

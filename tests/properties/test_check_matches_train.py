@@ -1,0 +1,66 @@
+"""`check` accepts exactly the adapters that `train` accepts, over architectures, types and spellings.
+
+"`train` accepts" means that the adapter attaches, every trained tensor is in the graph of the loss, and one
+forward and backward pass of a two-layer model succeed. `support/adapter_cells.py` has the cells.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from support.adapter_cells import CELLS, SPELLINGS, TYPES, Cell, verdicts
+from support.architectures import CONFIGS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLE = 60
+SEED = int(os.environ.get("FINETUNE_CELLS_SEED") or time.time())
+CASES = (  # of public reports
+    Cell("qwen3_moe", "lora", "expert parameters"), Cell("qwen3_moe", "lora", "old experts"),
+    Cell("mixtral", "lora", "all-linear"), Cell("gpt2", "lora", "all-linear"),
+    Cell("gpt2", "dora", "suffixes"),
+    Cell("openai-gpt", "adalora", "regex"), Cell("gpt2", "ia3", "default"), Cell("gpt2", "oft", "all-linear"),
+    Cell("phimoe", "lora", "all-linear"), Cell("mamba", "lora", "all-linear"),
+    Cell("bloom", "lora", "embedding"),
+    Cell("jamba", "loha", "all-linear"), Cell("biogpt", "lora", "head"), Cell("llama", "lora", "commas"),
+    Cell("mamba", "prompt_tuning", "default"),
+)  # fmt: skip
+
+
+def test_cells_cover_forty_architectures() -> None:
+    assert len(CONFIGS) >= 40
+    assert len(CELLS) == len(CONFIGS) * len(TYPES) * len(SPELLINGS)
+
+
+def disagreements(cells: list[Cell], folder: Path) -> list[str]:
+    """Each cell on which `check` and `train` differ, or that ends in an exception that is no `UserError`."""
+    found = []
+    for cell in cells:
+        both = verdicts(cell, folder)
+        if both and (bool(both[0]) != bool(both[1]) or both[1].startswith("UNCAUGHT")):
+            found.append(f"{cell}\n  check: {both[0] or 'accepts'}\n  train: {both[1] or 'accepts'}")
+    return found
+
+
+@pytest.mark.parametrize("cell", CASES, ids=str)
+def test_verdict_of_check_on_a_reported_case_is_that_of_train(cell: Cell, tmp_path: Path) -> None:
+    assert disagreements([cell], tmp_path) == []
+
+
+def test_verdict_of_check_on_sampled_cells_is_that_of_train(tmp_path: Path) -> None:
+    print(f"FINETUNE_CELLS_SEED={SEED}")
+    cells = random.Random(SEED).sample(CELLS, SAMPLE)
+    assert "\n".join(disagreements(cells, tmp_path)) == "", f"FINETUNE_CELLS_SEED={SEED}"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_verdict_of_check_on_every_cell_is_that_of_train(family: str, tmp_path: Path) -> None:
+    cells = [cell for cell in CELLS if cell.family == family]
+    assert "\n".join(disagreements(cells, tmp_path)) == ""

@@ -1,0 +1,138 @@
+"""Cells of architecture x adapter type x spelling, and the verdicts of `check` and `train` on each."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.adapters import attach
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.models import architecture, module_lists
+from finetune.models.module_names import short
+from finetune.preflight import choice_checks
+from finetune.recipe import loader
+from finetune.training import gradient_probe
+from support.architectures import CONFIGS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.models.module_names import Names
+
+TYPES: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4}, "dora": {"r": 4}, "adalora": {"r": 4}, "ia3": {}, "oft": {"oft_block_size": 8},
+    "vera": {"r": 4}, "loha": {"r": 4}, "hira": {"r": 4}, "vblora": {"r": 4, "num_vectors": 16},
+    "ln_tuning": {}, "trainable_tokens": {"token_indices": [3, 5]},
+    "prompt_tuning": {"num_virtual_tokens": 3}, "full": {},
+}  # fmt: skip
+SPELLINGS = (
+    "default", "all-linear", "suffixes", "commas", "regex", "wide regex", "full name", "wrong name", "head",
+    "embedding", "router", "expert parameters", "old experts", "container", "norm", "excluded", "saved head",
+    "saved norm", "saved embedding", "rank pattern", "layers", "convolution", "rows",
+)  # fmt: skip
+
+
+class Cell(NamedTuple):
+    family: str
+    kind: str
+    spelling: str
+
+
+CELLS = [Cell(family, kind, how) for family in CONFIGS for kind in TYPES for how in SPELLINGS]
+
+
+def options_of(cell: Cell, names: Names) -> dict[str, Any]:
+    """The adapter's options in a recipe, by the names of the model."""
+    linear = list(dict.fromkeys(map(short, names.linear)))
+    first, last = linear[0], linear[-1]
+    norms = [name for name in names.modules if "norm" in names.kinds[name].lower()]
+    routers = [n for n, kind in names.kinds.items() if "Router" in kind or short(n) in ("gate", "router")]
+    stacked = [n for n, shape in names.shapes.items() if len(shape) == 3 and "experts" in n]
+    convolutions = [name for name in names.modules if names.kinds[name] == "Conv1d"]
+    found: dict[str, dict[str, Any]] = {
+        "default": {},
+        "all-linear": {"target_modules": "all-linear"},
+        "suffixes": {"target_modules": [first, last]},
+        "commas": {"target_modules": f"{first},{last}"},
+        "regex": {"target_modules": rf".*\.({first}|{last})"},
+        "wide regex": {"target_modules": r".*\.\d+\..*"},
+        "full name": {"target_modules": [names.linear[0]]},
+        "wrong name": {"target_modules": ["q_porj"]},
+        "head": {"target_modules": [short(names.head)]},
+        "embedding": {"target_modules": [short(names.embedding)]},
+        "router": {"target_modules": [first, short((routers or names.linear)[-1])]},
+        "expert parameters": {
+            "target_modules": [first],
+            "target_parameters": sorted({".".join(n.split(".")[-2:]) for n in stacked}) or ["experts.x"],
+        },
+        "old experts": {"target_modules": [first, "gate_proj", "up_proj", "down_proj"]},
+        "container": {"target_modules": [short(names.linear[0].rpartition(".")[0])]},
+        "norm": {"target_modules": sorted({short(name) for name in norms})},
+        "excluded": {"target_modules": "all-linear", "exclude_modules": [last]},
+        "saved head": {"modules_to_save": [short(names.head)]},
+        "saved norm": {"modules_to_save": [short(norms[0]) if norms else "norm"]},
+        "saved embedding": {"modules_to_save": [short(names.embedding)]},
+        "rank pattern": {"rank_pattern": {first: 2}},
+        "layers": {"layers_to_transform": [1]},
+        "convolution": {"target_modules": [short(convolutions[0]) if convolutions else "conv1d"]},
+        "rows": {"trainable_token_indices": [3, 96]},
+    }  # fmt: skip
+    return {**TYPES[cell.kind], **found[cell.spelling]}
+
+
+@cache
+def names_of(family: str, folder: Path) -> Names:
+    """The names as `check` reads them: from config.json."""
+    place = folder / family
+    place.mkdir(exist_ok=True)
+    config = AutoConfig.for_model(family, **CONFIGS[family])
+    (place / "config.json").write_text(config.to_json_string(use_diff=False))
+    path = place / "config.json"
+    return module_lists.read(path, architecture.config_in(path)).names
+
+
+def verdicts(cell: Cell, folder: Path) -> tuple[str, str] | None:
+    """Why `check` and why `train` refuse a cell, empty where they accept; `None`: no such recipe exists."""
+    names = names_of(cell.family, folder)
+    path = folder / "recipe.yaml"
+    section = {"type": cell.kind, **options_of(cell, names)}
+    raw = {"model": {"name": str(folder / cell.family)}, "data": {"name": "data.jsonl"}, "adapter": section}
+    path.write_text(json.dumps(raw))
+    try:
+        recipe = loader.load(path, ["train.max_steps=20"])
+    except UserError:
+        return None
+    by_check = "\n".join(f"{p.what} [{p.found}]" for p in choice_checks.against_names(recipe, names))
+    return by_check, _train(recipe, cell.family)
+
+
+def _train(recipe: Any, family: str) -> str:
+    """Why a two-layer model does not train with this adapter; the empty string if it does."""
+    torch.manual_seed(0)
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = AutoConfig.for_model(family, **CONFIGS[family])
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+            adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
+            trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+            lost = gradient_probe.unreached(adapted, trained, "eager")
+            if lost and recipe.adapter.type != "full":
+                return f"no gradient reaches {lost[0]}"
+            ids = torch.arange(12)[None]
+            adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"UNCAUGHT {type(error).__name__}: {error}"
+    finally:
+        logging.disable(logging.NOTSET)
+    return ""

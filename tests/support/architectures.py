@@ -1,0 +1,93 @@
+"""Tiny two-layer configs of transformers' decoders, by model family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TOKENS = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+_PLAIN = {**_TOKENS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, **_HEADS}
+_NO_GROUPS = {key: value for key, value in _PLAIN.items() if key != "num_key_value_heads"}
+_WIDE = {**_PLAIN, "head_dim": 8}
+_GPT = {**_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SMALL_EXPERTS = {**_EXPERTS, "moe_intermediate_size": 16}
+_ROUTED = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_LATENT = {
+    **_ROUTED, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 8,
+}  # fmt: skip
+_STATE = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "expand": 2}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        (
+            "llama", "mistral", "qwen2", "phi", "phi3", "olmo", "olmo2", "olmo3", "granite", "starcoder2",
+            "stablelm", "cohere", "nemotron", "smollm3", "arcee", "diffllama",
+        ),
+        _PLAIN,
+    ),
+    **dict.fromkeys(
+        ("qwen3", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "cohere2", "exaone4", "ernie4_5", "helium",
+         "seed_oss", "hunyuan_v1_dense"),
+        _WIDE,
+    ),
+    **dict.fromkeys(("gpt_neox", "persimmon"), _NO_GROUPS),
+    **dict.fromkeys(("gpt2", "openai-gpt"), _GPT),
+    **{key: {**_GPT, "rotary_dim": 8, "n_ctx": 128} for key in ("gptj", "codegen")},
+    **{key: {**_PLAIN, **_LOCAL} for key in ("mixtral", "granitemoe", "phimoe")},
+    **{key: {**_PLAIN, **_LATENT} for key in ("deepseek_v2", "deepseek_v3")},
+    **{key: {**_WIDE, **_ROUTED} for key in ("glm4_moe", "dots1")},
+    "gpt_bigcode": {**_GPT, "n_inner": 64},
+    "ctrl": {**_GPT, "dff": 64},
+    "gpt_neo": {
+        **_TOKENS, "hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 128,
+    },
+    "opt": {
+        **_TOKENS, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "max_position_embeddings": 128, "word_embed_proj_dim": 32,
+    },
+    "bloom": {**_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "mpt": {**_TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 128},
+    "xglm": {
+        **_TOKENS, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 4,
+        "max_position_embeddings": 128,
+    },
+    "biogpt": _NO_GROUPS,
+    "olmoe": {**_PLAIN, **_EXPERTS},
+    "qwen2_moe": {**_PLAIN, **_SMALL_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": {**_WIDE, **_SMALL_EXPERTS},
+    "gpt_oss": {**_WIDE, **_LOCAL},
+    "mamba": {**_STATE, "state_size": 4},
+    "falcon_mamba": {**_STATE, "state_size": 4},
+    "mamba2": {**_STATE, "state_size": 8, "head_dim": 8, "num_heads": 8, "n_groups": 1, "chunk_size": 8},
+    "jamba": {
+        **_PLAIN, "num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
+        "expert_layer_offset": 1, "mamba_d_state": 4, "mamba_expand": 2, "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "bamba": {
+        **_PLAIN, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
+        "mamba_expand": 2, "mamba_chunk_size": 8,
+    },
+    "recurrent_gemma": {
+        **_WIDE, "lru_width": 32, "attention_window_size": 64, "block_types": ["recurrent", "attention"],
+    },
+    "rwkv": {
+        **_TOKENS, "hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2,
+        "context_length": 128,
+    },
+    "lfm2": {**_PLAIN, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+    "qwen3_next": {
+        **_WIDE, **_SMALL_EXPERTS, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    "minimax": {**_WIDE, **_LOCAL, "block_size": 8},
+}  # fmt: skip

@@ -1,0 +1,97 @@
+"""The kinds of layers that each type of PEFT changes, tried on PEFT itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from finetune.models import module_names
+from finetune.recipe import adapter_types
+
+WIDTH = 64
+LAYERS = {
+    "Linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "Conv1D": lambda: Conv1D(WIDTH, WIDTH),
+    "Embedding": lambda: nn.Embedding(WIDTH, WIDTH),
+    "Conv1d": lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1),
+    "LayerNorm": lambda: nn.LayerNorm(WIDTH),
+}
+# What PEFT wants beside its defaults for layers so small
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adalora": {"total_step": 10}, "ia3": {"feedforward_modules": []}, "oft": {"r": 4, "oft_block_size": 0},
+    "c3a": {"block_size": 4}, "vblora": {"vector_length": 4}, "trainable_tokens": {"token_indices": [1]},
+    "fourierft": {"n_frequency": 8}, "waveft": {"n_frequency": 8}, "miss": {"r": 4}, "shira": {"r": 4},
+    "psoft": {"r": 4}, "road": {"group_size": 8}, "frod": {"progressbar": False},
+}  # fmt: skip
+TYPES = sorted(
+    {kind.peft for kind in adapter_types.all_types().values() if not (kind.refused or kind.prompt)} - {""}
+)
+
+
+class Net(nn.Module):
+    """A layer of one kind behind an embedding, in front of a linear layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layer = LAYERS[kind]()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kind == "Embedding":
+            return self.last(self.layer(ids))
+        hidden = self.first(ids)
+        if self.kind == "Conv1d":
+            return self.last(self.layer(hidden.transpose(1, 2)).transpose(1, 2))
+        return self.last(self.layer(hidden))
+
+
+def trains(peft: str, kind: str) -> bool:
+    """Whether PEFT's type changes such a layer, and gradients reach it."""
+    configs = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = configs[peft](target_modules=["layer"], **OPTIONS.get(peft, {}))
+            adapted: Any = get_peft_model(Net(kind), config)  # type: ignore[arg-type]  (any module)
+            adapted(torch.arange(8)[None]).square().sum().backward()
+    except (ValueError, TypeError, NotImplementedError, RuntimeError, AttributeError, KeyError):
+        return False
+    return any(parameter.grad is not None for parameter in adapted.parameters() if parameter.requires_grad)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("peft", TYPES)
+def test_layer_kinds_of_a_type_are_those_that_peft_adapts(peft: str, kind: str) -> None:
+    if peft == "trainable_tokens" and kind == "Linear":
+        pytest.skip("PEFT takes a linear layer's outputs for tokens there")
+    known = adapter_types.layer_kinds(peft)
+    assert trains(peft, kind) == (known is None or kind in known)
+
+
+def test_kind_of_a_layer_that_adapters_fail_on_is_its_class() -> None:
+    class Positions(nn.Embedding):
+        def forward(self, attention_mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(attention_mask.cumsum(1) - 1)
+
+    class TopKRouter(nn.Linear):
+        pass
+
+    found = {
+        module_names.kind_of(module): module
+        for module in (
+            Positions(4, 4), TopKRouter(4, 4), nn.Conv1d(4, 4, 1, groups=4), nn.SiLU(), nn.Linear(4, 4),
+            nn.Embedding(4, 4), Conv1D(4, 4), nn.LayerNorm(4),
+        )
+    }  # fmt: skip
+    assert list(found) == [
+        "Positions", "TopKRouter", "grouped Conv1d", "no weight", "Linear", "Embedding", "Conv1D",
+        "LayerNorm",
+    ]  # fmt: skip

@@ -1,0 +1,101 @@
+"""Names of an adapter's options against a model's: what is refused, and what the message offers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.adapters import name_problems, target_modules
+from finetune.models import module_lists
+from finetune.models.module_names import Names
+from support.architectures import CONFIGS
+
+
+def names_of(family: str) -> Names:
+    with torch.device("meta"):
+        config = AutoConfig.for_model(family, **CONFIGS[family])
+        return module_lists.of_meta_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+def problem(family: str, options: dict[str, Any], peft: str = "lora") -> Any:
+    (found,) = name_problems.problems(options, names_of(family), peft)
+    return found
+
+
+@pytest.mark.parametrize("target", ["gate_proj", "w1", "down_proj"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+def test_layer_of_an_expert_is_refused_with_the_names_of_the_parameters(family: str, target: str) -> None:
+    found = problem(family, {"target_modules": ["q_proj", target]})
+    assert found.what == f'"{target}" matches no module of this model'
+    assert found.fix == "target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]"
+    parameters = found.fix.partition("[")[2].rstrip("]").split(", ")
+    again = {"target_modules": ["q_proj"], "target_parameters": parameters}
+    assert name_problems.problems(again, names_of(family), "lora") == []
+
+
+@pytest.mark.parametrize(
+    ("family", "peft", "options", "what", "fix"),
+    [
+        ("gpt2", "oft", {"target_modules": "all-linear"}, "oft cannot adapt modules", "adapter.type: lora"),
+        ("gpt2", "lora", {"target_modules": "c_attn,c_proj"}, "matches no module", "[c_attn, c_proj]"),
+        ("gpt2", "lora", {"target_modules": ["attn"]}, "lora cannot adapt", "[c_attn, c_proj, c_fc]"),
+        ("gpt2", "lora", {"target_modules": r".*\.h\.0.*"}, "lora cannot adapt", "[c_attn, c_proj, c_fc]"),
+        ("opt", "lora", {"target_modules": ["embed_positions"]}, "lora cannot adapt", "q_proj"),
+        ("biogpt", "lora", {"target_modules": ["output_projection"]}, "TRL's loss", "[output_projection]"),
+        ("rwkv", "lora", {"target_modules": ["head"]}, "TRL's loss reads", "modules_to_save: [head]"),
+        ("mamba", "trainable_tokens", {"token_indices": [3]}, "TRL's loss reads", "trainable_token_indices"),
+        ("phimoe", "lora", {"target_modules": ["q_proj", "router"]}, "lora cannot adapt", "q_proj"),
+        ("stablelm", "ia3", {}, "PEFT has no default modules of ia3", "[k_proj, v_proj, down_proj]"),
+        ("olmo2", "ln_tuning", {}, "PEFT has no default modules", "post_attention_layernorm"),
+        ("mamba", "lora", {"target_modules": "all-linear"}, "PEFT does not adapt out_proj",
+         "[in_proj, x_proj]"),
+        ("jamba", "lora", {"target_modules": ["dt_proj"]}, "dt_proj would never be trained",
+         "without dt_proj"),
+        ("jamba", "vera", {"target_modules": "all-linear"}, "dt_proj would never",
+         "exclude_modules: [dt_proj]"),
+        ("llama", "lora", {"target_modules": ["q_proj"], "exclude_modules": ["self_attn.q_proj"]},
+         "no module is left", "drop exclude_modules"),
+        ("llama", "lora", {"target_modules": ["q_proj"], "target_parameters": ["norm.weight"]},
+         "matches parameters of 1 dimension", "linear layer"),
+        ("llama", "lora", {"target_modules": ["q_proj"], "target_parameters": ["q_proj.weight"]},
+         "belongs to a module that target_modules adapt", "drop one"),
+        ("llama", "lora", {"trainable_token_indices": {"wte": [3]}}, '"wte" matches no module', ""),
+        ("deepseek_v3", "lora", {"target_modules": ["gate_proj"]}, "only together",
+         "up_proj beside gate_proj"),
+        ("mixtral", "lora", {"target_modules": "all-linear", "lora_dropout": 0.1}, "no lora_dropout", "drop"),
+    ],
+)  # fmt: skip
+def test_name_that_does_not_train_is_refused_with_a_remedy(
+    family: str, peft: str, options: dict[str, Any], what: str, fix: str
+) -> None:
+    found = problem(family, options, peft)
+    assert what in found.what and fix in found.fix
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba", "gpt2", "qwen3_moe", "opt", "rwkv"])
+def test_suggested_targets_are_accepted(family: str) -> None:
+    """Each list of targets that a message offers trains."""
+    names = names_of(family)
+    for options in (
+        {"target_modules": "all-linear"},
+        {"target_modules": ["no_such"]},
+        {"target_modules": ".*"},
+    ):
+        for found in name_problems.problems(options, names, "lora"):
+            key, _, listed = found.fix.partition(": [")
+            if key in ("target_modules", "exclude_modules"):
+                offered = {**options, key: listed.rstrip("]").split(", ")}
+                assert name_problems.problems(offered, names, "lora") == [], found.fix
+
+
+def test_targets_of_layers_follow_pefts_rule() -> None:
+    names = names_of("gpt2")
+    options = {"target_modules": ["c_attn"], "layers_to_transform": [1], "layers_pattern": "h"}
+    assert target_modules.targeted(options, names) == ["transformer.h.1.attn.c_attn"]
+    options = {"target_modules": r".*c_attn", "exclude_modules": r".*h\.0\..*"}
+    assert target_modules.targeted(options, names) == ["transformer.h.1.attn.c_attn"]
+    options = {"target_modules": ["c_proj"], "modules_to_save": ["mlp"]}
+    assert {name.split(".")[3] for name in target_modules.targeted(options, names)} == {"attn"}

@@ -1,0 +1,140 @@
+"""Lists of module names: shipped, cached on disk, or made on the meta device; all equal the model's own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.core.errors import UserError
+from finetune.models import architecture, module_lists, module_names
+from support.architectures import CONFIGS
+from support.paths import MODEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FAMILIES = sorted(json.loads(module_lists.SHIPPED.read_text())["families"])
+SIZES: dict[str, Any] = {
+    "hidden_size": 72, "intermediate_size": 104, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "vocab_size": 89, "num_experts": 3, "num_local_experts": 3,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 18, "shared_expert_intermediate_size": 38,
+    "max_position_embeddings": 61, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def on_meta(config: Any) -> module_names.Names:
+    with torch.device("meta"):
+        return module_lists.of_meta_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+
+
+def read(folder: Path, config: Any) -> module_lists.ModuleList:
+    folder.mkdir(exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(config.to_json_string() if hasattr(config, "to_json_string") else json.dumps(config))
+    return module_lists.read(path, architecture.config_in(path))
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"head_dim": 20, "tie_word_embeddings": False}], ids=["", "wide heads"]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shipped_list_of_any_size_equals_the_model(family: str, others: dict[str, Any], tmp_path) -> None:
+    own = AutoConfig.for_model(family)
+    known = {key for key in (*own.to_dict(), *own.attribute_map) if key in SIZES}
+    if family == "olmoe":
+        others = {key: value for key, value in others.items() if key != "head_dim"}
+    config = AutoConfig.for_model(family, **{key: SIZES[key] for key in known}, **others)
+    found = read(tmp_path / "m", config)
+    assert found.source == "the list of its family" and not found.note
+    assert found.names == on_meta(config)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("llama", {"attention_bias": True}),
+        ("llama", {"mlp_bias": True}),
+        ("qwen3_moe", {"mlp_only_layers": [0]}),
+        ("qwen2_moe", {"decoder_sparse_step": 2}),
+        ("gpt2", {"n_inner": 50}),
+        ("gpt_neox", {"attention_bias": False}),
+    ],
+)
+def test_config_with_other_modules_than_its_family_is_built(
+    family: str, changed: dict[str, Any], tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    config = AutoConfig.for_model(family, **{**CONFIGS[family], **changed})
+    found = read(tmp_path / "m", config)
+    assert found.source == "the model on the meta device" and "for the first time" in found.note
+    assert found.names == on_meta(config)
+
+
+@pytest.mark.parametrize("family", ["stablelm", "openai-gpt", "mamba"])
+def test_names_of_an_unknown_family_are_built_once(family: str, tmp_path, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    config = AutoConfig.for_model(family, **CONFIGS[family])
+    with caplog.at_level(logging.WARNING):
+        first = read(tmp_path / "m", config)
+    assert not caplog.records and "for the first time" in first.note
+    monkeypatch.setattr(module_lists, "_build", lambda folder: pytest.fail("built again"))
+    second = read(tmp_path / "m", config)
+    assert second.names == first.names and not second.note
+    raw = {**json.loads(config.to_json_string()), "_name_or_path": "elsewhere", "eos_token_id": 5}
+    assert read(tmp_path / "moved", raw).names == first.names  # what changes no module asks for no new list
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{}", '{"kinds": 3}', '{"kinds": {}, "shapes": {}}'])
+def test_damaged_list_on_disk_is_built_anew(damage: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    config = AutoConfig.for_model("stablelm", **CONFIGS["stablelm"])
+    first = read(tmp_path / "m", config)
+    (kept,) = (tmp_path / "cache" / "modules").iterdir()
+    kept.write_text(damage)
+    again = read(tmp_path / "m", config)
+    assert again.names == first.names and again.note
+    assert json.loads(kept.read_text())["family"] == "stablelm"
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_names_on_the_meta_device_equal_those_of_the_model(family: str, tmp_path, monkeypatch) -> None:
+    """A run reads the names of the model in memory, `check` those of its config."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    config = AutoConfig.for_model(family, **CONFIGS[family])
+    found = read(tmp_path / "m", config).names
+    live = module_names.of_model(AutoModelForCausalLM.from_config(config))
+    assert replace(found, not_called=()) == live
+    assert found.linear and found.embedding in found.modules
+
+
+def test_layers_that_mamba_does_not_call_are_known_from_its_config() -> None:
+    found = on_meta(AutoConfig.for_model("mamba", **CONFIGS["mamba"]))
+    assert {module_names.short(name) for name in found.not_called} == {"dt_proj"}
+
+
+def test_model_that_transformers_does_not_know_is_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="not a model that transformers knows"):
+        read(tmp_path / "m", {"model_type": "no-such-family"})
+    assert not (tmp_path / "cache").exists()
+
+
+def test_shipped_and_cached_lists_are_read_without_torch(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    read(tmp_path / "m", AutoConfig.for_model("stablelm", **CONFIGS["stablelm"]))
+    program = (
+        "import sys; from pathlib import Path; from finetune.models import architecture, module_lists\n"
+        "for path in map(Path, sys.argv[1:]):\n"
+        "    assert module_lists.read(path, architecture.config_in(path)).names.linear\n"
+        "assert not {'torch', 'transformers', 'peft'} & set(sys.modules)"
+    )
+    paths = [str(MODEL / "config.json"), str(tmp_path / "m" / "config.json")]
+    subprocess.run([sys.executable, "-c", program, *paths], check=True)

@@ -1,0 +1,85 @@
+"""Trained tensors that no gradient reaches are named before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.adapters import trainable_parameters
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.recipe import loader
+from finetune.training import gradient_probe
+from support.architectures import CONFIGS
+from support.paths import QUICKSTART
+
+
+def adapted(family: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **CONFIGS[family]))
+    options["fan_in_fan_out"] = family == "gpt2"
+    return get_peft_model(model, LoraConfig(r=2, task_type="CAUSAL_LM", **options))
+
+
+def unreached(model: Any) -> set[str]:
+    found = gradient_probe.unreached(model, trainable_parameters.trainable(model), "sdpa")
+    return {gradient_probe._module_of(model, name).rpartition(".")[2] for name in found}
+
+
+@pytest.mark.parametrize(
+    ("family", "targets", "lost"),
+    [
+        ("mamba", ["in_proj", "x_proj", "dt_proj"], {"dt_proj"}),
+        ("falcon_mamba", ["in_proj", "dt_proj"], {"dt_proj"}),
+        ("jamba", ["q_proj", "dt_proj"], {"dt_proj"}),
+        ("jamba", ["q_proj", "gate_proj"], set()),
+        ("llama", ["q_proj", "down_proj"], set()),
+        ("gpt2", ["c_attn"], set()),
+        ("rwkv", ["key", "value"], set()),
+    ],
+)
+def test_module_whose_weight_is_read_without_a_call_is_found(
+    family: str, targets: list[str], lost: set[str]
+) -> None:
+    """B is 0 at the start, so that every A has a zero gradient: that is no fault."""
+    assert unreached(adapted(family, target_modules=targets)) == lost
+
+
+def test_expert_that_no_token_reaches_is_no_fault() -> None:
+    model = adapted("qwen3_moe", target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    assert unreached(model) == set()
+
+
+def test_probe_leaves_the_random_stream_and_gradients_as_they_were() -> None:
+    model = adapted("llama", target_modules=["q_proj"], lora_dropout=0.5)
+    model.train()
+    before = torch.random.get_rng_state()
+    assert unreached(model) == set()
+    assert torch.equal(torch.random.get_rng_state(), before) and model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
+
+
+class FakeLaunch:
+    def __init__(self, sharded: str) -> None:
+        self.sharded = sharded
+
+
+@pytest.mark.parametrize("sharded", ["", "FSDP"])
+def test_adapter_that_no_gradient_reaches_is_refused(sharded: str) -> None:
+    from types import SimpleNamespace
+
+    model = adapted("jamba", target_modules=["q_proj", "dt_proj"])
+    setup: Any = SimpleNamespace(launch=FakeLaunch(sharded), attention=SimpleNamespace(value="sdpa"))
+    recipe = loader.load(QUICKSTART, ["adapter.target_modules=[q_proj, dt_proj]"])
+    with pytest.raises(UserError, match="dt_proj would never be trained") as caught:
+        gradient_probe.check(model, recipe.adapter, setup, RunChecks())
+    assert caught.value.problems[0].fix == "target_modules without dt_proj"
+    fine = adapted("jamba", target_modules=["q_proj"])
+    ledger = RunChecks()
+    gradient_probe.check(fine, recipe.adapter, setup, ledger)
+    assert ledger.receipts[-1].option == "gradients" and ledger.receipts[-1].passed
