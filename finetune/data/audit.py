@@ -32,6 +32,7 @@ SAID = {  # what is counted -> what is said of so many rows
     "nothing_trained": "have no token to train on",
     "duplicates": "repeat an earlier row",
     "in_validation": "that are held out also stand in the training data",
+    "same_conversation": "share a conversation with a validation example (an id or the first turn)",
     "no_end_of_turn": "don't end with the end of a turn",
     "shortened": "had prompts cut (too_long: truncate_prompt)",
     "doubled_bos": "brought a second BOS, which was taken away",
@@ -134,6 +135,10 @@ class Audit:
         self.trained_by: Counter[str] = Counter()
         self.lengths, self.digests = array("i"), array("Q")  # of documents
         self.firsts = array("B")  # whether a document is the first of its row
+        self.conversations, self.members = (
+            array("Q"),
+            array("q"),
+        )  # of conversations, the number of a document
         self.beyond: list[str] = []
         self.token_ids = hashlib.blake2b(digest_size=8)
 
@@ -164,6 +169,8 @@ class Audit:
         report.rows += 1
         report.kept += 1
         digest = example.digest()
+        self.conversations.extend(example.conversations)
+        self.members.extend([len(self.lengths)] * len(example.conversations))
         for number, document in enumerate(documents):
             ids, trained = document.ids, sum(end - max(start, 1) for start, end in document.trained)
             self.token_ids.update(array("i", [*ids, -1, *chain.from_iterable(document.trained), -1]))
@@ -225,6 +232,12 @@ class Audit:
             if len(both):
                 report.counts["in_validation"] = int(np.isin(other, digests, kind="sort").sum())
                 report.places["in_validation"] = [places(int(index)) for index in both[:MAX_SHOWN]]
+            ours, theirs = (np.frombuffer(one.conversations, np.uint64) for one in (self, held_out))
+            shared = np.unique(np.frombuffer(self.members, np.int64)[np.isin(ours, theirs)])
+            shared = np.setdiff1d(shared, both)
+            if len(shared):
+                report.counts["same_conversation"] = len(shared)
+                report.places["same_conversation"] = [places(int(index)) for index in shared[:MAX_SHOWN]]
         report.trained_by = dict(self.trained_by)
         report.token_ids = self.token_ids.hexdigest()
         if self.trained_by.keys() & {"assistant", "every role"}:

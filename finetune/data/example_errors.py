@@ -166,7 +166,7 @@ def first_rows(data: Data) -> list[str]:
     if problems:
         raise UserError(*problems)
     count = sum(first.count for first in splits.values())
-    said = f"{count:,} rows were read; `finetune data` reads all, as the model will see them"
+    said = f"checked {count:,} examples: the first {FIRST} of each source; run `finetune data` to check all"
     return [said] if count else []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.core.errors import Problem
@@ -45,6 +45,8 @@ class Example:
     prompt: str | None = None
     completion: str = ""
     """The answer to `prompt`; without one, a text all of which is trained on."""
+    conversations: tuple[int, ...] = field(default=(), compare=False)
+    """Hashes of what tells that two examples belong to one conversation: an id, the first turn."""
 
     @property
     def answer(self) -> str:

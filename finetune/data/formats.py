@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data import hints
 from finetune.data.examples import BadRow, Example, Message, Row, short
-from finetune.data.messages import BESIDE, PLAIN, json_of, read, tools
+from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, tools
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data
@@ -58,6 +58,37 @@ def digest(row: Row, seed: int, data: Data) -> int:
     content = json.dumps({k: row.value[k] for k in row.value if k in columns}, sort_keys=True, default=str)
     hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
     return int.from_bytes(hashed.digest())
+
+
+def conversations(row: Row, data: Data) -> tuple[int, ...]:
+    """64 bits for each thing that tells which conversation a row belongs to: its ids and its first turn."""
+    value = _renamed(row, data)
+    ids = [
+        f"{name} {value[name]}" for name in ("id", "conversation_id") if type(value.get(name)) in (str, int)
+    ]
+    first = _first_turn(value, data)
+    said = [*ids, *([f"first {first}"] if first else [])]
+    hashed = (hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest() for text in said)
+    return tuple(map(int.from_bytes, hashed))
+
+
+def _first_turn(value: dict[str, Any], data: Data) -> str:
+    """What the user says first, or the empty string."""
+    for name in ("messages", "conversations", "prompt"):
+        turns = value.get(name)
+        for turn in turns if isinstance(turns, list) else ():
+            named = role_of(turn) if isinstance(turn, dict) else "system"
+            if data.role_map.get(str(named), named) != "system":
+                return json.dumps(turn.get("content", turn.get("value")), default=str)
+    history = value.get("history")
+    if isinstance(history, list) and history and isinstance(history[0], list) and history[0]:
+        return json.dumps(history[0][0], default=str)
+    if isinstance(asked := value.get("prompt"), str):
+        return json.dumps(asked) if asked.strip() else ""
+    if isinstance(asked := value.get("instruction"), str) and asked.strip():
+        more = value.get("input")
+        return json.dumps(f"{asked}\n\n{more}" if isinstance(more, str) and more.strip() else asked)
+    return ""
 
 
 def detect(row: Row, data: Data) -> str:

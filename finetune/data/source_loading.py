@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+from array import array
+from collections import Counter
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +17,7 @@ from finetune.core.paths import local_path, similar_files
 from finetune.data import hints
 from finetune.data.dataset_folders import as_name, choose_files, count_files
 from finetune.data.examples import BadRow, Row
-from finetune.data.formats import convert, detect, digest, of_another_format, unused
+from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
 from finetune.data.readers import READERS, count_rows, read_file
 from finetune.hub import client
 from finetune.recipe.schema import Data, Source
@@ -91,13 +94,25 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
 
 
 def draw_held_out(data: Data, seed: int) -> set[int]:
-    """Digests of the rows that `data.validation_fraction` holds out; rows of equal content go together."""
+    """Digests of the rows that `data.validation_fraction` holds out.
+
+    Rows of equal content go together, and so do the rows of one conversation. A conversation that is larger
+    than the validation set stays in training. An id or a first turn of half of the rows is no conversation.
+    """
     if data.validation_fraction is None:
         return set()
-    rows = chain.from_iterable(read(source, "data.name") for source in sources(data))
-    digests = sorted(digest(row, seed, data) for row in rows if isinstance(row, Row))
-    drawn = set(digests[: max(1, round(len(digests) * data.validation_fraction))])
-    if digests and digests[-1] in drawn:
+    digests, owners, keys = array("Q"), array("Q"), array("Q")
+    for row in chain.from_iterable(read(source, "data.name") for source in sources(data)):
+        if isinstance(row, Row):
+            digests.append(digest(row, seed, data))
+            for key in conversations(row, data):
+                owners.append(digests[-1])
+                keys.append(key)
+    digests = sorted(digests)
+    count = max(1, round(len(digests) * data.validation_fraction))
+    groups = _groups(owners, keys, len(digests) // 2)
+    drawn = (_draw_whole(digests, groups, count) if groups else set()) or set(digests[:count])
+    if digests and len(drawn) == len(set(digests)):
         # Rows without a column that is read are all alike: that is said first, of a named format too
         by_columns = data.model_copy(update={"format": "auto"})
         for source in sources(data):
@@ -106,6 +121,49 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
         what, number = "no row would be left to train on", len(set(digests))
         found = f"{number} different row{'s' * (number != 1)}"
         raise UserError(Problem(what, "data.validation_fraction", found=found, fix=_one_text(data)))
+    return drawn
+
+
+def _groups(owners: array[int], keys: array[int], many: int) -> dict[int, set[int]]:
+    """Digest of a row -> those of its conversation, of rows that share a key with a row of other content.
+
+    Args:
+        keys: what tells conversations apart, of the row at the same place in `owners`.
+        many: rows; what so many have in common is a prompt of the whole dataset, and no conversation.
+    """
+    import numpy as np
+
+    _, inverse, counts = np.unique(np.frombuffer(keys, np.uint64), return_inverse=True, return_counts=True)
+    order = np.argsort(inverse, kind="stable")
+    order = order[counts[inverse[order]] < many]
+    sorted_keys, sorted_owners = (
+        np.frombuffer(keys, np.uint64)[order],
+        np.frombuffer(owners, np.uint64)[order],
+    )
+    shared = (sorted_keys[1:] == sorted_keys[:-1]) & (sorted_owners[1:] != sorted_owners[:-1])
+    groups: dict[int, set[int]] = {}
+    for one, other in zip(
+        sorted_owners[:-1][shared].tolist(), sorted_owners[1:][shared].tolist(), strict=True
+    ):
+        large, small = sorted((groups.get(one, {one}), groups.get(other, {other})), key=len, reverse=True)
+        large |= small
+        groups |= dict.fromkeys((*small, one, other), large)
+    return groups
+
+
+def _draw_whole(digests: list[int], groups: dict[int, set[int]], count: int) -> set[int]:
+    """The first digests, up to so many rows, each with all of its conversation or not at all."""
+    rows, drawn, looked_at, total = Counter(digests), set[int](), set[int](), 0
+    for one in digests:
+        if total >= count:
+            break
+        if one not in looked_at:
+            group = groups.get(one, {one})
+            looked_at |= group
+            size = sum(rows[other] for other in group)
+            if total + size <= count:
+                drawn |= group
+                total += size
     return drawn
 
 
@@ -293,7 +351,7 @@ def examples(
         for column in unused(row, data, formats[name]):
             counts[column] = counts.get(column, 0) + 1
         try:
-            yield convert(row, data, formats[name])
+            yield replace(convert(row, data, formats[name]), conversations=conversations(row, data))
         except BadRow as bad:
             yield of_another_format(bad, row, data, formats[name])
 

@@ -223,7 +223,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
         what, fix = "not a key of this section", owner_of(name)
     elif homes:
         fix = f"{fix}, or move it under {homes[0]}:"
-    allowed = ", ".join(sorted(own)) if len(own) <= 20 else ""
+    allowed = ", ".join(sorted(own)) if len(own) <= 24 else ""
     return Problem(what, dotted, at, show(value), allowed, fix)
 
 

@@ -109,7 +109,8 @@ class Data(Section):
     validation: str | None = None
     """File with the validation set; or see `validation_fraction`."""
     validation_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Share of the examples in the validation set, drawn with `train.seed`; equal ones stay on one side."""
+    """Share of the examples in the validation set, drawn with `train.seed`; equal ones, and those of one
+    conversation, stay on one side."""
     max_length: int = Field(default=1024, ge=8)
     """Longest row in tokens; with packing, the tokens of a packed row."""
     too_long: Literal["drop", "truncate_prompt", "split", "error"] = "drop"

@@ -21,9 +21,11 @@ from pyarrow import ipc, parquet
 from finetune.core.errors import UserError
 from finetune.data import source_loading
 from finetune.data.examples import BadRow, Row
+from finetune.data.formats import digest
 from finetune.data.preparation import prepare
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.schema import Data, Model, Source
+from support.chat_tokenizers import tokenizer_with
 from support.paths import DATA, MODEL
 
 VALUES = [{"prompt": f"{n}", "completion": "é \n 🦙"} for n in range(5)]
@@ -418,3 +420,56 @@ def test_a_share_of_a_source_is_drawn_again_alike(tmp_path: Path) -> None:
 
 def test_another_seed_draws_another_share(tmp_path: Path) -> None:
     assert uses(tmp_path, 0, 0.25, rows=400) != uses(tmp_path, 1, 0.25, rows=400)
+
+
+def conversation(first: str, number: int, **more: object) -> dict[str, Any]:
+    turns = [{"role": "user", "content": first}, {"role": "assistant", "content": f"answer {number}"}]
+    return {"messages": [{"role": "system", "content": "Be brief."}, *turns], **more}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [conversation(f"question {n // 3}", n) for n in range(300)],
+        [conversation(f"question {n}", n, id=f"chat-{n // 3}") for n in range(300)],
+        [conversation(f"question {n}", n, conversation_id=n // 3) for n in range(300)],
+        [{"instruction": "Sort", "input": f"{n // 3}", "output": f"answer {n}"} for n in range(300)],
+        [{"prompt": f"question {n // 3}", "completion": f"answer {n}"} for n in range(300)],
+        [
+            {"instruction": "And?", "output": f"answer {n}", "history": [[f"question {n // 3}", "a"]]}
+            for n in range(300)
+        ],
+    ],
+)
+def test_a_conversation_is_wholly_on_one_side_of_the_split(rows: list[Any], tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(name=str(file), validation_fraction=0.1)
+    for seed in range(3):
+        drawn = source_loading.draw_held_out(data, seed)
+        assert len(drawn) == 30
+        for first in range(0, 300, 3):
+            sides = {digest(Row(row, "-"), seed, data) in drawn for row in rows[first : first + 3]}
+            assert len(sides) == 1
+
+
+def test_a_split_without_conversations_is_what_it_always_was(tmp_path: Path) -> None:
+    rows = [conversation(f"question {n}", n, id=n) for n in range(100)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(name=str(file), validation_fraction=0.1)
+    digests = sorted(digest(Row(row, "-"), 7, data) for row in rows)
+    assert source_loading.draw_held_out(data, 7) == set(digests[:10])
+
+
+def test_one_conversation_for_all_is_split_by_rows_and_counted(tmp_path: Path) -> None:
+    rows = [conversation("Hello", n) for n in range(20)]
+    file, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other.write_text(json.dumps(conversation("Hello", 99)) + "\n")
+    cache = str(tmp_path / "cache")
+    for split, shared in (({"validation_fraction": 0.1}, 18), ({"validation": str(other)}, 20)):
+        data = Data(name=str(file), cache_dir=cache, **split)
+        report = prepare(data, tokenizer_with(), 0, None).report["train"]
+        assert report.counts["same_conversation"] == shared
+        assert any("share a conversation" in remark for remark in report.remarks())
