@@ -177,7 +177,7 @@ BUGS = (
     Bug(
         "an index of weights names files elsewhere",
         "finetune/core/untrusted_files.py",
-        "outside = {str(file): None for file in named.values() if not plain(file)}",
+        "outside = {str(file): None for file in named.values() if not is_plain_name(file)}",
         "outside: dict[str, None] = {}",
         "tests/security/test_untrusted_files.py::test_an_index_names_files_of_its_folder[../victim/model.safetensors]",
     ),
