@@ -24,7 +24,7 @@ def check(recipe: Recipe) -> list[str]:
     """Find every mistake that can be found before a weight is loaded; return notes and advice."""
     from finetune.preflight import checker
 
-    return checker.run(recipe)
+    return checker.check(recipe)
 
 
 def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
@@ -41,8 +41,10 @@ def train(recipe: Recipe, *, quiet: bool = False, resume: str | None = None) -> 
     Args:
         resume: the checkpoint to continue from: "newest", "auto" or "step-<n>".
     """
+    from finetune.preflight import checker
     from finetune.training import pipeline
 
+    checker.run(recipe)
     return pipeline.run(recipe, quiet=quiet, resumes=resume)
 
 

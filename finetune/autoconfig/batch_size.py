@@ -94,17 +94,31 @@ def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) ->
     if rows is None:
         return steps_of_stream(train)
     if rows < batch.effective:
-        what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
-        raise UserError(Problem(what, "train.effective_batch_size", found=str(batch.effective), fix=fix))
+        raise UserError(too_few(rows, batch.effective))
     whole = math.floor if train.passed_on().get("dataloader_drop_last") else math.ceil
     micro_batches = math.ceil(whole(rows / batch.per_device) / processes)
     steps_an_epoch = max(1, math.ceil(micro_batches / batch.accumulation))
     steps = train.max_steps or math.ceil((train.num_train_epochs or 3.0) * steps_an_epoch)
+    check_warm_up(train, steps)
+    return steps
+
+
+def check_warm_up(train: Train, steps: int | None) -> None:
+    """Refuse a warm-up that leaves no step with a learning rate above 0 (exit 2).
+
+    Args:
+        steps: of the run; `None`: not known.
+    """
     warm_up = _warm_up(train)
     if steps == 1 and warm_up:
         what, fix = "the only step is the warm-up's first, whose learning rate is 0", "train.warmup_steps=0"
         raise UserError(Problem(what, "train.warmup_steps", found=f"{warm_up:g}, with one step", fix=fix))
-    return steps
+
+
+def too_few(rows: int, effective: int) -> Problem:
+    """What is wrong with data that does not fill one step."""
+    what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
+    return Problem(what, "train.effective_batch_size", found=str(effective), fix=fix)
 
 
 def short_of_peak(train: Train, steps: int) -> list[str]:

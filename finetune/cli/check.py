@@ -27,13 +27,11 @@ CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def check(options: argparse.Namespace) -> None:
     """Check a recipe, its files, its module names and the first rows of its data."""
-    from finetune.data import example_errors, source_loading
     from finetune.preflight import checker
 
     recipe = load(options)
     with located(recipe):
-        notes = checker.run(recipe) + source_loading.notes_on_folders(recipe.data)
-        notes += example_errors.first_rows(recipe.data)
+        notes = checker.check(recipe)
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
         print(*(f"note: {note}" for note in notes), f"fine: {options.recipe}: {what}", sep="\n")

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
         launcher.check(config)
         launcher.check_count(config, [], arguments.train_again(options))
     quieten_libraries()
-    from finetune.evaluation import lm_eval_harness
+    from finetune.evaluation import lm_eval_harness, tasks
     from finetune.training import resume_facts, stopping, training_arguments
 
     setup = choice_checks.setup_of(recipe)
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
-    lm_eval_harness.check(recipe.eval, recipe.model)
+    tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
     tokenizer, prepared = load_data.prepare_data(recipe)
     preview.summary(screen, prepared)
     rows = None if recipe.data.streaming else len(prepared.train)

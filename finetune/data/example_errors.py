@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from finetune.autoconfig import batch_size
 from finetune.core.errors import Problem, UserError
 from finetune.data import hints, source_loading
 from finetune.data.examples import BadRow
@@ -134,14 +135,14 @@ class FirstExamples:
         return self.are_all and (count > share * self.count or count == self.count)
 
 
-def first_rows(data: Data) -> list[str]:
+def first_rows(data: Data, effective_batch_size: int = 1) -> list[str]:
     """Read the first rows of each source that lies in files, as far as can be without a tokenizer.
 
     Returns:
         A note of how many were read, if any is on this machine.
 
     Raises:
-        UserError: examples that `finetune data` would refuse (exit 2).
+        UserError: examples that `finetune data` would refuse, or too few for a step (exit 2).
     """
     formats, problems = dict[str, str](), list[Problem]()
     splits: dict[str, FirstExamples] = {}
@@ -163,11 +164,24 @@ def first_rows(data: Data) -> list[str]:
         except UserError as error:
             problems += error.problems
     problems += [problem for first in splits.values() for problem in first.problems(data.expect)]
+    most = _most_examples(data, splits["data.name"])
+    if most is not None and most < effective_batch_size and not problems:
+        problems.append(batch_size.too_few(most, effective_batch_size))
     if problems:
         raise UserError(*problems)
     count = sum(first.count for first in splits.values())
     said = f"checked {count:,} examples: the first {FIRST} of each source; run `finetune data` to check all"
     return [said] if count else []
+
+
+def _most_examples(data: Data, first: FirstExamples) -> int | None:
+    """The training examples, of which encoding may drop or pack some; `None`: their number is not known."""
+    weighted = any(source.weight != 1 for source, key in source_loading.named(data) if key == first.key)
+    if not first.are_all or weighted or data.too_long == "split":
+        return None
+    count = first.count - first.bad.rows.total()
+    fraction = data.validation_fraction
+    return count - (max(1, round(count * fraction)) if fraction is not None else 0)
 
 
 def row_of(where: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 
-from finetune.core import shipped_files, strict_json
+from finetune.core import strict_json
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import lm_eval_harness, reopen, results, scoring, tasks, validation_set, verdicts
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from finetune.core.console import Console
     from finetune.data.preparation import HeldOut
-    from finetune.recipe.schema import Eval, Recipe
+    from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
 OTHER = "eval.other.json"  # of rows that the run did not hold out, or of another base
@@ -63,7 +63,7 @@ def run(
     recipe = run_folder.recipe_of(folder, overrides)
     collectives.joined(detection.detect().device)
     lm_eval_harness.check(recipe.eval, recipe.model)
-    texts = general_texts(recipe.eval)
+    texts = tasks.general_texts(recipe.eval)
     tuned: Any = reopen.reopen(folder, recipe)
     if inspect:
         inspect(tuned)
@@ -194,14 +194,3 @@ def _tested(task: dict[str, Any]) -> dict[str, Any]:
         if "p" not in change:
             change.pop("verdict", None)
     return task
-
-
-def general_texts(settings: Eval) -> list[str]:
-    """The texts on which forgetting is measured: `eval.forgetting`."""
-    if settings.forgetting is False:
-        return []
-    path = shipped_files.folder("examples") / "general" / "text.jsonl"
-    name = str(path) if settings.forgetting is True else settings.forgetting
-    rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
-    source = tasks.Task(task=results.GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
-    return [row["prompt"] for row in tasks.documents(source, name)]

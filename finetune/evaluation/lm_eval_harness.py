@@ -27,7 +27,7 @@ from finetune.hardware import detection
 from finetune.models import model_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from finetune.recipe.schema import Eval, Model
 
@@ -48,15 +48,20 @@ PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check(settings: Eval, asked: Model | None = None) -> None:
+def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]]:
     """Find every task and its rows before any weight is loaded; `asked`: the model, for its length.
+
+    Returns:
+        The names of the metrics of each task.
 
     Raises:
         UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
             data (3).
     """
     config = model_files.read_config(asked).get_text_config() if asked and settings.tasks else None
-    tasks.check(settings, getattr(config, "max_position_embeddings", None))
+    metrics: dict[str, Iterable[str]] = {
+        **tasks.check(settings, getattr(config, "max_position_embeddings", None))
+    }
     ranks = PartialState().num_processes
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
     counts: dict[str, int] = {}
@@ -74,11 +79,19 @@ def check(settings: Eval, asked: Model | None = None) -> None:
                 fix = "lm-eval's own command, with --confirm_run_unsafe_code, where that is safe"
                 raise UserError(Problem(f"{name} runs code that the model wrote", "eval.tasks", fix=fix))
             counts[name] = len(task.eval_docs)
+            metrics[name] = metric_names(task)
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
     if few:
         what = f"fewer rows than the {ranks} processes"
         fix = "one process: CUDA_VISIBLE_DEVICES=0, or more rows"
         raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
+    return metrics
+
+
+def metric_names(task: Any) -> list[str]:
+    """The names of the metrics of a task that lm-eval has loaded, as its results have them."""
+    filters = [one["name"] for one in task.config.filter_list or [{"name": "none"}]]
+    return [_metric(f"{metric},{name}") for name in filters for metric in task.aggregation()]
 
 
 def _theirs(name: str) -> str | dict[str, Any]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.evaluation.scoring import Score
     from finetune.recipe.schema import Eval
 
-GENERAL = "general_text"
+GENERAL = tasks.GENERAL
 WORST = 20
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -32,11 +33,12 @@ from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Section, Source
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping
 
     from finetune.recipe.schema import Eval
 
 SUFFIXES = (".yaml", ".yml")
+GENERAL = "general_text"  # what is measured on `eval.forgetting`, by its name in eval.json
 SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
 
 
@@ -75,6 +77,11 @@ NEEDS = {  # beside `prompt`
     "json_match": ("answer",),
     "perplexity": (),
 }
+METRICS = {  # of each kind, by lm-eval's names
+    "multiple_choice": ("acc", "acc_norm"),
+    "perplexity": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    **dict.fromkeys(("exact_match", "regex_match", "json_match"), ("exact_match",)),
+}
 GENERATED = ("exact_match", "regex_match", "json_match")
 READ_BY = {  # by no other kind
     "choices": ("multiple_choice",),
@@ -86,22 +93,27 @@ READ_BY = {  # by no other kind
 }
 
 
-def check(settings: Eval, longest: int | None = None) -> None:
+def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ...]]:
     """Look at the task files of `eval.tasks`, at each row of theirs, and at the packages they need.
 
     Args:
         longest: tokens that the model takes, prompt and answer.
 
+    Returns:
+        The metrics of each local task.
+
     Raises:
         UserError: everything that is wrong with them (exit 2), or a package is missing (3).
     """
     problems, held = [], {name: [name] for name in settings.tasks if not is_file(name)}
+    metrics: dict[str, tuple[str, ...]] = {}
     for name in filter(is_file, dict.fromkeys(settings.tasks)):
         try:
             task = read(name)
             if task:
                 documents(task, name)
                 problems += _too_long(task, name, longest)
+                metrics[task.task] = METRICS[task.kind]
             held.setdefault(task.task if task else lm_eval_tasks.config(file(name))["task"], []).append(name)
         except UserError as error:
             problems += error.problems
@@ -123,6 +135,24 @@ def check(settings: Eval, longest: int | None = None) -> None:
         )
     if lacking:
         raise UserError(lacking, code=Exit.ENVIRONMENT)
+    return metrics
+
+
+def check_metric(settings: Eval, metrics: Mapping[str, Iterable[str]]) -> None:
+    """Refuse a metric of `eval.metric_for_best_model` that its task does not have (exit 2).
+
+    Args:
+        metrics: the names of the metrics of each task, as far as they are known. lm-eval alone knows those of
+            its own tasks, and of a group only after it has run.
+    """
+    best, entries = settings.metric_for_best_model, dict.fromkeys(settings.tasks)
+    task, _, metric = best.rpartition("/")
+    complete = all(map(is_file, entries)) and len(metrics) == len(entries)
+    if not task or metric in metrics.get(task, ()) or not (task in metrics or complete):
+        return
+    names = [f"{name}/{one}" for name, its in metrics.items() for one in its]
+    texts = {"expected": ", ".join(["loss", "exact_match", *names]), "fix": nearest(best, names)}
+    raise UserError(Problem("no such metric", "eval.metric_for_best_model", found=best, **texts))
 
 
 def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
@@ -265,6 +295,26 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
     return found
 
 
+def general_texts(settings: Eval) -> list[str]:
+    """The texts on which forgetting is measured: `eval.forgetting`.
+
+    Raises:
+        UserError: no such file, or an example without `text` (exit 2).
+    """
+    if settings.forgetting is False:
+        return []
+    if isinstance(settings.forgetting, str) and not Path(settings.forgetting).is_file():
+        raise UserError(Problem("no such file", "eval.forgetting", found=settings.forgetting))
+    path = shipped_files.folder("examples") / "general" / "text.jsonl"
+    name = str(path) if settings.forgetting is True else settings.forgetting
+    rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
+    source = Task(task=GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
+    try:
+        return [row["prompt"] for row in documents(source, name)]
+    except UserError as error:
+        raise UserError(*(replace(one, key="eval.forgetting") for one in error.problems)) from None
+
+
 def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     prompt = _rendered(task.prompt, row)
     if prompt is None:
@@ -365,7 +415,7 @@ def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> d
             "target_delimiter": "" if task.chat else task.delimiter,
             "metric_list": [
                 {"metric": name, "aggregation": "mean", "higher_is_better": True}
-                for name in ("acc", "acc_norm")
+                for name in METRICS[task.kind]
             ],
         }
     return {

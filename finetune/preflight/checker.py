@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import continue_from, target_modules
 from finetune.autoconfig import batch_size, compilation, optimizer_choice
 from finetune.core import packages
+from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.core.paths import on_the_hub
-from finetune.data import chat_templates, source_loading
+from finetune.data import chat_templates, example_errors, source_loading
 from finetune.distributed import launch_environment
 from finetune.hub import client
 from finetune.models import architecture, checkpoint_headers, model_files, module_lists, tokenizer_setup
 from finetune.preflight import choice_checks, package_checks
-from finetune.quantization import stored_weights
+from finetune.quantization import qat, stored_weights
 from finetune.recipe import adapter_types, upstream_options
+from finetune.run_folder import lock
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model, Publish, Recipe
@@ -70,6 +73,70 @@ def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
     if problems or packages:
         raise UserError(*problems, *packages, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *advice(recipe), *rounded(recipe)]
+
+
+def check(recipe: Recipe) -> list[str]:
+    """`finetune check`: what `run` looks at, the first examples of the data, and the place of the run.
+
+    Raises:
+        UserError: every problem found; exit 2, or 3 if all that is wrong is the environment.
+    """
+    notes: list[str] = []
+    problems: list[Problem] = []
+    lacking: list[Problem] = []
+    for look in (run, _first_examples, _output_folder, _machine):
+        try:
+            notes += look(recipe)
+        except UserError as error:
+            (lacking if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
+    if problems or lacking:
+        raise UserError(*problems, *lacking, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
+    return notes
+
+
+def _first_examples(recipe: Recipe) -> list[str]:
+    notes = source_loading.notes_on_folders(recipe.data)
+    return notes + example_errors.first_rows(recipe.data, recipe.train.effective_batch_size)
+
+
+def _output_folder(recipe: Recipe) -> list[str]:
+    """Whether a new run may begin in `train.output_dir`. A folder with a run is for `--resume`."""
+    where = recipe.train.output_dir
+    try:
+        lock.check_free(where)
+    except UserError as error:
+        if RunFolder(Path(str(where))).recipe.is_file():
+            return [f"train.output_dir: {error.problems[0].what}: {error.problems[0].fix}"]
+        raise
+    if where:
+        lock.check_makeable(where)
+    return []
+
+
+def _machine(recipe: Recipe) -> list[str]:
+    """What `train` would refuse on this machine. The run may be meant for another one, so it is a note.
+
+    Only what was asked for by name can be refused, so that most recipes need no torch here.
+    """
+    model, speed = recipe.model, recipe.speed
+    asked = (
+        model.attention not in ("auto", "sdpa", "eager"),
+        model.quantization not in ("auto", "none"),
+        "use_dora" in adapter_types.find(recipe.adapter.type).sets and stored_weights.read(_config(model)),
+        "paged" in optimizer_choice.asked(recipe.train),
+        speed.offload not in ("auto", "none"),
+        speed.compile not in ("auto", False),
+    )
+    if not any(asked) or not Path(model.name).is_dir():
+        return []
+    quieten_libraries()
+    try:
+        choice_checks.setup_of(recipe)
+    except UserError as error:
+        if error.code == Exit.ENVIRONMENT:
+            said = [f"{one.key}: {one.what} ({one.found or one.fix})" for one in error.problems]
+            return [f"train would stop on this machine: {one}" for one in said]
+    return []
 
 
 def advice(recipe: Recipe) -> list[str]:
@@ -130,13 +197,16 @@ def _data(recipe: Recipe) -> list[str]:
 
 def _steps(recipe: Recipe) -> list[str]:
     """Of rows that are streamed the recipe alone says how many steps they make."""
+    batch_size.check_warm_up(recipe.train, recipe.train.max_steps)
     if recipe.data.streaming:
         batch_size.steps_of_stream(recipe.train)
     return []
 
 
 def _tasks(recipe: Recipe) -> list[str]:
-    """The files and packages of `eval.tasks`."""
+    """The files, packages and metrics of the evaluation, and what the loss adds for a router."""
+    if (config := _config(recipe.model)) is not None:
+        choice_checks.check_router(config, recipe.train.passed_on().get("router_aux_loss_coef"))
     if recipe.eval.tasks:
         from finetune.evaluation import (
             tasks,  # most recipes have none, and its imports take a tenth of a second
@@ -144,10 +214,12 @@ def _tasks(recipe: Recipe) -> list[str]:
 
         config = _config(recipe.model)
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
-        tasks.check(recipe.eval, longest)
+        tasks.check_metric(recipe.eval, tasks.check(recipe.eval, longest))
         tasks.check_names(recipe.eval)
-    if isinstance(recipe.eval.forgetting, str) and not Path(recipe.eval.forgetting).is_file():
-        raise UserError(Problem("no such file", "eval.forgetting", found=recipe.eval.forgetting))
+    if isinstance(recipe.eval.forgetting, str):
+        from finetune.evaluation import tasks
+
+        tasks.general_texts(recipe.eval)
     return []
 
 
@@ -195,6 +267,9 @@ def _adapter(recipe: Recipe) -> list[str]:
     listed = _module_list(recipe.model, config)
     if listed is None:
         return notes
+    if recipe.speed.qat:
+        widths = {name: inputs for name, (_, inputs) in architecture.read(recipe.model).stored.items()}
+        qat.check_group_size(recipe.speed.qat, widths)
     if problems := choice_checks.against_names(recipe, listed.names):
         raise UserError(*problems)
     uneven = target_modules.uneven(recipe.adapter.options().get("target_modules"), listed.names)

@@ -76,6 +76,13 @@ def check_stored(recipe: Recipe, config: Any) -> Stored | None:
     return stored
 
 
+def check_router(config: Any, coefficient: float | None) -> None:
+    """Refuse a router's loss of a model that has no router, as TRL would (exit 2)."""
+    if coefficient and not hasattr(config.get_text_config(), "output_router_logits"):
+        what, fix = "is the loss of a mixture of experts, and the base is none", "drop it"
+        raise UserError(Problem(what, "train.router_aux_loss_coef", found=f"{coefficient:g}", fix=fix))
+
+
 def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
     """Whether a run of this recipe with another value is not refused here.
 

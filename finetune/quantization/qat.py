@@ -20,7 +20,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.recipe import qat_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -74,12 +74,7 @@ def prepare(model: Any, section: Qat | None, ledger: RunChecks | None = None) ->
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head
     }
-    size = section.group_size or 1
-    uneven = [f"{name} ({layer.in_features})" for name, layer in linear.items() if layer.in_features % size]
-    if uneven:
-        found = f"{', '.join(uneven[:3])}{' ...' if len(uneven) > 3 else ''}"
-        what, fix = f"inputs of these layers are no multiple of {size}", "a divisor, or group_size: null"
-        raise UserError(Problem(what, "speed.qat.group_size", found=found, fix=fix))
+    check_group_size(section, {name: layer.in_features for name, layer in linear.items()})
     with random.fork_rng(
         [model.device] if model.device.type == "cuda" else []
     ):  # new layers draw first weights
@@ -89,6 +84,20 @@ def prepare(model: Any, section: Qat | None, ledger: RunChecks | None = None) ->
         got = f"{len(rounding(model))} layers, {describe(section)}"
         ledger.add("speed.qat", f"{len(linear)} layers, {describe(section)}", got, how)
     return model
+
+
+def check_group_size(section: Qat, inputs: Mapping[str, int]) -> None:
+    """Refuse groups that do not divide the inputs of every linear layer (exit 2).
+
+    Args:
+        inputs: of each linear layer but the head, by its name.
+    """
+    size = section.group_size or 1
+    uneven = [f"{name} ({width})" for name, width in sorted(inputs.items()) if width % size]
+    if uneven:
+        found = f"{', '.join(uneven[:3])}{' ...' if len(uneven) > 3 else ''}"
+        what, fix = f"inputs of these layers are no multiple of {size}", "a divisor, or group_size: null"
+        raise UserError(Problem(what, "speed.qat.group_size", found=found, fix=fix))
 
 
 def rounding(model: torch.nn.Module) -> dict[str, Any]:

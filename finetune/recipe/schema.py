@@ -46,7 +46,8 @@ class Model(Section):
     quantization: Literal["auto", "none", "fp8", "nf4", "fp4", "int8", "torchao_int8"] = "auto"
     """How the weights of the frozen base model are stored. `none`: in the launch's precision. `auto`: nf4 for
     the q-types; fp8 (e4m3) under lora, rslora, dora, adalora and ia3 where the GPU has fp8 GEMMs and the
-    layers are large enough to gain; else none. nf4, fp4 and int8 are bitsandbytes'."""
+    layers are large enough to gain; else none. nf4, fp4 and int8 are bitsandbytes'. A checkpoint that is
+    quantized already keeps its own storage, or is dequantized (docs/quantized_checkpoints.md)."""
     add_tokens: list[str] = []
     """Texts that become tokens of their own; their rows begin as the mean of all others, and train."""
 

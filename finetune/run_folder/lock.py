@@ -165,6 +165,17 @@ def _beating(path: Path) -> Iterator[None]:
         thread.join()
 
 
+def check_makeable(path: str) -> None:
+    """Refuse a folder that cannot be made, without making it (exit 3)."""
+    above = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
+    reason = (
+        errno.ENOTDIR if not above.is_dir() else 0 if os.access(above, os.W_OK | os.X_OK) else errno.EACCES
+    )
+    if reason:
+        problem = Problem(f"can't make {path}: {os.strerror(reason)}", "train.output_dir")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
 def make(path: str) -> None:
     """Make the folder (exit 3 if that can't be)."""
     try:

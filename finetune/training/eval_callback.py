@@ -49,6 +49,15 @@ class Validate(TrainerCallback):
         self.weights: dict[str, Any] = {}
         self.unsaid: dict[str, float] = {}
 
+    @property
+    def patience(self) -> int | None:
+        return self.settings.early_stopping_patience
+
+    @property
+    def ran_out(self) -> bool:
+        """Whether early stopping ends the run."""
+        return self.patience is not None and self.without_better >= self.patience
+
     def state_dict(self) -> dict[str, Any]:
         counts = {"times": self.times, "without_better": self.without_better}
         best = {"best": self.best, "best_step": self.best_step, "best_loss": self.best_loss}
@@ -77,10 +86,9 @@ class Validate(TrainerCallback):
             if better:
                 self.best, self.best_step, self.best_loss = value, step, found["eval_loss"]
                 self.keep(model)
-        patience = self.settings.early_stopping_patience
-        if patience is not None and self.without_better >= patience and not last:
+        if self.ran_out and not last:
             control.should_training_stop = control.should_log = True
-            self.screen.say(f"note: stopped at step {step}: no better evaluation in {patience}")
+            self.screen.say(f"note: stopped at step {step}: no better evaluation in {self.patience}")
         seconds = time.perf_counter() - started
         self.metrics.pause(seconds)
         if state.is_world_process_zero:

@@ -109,7 +109,7 @@ class FirstStep(TrainerCallback):
         # A run may be resumed before the last step of an epoch, which takes the rows that are left
         ok = rows == self.batch or (self.first > 1 and rows < self.batch and float(state.epoch).is_integer())
         add("train.effective_batch_size", self.batch, rows, how, ok=ok)
-        add("steps", self.steps, state.max_steps, "the Trainer's own count")
+        add("steps planned", self.steps, state.max_steps, "the Trainer's own count, before training")
         # of all ranks: one that shares a long row may have none of its answer
         labels = sum(collectives.gathered(self.loss_tokens))
         add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)

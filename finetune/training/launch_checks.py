@@ -36,11 +36,19 @@ def add(trainer: Any, launch: Launch, ledger: RunChecks) -> None:
     split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(got.distributed_type.value, "")
     ledger.add("splits what trains", launch.splitter or "nothing", split or "nothing", how, code=code)
     trainer.add_callback(Prepared(launch, trainer, ledger))
+
+
+def add_repeated_check(trainer: Any, ledger: RunChecks) -> None:
+    """Count the examples that an epoch trained twice, if one ended: processes share its batches."""
     rows: Any = getattr(trainer, "train_dataset", None)
-    if launch.processes > 1 and hasattr(rows, "__len__") and not trainer.args.dataloader_drop_last:
-        twice = count_repeated(len(rows), trainer.args.per_device_train_batch_size, launch.rows_apart)
-        how = "of an epoch, whose end Accelerate fills up from its beginning: every process has full batches"
-        ledger.add("rows trained once", len(rows), f"{len(rows) - twice}, and {twice} twice", how, ok=True)
+    epochs = int(float(trainer.state.epoch or 0))
+    shards = trainer.first_step.processes
+    if shards < 2 or not epochs or not hasattr(rows, "__len__") or trainer.args.dataloader_drop_last:
+        return
+    twice = count_repeated(len(rows), trainer.args.per_device_train_batch_size, shards)
+    how = "of an epoch, whose end Accelerate fills up from its beginning: every process has full batches"
+    got = f"{len(rows) - twice}, and {twice} twice, in each of {epochs} epochs that ended"
+    ledger.add("rows trained once", len(rows), got, how, ok=True)
 
 
 def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, steps: int) -> list[str]:

@@ -17,7 +17,7 @@ from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed
 from finetune.autoconfig.batch_size import with_micro_batch
 from finetune.checkpointing import checkpoints, resume_contract, training_state
 from finetune.core import run_checks
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import UserError
 from finetune.distributed import collectives, launch_environment, sharded_tensors, transformer_engine_layers
 from finetune.models import fingerprint, loading, module_names, tokenizer_setup
 from finetune.preflight import choice_checks
@@ -56,20 +56,13 @@ def adapted_model(
     base = loading.load(recipe.model, setup, str(arguments.device), ledger)
     if problems := choice_checks.against_storage(setup.storage.value, module_names.of_model(base)):
         raise UserError(*problems)
-    check_router(base, arguments.router_aux_loss_coef)
+    choice_checks.check_router(base.config, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(initialization.calibration, dataset, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
     adapted = attach.attach(base, recipe.adapter, steps, ledger, batches, added)
     gradient_probe.check(adapted, recipe.adapter, setup, ledger)
     return adapted
-
-
-def check_router(base: Any, coefficient: float | None) -> None:
-    """Refuse a router's loss of a model that has no router, as TRL would (exit 2)."""
-    if coefficient and not hasattr(base.config.get_text_config(), "output_router_logits"):
-        what, fix = "is the loss of a mixture of experts, and the base is none", "drop it"
-        raise UserError(Problem(what, "train.router_aux_loss_coef", found=f"{coefficient:g}", fix=fix))
 
 
 def make_fast(

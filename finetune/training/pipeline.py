@@ -39,7 +39,7 @@ from finetune.distributed import (
     sharded_tensors,
     transformer_engine_layers,
 )
-from finetune.evaluation import lm_eval_harness, reopen, scoring
+from finetune.evaluation import lm_eval_harness, reopen, scoring, tasks
 from finetune.kernels import attention_functions
 from finetune.models import fingerprint, generation_config, tokenizer_setup
 from finetune.preflight import choice_checks
@@ -152,7 +152,8 @@ def _run(
         recipe.train, recipe.data, setup, batch
     )  # starts the process group
     folder = start_folder(where, arguments)
-    lm_eval_harness.check(recipe.eval, recipe.model)
+    tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
+    tasks.general_texts(recipe.eval)  # a fault of theirs would end the run after its last step
     set_seed(recipe.train.seed)
 
     recipe = training_data.with_template_date(recipe, folder, resumes)
@@ -250,6 +251,9 @@ def train(
         deepspeed_zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify_saved.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
+    ended_by = next((one.patience for one in validating if one.ran_out), None)
+    stopping.add_steps_check(trainer.state, trainer.first_step.steps, ended_by, ledger)
+    launch_checks.add_repeated_check(trainer, ledger)
     if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
         gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
     if trainer.chunked:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from finetune.checkpointing.checkpoints import Writer
+    from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Train
     from finetune.training.stop_condition import Until
 
@@ -174,6 +175,20 @@ class Schedule(TrainerCallback):
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         self.complete = kept["complete"]
+
+
+def add_steps_check(state: Any, planned: int, patience: int | None, ledger: RunChecks) -> None:
+    """Count the optimizer steps that ran: all that were planned, or fewer where early stopping ended the run.
+
+    Args:
+        patience: of early stopping, if it ended the run.
+    """
+    asked, got = f"{planned}", f"{state.global_step}"
+    if early := patience is not None and state.global_step < planned:
+        asked = f"at most {planned}, with early stopping"
+        got += f", stopped early: no better evaluation in {patience}"
+    how = "optimizer steps that ran"
+    ledger.add("steps", asked, got, how, ok=state.global_step == planned or early)
 
 
 def keep_workers(prepare: Any) -> Any:

@@ -62,7 +62,8 @@ def add_data_receipts(
     data = recipe.data
     model_setup.add_template_receipt(recipe.model, tokenizer, screen, ledger)
     without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
-    how, ok = "rows whose last trained token ends the turn", without <= allowed * report.kept  # as audited
+    how = "examples of the prepared data whose last trained token ends the turn"
+    ok = without <= allowed * report.kept  # as audited
     got = f"{report.kept - without} rows"
     ledger.add("end of turn trained", f"{report.kept} rows", got, how, ok=ok, code=Exit.INPUT)
     if report.packing:

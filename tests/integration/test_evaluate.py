@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from finetune.cli import main
-from finetune.evaluation import evaluator, reopen, scoring, verdicts
+from finetune.evaluation import reopen, scoring, tasks, verdicts
 from finetune.recipe import loader
 from finetune.recipe.schema import Eval
 from finetune.reporting import terminal
@@ -187,6 +187,10 @@ def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_la
     got = receipts(run)
     assert got["best weights kept"]["expected"].startswith(f"step {best + 1},")
     assert got["eval.eval_steps"]["actual"] == str(len(losses))
+    assert got["steps planned"]["actual"] == "12"
+    ran = f"{best + 4}, stopped early: no better evaluation in 3"
+    assert got["steps"] == {**got["steps"], "actual": ran, "expected": "at most 12, with early stopping"}
+    assert got["steps"]["passed"]
     assert "stopped at step" in (run.path / "log.txt").read_text()
     assert [line["step"] for line in metrics(run) if "loss" in line][-1] == best + 4
 
@@ -240,7 +244,7 @@ def test_a_general_text_is_the_file_that_is_named(tmp_path, monkeypatch) -> None
     for folder, text in (("data", "meant"), ("data/data", "another")):
         Path(folder).mkdir()
         Path(folder, "general.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    assert evaluator.general_texts(Eval(forgetting="data/general.jsonl")) == ["meant"]
+    assert tasks.general_texts(Eval(forgetting="data/general.jsonl")) == ["meant"]
 
 
 def test_a_batch_that_does_not_fit_is_halved_until_it_does(monkeypatch) -> None:

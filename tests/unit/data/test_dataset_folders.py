@@ -341,6 +341,7 @@ def test_check_and_data_say_what_of_a_folder_is_not_read(tmp_path: Path, recipe_
     model: {{name: '{MODEL}'}}
     data: {{name: '{folder}', train_on: all, cache_dir: '{tmp_path / "cache"}'}}
     adapter: {{type: lora}}
+    train: {{effective_batch_size: 4}}
     """
     for command in ("check", "data", "data"):
         assert main.main([command, str(recipe_file(recipe))]) == 0

@@ -293,7 +293,8 @@ def test_a_packed_file_or_a_sheet_comes_with_what_to_do(tmp_path) -> None:
 
 
 def checked(rows: Path, *options: str) -> int:
-    return main.main(["check", str(QUICKSTART), f"data.name={rows}", *options])
+    few = "train.effective_batch_size=1"
+    return main.main(["check", str(QUICKSTART), f"data.name={rows}", few, *options])
 
 
 def test_check_reads_the_first_rows(tmp_path: Path, capsys) -> None:

@@ -217,7 +217,7 @@ def test_without_torchao_the_pip_line(monkeypatch, capsys) -> None:
 def test_widths_that_don_t_divide_are_named() -> None:
     with pytest.raises(UserError, match="no multiple of 96") as raised:
         qat.prepare(base(), Qat(config="IntxWeightOnly", group_size=96))
-    assert "q_proj (256)" in str(raised.value)
+    assert "gate_proj (256)" in str(raised.value)
 
 
 # PEFT says that a bias can't be merged where the layer has none (peft 0.21.2, tuners/lora/layer.py)
