@@ -204,7 +204,7 @@ def test_check_accepts_what_train_accepts(override: str, good: list[str], tmp_pa
 
 def test_check_notes_an_option_that_this_machine_cannot_train(good: list[str], tmp_path: Path) -> None:
     """The run may be meant for another machine."""
-    recipe = recipe_of("model.attention=flash_attention_2", good, tmp_path)
+    recipe = recipe_of("model.attention=flex_attention", good, tmp_path)
     code, said = verdict(lambda: pipeline.run(recipe, quiet=True))
     if code:  # there is no GPU here
         assert any(
