@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from finetune.cli.inputs import load, located
+from finetune.core.formatting import labelled
 
 CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -34,7 +35,7 @@ def check(options: argparse.Namespace) -> None:
         notes = checker.check(recipe)
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
-        print(*(f"note: {note}" for note in notes), f"fine: {options.recipe}: {what}", sep="\n")
+        print(*map(labelled, notes), f"fine: {options.recipe}: {what}", sep="\n")
     if options.verify_resume or options.rehearse:
         from finetune.core.console import Console
         from finetune.experiments.runner import rehearsal, verify_resume

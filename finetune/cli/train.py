@@ -16,6 +16,7 @@ from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
 from finetune.core.errors import Stopped
+from finetune.core.formatting import labelled
 from finetune.training.stop_condition import Until
 
 
@@ -87,7 +88,7 @@ def train(options: argparse.Namespace) -> None:
             notes += publishing.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
             said_later = {*recipe.origin.notices, *checker.advice(recipe)}
-            print("".join(f"note: {note}\n" for note in notes if note not in said_later), end="")
+            print("".join(f"{labelled(note)}\n" for note in notes if note not in said_later), end="")
         quieten_libraries()
 
         with fast_imports():

@@ -22,3 +22,11 @@ def is_share(key: str, *scores: dict[str, Any]) -> bool:
 def number(value: float, *, share: bool) -> str:
     """A score as it is said: a share in per cent, all else (losses, perplexities, BLEU) as it is."""
     return f"{value:.1%}" if share else f"{value:.4f}"
+
+
+WARNING = "warning: "
+
+
+def labelled(notice: str) -> str:
+    """A notice as it is printed: a warning as it is, all else as a note."""
+    return notice if notice.startswith(WARNING) else f"note: {notice}"

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.formatting import WARNING, labelled
 from finetune.data import template_sandbox
 from finetune.hardware import detection, gpus
 from finetune.launch import accelerate_config, launcher
 from finetune.planning import planner, sharding_cost, suggestions
+from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,8 +97,8 @@ def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price:
             "no single change of this recipe is much faster" if now.fits else "no change found; a larger GPU"
         )
         screen.say(none)
-    for note in now.notes:
-        screen.say(f"note: {note}")
+    warned = [line for line in adapter_types.advice(recipe) if line.startswith(WARNING)]
+    screen.say(*map(labelled, [*warned, *now.notes]))
 
 
 def headline(recipe: Recipe, now: Plan) -> str:

@@ -141,8 +141,7 @@ def _machine(recipe: Recipe) -> list[str]:
 
 def advice(recipe: Recipe) -> list[str]:
     """What is worth knowing of the adapter as the recipe has it."""
-    kind, rate = recipe.adapter.type, recipe.train.learning_rate
-    return adapter_types.advice(kind, rate, recipe.adapter.options())
+    return adapter_types.advice(recipe)
 
 
 def rounded(recipe: Recipe) -> list[str]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import ceil, gcd, log
+from math import ceil, gcd, log, sqrt
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.formatting import WARNING
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from finetune.recipe.schema import Adapter
+    from finetune.recipe.schema import Adapter, Recipe
 
     Shapes = Mapping[str, tuple[int, int]]
 
@@ -194,20 +195,48 @@ def called(name: str, key: str) -> str:
     return next((one for one in (word, f"{own.peft}_{word}") if one in own.keys), "")
 
 
-def advice(name: str, rate: float, options: Mapping[str, Any]) -> list[str]:
-    """What is worth knowing of a type with this peak learning rate and these options; nothing is changed."""
-    kind, said = all_types()[name], []
-    low, high = kind.learning_rate or (0.0, rate)
-    if not low <= rate <= high:
-        said = [
-            f"learning_rate {rate:g} is outside the usual {low:g} to {high:g} for {name}; it is used as it is"
-        ]
+def advice(recipe: Recipe) -> list[str]:
+    """Notes and warnings about the adapter of a recipe; nothing is changed."""
+    name, options = recipe.adapter.type, recipe.adapter.options()
+    is_overridden = recipe.origin.set_by.get("train.learning_rate") == "override"
+    kind, set_for = all_types()[name], "" if is_overridden else recipe.origin.file_type
+    said = _rate_advice(name, recipe.train.learning_rate, set_for)
     if kind.sets.get("use_dora") and options.get("lora_dropout"):
         said.append(
             "PEFT's DoRA drops inputs of the scaled base too, not of the adapter alone, and multiplies them "
             "by the base a second time (peft 0.21.2, lora/dora.py); lora_dropout: 0 is exact and faster"
         )
     return said
+
+
+def _rate_advice(name: str, rate: float, set_for: str) -> list[str]:
+    """What to say of a peak learning rate.
+
+    Args:
+        set_for: the type that the rate was chosen for, where an override has named another one.
+    """
+    kind, own = all_types()[name], all_types().get(set_for)
+    if kind.learning_rate is None or rate <= 0:
+        return []
+    low, high = kind.learning_rate
+    usual = f"the usual {low:g} to {high:g} for {name}"
+    if own and own.learning_rate and _times_apart(own.learning_rate, kind.learning_rate) >= FAR:
+        scaled, _ = rate_for(name, set_for, rate)
+        said = f"learning_rate {rate:g} was set for {set_for}; {low:g} to {high:g} is usual for {name}"
+        return [f"{WARNING}{said}; try train.learning_rate={scaled:g}"]
+    if low <= rate <= high:
+        return []
+    if rate * FAR <= low or rate >= high * FAR:
+        return [
+            f"{WARNING}learning_rate {rate:g} is {FAR} or more times outside {usual}; it is used as it is"
+        ]
+    return [f"learning_rate {rate:g} is outside {usual}; it is used as it is"]
+
+
+def _times_apart(one: tuple[float, float], other: tuple[float, float]) -> float:
+    """How many times the middle of one range of rates is that of another one, rounded."""
+    ratio = sqrt((one[0] * one[1]) / (other[0] * other[1]))
+    return round(max(ratio, 1 / ratio), 6)
 
 
 def unmerged(name: str, options: Mapping[str, Any]) -> str:
@@ -239,6 +268,7 @@ def _common_divisor(shapes: Shapes, most: int) -> int:
     return max(size for size in range(1, most + 1) if widths % size == 0)
 
 
+FAR = 10  # times between learning rates, from which a warning is due
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
 CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # each by a key of its own: `eva_config`

@@ -37,6 +37,9 @@ def apply_overrides(
         origin.where[path] = where
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
     _displace(raw, before, now, origin)
+    file_type = before.get("adapter.type")
+    if isinstance(file_type, str) and file_type != now.get("adapter.type", file_type):
+        origin.file_type = file_type
     return problems
 
 

@@ -367,6 +367,8 @@ class Origin:
     """Dotted key -> recipe | override | default (with the reason)."""
     notices: list[str] = field(default_factory=list)
     """What was left out or displaced, each to be said once."""
+    file_type: str = ""
+    """The file's `adapter.type`, where an override names another one."""
 
 
 class Recipe(Section):

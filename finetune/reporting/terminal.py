@@ -9,7 +9,7 @@ from rich.text import Text
 
 from finetune.autoconfig.batch_size import short_of_peak
 from finetune.core import formatting
-from finetune.core.formatting import is_share
+from finetune.core.formatting import is_share, labelled
 from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
 from finetune.run_folder import run_folder
@@ -52,10 +52,8 @@ def show_plan(
     held = [f"held out: {remark}" for remark in held_out.remarks()]
     for notice in [*train.remarks(), *held, *recipe.origin.notices, *notes]:
         screen.say(f"note: {notice}")
-    kind, rate = recipe.adapter.type, recipe.train.learning_rate
-    advice = adapter_types.advice(kind, rate, recipe.adapter.options())
-    for line in [*advice, *short_of_peak(recipe.train, chosen["train.steps"][0])]:
-        screen.say(f"note: {line}")
+    for line in [*adapter_types.advice(recipe), *short_of_peak(recipe.train, chosen["train.steps"][0])]:
+        screen.say(labelled(line))
     screen.say("")
 
 

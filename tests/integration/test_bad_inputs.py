@@ -290,7 +290,7 @@ TABLE = [
     ),
     *(
         of_run(41, lambda _, v=version: [f"model.attention=flash_attention_{v}"], 3,
-               "model.attention", "needs an NVIDIA GPU", "attention: auto")
+               "model.attention", "NVIDIA GPU", "attention: auto")
         for version in (2, 3, 4)
     ),
     Row(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -282,8 +283,8 @@ def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:
 
 
 def test_without_torchao_the_pip_line(run, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("finetune.export.torchao_quantization.installed", lambda name: name != "torchao")
     folder = run("lora")
+    monkeypatch.setitem(sys.modules, "torchao", None)
     merge(folder, "--quantize", "int8", code=3)
     assert "pip install -e '.[quantize]'" in capsys.readouterr().err
 

@@ -35,6 +35,7 @@ from accelerate.utils.memory import clear_device_cache
 
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, first_line, nearest
+from finetune.core.formatting import labelled
 from finetune.data import source_loading
 from finetune.distributed import collectives
 from finetune.evaluation import scoring
@@ -261,7 +262,7 @@ def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
         notes.append("one seed says nothing of the noise: --seeds 3")
     if asked.budget and jobs[0].recipe.eval.eval_steps:
         notes.append("eval.eval_steps: its evaluations come on top of --budget, which counts the final one")
-    screen.say(*[f"note: {note}" for note in dict.fromkeys(notes)], "")
+    screen.say(*map(labelled, dict.fromkeys(notes)), "")
 
 
 def make_way(job: Job, screen: Console, head: str) -> bool:
