@@ -10,7 +10,7 @@ from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
 from finetune.cli import arguments
 from finetune.core.console import Console, quieten_libraries
-from finetune.core.formatting import labelled
+from finetune.core.formatting import WARNING, labelled
 from finetune.data import preview
 from finetune.launch import launcher
 from finetune.planning import plan_report
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
 
     setup = choice_checks.setup_of(recipe)
     found = resume.find(RunFolder(Path(where)), options.resume) if where else None
-    screen.say(*map(labelled, notes))
+    screen.say(*(labelled(note) for note in notes if not note.startswith(WARNING)))  # which the plan prints
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
