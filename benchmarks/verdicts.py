@@ -19,6 +19,8 @@ import numpy as np
 
 from finetune.evaluation import verdicts
 from finetune.evaluation.paired_differences import difference
+from finetune.experiments.comparison import comparison_report
+from finetune.experiments.sweep import chosen_score
 
 RESULTS = Path(__file__).with_suffix(".json")
 WRONG = {verdicts.BETTER, verdicts.WORSE}
@@ -57,7 +59,7 @@ def losses(random: Any, asked: Evaluation, examples: int, change: float) -> dict
         noise = SPREAD * (random.lognormal(0, 1, examples) - np.exp(0.5))
     after = before + change + noise
     sums = [np.repeat(side, asked.repeats) * tokens for side in (before, after)]
-    groups = np.repeat(np.arange(examples), asked.repeats).tolist()
+    groups = np.repeat(np.arange(examples), asked.repeats).tolist() if asked.repeats > 1 else None
     return difference(*sums, higher_is_better=False, weights=tokens, groups=groups)
 
 
@@ -66,7 +68,7 @@ def answers(random: Any, asked: Evaluation, gain: float) -> dict[str, Any]:
     up, down = (asked.changed + gain) / 2, (asked.changed - gain) / 2
     kinds = random.choice(4, asked.examples, p=[up, down, 0.5 - up, 0.5 - down])
     sides = [np.repeat(np.isin(kinds, right) * 1.0, asked.repeats) for right in ((1, 3), (0, 3))]
-    groups = np.repeat(np.arange(asked.examples), asked.repeats).tolist()
+    groups = np.repeat(np.arange(asked.examples), asked.repeats).tolist() if asked.repeats > 1 else None
     return difference(*sides, higher_is_better=True, groups=groups)
 
 
@@ -146,12 +148,69 @@ GAINS = (0.02, 0.05, 0.1, 0.2)
 FALLS = (0.01, 0.02, 0.05, 0.1)
 
 
+SEEDS = (2, 3, 5)
+KINDS = (2,)
+GAPS = (1.0, 2.0, 3.0, 5.0)
+"""Between the best type and the others, in standard deviations of a seed."""
+
+
+def sole_winners(kinds: int, seeds: int, gap: float, runs: int, seed: int) -> float:
+    """Share of comparisons in which one type alone is called the best: type 0, better by `gap`."""
+    random, sole = np.random.default_rng(seed), 0
+    costs = {key: {"mean": 1.0, "sd": 0.0} for key in ("train_seconds", "memory_gib", "bytes")}
+    for _ in range(runs):
+        scores = random.normal(2.0, 0.1, (kinds, seeds))
+        scores[0] -= 0.1 * gap
+        rows = [
+            {"type": f"type{kind}", "seed": number, "run": "", "quality": value}
+            for kind, values in enumerate(scores.tolist())
+            for number, value in enumerate(values)
+        ]
+        types = {
+            f"type{kind}": costs
+            | {"quality": {"mean": s.mean(), "sd": s.std(ddof=1), "runs": seeds, "least": 0.01}}
+            for kind, s in enumerate(scores)
+        }
+        found = comparison_report.winner(types, rows, "validation loss", False, False)
+        tied = found["within_noise"] if found else []
+        sole += len(tied) == 1 and (gap == 0 or tied == ["type0"])
+    return sole / runs
+
+
+def best_trials(runs: int, seed: int) -> dict[str, float]:
+    """The best of 20 equal trials on 100 examples, in the mean: as it reads, and as `sweep` reports it."""
+    random, read, fresh = np.random.default_rng(seed), [], []
+    for _ in range(runs):
+        losses = random.normal(2.0, 0.5, (20, 100))
+        read.append(losses.mean(axis=1).min())
+        fresh.append(chosen_score.fresh_loss(losses, np.ones(100), np.arange(100)))
+    right = random.binomial(100, 0.7, (runs, 20)).max(axis=1) / 100
+    less = [share - chosen_score.optimism(share, 100, 20)["optimism"] for share in right]
+    return {
+        "loss": float(np.mean(read)),
+        "loss, fresh": float(np.mean(fresh)),
+        "exact match": float(right.mean()),
+        "exact match, less its optimism": float(np.mean(less)),
+    }
+
+
 def measure(runs: int, seed: int) -> dict[str, Any]:
     """Every simulation."""
     few = max(200, runs // 4)
+    winners = {
+        f"{kinds} types": {
+            f"{gap:g}": [
+                sole_winners(kinds, seeds, gap, runs, seed) for seeds in SEEDS
+            ]
+            for gap in (0.0, *GAPS)
+        }
+        for kinds in KINDS
+    }
     return {
         "runs": runs,
         "seed": seed,
+        "winners": winners,
+        "trials": best_trials(max(50, runs // 20), seed),
         "false": {
             name: {
                 str(one.examples * one.repeats): [
@@ -173,6 +232,67 @@ def measure(runs: int, seed: int) -> dict[str, Any]:
             for fall in FALLS
         },
     }
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def percent(values: list[float]) -> list[str]:
+    return [f"{value:.1%}" for value in values]
+
+
+def false_table(results: dict[str, Any]) -> str:
+    """Share of evaluations with any false word, where nothing changed."""
+    rows = [
+        [name, examples, *percent(shares)]
+        for name, sizes in results["false"].items()
+        for examples, shares in sizes.items()
+    ]
+    return table(["nothing changed", "examples", *(f"{tasks} tasks" for tasks in TASKS)], rows)
+
+
+def found_table(results: dict[str, Any]) -> str:
+    return table(
+        ["true change", "found"], [[name, f"{share:.1%}"] for name, share in results["found"].items()]
+    )
+
+
+def answers_table(results: dict[str, Any]) -> str:
+    rows = [
+        [f"{float(gain):.0%}".replace("%", " points"), *percent(s)] for gain, s in results["answers"].items()
+    ]
+    return table(["exact match rises by", *(f"{n:,} examples" for n in SIZES)], rows)
+
+
+def losses_table(results: dict[str, Any]) -> str:
+    rows = [[f"{fall} nats", *percent(shares)] for fall, shares in results["losses"].items()]
+    return table(["validation loss falls by", *(f"{n:,} examples" for n in SIZES)], rows)
+
+
+def winners_table(results: dict[str, Any]) -> str:
+    """Share of comparisons with the right sole winner; at a gap of 0 with any."""
+    rows = [
+        [kinds, "equal" if gap == "0" else f"{gap} deviations", *percent(shares)]
+        for kinds, gaps in results["winners"].items()
+        for gap, shares in gaps.items()
+    ]
+    return table(["compared", "the best is better by", *(f"{seeds} seeds" for seeds in SEEDS)], rows)
+
+
+def trials_table(results: dict[str, Any]) -> str:
+    found = results["trials"]
+    rows = [
+        ["validation loss", "2.000", f"{found['loss']:.3f}", f"{found['loss, fresh']:.3f}"],
+        [
+            "exact match",
+            "70.0%",
+            f"{found['exact match']:.1%}",
+            f"{found['exact match, less its optimism']:.1%}",
+        ],
+    ]
+    return table(["the best of 20 equal trials", "true", "as it reads", "as `sweep` corrects it"], rows)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from finetune.experiments.ablation import ablation_report
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-PAGES = ("README.md", "benchmarks/README.md", "recipes/README.md", "docs/sweep.md")
+PAGES = ("README.md", "benchmarks/README.md", "recipes/README.md", "docs/sweep.md", "docs/verdicts.md")
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
 TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, once that is measured
     "ab": ("ab:table", "ab"),
@@ -39,6 +39,12 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "quickstart": ("quickstart:table", "quickstart"),
     "reliability": ("reliability:page", "reliability"),
     "tuning": ("tuning:table", "tuning"),
+    "verdicts_answers": ("verdicts:answers_table", "verdicts"),
+    "verdicts_false": ("verdicts:false_table", "verdicts"),
+    "verdicts_found": ("verdicts:found_table", "verdicts"),
+    "verdicts_losses": ("verdicts:losses_table", "verdicts"),
+    "verdicts_trials": ("verdicts:trials_table", "verdicts"),
+    "verdicts_winners": ("verdicts:winners_table", "verdicts"),
 }
 SPEED = {  # rows of gpu.json
     "lora-fp8": "LoRA, fp8 base",
@@ -112,7 +118,10 @@ def ladder(found: dict[str, Any]) -> str:
         held_out = f"{scored['held_out']:.4f}" if scored.get("held_out") else "-"
         cells += [held_out.ljust(9), f"{row['status']}: {row['why']}"]
         lines.append(f"{row['name']:<17}" + " ".join([f"{cells[0]:<12}", f"{cells[1]:<12}", *cells[2:]]))
-    end = f"In times the baseline's {unit}, ± what noise explains; with what was kept it trains "
+    end = f"In times the baseline's {unit}, ± what noise explains. With what was kept it trains "
+    if found["as_is"]:
+        own = found["stack"][found["rate"]] / found["as_is"][found["rate"]]
+        end += f"{own:.2f} times as fast as the recipe as it is, and "
     end += (
         f"{found['speedup']:.2f} times as fast as a plain loop. The ablation took {found['seconds']:.0f} s."
     )

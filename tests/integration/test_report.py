@@ -417,3 +417,13 @@ def test_templates_are_in_the_package() -> None:
     """The wheel takes all files under finetune/; these must lie there."""
     for name in ("reporting/report.html.jinja", "core/html/page.css.jinja", "core/html/parts.html.jinja"):
         assert (ROOT / "finetune" / name).exists()
+
+
+@pytest.mark.parametrize("count", [5, 60])
+def test_caption_of_the_loss_curve_has_the_ends_of_the_curve(count: int, tmp_path: Path) -> None:
+    """Not means over parts of the run, which the curve does not show."""
+    losses = [4.0 - 3.0 * step / (count - 1) for step in range(count)]
+    steps = [{"step": step + 1.0, "loss": loss} for step, loss in enumerate(losses)]
+    run = run_files.Run(tmp_path, steps=steps)
+    svg, caption = html_report._loss_chart(run)
+    assert caption == "from 4 to 1" and f"loss: {caption}" in svg

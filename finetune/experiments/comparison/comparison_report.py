@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from scipy.special import stdtr
 from scipy.stats import studentized_range
 
 from finetune.core.weight_files import find_weight_files
@@ -243,8 +244,10 @@ def chance(one: dict[str, Any], other: dict[str, Any], types: int) -> float:
         return float(one["mean"] == other["mean"])
     errors = [spread**2 / side["runs"] for spread, side in zip(spreads, (one, other), strict=True)]
     shares = [error**2 / (side["runs"] - 1) for error, side in zip(errors, (one, other), strict=True)]
-    far = math.sqrt(2) * abs(one["mean"] - other["mean"]) / math.sqrt(sum(errors))
-    return float(studentized_range.sf(far, types, sum(errors) ** 2 / sum(shares)))
+    t, freedom = abs(one["mean"] - other["mean"]) / math.sqrt(sum(errors)), sum(errors) ** 2 / sum(shares)
+    if types == 2:
+        return float(2 * stdtr(freedom, -t))
+    return float(studentized_range.sf(math.sqrt(2) * t, types, freedom))
 
 
 def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metric: str, cost: str) -> str:

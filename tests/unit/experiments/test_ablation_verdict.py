@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from finetune.cli import main
 from finetune.core.console import Console
 from finetune.experiments.ablation import ablation, ablation_report, optimizations
 from finetune.experiments.ablation import verdict as ablation_verdict
@@ -263,3 +264,12 @@ def test_what_hurt_is_switched_off_in_the_best_recipe(
 def test_noise_is_pooled_over_repeats() -> None:
     assert measured_run.noise([[100.0], [5.0]]) is None
     assert measured_run.noise([[99.0, 101.0], [990.0, 1010.0]]) == pytest.approx(0.01 * 2**0.5)
+
+
+def test_ablate_writes_under_runs(monkeypatch) -> None:
+    asked = list[ablation.Asked]()
+    monkeypatch.setattr(ablation, "run", lambda one, quiet: asked.append(one))
+    assert (
+        main.main(["ablate", str(QUICKSTART)]) == main.main(["ablate", str(QUICKSTART), "--output", "x"]) == 0
+    )
+    assert [one.folder for one in asked] == [Path("runs/ablate-quickstart"), Path("x")]

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from finetune.experiments.comparison import comparison_report
 from finetune.run_folder import comparability
@@ -77,6 +78,16 @@ def test_winner_offers_the_run_of_the_median_seed(higher: bool, run: str) -> Non
     rows = [{"type": "lora", "seed": 1, "run": name, "quality": value} for name, value in scores.items()]
     found = comparison_report.winner(of(4, lora=(0.5, 0.3, 1)), rows, "exact match", higher, False)
     assert found and found["run"] == run, "of two in the middle the worse one"
+
+
+def test_two_types_have_the_same_chance_by_welch_and_by_games_howell() -> None:
+    one, other = ({"mean": mean, "sd": sd, "runs": 3} for mean, sd in ((0.9, 0.02), (0.84, 0.05)))
+    welch = stats.ttest_ind_from_stats(0.9, 0.02, 3, 0.84, 0.05, 3, equal_var=False).pvalue
+    assert comparison_report.chance(one, other, 2) == pytest.approx(welch)
+    degrees = (0.02**2 + 0.05**2) ** 2 / ((0.02**4 + 0.05**4) / 2)
+    range_ = 2**0.5 * 0.06 / ((0.02**2 + 0.05**2) / 3) ** 0.5
+    assert stats.studentized_range.sf(range_, 2, degrees) == pytest.approx(welch, rel=1e-3)
+    assert comparison_report.chance(one, other, 6) > 2 * welch
 
 
 def test_equal_types_seldom_have_a_sole_winner() -> None:
