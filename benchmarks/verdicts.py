@@ -199,9 +199,7 @@ def measure(runs: int, seed: int) -> dict[str, Any]:
     few = max(200, runs // 4)
     winners = {
         f"{kinds} types": {
-            f"{gap:g}": [
-                sole_winners(kinds, seeds, gap, runs, seed) for seeds in SEEDS
-            ]
+            f"{gap:g}": [sole_winners(kinds, seeds, gap, runs, seed) for seeds in SEEDS]
             for gap in (0.0, *GAPS)
         }
         for kinds in KINDS
