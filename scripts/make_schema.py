@@ -24,8 +24,8 @@ Made by `scripts/make_schema.py` (`make schema`) from what the program reads. `m
 An editor completes and checks a recipe whose first line is a comment,
 `yaml-language-server: $schema=` and the path to [the schema](../finetune/recipe/recipe.schema.json).
 
-Of the environment: `FINETUNE_CACHE` is the folder of prepared data and of what `finetune doctor --measure`
-found (else `~/.cache/finetune`), `HF_TOKEN` the Hub's token, `FINETUNE_STORAGE` the storage of
+Of the environment: `FINETUNE_CACHE` is the folder of prepared data, of the module names of models and of what
+`finetune doctor --measure` found (else `~/.cache/finetune`), `HF_TOKEN` the Hub's token, `FINETUNE_STORAGE` the storage of
 [finetune sweep](sweep.md); `FINETUNE_TIMEOUT_SECONDS` and `FINETUNE_FAULT` are in [stopping.md](stopping.md).
 """
 BELOW = {

@@ -89,11 +89,12 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         )
         unknown += "of them takes in memory is not known"
     obstacle = _obstacle(kind.peft, options, largest)
+    if any(found.names.kinds[name] == "Conv1D" for name in names):
+        obstacle = obstacle or "the base is stored as Conv1D"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not architecture.experts(text)
     fits &= not dropout or not any("down_proj" in name for name in names)
     fits &= not getattr(text, "mlp_bias", False)
-    fits &= not any(found.names.kinds[name] == "Conv1D" for name in names)
     inside = {name.rpartition(".")[0] for name in names if module_names.short(name) in MLP}
     return Adapted(
         names,
