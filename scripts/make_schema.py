@@ -25,7 +25,8 @@ An editor completes and checks a recipe whose first line is a comment,
 `yaml-language-server: $schema=` and the path to [the schema](../finetune/recipe/recipe.schema.json).
 
 Of the environment: `FINETUNE_CACHE` is the folder of prepared data, of the module names of models and of what
-`finetune doctor --measure` found (else `~/.cache/finetune`), `HF_TOKEN` the Hub's token, `FINETUNE_STORAGE` the storage of
+`finetune doctor --measure` found (else `~/.cache/finetune`). `HF_TOKEN` is the Hub's token,
+`FINETUNE_STORAGE` the storage of
 [finetune sweep](sweep.md); `FINETUNE_TIMEOUT_SECONDS` and `FINETUNE_FAULT` are in [stopping.md](stopping.md).
 """
 BELOW = {
