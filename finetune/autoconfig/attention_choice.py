@@ -11,6 +11,7 @@ import importlib.metadata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from finetune.autoconfig import memory_estimate
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.kernels import kernel_limits
@@ -69,8 +70,10 @@ def read(config: Any) -> Attends:
     """What a transformers config and its model's class say of attention."""
     lacks, config = _lacks(config), config.get_text_config()
     family = config.model_type
-    heads = getattr(config, "num_attention_heads", None) or 1
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = memory_estimate.largest(config, "num_attention_heads") or 1
+    size = (
+        memory_estimate.largest(config, "head_dim") or memory_estimate.largest(config, "hidden_size") // heads
+    )
     kinds = set(getattr(config, "layer_types", None) or [])
     windows = not kinds or "sliding_attention" in kinds
     special = ""

@@ -106,15 +106,20 @@ def split(checkpointing: str, layers: int) -> tuple[int, int]:
 
 
 def widths(config: Any) -> Widths:
-    """The widths of a transformers config."""
+    """The widths of a transformers config. A state-space model has no heads: one as wide as `hidden_size`."""
     config = config.get_text_config()
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    size = getattr(config, "head_dim", None) or hidden // heads
-    all_heads = heads + 2 * (getattr(config, "num_key_value_heads", None) or heads)
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
-    intermediate = max(intermediate) if isinstance(intermediate, list) else intermediate  # one for each layer
+    hidden, heads = largest(config, "hidden_size"), largest(config, "num_attention_heads") or 1
+    size = largest(config, "head_dim") or hidden // heads
+    all_heads = heads + 2 * (largest(config, "num_key_value_heads") or heads)
+    intermediate = largest(config, "intermediate_size") or 4 * hidden
     sizes = hidden, intermediate, heads * size, all_heads * size
-    return Widths(*sizes, config.num_hidden_layers, config.vocab_size)
+    return Widths(*sizes, largest(config, "num_hidden_layers"), largest(config, "vocab_size") or 1)
+
+
+def largest(config: Any, key: str) -> int:
+    """A number of a config, the largest where it has one for each layer; 0 where it has none."""
+    value = getattr(config, key, None) or 0
+    return max(value) if isinstance(value, list | tuple) else value
 
 
 def kept_gib(config: Any, tokens: int, keeps: Keeps) -> float:

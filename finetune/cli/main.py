@@ -27,7 +27,7 @@ from finetune.cli import (
     train,
 )
 from finetune.core import privacy, standard_streams
-from finetune.core.errors import FULL, Exit, Problem, Stopped, UserError, nearest
+from finetune.core.errors import FULL, Exit, Problem, Stopped, UserError, nearest, unexpected
 from finetune.distributed import launch_environment
 from finetune.recipe import renames
 
@@ -48,7 +48,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """The exit code of a command; a user's error, or a process of the launch that is gone, is one message."""
+    """The exit code of a command. Whatever ends it is one message; `--debug` shows the traceback too."""
     try:
         command(options)
     except UserError as error:
@@ -61,24 +61,29 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         else:
             time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
         return Exit.STOPPED
-    except OSError as error:
-        if options.debug or error.errno not in FULL:
+    except Exception as error:
+        if options.debug:
             raise
-        fix = "room on it, then the same command again; a run goes on with --resume=auto"
-        what, where = "there is no room on the disk", str(error.filename or "")
-        full = Problem(what, where=where, found=str(error.strerror), fix=fix)
-        return failed(str(full), Exit.ENVIRONMENT)
-    except RuntimeError as error:
-        said = launch_environment.lost(error)
-        if options.debug or not said:
-            raise
-        return failed(said, Exit.TRAINING)
+        if said := launch_environment.lost(error):
+            return failed(said, Exit.TRAINING)
+        explained = full(error) or unexpected(error, f"ran `finetune {command.__name__}`")
+        return failed("\n".join(map(str, explained.problems)), explained.code)
     except KeyboardInterrupt:
         if options.debug:
             raise
         print("interrupted before it was done", file=sys.stderr)
         return 130
     return Exit.DONE
+
+
+def full(error: Exception) -> UserError | None:
+    """What to say of a disk without room; `None`: it is another error."""
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return None
+    fix = "room on it, then the same command again; a run goes on with --resume=auto"
+    what, where = "there is no room on the disk", str(error.filename or "")
+    problem = Problem(what, where=where, found=str(error.strerror), fix=fix)
+    return UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def failed(said: str, code: Exit) -> Exit:

@@ -8,18 +8,21 @@ error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
+import traceback
 from collections.abc import Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.core.privacy import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
 
@@ -78,6 +81,74 @@ class UserError(Exception):
 def first_line(error: BaseException | str) -> str:
     """Of what an error says; its type where it says nothing."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+class Stage(NamedTuple):
+    """What finetune was doing when another library raised an exception."""
+
+    doing: str
+    """Completes "while finetune ...": "loaded the tokenizer"."""
+    key: str = ""
+    fix: str = ""
+    code: Exit = Exit.ENVIRONMENT
+
+
+@contextlib.contextmanager
+def stage(doing: str, key: str = "", fix: str = "", code: Exit = Exit.ENVIRONMENT) -> Iterator[None]:
+    """Remember on an exception of another library what finetune was doing; `unexpected` puts it into words.
+
+    The exception itself stays as it is: callers still tell out of memory and lost processes from it.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        vars(error).setdefault("finetune_stage", Stage(doing, key, fix, code))
+        raise
+
+
+def unexpected(error: Exception, doing: str) -> UserError:
+    """An exception that nobody expected, as a user reads it: whose it is, where, and in which stage.
+
+    Args:
+        doing: of `Stage`, where no stage remembers itself on the exception.
+    """
+    at = vars(error).get("finetune_stage") or Stage(doing)
+    library, file, line = _raised_in(error)
+    ours = library == "finetune"
+    what = f"{library} failed while finetune {at.doing}"
+    fix = "; ".join(filter(None, [at.fix, "run the command again with --debug to see the traceback"]))
+    if ours:
+        what = f"finetune failed while it {at.doing}: this is a bug of finetune"
+        fix = "report it with the traceback that --debug shows"
+    found = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
+    return UserError(Problem(what, at.key, f"{file}:{line}", found, fix=fix), code=at.code)
+
+
+LONGEST = 500  # characters of another library's message that are shown
+
+
+def _raised_in(error: Exception) -> tuple[str, str, int]:
+    """The library, file and line whose call failed: an attribute that is missing is its reader's fault, and
+    torch only runs what others call."""
+    frames = [
+        (*_library_of(frame.filename), frame.lineno or 0)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.name not in ("__getattr__", "__getattribute__")
+    ]
+    callers = [frame for frame in frames if frame[0] not in ("Python", "torch")]
+    return (callers or frames or [("Python", "", 0)])[-1]
+
+
+def _library_of(filename: str) -> tuple[str, str]:
+    """The library that a source file belongs to, and the file's path in it."""
+    path = Path(filename)
+    own = Path(__file__).parents[1]
+    if path.is_relative_to(own):
+        return "finetune", str(path.relative_to(own.parent))
+    inner = path.parts[path.parts.index("site-packages") + 1 :] if "site-packages" in path.parts else ()
+    return (inner[0], "/".join(inner)) if inner else ("Python", path.name)
 
 
 class Stopped(KeyboardInterrupt):

@@ -85,6 +85,10 @@ class Report:
     """Source -> rows, tokens and weight."""
     packing: dict[str, float] = field(default_factory=dict)
     """Rows after packing, token budget and share of it that is filled."""
+    positions: int = 0
+    """The model's positions, where examples were too long for them and not for `data.max_length`."""
+    longest_prompt: int = 0
+    """Tokens before the last answer, of the example with most of them."""
     seen: int = 0
     """Rows this is about, where the data is streamed and only the first ones were looked at; else 0."""
     seconds: float = 0.0
@@ -98,12 +102,21 @@ class Report:
     def dropped(self) -> int:
         return self.rows - self.kept
 
+    def said(self) -> dict[str, str]:
+        """What is said of each kind of rows: `SAID`, or that the model's positions are what limits them."""
+        return (
+            {**SAID, "too_long": f"are longer than the model's {self.positions} positions"}
+            if self.positions
+            else SAID
+        )
+
     def noted(self) -> list[tuple[str, str]]:
         """What happened to some rows: its kind, and a line that says it."""
         of = f"of {self.rows} rows"
         why = {kind: f": {'; '.join(reasons)}" for kind, reasons in self.reasons.items()}
+        said = self.said()
         found = [
-            (kind, f"{n} {of} {SAID[kind]} ({shown(self.places[kind], n)}){why.get(kind, '')}")
+            (kind, f"{n} {of} {said[kind]} ({shown(self.places[kind], n)}){why.get(kind, '')}")
             for kind, n in self.counts.items()
         ]
         for name, columns in self.unused.items():
@@ -163,6 +176,11 @@ class Audit:
         self.report.longest = max(self.report.longest, length)
         self.count(kind, where)
 
+    def limited_to(self, limit: int, max_length: int) -> None:
+        """An example was left out: the limit was the model's, if it is below `data.max_length`."""
+        if limit < max_length:
+            self.report.positions = limit
+
     def keep(self, example: Example, documents: list[Encoded]) -> None:
         """A row that is trained on; a plain text may be several documents."""
         report, where = self.report, example.where
@@ -183,6 +201,8 @@ class Audit:
             if self.vocabulary and max(ids) >= self.vocabulary and len(self.beyond) < MAX_SHOWN:
                 self.beyond.append(f"{where} (id {max(ids)})")
         last = documents[-1]
+        if example.messages or example.prompt is not None:
+            report.longest_prompt = max(report.longest_prompt, last.trained[-1][0])
         report.longest = max(report.longest, sum(len(document.ids) for document in documents) + last.cut)
         report.cut_tokens += last.cut
         encoder = self.encoder_for(bool(example.messages))
@@ -297,9 +317,10 @@ class Audit:
         if all(problems.values()) and total <= MAX_SHOWN:
             return details
         said = "; ".join(
-            f"{n} {SAID[kind]} ({shown(self.report.places[kind], n)})" for kind, n in counts.items()
+            f"{n} {self.report.said()[kind]} ({shown(self.report.places[kind], n)})"
+            for kind, n in counts.items()
         )
-        fix = REMEDIES.get(next(iter(counts)), "mend them")
+        fix = self._remedies().get(next(iter(counts)), "mend them")
         share = f"data.expect.{limit}={_enough(total, of):g}"
         fix += f", or allow it: {share}" if self.report.kept else ": no row would be left without them"
         what = f"{total} of {of} rows ({total / of:.1%}) are not as expected"
@@ -324,12 +345,11 @@ class Audit:
         if report.kept or (said and not causes):
             return []
         key = "data.max_length" if causes == ["too_long"] else key
-        found = ", ".join(f"{n} {SAID[kind]}" for kind, n in report.counts.items())
-        remedies = {
-            **REMEDIES,
-            "too_long": f"raise data.max_length (the longest row has {report.longest} tokens), or for plain"
-            " text too_long: split",
-        }
+        found = ", ".join(f"{n} {report.said()[kind]}" for kind, n in report.counts.items())
+        remedies = self._remedies()
+        if not report.positions:
+            more = f"raise data.max_length (the longest row has {report.longest} tokens)"
+            remedies["too_long"] = f"{more}, or for plain text too_long: split"
         fix = "; ".join(remedies[kind] for kind in causes if kind in remedies)
         details = [problem for kind in causes for problem in self.bad_rows.problems(kind)]
         what = f"0 of {report.rows} rows keep a trained token"
@@ -337,11 +357,25 @@ class Audit:
             what = f"none of {report.rows} rows has an answer to train on"
         return [*details, Problem(what, key, found=found, fix=fix)]
 
+    def _remedies(self) -> dict[str, str]:
+        """What to do about each kind of rows: a longer `data.max_length` adds no positions to a model."""
+        if not self.report.positions:
+            return dict(REMEDIES)
+        longest = self.report.longest
+        longer = f"data.too_long: truncate_prompt (for plain text: split), or a model of {longest} positions"
+        return {**REMEDIES, "too_long": longer}
+
     def _too_long(self, data: Data) -> Problem:
-        count, places = self.report.counts["too_long"], self.report.places["too_long"]
+        report = self.report
+        count, places = report.counts["too_long"], report.places["too_long"]
         what = f"{count} rows are too long"
-        found = f"{shown(places, count)}; the longest has {self.report.longest}"
-        expected = f"at most {data.max_length} tokens, or too_long: drop"
+        found = f"{shown(places, count)}; the longest has {report.longest}"
+        limit = (
+            f"{report.positions} tokens, the model's positions"
+            if report.positions
+            else f"{data.max_length} tokens"
+        )
+        expected = f"at most {limit}, or too_long: drop"
         return Problem(what, "data.max_length", found=found, expected=expected)
 
 

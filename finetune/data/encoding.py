@@ -82,6 +82,10 @@ class Encoder:
     with_tools: Encoder | None = None
     """For chats with tools, where the tokenizer has a template of their own."""
 
+    def longest(self, max_length: int) -> int:
+        """Tokens of the longest example that fits `data.max_length` and the model's positions."""
+        return min(max_length, int(self.tokenizer.model_max_length))
+
     def __call__(self, examples: list[Example]) -> list[Encoded | BadRow]:
         """Tokens of each example, in order."""
         return self.tokenise(examples, self.render(examples))

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -195,18 +196,41 @@ def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list
 
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
     """What is trained on of one row, by `data.too_long`; or why nothing is."""
-    if len(encoded.ids) > data.max_length:
+    limit = encoder.longest(data.max_length)
+    if len(encoded.ids) > limit:
         if data.too_long == "split" and not example.messages and example.prompt is None:
-            starts = range(0, len(encoded.ids), data.max_length)
-            pieces = [encoded.ids[start : start + data.max_length] for start in starts]
+            starts = range(0, len(encoded.ids), limit)
+            pieces = [encoded.ids[start : start + limit] for start in starts]
             return [Encoded(ids, [(0, len(ids))]) for ids in pieces if len(ids) > 1]
         cuts = data.too_long == "truncate_prompt"
-        shorter = encoder.shortened(example, encoded, data.max_length) if cuts else None
+        shorter = encoder.shortened(example, encoded, limit) if cuts else None
         if shorter is None:
             return "too_long"
         encoded = shorter
     trained = any(end > max(start, 1) for start, end in encoded.trained)  # the first token is never predicted
     return [encoded] if trained else "nothing_trained"
+
+
+def audit_first(
+    data: Data, tokenizer: PreTrainedTokenizerBase, vocabulary: int, declared: Collection[int], most: int
+) -> tuple[Audit, Audit, bool]:
+    """The audits of the first training and validation examples, and whether these are all.
+
+    Args:
+        most: examples of each source.
+    """
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+    audit, held = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
+    complete = data.validation_fraction is None
+    for source, key in source_loading.named(data):
+        if source_loading.files(source.name, key) is None:  # on the Hub
+            complete = False
+            continue
+        rows, of = iter(source_loading.read(source, key)), held if key == "data.validation" else audit
+        for _ in audited(islice(rows, most), data, of, source_loading.title(source)):
+            pass
+        complete = complete and next(rows, None) is None
+    return audit, held, complete
 
 
 def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iterator[tuple[Any, Any]]:
@@ -258,9 +282,11 @@ def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -
             continue
         format = audit.report.formats[name]
         audit.bad_rows.of_format(name, format, format, example.where)
-        documents = fit(encoded, example, data, audit.encoder_for(bool(example.messages)))
+        encoder = audit.encoder_for(bool(example.messages))
+        documents = fit(encoded, example, data, encoder)
         if isinstance(documents, str):
             audit.left_out(documents, example.where, len(encoded.ids))
+            audit.limited_to(encoder.longest(data.max_length), data.max_length)
         else:
             audit.keep(example, documents)
             yield example, documents
@@ -336,6 +362,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "special": tokenizer.special_tokens_map,
         "template": tokenizer.chat_template,
+        "longest": tokenizer.model_max_length,
         "seed": seed if random else None,
         "model": model,
         "versions": [version("tokenizers"), version("transformers"), version("trl")],

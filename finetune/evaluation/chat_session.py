@@ -21,7 +21,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.data import encoding
 from finetune.data.examples import Example
 from finetune.evaluation import reopen, scoring
-from finetune.models import tokenizer_setup
+from finetune.models import token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -203,15 +203,15 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
     row = Example("the talk", [*messages, {"role": "assistant", "content": ""}])
     row = row if talk.chats else Example("the prompt", prompt=messages[-1]["content"])
     (ids,) = talk.encoder.prompts([row])
-    longest = voice.weights.config.get_text_config().max_position_embeddings
-    if len(ids) >= longest:
+    longest = token_limits.positions(voice.weights.config)
+    if longest and len(ids) >= longest:
         found = f"{len(ids)} tokens of at most {longest}"
         fix = "/reset" if voice.history else "a shorter text"
         raise UserError(Problem("the talk has become too long for the model", found=found, fix=fix))
     drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
     config = GenerationConfig(
         **drawn,
-        max_new_tokens=min(talk.max_new_tokens, longest - len(ids)),
+        max_new_tokens=min(talk.max_new_tokens, longest - len(ids)) if longest else talk.max_new_tokens,
         **scoring.PLAIN,
         eos_token_id=scoring.stop_ids(voice.weights, tokenizer),
         pad_token_id=tokenizer.pad_token_id,

@@ -24,7 +24,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data.template_sandbox import render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
 from finetune.hardware import detection
-from finetune.models import model_files
+from finetune.models import model_files, token_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -58,10 +58,9 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
         UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
             data (3).
     """
-    config = model_files.read_config(asked).get_text_config() if asked and settings.tasks else None
-    metrics: dict[str, Iterable[str]] = {
-        **tasks.check(settings, getattr(config, "max_position_embeddings", None))
-    }
+    config = model_files.read_config(asked) if asked and settings.tasks else None
+    longest = token_limits.positions(config) if config else None
+    metrics: dict[str, Iterable[str]] = {**tasks.check(settings, longest)}
     ranks = PartialState().num_processes
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
     counts: dict[str, int] = {}
@@ -218,6 +217,9 @@ def language_model(model: Any, tokenizer: Any, batch_size: int, date: str | None
         pretrained=model,
         tokenizer=tokenizer,
         batch_size=batch_size,
+        max_length=token_limits.positions(
+            model.config
+        ),  # lm-eval knows few of the names that configs have for it
         mixed_precision_dtype=None
         if precision == "no"
         else getattr(torch, mixed_precision.DTYPES[precision]),

@@ -26,6 +26,7 @@ from finetune.data import encoding
 from finetune.data.encoding import Encoded
 from finetune.data.preparation import HeldOut
 from finetune.hardware import detection
+from finetune.models import token_limits
 from finetune.models.generation_config import declared_stops
 from finetune.speed import packing_isolation
 
@@ -134,7 +135,8 @@ def asks(row: HeldOut) -> bool:
 def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
     """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
     mine = _own(range(len(texts)))
-    longest = getattr(model.config, "max_position_embeddings", None)
+    longest = token_limits.positions(model.config)
+    longest = longest or getattr(model.config.get_text_config(), "max_position_embeddings", None)
     ids = [tokenizer(texts[index])["input_ids"][:longest] for index in mine]
     documents = [[Encoded(row, [(0, len(row))])] for row in ids]
     with inference(model):
@@ -251,13 +253,22 @@ def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int
     return found
 
 
-def batches(lengths: list[int], batch_size: int) -> Iterator[list[int]]:
-    """Indices of rows of similar length together: at most `batch_size`, of EVALUATED_TOKENS tokens."""
+def batches(
+    lengths: list[int], batch_size: int, room: int = 0, positions: int | None = None
+) -> Iterator[list[int]]:
+    """Indices of rows of similar length together: at most `batch_size`, of EVALUATED_TOKENS tokens.
+
+    Args:
+        room: tokens that are generated after each row. A row for which the model has no such number of
+            positions stands alone: others need not be cut short with it.
+        positions: of the model; `None`: without a limit.
+    """
     order = sorted(
         range(len(lengths)), key=lambda index: -lengths[index]
     )  # the longest first: it fits or it fails
     while order:
         size = max(1, min(batch_size, EVALUATED_TOKENS // max(1, lengths[order[0]])))
+        size = 1 if positions and lengths[order[0]] + room > positions else size
         yield order[:size]
         order = order[size:]
 
@@ -273,6 +284,8 @@ def generate(
     """The greedy answer to each row, stripped, and whether it ended by itself."""
     prompts = encoder.prompts(rows)
     room = settings.max_new_tokens or longest + ANSWER_MARGIN
+    positions = token_limits.positions(model.config)
+    token_limits.room_for_answer(max(map(len, prompts), default=0), positions, settings)
     run = partial(greedy_answers, model, encoder.tokenizer, prompts, room)
     return fitting(run, settings.batch_size) if prompts else []
 
@@ -286,16 +299,16 @@ def greedy_answers(
     """
     pad: Any = tokenizer.pad_token_id
     stops = stop_ids(model, tokenizer)
-    greedy = GenerationConfig(
-        max_new_tokens=room,
-        do_sample=False,
-        **PLAIN,
-        eos_token_id=stops,
-        pad_token_id=pad,
-    )
-    answers = [("", False)] * len(prompts)
-    for batch in batches([len(prompt) for prompt in prompts], batch_size):
+    answers, positions = [("", False)] * len(prompts), token_limits.positions(model.config)
+    for batch in batches([len(prompt) for prompt in prompts], batch_size, room, positions):
         width = max(len(prompts[index]) for index in batch)
+        greedy = GenerationConfig(
+            max_new_tokens=max(1, min(room, positions - width)) if positions else room,
+            do_sample=False,
+            **PLAIN,
+            eos_token_id=stops,
+            pad_token_id=pad,
+        )
         ids = torch.full((len(batch), width), pad)
         mask = torch.zeros_like(ids)
         for position, index in enumerate(batch):

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from finetune.core.errors import Problem, UserError
 from finetune.data import preparation, source_loading
 from finetune.data.examples import Example
-from finetune.models import tokenizer_setup
+from finetune.models import model_files, token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     """
     kept, other = folder.file(run_folder.HELD_OUT), overridden(recipe)
     ends = tokenizer_setup.declared_ends(recipe.model)
+    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer)
+    token_limits.apply(tokenizer, model_files.read_config(recipe.model), rows)
     chosen = (
         recipe.eval.eval_steps
         and recipe.eval.load_best_model_at_end

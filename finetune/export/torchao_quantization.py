@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.core.errors import Exit, Problem, UserError, first_line
-from finetune.models import module_names
+from finetune.models import model_class, module_names
 from finetune.quantization import qat
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def load(
         UserError: torchao can't store this kind on this device (exit 3) or these layers (exit 2).
     """
     from torchao.quantization import quantize_
-    from transformers import AutoModelForCausalLM, TorchAoConfig
+    from transformers import TorchAoConfig
 
     config, _ = choose(kind, dtype, hardware, trained)
     try:  # on one layer: transformers hides torchao's reason
@@ -94,8 +94,8 @@ def load(
         problem = Problem(f"torchao can't make {kind} weights on {hardware.name}", found=found, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            str(source), dtype=dtype, quantization_config=TorchAoConfig(config), **options
+        return model_class.open_folder(
+            source, dtype=dtype, quantization_config=TorchAoConfig(config), **options
         )
     except (RuntimeError, ValueError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):

@@ -17,6 +17,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.distributed import collectives
 from finetune.evaluation import reopen
 from finetune.export import torchao_quantization
+from finetune.models import architecture, model_class
 from finetune.quantization import fp8_loading
 from finetune.speed.lm_head_loss import base_of
 from finetune.training import load_data
@@ -119,11 +120,9 @@ def reopened(
     Raises:
         UserError: a folder that lacks weights, that lost its tie, or whose logits are not finite (exit 4).
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), output_loading_info=True, use_safetensors=True, **placed(setup)
+        loaded: Any = model_class.open_folder(
+            folder, output_loading_info=True, use_safetensors=True, **placed(setup)
         )
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):
@@ -138,7 +137,7 @@ def reopened(
         raise UserError(Problem(what, found=", ".join(wrong[:6])), code=Exit.ARTEFACT)
     head, embedding = opened.get_output_embeddings(), opened.get_input_embeddings()
     same = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
-    if opened.config.get_text_config().tie_word_embeddings and not same:
+    if architecture.has_tied_head(opened.config) and not same:
         what, found = "the output head is no longer the embeddings", "two tensors, where the config says one"
         raise UserError(Problem(what, found=found), code=Exit.ARTEFACT)
     scores = score(opened)

@@ -118,6 +118,12 @@ def as_config(raw: dict[str, Any]) -> Any:
     return config
 
 
+def has_tied_head(config: Any) -> bool:
+    """Whether the output head is the embedding. Some text models leave it to the model around them."""
+    own = getattr(config.get_text_config(), "tie_word_embeddings", None)
+    return bool(getattr(config, "tie_word_embeddings", False) if own is None else own)
+
+
 def _defaults(family: str) -> dict[str, Any]:
     """Plain default values of a family's config class in the installed transformers."""
     node = _class_of(family)
@@ -203,9 +209,26 @@ NORMS = {
     "gemma2": AROUND,
     "gemma3_text": AROUND,
 }
-MOE = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+# What families call the number of experts of a layer, and how many of them a token is sent to
+EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS_OF_A_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k",
+)  # fmt: skip
 
 
 def experts(config: Any) -> int:
     """Of a layer of a text model, which transformers holds as tensors of three dimensions; 0: it has none."""
-    return max(int(getattr(config, key, None) or 0) for key in MOE)
+    return _most(config, EXPERTS_OF_A_LAYER)
+
+
+def experts_of_a_token(config: Any) -> int:
+    """Experts that a token of a text model is sent to; 0: it has none."""
+    return _most(config, EXPERTS_OF_A_TOKEN)
+
+
+def _most(config: Any, keys: tuple[str, ...]) -> int:
+    """The largest of these numbers in a config, or in its `ffn_config`; some give one for each layer."""
+    inner = getattr(config, "ffn_config", None) or {}
+    inner = inner if isinstance(inner, dict) else vars(inner)
+    values = [getattr(config, key, None) or inner.get(key) or 0 for key in keys]
+    return max(int(max(value) if isinstance(value, list | tuple) else value) for value in values)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
+from finetune.core.errors import stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
-from finetune.models import model_files, tokenizer_setup
+from finetune.models import model_class, model_files, tokenizer_setup
 from finetune.quantization import stored_weights
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
 
@@ -29,7 +30,6 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     Attention is always named here: what a model's own config.json says of it is not followed.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from finetune.models import quantized_loading
 
@@ -48,10 +48,11 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     if launch_environment.read_by_rank_0() and not setup.launch.main:
         loaded = without_weights(stored_weights.forget(config), options["dtype"])
     else:
-        read = AutoModelForCausalLM.from_pretrained
-        loaded, found = model_files.from_hub(
-            read, model, output_loading_info=True, use_safetensors=True, **options
-        )
+        read = model_class.auto_class(config).from_pretrained
+        with stage("loaded the base model", "model.name"):
+            loaded, found = model_files.from_hub(
+                read, model, output_loading_info=True, use_safetensors=True, **options
+            )
         quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
         if stored:
             quantized_loading.finish(loaded, stored, storage, options["dtype"], ledger)
@@ -96,10 +97,9 @@ def without_weights(config: Any, dtype: torch.dtype) -> Any:
     """
     import torch
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     with init_empty_weights(include_buffers=False):
-        made = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        made = model_class.auto_class(config).from_config(config, dtype=dtype)
     for module in made.modules():
         for name, held in list(module.named_parameters(recurse=False)):
             empty = torch.empty(held.shape, dtype=held.dtype, device="cpu")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import untrusted_files
-from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.errors import Exit, Problem, UserError, first_line, stage
 from finetune.core.paths import local_path, similar_files
 from finetune.core.weight_files import check_weight_files
 from finetune.hub import client
@@ -89,7 +89,8 @@ def read_config(model: Model) -> Any:
     from transformers import AutoConfig
 
     check_folder(model)
-    return from_hub(AutoConfig.from_pretrained, model)
+    with stage("read the model's config.json", "model.name"):
+        return from_hub(AutoConfig.from_pretrained, model)
 
 
 def custom_code(reason: str) -> Problem:

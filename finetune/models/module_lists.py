@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Exit, Problem, UserError, first_line
-from finetune.models import model_files, module_names
+from finetune.models import model_class, model_files, module_names
 from finetune.models.module_names import Names
 
 if TYPE_CHECKING:
@@ -93,12 +93,12 @@ def _build(folder: Path) -> Names:
     logging.disable(logging.WARNING)  # of packages that transformers imports, about themselves
     try:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = model_class.auto_class(config).from_config(config, dtype=torch.bfloat16)
             return of_meta_model(model)
     except ImportError as error:  # of a model whose images or sound another package reads
         said = " ".join(str(error).split())

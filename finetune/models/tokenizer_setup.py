@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import untrusted_files
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, stage
 from finetune.models import model_files
+from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.recipe.schema import Model
+
+
+UNLIMITED = int(1e30)  # transformers' own value for a tokenizer without a limit
 
 
 def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
@@ -24,14 +28,18 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     model_files.check_exists(model)
     if Path(model.name).is_dir():  # of a model, or of an adapter with its tokenizer
         untrusted_files.check_files(Path(model.name), "model.name")
-    tokenizer = model_files.from_hub(AutoTokenizer.from_pretrained, model)
+    with stage("loaded the tokenizer", "model.name"):
+        tokenizer = model_files.from_hub(AutoTokenizer.from_pretrained, model)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(without_backend(type(tokenizer).__name__))
     if tokenizer.eos_token is None:
         fix = "name one in its tokenizer_config.json: the token that ends a turn"
         raise UserError(Problem("the tokenizer has no eos token", "model.name", found=model.name, fix=fix))
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:  # what tokenizer.json says of it: rows are cut by us, and padded by the collator
-        backend.no_truncation()
-        backend.no_padding()
+    # What tokenizer.json says of them: examples are cut by `fit`, and padded by the collator
+    backend.no_truncation()
+    backend.no_padding()
+    tokenizer.model_max_length = UNLIMITED  # `token_limits.apply` knows the model's, by its config
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
     if chat_template is not None:
@@ -59,6 +67,52 @@ def read_vocabulary(model: Model) -> dict[str, int] | None:
         return None
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])
     return tokenizer.get_vocab()
+
+
+def check(model: Model) -> list[str]:
+    """Load the tokenizer of a local model, unless its files leave no doubt that it loads.
+
+    Loading takes seconds, as transformers does it. A `tokenizer.json` without a class of transformers' own
+    in Python, and with an end-of-text token, needs no doubt.
+
+    Returns:
+        A note, if the tokenizer was loaded.
+
+    Raises:
+        UserError: as `load_tokenizer`.
+    """
+    folder = Path(model.name)
+    if (folder / "tokenizer.json").is_file() and not _doubtful(folder):
+        return []
+    load_tokenizer(model)
+    return ["the tokenizer was loaded to check it, which takes some seconds"]
+
+
+def _doubtful(folder: Path) -> bool:
+    """Whether transformers may read a folder's tokenizer by a class in Python, or finds no eos token."""
+    settings, config = (_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
+    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+    named = named or upstream_options.tokenizer_classes().get(str(config.get("model_type")), "")
+    in_python = upstream_options.runs_in_python(str(named or ""))
+    eos = settings.get("eos_token") or _json(folder / "special_tokens_map.json").get("eos_token")
+    return in_python or (folder / "tekken.json").exists() or not eos
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file, which may be missing or broken: loading says so."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def without_backend(name: str) -> Problem:
+    """A tokenizer that transformers runs in Python: it gives no positions in the text, by which turns are
+    found."""
+    what = "the tokenizer has no tokenizer.json: finetune needs one of the tokenizers library"
+    fix = "model.name: a model whose folder holds a tokenizer.json"
+    return Problem(what, "model.name", found=f"{name}, which transformers runs in Python", fix=fix)
 
 
 def _add_tokens(tokenizer: Any, texts: list[str]) -> None:

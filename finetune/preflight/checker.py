@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from, target_modules
-from finetune.autoconfig import batch_size, compilation, optimizer_choice
+from finetune.autoconfig import batch_size, compilation, optimizer_choice, packing_support
 from finetune.core import packages
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest
@@ -15,8 +15,17 @@ from finetune.core.paths import on_the_hub
 from finetune.data import chat_templates, example_errors, source_loading
 from finetune.distributed import launch_environment
 from finetune.hub import client
-from finetune.models import architecture, checkpoint_headers, model_files, module_lists, tokenizer_setup
-from finetune.preflight import choice_checks, package_checks
+from finetune.models import (
+    architecture,
+    checkpoint_headers,
+    model_class,
+    model_files,
+    module_lists,
+    router_loss,
+    token_limits,
+    tokenizer_setup,
+)
+from finetune.preflight import choice_checks, package_checks, token_checks
 from finetune.quantization import qat, stored_weights
 from finetune.recipe import adapter_types, upstream_options
 from finetune.run_folder import lock
@@ -49,16 +58,9 @@ def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
     packages: list[Problem] = []
-    for look in (
-        _model,
-        *([_weights] if with_weights else []),
-        _data,
-        _steps,
-        _adapter,
-        _tasks,
-        _trackers,
-        _publish,
-    ):
+    looks = [_model, _weights] if with_weights else [_model]
+    looks += [_data, _steps, _packing, _adapter, _tasks, _trackers, _publish]
+    for look in looks:
         try:
             notes += look(recipe)
         except UserError as error:
@@ -96,7 +98,8 @@ def check(recipe: Recipe) -> list[str]:
 
 def _first_examples(recipe: Recipe) -> list[str]:
     notes = source_loading.notes_on_folders(recipe.data)
-    return notes + example_errors.first_rows(recipe.data, recipe.train.effective_batch_size)
+    notes += example_errors.first_rows(recipe.data, recipe.train.effective_batch_size)
+    return notes + token_checks.check(recipe)
 
 
 def _output_folder(recipe: Recipe) -> list[str]:
@@ -165,8 +168,10 @@ def _model(recipe: Recipe) -> list[str]:
             what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
             raise UserError(Problem(what, "model.revision", found=found, fix="drop it"))
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
+        model_class.check(config)
         stored = choice_checks.check_stored(recipe, config)
-        return [f"model.name: {stored_weights.describe(stored)}"] if stored else []
+        said = [f"model.name: {stored_weights.describe(stored)}"] if stored else []
+        return [*said, *tokenizer_setup.check(recipe.model)]
     return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
 
 
@@ -202,17 +207,24 @@ def _steps(recipe: Recipe) -> list[str]:
     return []
 
 
+def _packing(recipe: Recipe) -> list[str]:
+    """Whether the model can keep packed examples apart."""
+    if config := _config(recipe.model):
+        packing_support.check(config, recipe.data, recipe.train, recipe.model.attention)
+    return []
+
+
 def _tasks(recipe: Recipe) -> list[str]:
     """The files, packages and metrics of the evaluation, and what the loss adds for a router."""
     if (config := _config(recipe.model)) is not None:
-        choice_checks.check_router(config, recipe.train.passed_on().get("router_aux_loss_coef"))
+        router_loss.check(config, recipe.train.passed_on().get("router_aux_loss_coef"))
     if recipe.eval.tasks:
         from finetune.evaluation import (
             tasks,  # most recipes have none, and its imports take a tenth of a second
         )
 
         config = _config(recipe.model)
-        longest = getattr(config.get_text_config(), "max_position_embeddings", None) if config else None
+        longest = token_limits.positions(config) if config else None
         tasks.check_metric(recipe.eval, tasks.check(recipe.eval, longest))
         tasks.check_names(recipe.eval)
     if isinstance(recipe.eval.forgetting, str):

@@ -12,10 +12,11 @@ from finetune.autoconfig import (
     compilation,
     machine_setup,
     optimizer_choice,
+    packing_support,
 )
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.hardware import detection
-from finetune.models import architecture, model_files, module_names
+from finetune.models import architecture, model_class, model_files, module_names
 from finetune.preflight import launch_conflicts
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules, adapter_types
@@ -46,6 +47,8 @@ def setup_of(recipe: Recipe) -> Setup:
     launch_conflicts.against_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
+    config = model_files.read_config(recipe.model)
+    model_class.check(config)
     setup = machine_setup.choose(
         attention=recipe.model.attention,
         base=recipe.model.quantization,
@@ -55,6 +58,7 @@ def setup_of(recipe: Recipe) -> Setup:
         against_fp8=partial(against_fp8, recipe),
         stored=stored,
     )
+    packing_support.check(config, recipe.data, recipe.train, setup.attention.value, setup.launch.rows_apart)
     optimizer_choice.check(recipe.train, recipe.speed, setup)
     compilation.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
     return setup
@@ -74,13 +78,6 @@ def check_stored(recipe: Recipe, config: Any) -> Stored | None:
     if stored.stays and (missing := base_quantization.missing_package(stored.storage)):
         raise UserError(missing, code=Exit.ENVIRONMENT)
     return stored
-
-
-def check_router(config: Any, coefficient: float | None) -> None:
-    """Refuse a router's loss of a model that has no router, as TRL would (exit 2)."""
-    if coefficient and not hasattr(config.get_text_config(), "output_router_logits"):
-        what, fix = "is the loss of a mixture of experts, and the base is none", "drop it"
-        raise UserError(Problem(what, "train.router_aux_loss_coef", found=f"{coefficient:g}", fix=fix))
 
 
 def allows(recipe: Recipe, setup: Setup, change: str) -> bool:

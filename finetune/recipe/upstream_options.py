@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -127,16 +129,99 @@ def causal_flags(family: str) -> dict[str, Any]:
     Empty for a family whose class it does not have.
     """
     file = of_family(family, "modeling")
-    named = re.search(rf'\("{re.escape(family)}", "(\w+)"\)', _causal_classes())
+    named = model_classes("CAUSAL_LM").get(family) or model_classes("IMAGE_TEXT_TO_TEXT").get(family)
     if not file or not named:
         return {}
     classes = {node.name: node for node in _tree("transformers", file).body if isinstance(node, ast.ClassDef)}
     found: dict[str, Any] = {}
-    at = classes.get(named[1])
+    at = classes.get(named)
     while at:
         found = _constants(at) | found
         at = next((classes[name] for name in map(ast.unparse, at.bases) if name in classes), None)
     return found
+
+
+@cache
+def needed_inputs(family: str, class_name: str) -> list[str]:
+    """What the forward of a family's class needs beside token ids: an argument without a default."""
+    file = of_family(family, "modeling")
+    classes = [
+        node for node in (_tree("transformers", file).body if file else ()) if isinstance(node, ast.ClassDef)
+    ]
+    functions = (
+        n for node in classes if node.name == class_name for n in node.body if isinstance(n, ast.FunctionDef)
+    )
+    for function in functions:
+        if function.name == "forward":
+            arguments = function.args.args
+            needed = arguments[1 : len(arguments) - len(function.args.defaults)]
+            return [argument.arg for argument in needed if argument.arg != "input_ids"]
+    return []
+
+
+@cache
+def masks_without_positions(family: str) -> bool:
+    """Whether a family's model makes a causal mask without `position_ids`.
+
+    Such a mask has no borders between the examples of a packed sequence. Some models whose positions have
+    several axes drop positions of one axis.
+    """
+    file = of_family(family, "modeling")
+    text = packages.source_of("transformers", file).read_text(encoding="utf-8") if file else ""
+    if "text_position_ids = None" in text and "expand(4," not in text:
+        return True
+    return any(
+        isinstance(call, ast.Call)
+        and re.fullmatch(r"create_\w*causal_mask", ast.unparse(call.func))
+        and not _may_give(call, "position_ids", function)
+        for function in _model_functions(family)
+        for call in ast.walk(function)
+    )
+
+
+def _may_give(call: ast.Call, name: str, function: ast.FunctionDef) -> bool:
+    """Whether a call in a function may give this keyword: itself, or in a `**` whose content is not plain."""
+    dicts = {
+        ast.unparse(node.targets[0]): node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
+    }
+    for keyword in call.keywords:
+        spread = dicts.get(ast.unparse(keyword.value))
+        if keyword.arg == name or (
+            keyword.arg is None and (spread is None or f"'{name}'" in ast.unparse(spread))
+        ):
+            return True
+    return False
+
+
+@cache
+def kernel_packages(family: str) -> dict[str, str]:
+    """Functions of a family's layers that another package provides, but those of `generate` alone: the
+    package's module by the function's name."""
+    found: dict[str, str] = {}
+    for function in _model_functions(family):
+        for call in function.decorator_list:
+            if isinstance(call, ast.Call) and "func_from_hub_with_fallback" in ast.unparse(call.func):
+                name, package = (ast.literal_eval(argument) for argument in call.args[:2])
+                found[name] = package
+    return {name: package for name, package in found.items() if not name.endswith("_update")}
+
+
+@cache
+def fixed_mask(family: str) -> bool:
+    """Whether a family's layers hold one causal mask of `max_position_embeddings` rows."""
+    file = of_family(family, "modeling")
+    text = packages.source_of("transformers", file).read_text(encoding="utf-8") if file else ""
+    return "tril(torch.ones((max_positions" in text
+
+
+def _model_functions(family: str) -> list[ast.FunctionDef]:
+    """The functions and methods of a family's modeling file, but those that only `generate` calls."""
+    file = of_family(family, "modeling")
+    nodes = ast.walk(_tree("transformers", file)) if file else ()
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    return [function for function in found if function.name != "create_masks_for_generate"]
 
 
 @cache
@@ -156,12 +241,39 @@ def peft_modules(kind: str) -> dict[str, Any]:
     raise AssertionError(f"PEFT has no {wanted}: upstream_options.py must follow it")
 
 
-def _causal_classes() -> str:
-    """The lines of `modeling_auto.py` that name the causal class of each family."""
+@cache
+def model_classes(task: str) -> dict[str, str]:
+    """The class that transformers has for each model family and a task such as CAUSAL_LM or MASKED_LM."""
     text = packages.source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")
-    _, found, rest = text.partition("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = ")
-    assert found, "transformers has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES: upstream_options.py must follow it"
-    return rest.partition("\n)\n")[0]
+    _, found, rest = text.partition(f"MODEL_FOR_{task}_MAPPING_NAMES = ")
+    assert found, f"transformers has no MODEL_FOR_{task}_MAPPING_NAMES: upstream_options.py must follow it"
+    return dict(re.findall(r'\("([^"]+)", "(\w+)"\)', rest.partition("\n)\n")[0]))
+
+
+@cache
+def tokenizer_classes() -> dict[str, str]:
+    """The tokenizer class that transformers has for each model family."""
+    text = packages.source_of("transformers", "models/auto/tokenization_auto.py").read_text(encoding="utf-8")
+    return dict(re.findall(r'\("([^"]+)",\s*"(\w+)"', text))
+
+
+@cache
+def runs_in_python(tokenizer_class: str) -> bool:
+    """Whether transformers runs a tokenizer class in Python, without the tokenizers library."""
+    name = tokenizer_class.removesuffix("Fast")
+    if name in ("", "PreTrainedTokenizer", "TokenizersBackend"):
+        return tokenizer_class == "PreTrainedTokenizer"
+    if name.startswith("MistralCommon") or name == "PythonBackend":
+        return True
+    models, word = packages.source_of("transformers", "models"), name.removesuffix("Tokenizer").lower()
+    likely = [
+        models / at / f"tokenization_{at}.py" for at in os.listdir(models) if at.replace("_", "") == word
+    ]
+    files = itertools.chain((file for file in likely if file.exists()), models.glob("*/tokenization_*.py"))
+    texts = (file.read_text(encoding="utf-8") for file in files)
+    found = (re.search(rf"^class {re.escape(name)}\((\w+)", text, re.MULTILINE) for text in texts)
+    base = next(filter(None, found), None)
+    return bool(base) and base[1] in ("PreTrainedTokenizer", "PythonBackend", "SentencePieceBackend")
 
 
 def texts_beside_fields(file: Path, class_name: str) -> dict[str, str]:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import should_reduce_batch_size
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune.autoconfig import attention_choice
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.autoconfig import attention_choice, packing_support
+from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 from finetune.models import architecture
 from finetune.speed.apply_to_model import decoder_layers
@@ -49,17 +50,26 @@ class Leak(NamedTuple):
     gradients: float
 
 
-def prove_apart(model: Any, tokens: int, attention: str, ledger: RunChecks) -> None:
+def prove_apart(model: Any, tokens: int, attention: str, ledger: RunChecks, switch_off: str = "") -> None:
     """RunCheck that the documents of a packed row do not see each other on this model.
 
     Args:
         tokens: length of the row that is tried.
+        switch_off: the change of the recipe that packs no more.
 
     Raises:
-        UserError: they do (exit 3).
+        UserError: they do, or the model's own code refuses the row (exit 3).
     """
+    switch_off = switch_off or "data.packing: false"
     with as_trained(model, attention), deterministic():
-        same, moved = leaks(model, tokens)
+        try:
+            same, moved = leaks(model, tokens)
+        except Exception as error:  # whatever a model's own forward raises is the reason
+            if should_reduce_batch_size(error):
+                raise
+            what, found = "this model can't be packed here", f"{type(error).__name__}: {first_line(error)}"
+            problem = Problem(what, "model.name", found=found, fix=switch_off)
+            raise UserError(problem, code=Exit.ENVIRONMENT) from error
     routed = model.device.type == "cpu" and architecture.experts(model.config.get_text_config())
     logits, gradients = ALLOWED["experts" if routed else model.device.type]
     ok = moved.logits <= max(logits, NOISE * same.logits)
@@ -71,8 +81,8 @@ def prove_apart(model: Any, tokens: int, attention: str, ledger: RunChecks) -> N
     ledger.add("documents apart", "a change in one moves nothing in the other", got, how, ok=ok)
     if not ok:
         what = f"documents of a packed row see each other with attention {attention}"
-        fix = "" if attention == "sdpa" else "model.attention=sdpa, or "
-        fix += "data.packing=false and data.padding_free=false"
+        masked = packing_support.MASKED  # where one mask leaks, another does too
+        fix = switch_off if attention in masked else f"model.attention: auto, or {switch_off}"
         raise UserError(Problem(what, "model.attention", found=got, fix=fix), code=Exit.ENVIRONMENT)
 
 
@@ -137,7 +147,7 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: Ru
     """
     if attention not in IMPLEMENTATIONS:
         return
-    made, size = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
+    made, size = torch.Generator().manual_seed(0), model.get_input_embeddings().num_embeddings
     rows = [torch.randint(size, (length,), generator=made).tolist() for length in (tokens // 2, tokens)]
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=packed)
     batch = collate([{"input_ids": row, "labels": row} for row in rows])
@@ -193,13 +203,19 @@ def masked(model: Any) -> Iterator[str]:
 
 
 def _second_of(model: Any, first: Any, second: Any, extra: dict[str, Any]) -> tuple[torch.Tensor, list[Any]]:
-    """Logits of the second document, and the gradients its loss gives to what is trained."""
+    """Logits of the second document, and the gradients its loss gives to what is trained.
+
+    Each call draws the same random numbers: some models have dropout that no module of theirs shows.
+    """
     ids = torch.cat([first, second]).tolist()
     row = {"input_ids": ids, "labels": ids, "seq_lengths": [len(first), len(second)]}
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)([row])
     batch.pop("labels")
     inputs: Any = send_to_device(batch, model.device)
-    logits = model(**inputs, **{"use_cache": False, **extra}).logits[0, len(first) :]
+    devices = [model.device.index or 0] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        logits = model(**inputs, **{"use_cache": False, **extra}).logits[0, len(first) :]
     loss = torch.nn.functional.cross_entropy(logits[:-1].float(), second[1:].to(model.device))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)

@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.adapters import attach, initialization, trainable_parameters
-from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
+from finetune.autoconfig import (
+    compilation,
+    cuda_graphs,
+    memory_estimate,
+    mixed_precision,
+    optimizer_choice,
+    packing_support,
+)
 from finetune.autoconfig.batch_size import with_micro_batch
 from finetune.checkpointing import checkpoints, resume_contract, training_state
 from finetune.core import run_checks
-from finetune.core.errors import UserError
+from finetune.core.errors import UserError, stage
 from finetune.distributed import collectives, launch_environment, sharded_tensors, transformer_engine_layers
-from finetune.models import fingerprint, loading, module_names, tokenizer_setup
+from finetune.models import fingerprint, loading, module_names, router_loss, tokenizer_setup
 from finetune.preflight import choice_checks
 from finetune.quantization import qat
 from finetune.recipe import adapter_types
@@ -56,11 +63,12 @@ def adapted_model(
     base = loading.load(recipe.model, setup, str(arguments.device), ledger)
     if problems := choice_checks.against_storage(setup.storage.value, module_names.of_model(base)):
         raise UserError(*problems)
-    choice_checks.check_router(base.config, arguments.router_aux_loss_coef)
+    router_loss.check(base.config, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, ledger)
     batches = partial(initialization.calibration, dataset, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
-    adapted = attach.attach(base, recipe.adapter, steps, ledger, batches, added)
+    with stage("attached the adapter", "adapter.type"):
+        adapted = attach.attach(base, recipe.adapter, steps, ledger, batches, added)
     gradient_probe.check(adapted, recipe.adapter, setup, ledger)
     return adapted
 
@@ -99,7 +107,8 @@ def make_fast(
     )
     if flat:
         with precision(setup):
-            packing_isolation.prove_apart(proved, PROOF_TOKENS, kernel, ledger)
+            tokens, off = min(PROOF_TOKENS, recipe.data.max_length), packing_support.switch_off(recipe.data)
+            packing_isolation.prove_apart(proved, tokens, kernel, ledger, off)
     return fast
 
 

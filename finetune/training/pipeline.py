@@ -29,7 +29,7 @@ from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
 from finetune.checkpointing.checkpoints import Writer
 from finetune.core.console import Console, quieten_libraries
-from finetune.core.errors import Stopped, UserError
+from finetune.core.errors import Exit, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import (
     collectives,
@@ -41,7 +41,7 @@ from finetune.distributed import (
 )
 from finetune.evaluation import lm_eval_harness, reopen, scoring, tasks
 from finetune.kernels import attention_functions
-from finetune.models import fingerprint, generation_config, tokenizer_setup
+from finetune.models import fingerprint, generation_config, router_loss, tokenizer_setup
 from finetune.preflight import choice_checks
 from finetune.reporting import html_report, terminal
 from finetune.run_folder import lock
@@ -170,7 +170,8 @@ def _run(
     flops = apply_to_model.flops_per_token(adapted)
     most, whole = model_setup.tokens_of(recipe, setup, batch, data_report["train"])
     work = model_setup.work_of(adapted, recipe, setup, most, flops * whole * steps)
-    fast = model_setup.make_fast(adapted, recipe, setup, arguments, work, found, ledger, correction)
+    with stage("tried the speed options on the model", "speed"):
+        fast = model_setup.make_fast(adapted, recipe, setup, arguments, work, found, ledger, correction)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     model_setup.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
     contract["base"] = model_setup.frozen_fingerprint(adapted, found, ledger)
@@ -206,6 +207,7 @@ def _run(
         unusable = nan_detection.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
         watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
         watching += dora_norm.refreshing(adapted, ledger)
+        router = router_loss.count_experts(adapted.config)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
         struck = (1,) if correction.changes else ()
@@ -223,7 +225,9 @@ def _run(
         launch_checks.add(trainer, setup.launch, ledger)
         training_data.add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
         with stop.later(), contextlib.closing(writer):
-            train(trainer, recipe.adapter, validating, found, ledger)
+            with stage("trained the model", code=Exit.TRAINING):
+                train(trainer, recipe.adapter, validating, found, ledger)
+            router_loss.restore(adapted.config, router)
             training_data.add_stream_receipt(prepared, screen, ledger)
             live = verify_saved.remember(adapted, prepared.train, setup)
             save(adapted, tokenizer, folder, initial, screen)
@@ -231,7 +235,8 @@ def _run(
         trainer.accelerator.free_memory()
         del trainer, adapted
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
-        result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
+        with stage("evaluated the model", "eval", code=Exit.TRAINING):
+            result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
         terminal.show_result(screen, folder, ledger, result)
     return folder
 

@@ -95,7 +95,9 @@ class Metrics(TrainerCallback):
             "data_wait": self.waited / (seconds * steps),
             **(held := memory(self.hardware)),
         }
-        record |= {name: logs[name] for name in ("orthogonality", "skipped_steps") if name in logs}
+        record |= {
+            name: logs[name] for name in ("orthogonality", "skipped_steps", "aux_loss") if name in logs
+        }
         ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *held)
         logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
         self.all_waited, self.all_seconds = self.all_waited + self.waited, self.all_seconds + seconds * steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from trl.trainer.sft_config import SFTConfig
 
@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Data, Train
 
 
+def with_floats(given: dict[str, Any]) -> dict[str, Any]:
+    """The same values, an integer as a float where SFTConfig has one: configs of models check their types."""
+    known = upstream_options.fields(upstream_options.SFT_CONFIG)
+
+    def is_float(name: str) -> bool:
+        return not name.endswith("_steps") and float in get_args(known[name].annotation)
+
+    return {
+        name: float(value) if type(value) is int and is_float(name) else value
+        for name, value in given.items()
+    }
+
+
 def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
     """SFTConfig from the recipe's `train:` and from what this project decides itself."""
     collectives.start(setup.hardware.device)
@@ -24,7 +37,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         upstream_options.SFT_CONFIG
     )  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
-    given = train.passed_on()
+    given = with_floats(train.passed_on())
     epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
     length = {"max_steps": train.max_steps} if train.max_steps else epochs
     decided: dict[str, Any] = {

@@ -10,6 +10,7 @@ from finetune.core.errors import Exit
 from finetune.core.run_checks import RunChecks
 from finetune.data import preparation
 from finetune.distributed import collectives
+from finetune.preflight import token_checks
 from finetune.training import load_data, model_setup, resume_facts
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -
             kept = checkpoints.read_contract(folder.checkpoints)["recipe"].get("data.template_date")
             if kept and not recipe.data.template_date:
                 return kept
-        return preparation.dated(recipe.data, load_data.load_tokenizer(recipe)).template_date
+        return preparation.dated(recipe.data, token_checks.load_with_template(recipe)).template_date
 
     date = collectives.from_main(find_date)
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"template_date": date})})

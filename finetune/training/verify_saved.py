@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from accelerate import PartialState
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.adapters import initialization, trainable_parameters
@@ -26,7 +25,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.weight_files import find_weight_files
 from finetune.distributed import collectives, sharded_tensors
 from finetune.evaluation import evaluator, scoring
-from finetune.models import fingerprint
+from finetune.models import fingerprint, model_class
 from finetune.quantization import fp8_loading
 from finetune.recipe.adapter_types import FOUR_BIT
 from finetune.run_folder import run_folder
@@ -220,7 +219,7 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
     how = "hash of every trained tensor, live and in the files"
     if folder.weights == folder.model and len(same) < len(names):
         unset_hf_deepspeed_config()  # as in reopen.open_base
-        opened = AutoModelForCausalLM.from_pretrained(str(folder.model), dtype=torch.float32)
+        opened = model_class.open_folder(folder.model, dtype=torch.float32)
         found, how = hashes(opened, live.shapes), f"{how}, as transformers reads them"
         same = {name: live.tensors[name] == digest for name, digest in found.items()}
     equal = sum(same.values())

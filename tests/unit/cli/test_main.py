@@ -8,8 +8,10 @@ import sys
 import time
 
 import pytest
+import yaml
 
 from finetune.cli import arguments, main
+from finetune.core import errors
 from finetune.distributed import launch_environment
 from support.paths import QUICKSTART, ROOT
 
@@ -287,6 +289,31 @@ def test_a_full_disk_is_one_message(capsys) -> None:
     assert "there is no room on the disk (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
     with pytest.raises(OSError, match="No space left"):
         main.guarded(fills, argparse.Namespace(debug=True))
+
+
+def test_guarded_exception_of_a_library_is_one_message(capsys) -> None:
+    """It names the library, the place and the stage; `--debug` shows the traceback."""
+
+    def reads(options: argparse.Namespace) -> None:
+        with errors.stage("read the config", "model.name", "another model"):
+            yaml.safe_load("[")
+
+    assert main.guarded(reads, argparse.Namespace(debug=False)) == 3
+    said = capsys.readouterr().err
+    assert said.startswith("error: model.name: yaml failed while finetune read the config (yaml/")
+    assert "ParserError: " in said and "try:       another model; run the command again with --debug" in said
+    assert "Traceback" not in said
+    with pytest.raises(yaml.YAMLError):
+        main.guarded(reads, argparse.Namespace(debug=True))
+
+
+def test_guarded_exception_of_finetune_itself_is_called_a_bug(capsys) -> None:
+    def fails(options: argparse.Namespace) -> None:
+        errors.nearest("a", 1)  # pyright: ignore[reportArgumentType] (a bug)
+
+    assert main.guarded(fails, argparse.Namespace(debug=False)) == 3
+    said = capsys.readouterr().err
+    assert "finetune failed while it ran `finetune fails`: this is a bug of finetune (finetune/core/" in said
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Whether a model can keep the examples of a packed sequence apart on this machine, by its config alone.
+
+`finetune check` and `finetune train` ask before a weight is loaded. What the config does not tell, training
+finds out on the model itself (`speed/packing_isolation.py`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.autoconfig import attention_choice, batch_size
+from finetune.core import packages
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.recipe import upstream_options
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Data, Train
+
+DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
+ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention"}  # of `layer_types`
+MASKED = ("sdpa", "eager", "flex_attention")  # attention that is told the borders by a mask
+
+
+def check(config: Any, data: Data, train: Train, attention: str, processes: int = 1) -> None:
+    """Refuse to pack a model that can't keep examples apart (exit 3), or has no mask that long (exit 2).
+
+    Args:
+        config: the model's.
+        attention: the implementation that runs, or `auto` where that is not known yet.
+        processes: that share a step's sequences.
+    """
+    if not (data.packing or data.padding_free):
+        return
+    if reason := obstacle(config, attention):
+        what = "this model can't keep the examples of a packed sequence apart here"
+        problem = Problem(what, _keys(data)[0], found=reason, fix=switch_off(data))
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None)
+    searched = train.per_device_train_batch_size == "auto"
+    rows = train.effective_batch_size if searched else batch_size.split_batch(train, processes).per_device
+    if longest and rows * data.max_length > longest and upstream_options.fixed_mask(text.model_type):
+        what = f"the attention mask of {text.model_type} has {longest} positions for a whole forward pass"
+        found = f"{rows} sequences of {data.max_length} tokens"
+        one = ["train.per_device_train_batch_size: 1"] if data.max_length <= longest else []
+        fix = " or ".join([*one, switch_off(data)])
+        raise UserError(Problem(what, _keys(data)[0], found=found, fix=fix))
+
+
+def switch_off(data: Data) -> str:
+    """The change of a recipe that packs no more."""
+    return ", ".join(f"{key}: false" for key in _keys(data))
+
+
+def _keys(data: Data) -> list[str]:
+    return [f"data.{key}" for key in ("packing", "padding_free") if getattr(data, key)]
+
+
+def obstacle(config: Any, attention: str) -> str:
+    """Why a model can't keep packed examples apart; empty: nothing is known against it."""
+    text = config.get_text_config()
+    family = text.model_type
+    if _has_other_layers(text):
+        needed = upstream_options.kernel_packages(family)
+        lacking = {name: package for name, package in needed.items() if not packages.installed(package)}
+        if lacking:
+            name, package = next(iter(lacking.items()))
+            return f"`{name}` of {family}'s layers needs the package {DISTRIBUTIONS.get(package, package)}"
+        if not needed:
+            return f"layers of {family} carry a state from one example to the next"
+    by_mask = attention in MASKED or (attention == "auto" and family not in attention_choice.FAMILIES)
+    if by_mask and upstream_options.masks_without_positions(family):
+        return f"transformers gives the attention mask of {family} no borders between examples"
+    return ""
+
+
+def _has_other_layers(text: Any) -> bool:
+    """Whether some layers are convolutions, linear attention or state-space layers."""
+    kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    if kinds:
+        return bool(kinds - ATTENDING)
+    stateful = upstream_options.causal_flags(text.model_type).get("_is_stateful", False)
+    return stateful or bool(upstream_options.kernel_packages(text.model_type))

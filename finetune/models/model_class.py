@@ -1,0 +1,77 @@
+"""Which checkpoints finetune trains: causal language models, and text models of multimodal models."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+from finetune.models import model_files
+from finetune.recipe import upstream_options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GENERATES_TEXT = re.compile(
+    r"(ForCausalLM|LMHeadModel|LMHead|ForConditionalGeneration|Decoder)$", re.IGNORECASE
+)
+# Their head or its input is not where the text model of the same family has it (transformers 5.22)
+OTHER_HEAD = ("aya_vision", "mllama")
+
+
+def check(config: Any) -> None:
+    """Refuse a checkpoint that is not a causal language model, by its config.json (exit 2)."""
+    known = {
+        **upstream_options.model_classes("CAUSAL_LM"),
+        **upstream_options.model_classes("IMAGE_TEXT_TO_TEXT"),
+    }
+    if config.model_type not in known and getattr(config, "auto_map", None):
+        raise UserError(model_files.custom_code(f"auto_map of model_type {config.model_type}"))
+    if reason := unsupported(config):
+        name = next(iter(getattr(config, "architectures", None) or ()), config.model_type)
+        what = f"{name} is not supported: {reason}"
+        fix = "model.name: a checkpoint whose config.json names a class that ends in ForCausalLM"
+        raise UserError(Problem(what, "model.name", found=f"model_type: {config.model_type}", fix=fix))
+
+
+def unsupported(config: Any) -> str:
+    """Why finetune does not train a checkpoint; empty: it does."""
+    family, text = config.model_type, config.get_text_config()
+    causal = upstream_options.model_classes("CAUSAL_LM").get(family)
+    known = causal or upstream_options.model_classes("IMAGE_TEXT_TO_TEXT").get(family)
+    named = next(iter(getattr(config, "architectures", None) or ()), known or "")
+    if any(getattr(each, "is_encoder_decoder", None) for each in (config, text)):
+        return "it is an encoder-decoder model, and finetune trains decoders"
+    masked = family in upstream_options.model_classes("MASKED_LM") and not getattr(config, "is_decoder", None)
+    if masked:
+        return "it is an encoder, and finetune trains decoders"
+    if not known:
+        return f"transformers has no causal language model of {family or 'no model_type'}"
+    if needed := upstream_options.needed_inputs(family, known):
+        return f"its forward needs {', '.join(needed)} beside the text"
+    if family in OTHER_HEAD:
+        return "its class computes other logits than its text model alone"
+    headless = re.search(r"Model$", named) and not GENERATES_TEXT.search(named)
+    if headless and not text.tie_word_embeddings:
+        return "its checkpoint has no output head"
+    return "" if headless or GENERATES_TEXT.search(named) else "it has another head than a language model's"
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads a checkpoint with this config.
+
+    Args:
+        config: as transformers has it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    causal = config.model_type in upstream_options.model_classes("CAUSAL_LM")
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+
+
+def open_folder(folder: Path, **options: Any) -> Any:
+    """A model that finetune saved, as any user of transformers opens it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+    return auto_class(config).from_pretrained(str(folder), **options)

@@ -1,0 +1,56 @@
+"""The load-balancing loss of a mixture of experts, which TRL adds to the loss of the tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.core.errors import Problem, UserError
+from finetune.models import architecture
+
+COEFFICIENT = "router_aux_loss_coef"  # of the model's config, and of `train:`
+SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)
+
+
+def check(config: Any, asked: float | None) -> None:
+    """Refuse a router's loss of a model that has no router, or whose config does not count experts (exit 2).
+
+    Args:
+        asked: `train.router_aux_loss_coef`; `None`: the config's own.
+    """
+    text = config.get_text_config()
+    has_router = hasattr(text, "output_router_logits")
+    if asked and not has_router:
+        what, fix = "is the loss of a mixture of experts, and the base is none", "drop it"
+        raise UserError(Problem(what, f"train.{COEFFICIENT}", found=f"{asked:g}", fix=fix))
+    coefficient = getattr(text, COEFFICIENT, None) if asked is None else asked
+    counted = architecture.experts(text) and architecture.experts_of_a_token(text)
+    if has_router and coefficient and not counted:
+        what = f"the config of {text.model_type} does not say how many experts a layer has, or a token uses"
+        fix = f"train.{COEFFICIENT}: 0.0"
+        raise UserError(Problem(what, f"train.{COEFFICIENT}", found=f"{coefficient:g}", fix=fix))
+
+
+def count_experts(config: Any) -> dict[str, Any]:
+    """Give a live model's config the names by which TRL reads the number of experts.
+
+    TRL reads `num_experts` and `num_experts_per_tok`. GraniteMoE says `num_local_experts`, DeepSeek-V3
+    `n_routed_experts`. TRL itself sets the other two of SET.
+
+    Returns:
+        The values before, for `restore`.
+    """
+    text = config.get_text_config()
+    before = {name: vars(text)[name] for name in SET if name in vars(text)}
+    counts = architecture.experts(text), architecture.experts_of_a_token(text)
+    for name, count in zip(SET, counts, strict=False):
+        if count and getattr(text, name, None) is None:
+            setattr(text, name, count)
+    return before
+
+
+def restore(config: Any, before: dict[str, Any]) -> None:
+    """Undo what `count_experts` and TRL changed, so that the model is saved with its own config."""
+    text = config.get_text_config()
+    for name in SET:
+        vars(text).pop(name, None)
+    vars(text).update(before)

@@ -1,0 +1,110 @@
+"""Hold the first examples against the limits of the model, where some may pass them: `finetune check`.
+
+This takes the tokenizer, which transformers loads in seconds. So the bytes of the texts are counted first: an
+example never has more tokens than bytes, beside those that the chat template writes.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import continue_from
+from finetune.core.errors import UserError
+from finetune.data import chat_templates, source_loading
+from finetune.data.example_errors import FIRST
+from finetune.data.examples import Example
+from finetune.models import architecture, model_files, token_limits, tokenizer_setup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.recipe.schema import Data, Recipe
+
+BESIDE, A_TURN = 256, 32  # tokens that a chat template may write: in all, and for each message
+
+
+def check(recipe: Recipe) -> list[str]:
+    """Refuse examples of which `finetune train` would refuse too many, as far as `FIRST` of each source tell.
+
+    Returns:
+        Notes.
+
+    Raises:
+        UserError: token ids past the model's embedding; of all examples, too many that are too long (exit 2).
+    """
+    folder = Path(recipe.model.name)
+    if not folder.is_dir() or recipe.data.streaming:
+        return []
+    config = architecture.config_in(folder / "config.json")
+    longest = token_limits.positions(config)
+    short = longest is not None and longest < recipe.data.max_length
+    notes = []
+    if longest is not None and short:
+        notes = [f"data.max_length: the model has {longest} positions; longer examples are too long"]
+    rows = config.get_text_config().vocab_size
+    if not (short and _most_tokens(recipe.data) > (longest or 0)) and _highest_id(folder) < rows:
+        return notes
+    from finetune.data import preparation
+
+    tokenizer, rows, ends, note = load_tokenizer(recipe)
+    audit, held, complete = preparation.audit_first(recipe.data, tokenizer, rows, ends, FIRST)
+    if complete:
+        audit.check(recipe.data, 0)
+        held.check_held_out(recipe.data)
+    else:
+        audit.check_rows(recipe.data)
+        held.check_rows(recipe.data)
+    token_limits.room_for_answer(held.report.longest_prompt, longest, recipe.eval)
+    notes += [note] if note else []
+    long = (said for one in (audit, held) for kind, said in one.report.noted() if kind == "too_long")
+    return [*notes, *long]
+
+
+def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer with the chat template that the recipe asks for."""
+    template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
+    return tokenizer_setup.load_tokenizer(recipe.model, template)
+
+
+def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[int], str]:
+    """The tokenizer, held to its model's limits, the rows of the model's embedding, the model's ends of an
+    answer, and a note if the padding token had to change."""
+    tokenizer = load_with_template(recipe)
+    if recipe.adapter.source:
+        held = model_files.read_config(recipe.model).get_text_config().vocab_size
+        continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer.get_vocab(), held)
+    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer)
+    note = token_limits.apply(tokenizer, model_files.read_config(recipe.model), rows)
+    return tokenizer, rows, tokenizer_setup.declared_ends(recipe.model), note
+
+
+def _most_tokens(data: Data) -> int:
+    """Tokens that the longest of the first examples has at most."""
+    most = 0
+    for source, key in source_loading.named(data):
+        if source_loading.files(source.name, key) is None:
+            continue
+        try:
+            found = source_loading.examples(source_loading.read(source, key), data, source.name, {}, {})
+            for example in islice(found, FIRST):
+                if isinstance(example, Example):
+                    texts = [example.prompt or "", example.completion, json.dumps(example.messages or "")]
+                    turns = len(example.messages or ()) * A_TURN
+                    most = max(most, sum(len(text.encode()) for text in texts) + turns + BESIDE)
+        except UserError:  # said where the first rows are read
+            continue
+    return most
+
+
+def _highest_id(folder: Path) -> int:
+    """The highest id among the added tokens of a folder's tokenizer.json; 0: none are written there."""
+    try:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        _, found, rest = text.partition('"added_tokens":')
+        added: list[dict[str, Any]] = json.JSONDecoder().raw_decode(rest.lstrip())[0] if found else []
+        return max((int(token["id"]) for token in added), default=0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

@@ -1,0 +1,228 @@
+"""Models at the edges: what `check` says of them is what `train` does, and never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.cli import main
+from finetune.run_folder.run_folder import RunFolder
+from support.paths import MODEL
+from support.tiny_models import recipe, rows, save, sizes
+
+# peft 0.21.2 looks among modules for patterns that it makes for experts' weights (tuners/tuners_utils.py)
+pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+
+
+def both(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[list[int], list[str]]:
+    """Exit codes and messages of `check` and `train`."""
+    codes, said = [], []
+    capsys.readouterr()
+    for command in ("check", "train"):
+        codes.append(main.main([command, str(path)]))
+        said.append(capsys.readouterr().err)
+    assert "Traceback" not in "".join(said)
+    return codes, said
+
+
+def causal(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_check_and_train_tokenizer_in_python_refuse_alike(tmp_path, capsys) -> None:
+    tokenizer = transformers.ByT5Tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    )
+    config = transformers.LlamaConfig(
+        **{**sizes(), "vocab_size": 384, "eos_token_id": 1, "bos_token_id": None}
+    )
+    codes, said = both(recipe(tmp_path, save(tmp_path / "model", causal(config), tokenizer)), capsys)
+    assert codes == [2, 2] and said[0] == said[1]
+    assert "ByT5Tokenizer, which transformers runs in Python" in said[0]
+
+
+def test_train_config_without_attention_heads_trains(tmp_path, capsys) -> None:
+    own = {
+        name: value
+        for name, value in sizes().items()
+        if name not in ("num_attention_heads", "intermediate_size")
+    }
+    model = save(tmp_path / "model", causal(transformers.MambaConfig(**own, state_size=8)))
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": ["in_proj", "x_proj"]}
+    codes, said = both(recipe(tmp_path, model, adapter=adapter), capsys)
+    assert codes == [0, 0], said
+
+
+def test_train_experts_by_another_name_trains_and_keeps_the_models_config(tmp_path, capsys) -> None:
+    """GraniteMoE asks for its router's loss by itself; the saved model must not, or `generate` fails."""
+    model = save(tmp_path / "model", causal(transformers.GraniteMoeConfig(**sizes(**EXPERTS))))
+    held = rows(tmp_path / "held.jsonl", [("Say hi", "Hi, and hello.")])
+    asked = {"adapter": {"type": "full"}, "eval": {"generate": True}, "data": {"validation": str(held)}}
+    codes, said = both(recipe(tmp_path, model, **asked), capsys)
+    assert codes == [0, 0], said
+    saved = json.loads((RunFolder(tmp_path / "run").model / "config.json").read_text())
+    assert "num_experts" not in saved and saved["output_router_logits"] is False
+
+
+def test_train_router_loss_of_routed_experts_is_added(tmp_path, capsys) -> None:
+    latent = {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+    }
+    routed = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    config = transformers.DeepseekV3Config(
+        **sizes(moe_intermediate_size=16, num_key_value_heads=4, **latent, **routed)
+    )
+    model = save(tmp_path / "model", causal(config))
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    codes, said = both(recipe(tmp_path, model, adapter=adapter, train={"router_aux_loss_coef": 1}), capsys)
+    assert codes == [0, 0], said
+    lines = (RunFolder(tmp_path / "run").path / "metrics.jsonl").read_text().splitlines()
+    assert any(json.loads(line).get("aux_loss", 0) > 0 for line in lines)
+
+
+@pytest.mark.parametrize("coefficient", [0, 0.0, 1])
+def test_train_router_loss_as_an_integer_is_a_coefficient(tmp_path, capsys, coefficient) -> None:
+    model = save(tmp_path / "model", causal(transformers.MixtralConfig(**sizes(**EXPERTS))))
+    path = recipe(
+        tmp_path, model, train={"router_aux_loss_coef": coefficient, "max_steps": 1, "warmup_steps": 0}
+    )
+    codes, said = both(path, capsys)
+    assert codes == [0, 0], said
+
+
+def test_check_and_train_convolutions_packed_refuse_alike(tmp_path, capsys) -> None:
+    config = transformers.Lfm2Config(**sizes(num_key_value_heads=2, layer_types=["conv", "full_attention"]))
+    model = save(tmp_path / "model", causal(config))
+    codes, said = both(recipe(tmp_path, model, data={"packing": True}), capsys)
+    assert codes == [3, 3] and said[0] == said[1] and "try:       data.packing: false" in said[0]
+    assert main.main(["check", str(tmp_path / "recipe.yaml"), "data.packing=false"]) == 0
+
+
+def test_check_and_train_one_mask_for_all_tokens_refuse_alike(tmp_path, capsys) -> None:
+    """GPT-Neo's layers hold a mask of as many rows as the model has positions."""
+    own = {
+        name: value
+        for name, value in sizes().items()
+        if name not in ("num_attention_heads", "num_hidden_layers")
+    }
+    kinds = {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}
+    config = transformers.GPTNeoConfig(**{**own, **kinds, "max_position_embeddings": 64})
+    model = save(tmp_path / "model", causal(config))
+    codes, said = both(recipe(tmp_path, model, data={"packing": True, "max_length": 64}), capsys)
+    assert codes == [2, 2] and said[0] == said[1]
+    assert "try:       train.per_device_train_batch_size: 1 or data.packing: false" in said[0]
+    short = {"per_device_train_batch_size": 1, "effective_batch_size": 1}
+    codes, said = both(recipe(tmp_path, model, data={"packing": True, "max_length": 64}, train=short), capsys)
+    assert codes == [0, 0], said
+
+
+def test_train_multimodal_wrapper_trains_its_text_model(tmp_path, capsys) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "head_dim": 16}
+    text = transformers.MistralConfig(**sizes(num_key_value_heads=2, head_dim=8))
+    config = transformers.Mistral3Config(
+        text_config=text, vision_config={"model_type": "pixtral", **vision}, image_token_index=10
+    )
+    model = save(tmp_path / "model", transformers.Mistral3ForConditionalGeneration(config))
+    codes, said = both(recipe(tmp_path, model), capsys)
+    assert codes == [0, 0], said
+    trained = load_file(RunFolder(tmp_path / "run").adapter / "adapter_model.safetensors")
+    assert trained and all("language_model" in name for name in trained)
+    assert main.main(["merge", str(tmp_path / "run"), "--quiet"]) == 0
+
+
+def test_check_and_train_padding_token_without_a_row_pad_by_another(tmp_path, capsys) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    model = save(tmp_path / "model", causal(transformers.LlamaConfig(**sizes())), tokenizer)
+    rows(tmp_path / "held.jsonl", [("Say hi", "Hi, and hello."), ("Two plus one?", "Three, I think.")])
+    path = recipe(tmp_path, model, data={"validation": str(tmp_path / "held.jsonl")}, eval={"generate": True})
+    assert main.main(["check", str(path)]) == 0
+    note = "the tokenizer's padding token <pad> has id"
+    assert note in capsys.readouterr().out
+    assert main.main(["train", str(path)]) == 0
+    assert note in capsys.readouterr().out
+    saved = AutoTokenizer.from_pretrained(RunFolder(tmp_path / "run").adapter)
+    assert saved.pad_token == saved.eos_token
+
+
+def test_check_and_train_examples_beyond_the_positions_are_too_long(tmp_path, capsys) -> None:
+    own = {name: value for name, value in sizes().items() if name != "intermediate_size"}
+    config = transformers.OPTConfig(
+        **{**own, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 48}
+    )
+    model = save(tmp_path / "model", causal(config))
+    rows(tmp_path / "rows.jsonl", [("Say it", " ".join(f"word{n}" for n in range(60))), *[("a", "b")] * 3])
+    path = recipe(tmp_path, model, data={"max_length": 512, "expect": {"duplicates": 1.0}})
+    codes, said = both(path, capsys)
+    assert codes == [2, 2] and said[0] == said[1]
+    assert "1 are longer than the model's 48 positions" in said[0] and "raise data.max_length" not in said[0]
+    allowed = {"max_length": 512, "expect": {"duplicates": 1.0, "dropped": 0.5}}
+    held = {"validation": str(rows(tmp_path / "held.jsonl", [("Say hi", "Hi.")]))}
+    path = recipe(tmp_path, model, data={**allowed, **held}, eval={"generate": True})
+    codes, said = both(path, capsys)
+    assert codes == [0, 0], said
+    asked = [str(path), "eval.max_new_tokens=512", f"train.output_dir={tmp_path / 'other'}"]
+    assert main.main(["train", *asked]) == 2
+    assert "of the model's 48 positions" in capsys.readouterr().err
+
+
+def test_train_model_whose_forward_fails_names_library_and_stage(tmp_path, capsys) -> None:
+    config = transformers.Qwen2Config(**sizes(num_key_value_heads=2))
+    model = save(tmp_path / "model", causal(config))
+    written = json.loads((model / "config.json").read_text())
+    written["layer_types"] = ["full_attention", "no_such_attention"]
+    (model / "config.json").write_text(json.dumps(written))
+    path = recipe(tmp_path, model)
+    assert main.main(["train", str(path)]) in (2, 3, 5)
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", ["T5", "classifier", "encoder", "headless"])
+def test_check_and_train_no_causal_language_model_refuse_alike(tmp_path, capsys, name) -> None:
+    small = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_heads": 4}
+    made = {
+        "T5": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=99, **small)),
+        "classifier": lambda: transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(**sizes())
+        ),
+        "encoder": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**sizes())),
+        "headless": lambda: transformers.Qwen3Model(
+            transformers.Qwen3Config(**sizes(tie_word_embeddings=False))
+        ),
+    }
+    codes, said = both(recipe(tmp_path, save(tmp_path / "model", made[name]())), capsys)
+    assert codes == [2, 2] and said[0] == said[1] and "is not supported" in said[0]
+
+
+def test_prove_apart_dropout_without_a_module_hides_no_leak() -> None:
+    """BioGPT's attention has dropout that is no module, and its mask no borders between documents."""
+    from finetune.core.errors import UserError
+    from finetune.core.run_checks import RunChecks
+    from finetune.speed.packing_isolation import prove_apart
+
+    torch.manual_seed(0)
+    model = causal(transformers.BioGptConfig(**sizes(max_position_embeddings=128)))
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.08)
+    with pytest.raises(UserError, match="see each other"):
+        prove_apart(model.train(), 64, "sdpa", RunChecks())
