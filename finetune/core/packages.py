@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shlex
@@ -29,11 +30,24 @@ def install_command(*requirements: str) -> str:
     """The command that installs packages into the environment of this process."""
     python = Path(sys.executable)
     shown = os.path.relpath(python) if python.is_relative_to(Path.cwd()) else str(python)
-    if not installed("pip"):  # as in an environment that uv has made
+    if not _has_pip():
         return shlex.join(["uv", "pip", "install", *requirements, "--python", shown])
     on_path = shutil.which("pip")
     pip = ["pip"] if on_path and Path(on_path).parent == python.parent else [shown, "-m", "pip"]
     return shlex.join([*pip, "install", *requirements])
+
+
+def _has_pip() -> bool:
+    """Whether this environment has pip; one that uv has made has none.
+
+    `importlib.util.find_spec("pip")` would make setuptools stop providing distutils (Python 3.11), and then
+    torch.compile fails on the CPU (setuptools, _distutils_hack, spec_for_pip).
+    """
+    try:
+        importlib.metadata.distribution("pip")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def install_extra(extra: str) -> str:

@@ -195,7 +195,7 @@ def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
                 return {}
             lines = iter(file.readline, "")
             text = "".join(iter(lambda: next(lines, "---\n"), "---\n"))
-        content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        content = yaml.safe_load(text)
         found = content["configs"]
         return {str(config["config_name"]): config for config in found}
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # no card of a dataset

@@ -136,13 +136,13 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
         for source, key in source_loading.named(data)
         for path in source_loading.files(source.name, key) or ()
     ]
+    if not rows.number and data.validation_fraction is not None:
+        return f"no row would be left to train on (data.validation_fraction: {data.validation_fraction:g})"
     if why := _unusable(stamped(paths), data.model_dump_json()):
         return why
     long, refuses = too_long(rows, data)
     if refuses or rows.number >= batch.effective:
         return long if refuses else ""
-    if not rows.number and data.validation_fraction is not None:
-        return f"no row would be left to train on (data.validation_fraction: {data.validation_fraction:g})"
     if not rows.number:
         return "there is no row to train on"
     number = f"{rows.number:,} rows are" if rows.number > 1 else "1 row is"

@@ -23,7 +23,12 @@ def test_an_adapter_swapped_into_a_recipe_is_checked_on_the_model_itself(
     """Names of modules and shapes too, for the model is there. A stated base may be none for the type."""
     for kind in ADAPTERS:
         words = ["check", str(RECIPES[name]), f"adapter.type={kind}", f"model.name={two_layers}", *small]
-        words += ["model.revision=null"]
+        words += [
+            "model.revision=null",
+            "model.attention=auto",
+            "train.effective_batch_size=8",
+            "train.per_device_train_batch_size=1",
+        ]
         code = main.main(words)
         said = capsys.readouterr().err
         assert code == 0 or said.startswith("error: model.quantization: "), said

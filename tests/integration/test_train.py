@@ -336,10 +336,10 @@ def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
     for name in ("log.txt", ".checks.json.tmp"):
         (tmp_path / name).symlink_to("/dev/full")
     setup: Any = SimpleNamespace(launch=SimpleNamespace(main=True))
-    given = Console(quiet=True), RunChecks(), RunFolder(tmp_path), setup, None
-    with pytest.raises(UserError, match="no checkpoint"), pipeline.recording(*given):
+    given = Console(quiet=True), RunChecks(), RunFolder(tmp_path), setup
+    with pytest.raises(UserError, match="no checkpoint"), pipeline.recording(*given, again=False):
         raise UserError(Problem("no checkpoint"))
-    with pytest.raises(OSError, match="No space left"), pipeline.recording(*given):
+    with pytest.raises(OSError, match="No space left"), pipeline.recording(*given, again=False):
         pass
 
 

@@ -1,6 +1,7 @@
 """The commands that install a missing package work where they are shown."""
 
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_install_command_uses_the_environment_of_this_process(activated, monkeyp
 
 
 def test_install_command_without_pip_uses_uv(activated, monkeypatch) -> None:
-    monkeypatch.setattr(packages, "installed", lambda name: name != "pip")
+    monkeypatch.setattr(packages, "_has_pip", lambda: False)
     assert packages.install_command("lm-eval[math]") == (
         f"uv pip install 'lm-eval[math]' --python {activated}/python"
     )
@@ -56,10 +57,22 @@ def test_require_names_the_command_and_exits_with_3(monkeypatch) -> None:
 
 
 def test_pip_of_this_environment_takes_the_command(tmp_path) -> None:
-    """pip reads `-e PATH[extra]` as it is written; nothing is installed."""
-    from pip._internal.req.constructors import install_req_from_editable
-
+    """pip reads `-e PATH[extra]` as it is written; nothing is installed. In a process of its own, since an
+    import of pip takes setuptools' distutils away from torch.compile."""
     command = packages.install_extra("eval")
     (path,) = [word.strip("'") for word in command.split() if "[eval]" in word]
-    assert install_req_from_editable(path).extras == {"eval"}
+    reads = "from pip._internal.req.constructors import install_req_from_editable as read; import sys; "
+    reads += "print(*read(sys.argv[1]).extras)"
+    done = subprocess.run([sys.executable, "-c", reads, path], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["eval"]
     assert shutil.which(command.split()[0]) or Path(command.split()[0]).exists()
+
+
+def test_install_command_leaves_setuptools_distutils_alone() -> None:
+    """A look for pip by `find_spec` makes setuptools stop providing distutils, which torch.compile imports."""
+    finder = sys.modules["_distutils_hack"].DISTUTILS_FINDER if "_distutils_hack" in sys.modules else None
+    if finder is None:
+        pytest.skip("setuptools provides no distutils in this environment")
+    before = finder.spec_for_distutils
+    packages.install_command("galore-torch")
+    assert finder.spec_for_distutils == before

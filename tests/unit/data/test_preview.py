@@ -249,10 +249,10 @@ def test_prepare_fills_a_folder_that_training_finds(data, tmp_path, capsys) -> N
 
 
 def test_streamed_rows_can_be_looked_at(data, capsys) -> None:
-    assert data("data.streaming=true", "train.max_steps=1", "--show", "4") == 0
+    assert data("data.streaming=true", "train.max_steps=2", "--show", "4") == 0
     shown = capsys.readouterr().out
     assert sorted(shown_as_trained(shown)) == sorted(f"{answer}<|im_end|>" for answer in ANSWERS)
-    assert data("data.streaming=true", "train.max_steps=1", "--prepare", "somewhere") == 2
+    assert data("data.streaming=true", "train.max_steps=2", "--prepare", "somewhere") == 2
     assert "prepared while training" in capsys.readouterr().err
 
 
