@@ -6,6 +6,7 @@ A zero gradient would prove nothing: LoRA's A has one while B is 0. So the graph
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,7 +84,8 @@ def _not_called_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
     """The same of a model whose weights are in parts, by the modules that its class calls."""
     base = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
     with torch.device("meta"):
-        names = module_lists.of_meta_model(type(base)(base.config).to(torch.bfloat16))
+        config = copy.deepcopy(base.config)  # a model that is built may change its config's attention
+        names = module_lists.of_meta_model(type(base)(config).to(torch.bfloat16))
     return [name for name in trained if _module_of(adapted, name) in names.not_called]
 
 

@@ -100,7 +100,7 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
 @pytest.mark.parametrize(
     ("fault", "code", "last", "seconds"),
     [
-        ("raise", 1, "rank 1 failed first, with the traceback above", 20),
+        ("raise", 5, "rank 1: error: finetune failed while it trained the model", 20),
         pytest.param(
             "hang", 5, "rank 1 failed first:\nerror: this process hung in a step", 30, marks=pytest.mark.soak
         ),

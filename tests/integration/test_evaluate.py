@@ -117,7 +117,8 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     base.rename(tmp_path / "base2")
     with monkeypatch.context() as patch:  # said before anything is loaded
         patch.setattr("os.access", lambda path, mode: False)
-        assert main.main(["evaluate", str(moved.path), "--quiet"]) == 2
+        given = [f"model.name={tmp_path / 'base2'}", "eval.tasks=[]"]
+        assert main.main(["evaluate", str(moved.path), *given, "--quiet"]) == 2
         assert "can't be written" in capsys.readouterr().err
     assert main.main(["evaluate", str(moved.path), "--quiet"]) == 2
     said = capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_pip_of_this_environment_takes_the_command(tmp_path) -> None:
 
 
 def test_install_command_leaves_setuptools_distutils_alone() -> None:
-    """A look for pip by `find_spec` makes setuptools stop providing distutils, which torch.compile imports."""
+    """`find_spec("pip")` makes setuptools stop providing distutils, which torch.compile imports."""
     finder = sys.modules["_distutils_hack"].DISTUTILS_FINDER if "_distutils_hack" in sys.modules else None
     if finder is None:
         pytest.skip("setuptools provides no distutils in this environment")
