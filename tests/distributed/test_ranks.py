@@ -76,7 +76,7 @@ def short(small: tuple[str, str], two_layers: Path, *more: str) -> list[str]:
         pytest.param(
             "one fails", 3, "rank 1 failed first:\nerror: rank 1's disk is full", marks=pytest.mark.soak
         ),
-        ("rank 0 fails alone", 1, "rank 0 failed first, with the traceback above"),
+        ("rank 0 fails alone", 3, "rank 0 failed first:\nerror: finetune failed while it ran"),
         pytest.param("one hangs", 5, "did not answer", marks=pytest.mark.soak),
     ],
 )
@@ -100,7 +100,7 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
 @pytest.mark.parametrize(
     ("fault", "code", "last", "seconds"),
     [
-        ("raise", 5, "rank 1: error: finetune failed while it trained the model", 20),
+        ("raise", 5, "rank 1 failed first:\nerror: finetune failed while it trained the model", 20),
         pytest.param(
             "hang", 5, "rank 1 failed first:\nerror: this process hung in a step", 30, marks=pytest.mark.soak
         ),
