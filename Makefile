@@ -61,7 +61,7 @@ bench: .venv/installed-dev
 	$(BIN)/python benchmarks/quickstart.py --types lora
 	$(BIN)/python benchmarks/tuning.py
 	$(call real,data.py $(ASSETS) --times 3)
-	$(call real,evaluation.py $(ASSETS) --part $(if $(GPUS),verdicts real,speed --limit 150))
+	$(call real,evaluation.py $(ASSETS) --part $(if $(GPUS),real,speed --limit 150))
 	$(if $(GPUS),$(BIN)/python benchmarks/gpu.py --rows $(ROWS),@echo 'left out for want of a GPU: gpu.py attention.py products.py ab.py')
 	$(if $(GPUS),$(BIN)/python benchmarks/attention.py)
 	$(if $(GPUS),$(BIN)/python benchmarks/products.py)

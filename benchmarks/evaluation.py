@@ -1,8 +1,7 @@
-"""Evaluation: its verdicts, its speed against lm-eval's own command, and a real model on real data.
+"""Evaluation: its speed against lm-eval's own command, and a real model on real data. Verdicts: verdicts.py.
 
-    python benchmarks/evaluation.py ASSETS [--part verdicts speed real] [--times 20] [--limit N]
+    python benchmarks/evaluation.py ASSETS [--part speed real] [--limit N]
 
-verdicts  adapters trained on random letters, and adapters that were never trained, evaluated by the command
 speed     base and tuned on three multiple-choice sets: `finetune evaluate` once, `lm_eval run` twice
 real      books-16m tuned on SMS spam and on commonsense questions, evaluated on the part held out
 
@@ -17,7 +16,6 @@ import os
 import random
 import re
 import shutil
-import string
 import subprocess
 import sys
 import tempfile
@@ -51,38 +49,6 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 def read(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "eval.json").read_text(encoding="utf-8"))
-
-
-def verdicts(folder: Path, times: int) -> dict[str, Any]:
-    """How often noise is called worse and an untrained adapter the same, on rows of the quickstart."""
-    from peft import PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    data = ROOT / "examples" / "tiny_llama" / "data"
-    rows = [json.loads(line) for line in (data / "train.jsonl").read_text().splitlines()[:240]]
-    held_out = write_rows(folder / "held.jsonl", [json.loads(x) for x in (data / "test.jsonl").open()][:60])
-    base = AutoModelForCausalLM.from_pretrained(data.parent / "model")
-    found: dict[str, list[str]] = {"noise": [], "untrained": []}
-    for seed in range(times):
-        letters = random.Random(seed)
-        for row in rows:
-            row["messages"][-1]["content"] = "".join(letters.choices(string.ascii_letters + " ", k=40))
-        noise, run = write_rows(folder / "noise.jsonl", rows), folder / f"noise{seed}"
-        overrides = [f"data.name={noise}", f"data.validation={held_out}", f"train.output_dir={run}"]
-        overrides += ["train.max_steps=30", "train.warmup_steps=2", f"train.seed={seed}"]
-        command("train", str(ROOT / "recipes" / "quickstart.yaml"), *overrides, "eval.forgetting=false")
-        found["noise"].append(read(run)["verdict"]["word"])
-        config = PeftModel.from_pretrained(base, str(run / "adapter")).peft_config["default"]
-        config.inference_mode = False
-        plain = AutoModelForCausalLM.from_pretrained(data.parent / "model")
-        get_peft_model(plain, config).save_pretrained(str(run / "adapter"))
-        command("evaluate", str(run))
-        found["untrained"].append(read(run)["verdict"]["word"])
-    return {
-        "noise called worse": found["noise"].count("worse"),
-        "untrained called same": found["untrained"].count("same"),
-        "of": times,
-    }
 
 
 def choices(instruction: str) -> tuple[str, list[str]]:
@@ -254,8 +220,7 @@ def device() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("assets", nargs="?", type=Path)
-    parser.add_argument("--part", nargs="+", default=["verdicts", "speed", "real"])
-    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--part", nargs="+", default=["speed", "real"])
     parser.add_argument("--limit", type=int, help="questions of each set in the speed part")
     parser.add_argument("--keep", type=Path, help="a folder for the runs; default: a temporary one")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -268,8 +233,6 @@ def main() -> None:
         results[part] = {"device": device(), **found}
         options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
-    if "verdicts" in options.part:
-        note("verdicts", verdicts(folder, options.times))
     if "speed" in options.part:
         large = device() != "CPU"
         base = large_model(folder) if large else ROOT / "examples" / "tiny_llama" / "model"
@@ -312,7 +275,8 @@ def real_table(results: dict[str, Any]) -> str:
                     *(change[x] for x in ("value", "low", "high")),
                 )
             )
-            said = f"{value} ({low} to {high}) | {change['verdict']}"
+            word = "no significant difference" if change["verdict"] == "same" else change["verdict"]
+            said = f"{value} ({low} to {high}) | {word}"
             lines.append(f"| {title} | {asked} | {change['rows']} | {base} | {tuned} | {said} |")
     return "\n".join([*head, *lines])
 
