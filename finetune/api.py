@@ -1,12 +1,13 @@
 """The Python API: the same functions that the commands call.
 
-Every function raises `finetune.core.errors.UserError` for a mistake of the user.
+Every function raises `finetune.core.errors.UserError`. The exception of another library is its `__cause__`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.errors import only_user_errors
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import RunFolder as Run
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Recipe", "Run", "check", "evaluate", "load_recipe", "merge", "plan", "publish", "train"]
 
 
+@only_user_errors("checked the recipe")
 def check(recipe: Recipe) -> list[str]:
     """Find every mistake that can be found before a weight is loaded; return notes and advice."""
     from finetune.preflight import checker
@@ -27,6 +29,7 @@ def check(recipe: Recipe) -> list[str]:
     return checker.check(recipe)
 
 
+@only_user_errors("planned the run")
 def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
     """Estimate memory, time and cost on `gpus` GPUs of a type such as "h100", or on this machine."""
     from finetune.planning import planner
@@ -35,6 +38,7 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
     return planner.make(recipe, machine, processes)
 
 
+@only_user_errors("trained the model")
 def train(recipe: Recipe, *, quiet: bool = False, resume: str | None = None) -> Run:
     """Train, save, reopen and evaluate a recipe; return its run folder.
 
@@ -48,6 +52,7 @@ def train(recipe: Recipe, *, quiet: bool = False, resume: str | None = None) -> 
     return pipeline.run(recipe, quiet=quiet, resumes=resume)
 
 
+@only_user_errors("evaluated the run")
 def evaluate(run: Run | str | Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Evaluate the base model and the fine-tuned model of a finished run; return the content of eval.json."""
     from finetune.evaluation import evaluator
@@ -55,6 +60,7 @@ def evaluate(run: Run | str | Path, overrides: Sequence[str] = ()) -> dict[str, 
     return evaluator.run(_path(run), list(overrides))
 
 
+@only_user_errors("merged the adapter")
 def merge(run: Run | str | Path, output: str | None = None, *, quantize: str | None = None) -> dict[str, Any]:
     """Merge a run's adapter into its base model; return the content of merge.json.
 
@@ -67,6 +73,7 @@ def merge(run: Run | str | Path, output: str | None = None, *, quantize: str | N
     return merging.run(_path(run), output=output, quantized=quantize)
 
 
+@only_user_errors("published the run")
 def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> dict[str, Any]:
     """Upload a run to the Hub; return the content of publish.json."""
     from finetune.core.console import Console

@@ -181,6 +181,8 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes, family: str = "") -
         options["target_modules"] = sorted(set(map(module_names.short, model)))  # PEFT wants a list beside it
     if kind.build:
         options = kind.build(options, steps, model, family)
+    if options.get("trainable_token_indices") in ([], {}):  # of which PEFT would make an empty tensor
+        del options["trainable_token_indices"]
     init = options.get("init_lora_weights")
     if init in adapter_types.CONFIGURED_INITS:
         options.setdefault(f"{init}_config", {})  # or PEFT warns that it takes the defaults

@@ -56,7 +56,7 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
         found += _patterns(options.get(key) or {}, adapted, key)
     found += _saved(options, names)
     found += _parameters(options, names, picked)
-    found += _tokens(options, names)
+    found += _tokens(options, names, peft)
     return found or _experts(options, names, peft)
 
 
@@ -253,12 +253,17 @@ def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
     return found
 
 
-def _tokens(options: Mapping[str, Any], names: Names) -> list[Problem]:
+def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
     """Rows of the embeddings that the model does not have, and modules that hold no such rows."""
     found = list[Problem]()
     rows = names.shapes.get(f"{names.embedding}.weight", (0,))[0]
+    if peft == "trainable_tokens" and not options.get("token_indices"):
+        found.append(Problem("names no token to train", "adapter.token_indices", fix="a list of token ids"))
     for key in ("trainable_token_indices", "token_indices"):
         given = options.get(key) or ()
+        for target in (one for one, ids in given.items() if not ids) if isinstance(given, dict) else ():
+            what, fix = "names no token to train", "a list of token ids, or drop it"
+            found.append(Problem(what, f"adapter.{key}.{target}", fix=fix))
         tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
         beyond = [token for token in tokens if not 0 <= token < rows]
         if beyond:

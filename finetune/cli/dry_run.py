@@ -14,7 +14,7 @@ from finetune.core.formatting import WARNING, labelled
 from finetune.data import preview
 from finetune.launch import launcher
 from finetune.planning import plan_report
-from finetune.preflight import choice_checks
+from finetune.preflight import choice_checks, token_checks
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import load_data, optimizers
 
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
     tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
     tokenizer, prepared = load_data.prepare_data(recipe)
+    token_checks.check_texts(recipe, tokenizer)
     preview.summary(screen, prepared)
     rows = None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)

@@ -27,7 +27,7 @@ from finetune.cli import (
     train,
 )
 from finetune.core import privacy, standard_streams
-from finetune.core.errors import FULL, Exit, Problem, Stopped, UserError, nearest, unexpected
+from finetune.core.errors import Exit, Stopped, UserError, explain, nearest
 from finetune.distributed import launch_environment
 from finetune.recipe import renames
 
@@ -66,7 +66,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
             raise
         if said := launch_environment.lost(error):
             return failed(said, Exit.TRAINING)
-        explained = full(error) or unexpected(error, f"ran `finetune {command.__name__}`")
+        explained = explain(error, f"ran `finetune {command.__name__}`")
         return failed("\n".join(map(str, explained.problems)), explained.code)
     except KeyboardInterrupt:
         if options.debug:
@@ -74,16 +74,6 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         print("interrupted before it was done", file=sys.stderr)
         return 130
     return Exit.DONE
-
-
-def full(error: Exception) -> UserError | None:
-    """What to say of a disk without room; `None`: it is another error."""
-    if not isinstance(error, OSError) or error.errno not in FULL:
-        return None
-    fix = "room on it, then the same command again; a run goes on with --resume=auto"
-    what, where = "there is no room on the disk", str(error.filename or "")
-    problem = Problem(what, where=where, found=str(error.strerror), fix=fix)
-    return UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def failed(said: str, code: Exit) -> Exit:

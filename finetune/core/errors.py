@@ -126,6 +126,35 @@ def unexpected(error: Exception, doing: str) -> UserError:
     return UserError(Problem(what, at.key, f"{file}:{line}", found, fix=fix), code=at.code)
 
 
+def explain(error: Exception, doing: str) -> UserError:
+    """What to tell a user of an exception: the disk is full, or what `unexpected` says.
+
+    Args:
+        doing: of `Stage`, where no stage remembers itself on the exception.
+    """
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return unexpected(error, doing)
+    fix = "room on it, then the same command again; a run goes on with --resume=auto"
+    what, where = "there is no room on the disk", str(error.filename or "")
+    problem = Problem(what, where=where, found=str(error.strerror), fix=fix)
+    return UserError(problem, code=Exit.ENVIRONMENT)
+
+
+@contextlib.contextmanager
+def only_user_errors(doing: str) -> Iterator[None]:
+    """Raise every exception as a `UserError`, whose `__cause__` is the original one.
+
+    Args:
+        doing: of `Stage`, where no stage remembers itself on the exception.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise explain(error, doing) from error
+
+
 LONGEST = 500  # characters of another library's message that are shown
 
 

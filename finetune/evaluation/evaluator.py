@@ -18,10 +18,19 @@ from accelerate.utils.memory import clear_device_cache
 from finetune.core import strict_json
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
-from finetune.evaluation import lm_eval_harness, reopen, results, scoring, tasks, validation_set, verdicts
+from finetune.evaluation import (
+    lm_eval_harness,
+    reopen,
+    results,
+    scoring,
+    tasks,
+    text_limits,
+    validation_set,
+    verdicts,
+)
 from finetune.evaluation.results import Measured
 from finetune.hardware import detection
-from finetune.models import generation_config, tokenizer_setup
+from finetune.models import generation_config, token_limits, tokenizer_setup
 from finetune.run_folder import comparability, run_folder
 
 if TYPE_CHECKING:
@@ -71,7 +80,9 @@ def run(
     declared = sorted(generation_config.declared_stops(tuned.generation_config))
     stops = {"answers": scoring.stop_ids(tuned, tokenizer), "model": declared}
     rows, notes = validation_set.held_out(folder, recipe, tokenizer)
+    known, longest = tuned.get_input_embeddings().weight.shape[0], token_limits.text_limit(tuned.config)
     notes += [
+        *text_limits.check(recipe.eval, tokenizer, known, longest, recipe.data.template_date),
         *reopen.storage_note(recipe),
         *tokenizer_setup.foreign_template(recipe.model, tokenizer),
     ]

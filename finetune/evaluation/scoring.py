@@ -135,8 +135,7 @@ def asks(row: HeldOut) -> bool:
 def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
     """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
     mine = _own(range(len(texts)))
-    longest = token_limits.positions(model.config)
-    longest = longest or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = token_limits.text_limit(model.config)  # `text_limits.check` counts the texts that are longer
     ids = [tokenizer(texts[index])["input_ids"][:longest] for index in mine]
     documents = [[Encoded(row, [(0, len(row))])] for row in ids]
     with inference(model):

@@ -305,8 +305,11 @@ def general_texts(settings: Eval) -> list[str]:
         return []
     if isinstance(settings.forgetting, str) and not Path(settings.forgetting).is_file():
         raise UserError(Problem("no such file", "eval.forgetting", found=settings.forgetting))
-    path = shipped_files.folder("examples") / "general" / "text.jsonl"
-    name = str(path) if settings.forgetting is True else settings.forgetting
+    if settings.forgetting is True:
+        path = shipped_files.folder("examples") / "general" / "text.jsonl"
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        return [json.loads(line)["text"] for line in lines]
+    name = settings.forgetting
     rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
     source = Task(task=GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
     try:

@@ -93,13 +93,10 @@ def _build(folder: Path) -> Names:
     logging.disable(logging.WARNING)  # of packages that transformers imports, about themselves
     try:
         import torch
-        from transformers import AutoConfig
 
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
-            model = model_class.auto_class(config).from_config(config, dtype=torch.bfloat16)
-            return of_meta_model(model)
+            return of_meta_model(build_without_weights(folder))
     except ImportError as error:  # of a model whose images or sound another package reads
         said = " ".join(str(error).split())
         problem = Problem("transformers can't build it without another package", "model.name", found=said)
@@ -112,6 +109,16 @@ def _build(folder: Path) -> Names:
         raise UserError(problem) from error
     finally:
         logging.disable(logging.NOTSET)
+
+
+def build_without_weights(folder: Path) -> Any:
+    """The model of a folder's config.json on the meta device."""
+    import torch
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        return model_class.auto_class(config).from_config(config, dtype=torch.bfloat16)
 
 
 def of_meta_model(model: Any) -> Names:

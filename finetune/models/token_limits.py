@@ -30,6 +30,11 @@ def positions(config: Any) -> int | None:
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
+def text_limit(config: Any) -> int | None:
+    """How many tokens of a text an evaluation reads at once: `positions`, or what scaled embeddings name."""
+    return positions(config) or getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def _scaled(rope: Any) -> bool:
     """Whether rotary embeddings are scaled, in one of the layers' kinds at least."""
     if not isinstance(rope, dict):

@@ -13,6 +13,7 @@ from finetune.models import model_files
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
     from finetune.recipe.schema import Model
@@ -56,6 +57,12 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
 def read_vocabulary(model: Model) -> dict[str, int] | None:
     """The ids of a local model's tokens and of `model.add_tokens`, without transformers; `None`: the model is
     on the Hub, or its tokenizer has no tokenizer.json."""
+    tokenizer = read_tokenizer(model)
+    return tokenizer.get_vocab() if tokenizer else None
+
+
+def read_tokenizer(model: Model) -> Tokenizer | None:
+    """A local model's tokenizer with `model.add_tokens`; `None`: as `read_vocabulary`."""
     from tokenizers import AddedToken, Tokenizer
 
     path = Path(model.name) / "tokenizer.json"
@@ -66,7 +73,8 @@ def read_vocabulary(model: Model) -> dict[str, int] | None:
     except Exception:  # the library's one type for every fault of the file; loading it says which
         return None
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])
-    return tokenizer.get_vocab()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def check(model: Model) -> list[str]:

@@ -162,7 +162,7 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
 def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
     """What is wrong with the first rows, if a run would refuse them."""
     try:
-        example_errors.first_rows(Data.model_validate_json(asked))
+        example_errors.first_rows(Data.model_validate_json(asked), 0)  # `refused` counts them
     except UserError as error:
         first = error.problems[0]
         return f"{first.what} ({first.where or first.key}); `finetune check` says all"

@@ -260,6 +260,7 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     Raises:
         UserError: exit 2; of the optimizer and offloading 3.
     """
+    choice_checks.check_model(recipe)
     found = architecture.read(recipe.model)
     if problems := choice_checks.against_names(recipe, found.names):
         raise UserError(*problems)

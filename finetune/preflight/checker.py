@@ -25,7 +25,7 @@ from finetune.models import (
     token_limits,
     tokenizer_setup,
 )
-from finetune.preflight import choice_checks, package_checks, token_checks
+from finetune.preflight import adapter_trial, choice_checks, package_checks, token_checks
 from finetune.quantization import qat, stored_weights
 from finetune.recipe import adapter_types, upstream_options
 from finetune.run_folder import lock
@@ -86,14 +86,14 @@ def check(recipe: Recipe) -> list[str]:
     notes: list[str] = []
     problems: list[Problem] = []
     lacking: list[Problem] = []
-    for look in (run, _first_examples, _output_folder, _machine):
+    for look in (run, _first_examples, _output_folder):
         try:
             notes += look(recipe)
         except UserError as error:
             (lacking if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
     if problems or lacking:
         raise UserError(*problems, *lacking, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
-    return notes
+    return [*notes, *_trial(recipe), *_machine(recipe)]
 
 
 def _first_examples(recipe: Recipe) -> list[str]:
@@ -114,6 +114,16 @@ def _output_folder(recipe: Recipe) -> list[str]:
     if where:
         lock.check_makeable(where)
     return []
+
+
+def _trial(recipe: Recipe) -> list[str]:
+    """What PEFT alone can say about the adapter's options. A run asks it when it attaches the adapter."""
+    folder = Path(recipe.model.name)
+    if not folder.is_dir() or not adapter_trial.is_needed(recipe):
+        return []
+    if problems := adapter_trial.problems(recipe, folder):
+        raise UserError(*problems)
+    return ["adapter: PEFT tried its options on the model without weights, which takes some seconds"]
 
 
 def _machine(recipe: Recipe) -> list[str]:

@@ -64,6 +64,15 @@ def setup_of(recipe: Recipe) -> Setup:
     return setup
 
 
+def check_model(recipe: Recipe) -> None:
+    """Refuse a model that finetune does not train, or not as it is stored (exit 2)."""
+    config = model_files.read_config(recipe.model)
+    model_class.check(config)
+    stored = stored_weights.read(config)
+    if stored and (found := stored_weights.conflicts(stored, recipe)):
+        raise UserError(*found)
+
+
 def check_stored(recipe: Recipe, config: Any) -> Stored | None:
     """How a checkpoint that is quantized already is stored; `None`: it is not, or its config is not known.
 

@@ -7,6 +7,7 @@ example never has more tokens than bytes, beside those that the chat template wr
 from __future__ import annotations
 
 import json
+import re
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,8 @@ from finetune.core.errors import UserError
 from finetune.data import chat_templates, source_loading
 from finetune.data.example_errors import FIRST
 from finetune.data.examples import Example
-from finetune.models import architecture, model_files, token_limits, tokenizer_setup
+from finetune.evaluation import text_limits
+from finetune.models import architecture, model_class, model_files, token_limits, tokenizer_setup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,13 +41,18 @@ def check(recipe: Recipe) -> list[str]:
     if not folder.is_dir() or recipe.data.streaming:
         return []
     config = architecture.config_in(folder / "config.json")
+    if model_class.unsupported(config):  # which another check says
+        return []
     longest = token_limits.positions(config)
     short = longest is not None and longest < recipe.data.max_length
     notes = []
     if longest is not None and short:
         notes = [f"data.max_length: the model has {longest} positions; longer examples are too long"]
     rows = config.get_text_config().vocab_size
-    if not (short and _most_tokens(recipe.data) > (longest or 0)) and _highest_id(folder) < rows:
+    limit = token_limits.text_limit(config)
+    long = limit is not None and _may_be_cut(recipe, limit)
+    long = long or (short and _most_tokens(recipe.data) > (longest or 0))
+    if not long and not _has_id(folder, rows):
         return notes
     from finetune.data import preparation
 
@@ -58,9 +65,10 @@ def check(recipe: Recipe) -> list[str]:
         audit.check_rows(recipe.data)
         held.check_rows(recipe.data)
     token_limits.room_for_answer(held.report.longest_prompt, longest, recipe.eval)
+    notes += text_limits.check(recipe.eval, tokenizer, rows, limit, recipe.data.template_date)
     notes += [note] if note else []
-    long = (said for one in (audit, held) for kind, said in one.report.noted() if kind == "too_long")
-    return [*notes, *long]
+    said_long = (said for one in (audit, held) for kind, said in one.report.noted() if kind == "too_long")
+    return [*notes, *said_long]
 
 
 def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -99,12 +107,38 @@ def _most_tokens(data: Data) -> int:
     return most
 
 
-def _highest_id(folder: Path) -> int:
-    """The highest id among the added tokens of a folder's tokenizer.json; 0: none are written there."""
+def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse texts of the evaluation with token ids that the model does not have (exit 2).
+
+    The evaluation itself counts the texts that it cuts.
+    """
+    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer)
+    limit = token_limits.text_limit(model_files.read_config(recipe.model))
+    text_limits.check(recipe.eval, tokenizer, rows, limit, recipe.data.template_date)
+
+
+def _may_be_cut(recipe: Recipe, limit: int) -> bool:
+    """Whether a text of the evaluation may have more tokens than the model takes."""
+    found = text_limits.longest_texts(recipe.eval)
+    found = [(text, beside) for text, beside in found if len(text.encode()) + beside > limit]
+    tokenizer = tokenizer_setup.read_tokenizer(recipe.model) if found else None
+    return any(
+        tokenizer is None or len(tokenizer.encode(text).ids) + beside > limit for text, beside in found
+    )
+
+
+def _has_id(folder: Path, rows: int) -> bool:
+    """Whether a folder's tokenizer.json may have a token id of `rows` or more.
+
+    Ids of a vocabulary leave no gap, so the id `rows` stands in it if a higher one does. Those of added
+    tokens may leave gaps. A vocabulary without written ids is a list in the order of the ids.
+    """
     try:
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
         _, found, rest = text.partition('"added_tokens":')
         added: list[dict[str, Any]] = json.JSONDecoder().raw_decode(rest.lstrip())[0] if found else []
-        return max((int(token["id"]) for token in added), default=0)
+        if any(int(token["id"]) >= rows for token in added) or re.search(rf'":\s*{rows}\b', text):
+            return True
+        return '"Unigram"' in text and len(json.loads(text)["model"]["vocab"]) > rows
     except (OSError, ValueError, KeyError, TypeError):
-        return 0
+        return False

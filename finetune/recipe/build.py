@@ -39,6 +39,17 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
     "tfinal": {"ge": 0},
     "deltaT": {"ge": 1},
     "orth_reg_weight": {"ge": 0},
+    "beta1": {"gt": 0, "lt": 1},  # of AdaLoRA's averages
+    "beta2": {"gt": 0, "lt": 1},
+    "num_virtual_tokens": {"ge": 1},
+    "num_cayley_neumann_terms": {"ge": 2},
+    "num_vectors": {"ge": 2},
+    "vector_length": {"ge": 1},
+    "init_vector_bank_bound": {"gt": 0, "allow_inf_nan": False},
+    "num_subspaces": {"ge": 1},
+    "subspace_rank": {"ge": 1},
+    "sparse_rate": {"ge": 0, "le": 1},
+    "boft_block_size": {"ge": 0},
     "weight_decay": {"ge": 0},
     "adam_beta1": {"ge": 0, "lt": 1},
     "adam_beta2": {"ge": 0, "lt": 1},
@@ -122,9 +133,18 @@ def _field(name: str, source: upstream_options.UpstreamField) -> tuple[Any, Any]
     if source.nested:  # a config class of PEFT's, as a mapping of its own fields
         (*_, class_name), inner = source.nested[0], upstream_options.fields(source.nested)
         plain = _create(class_name, __base__=Section, **{key: _field(key, inner[key]) for key in inner})
-    annotation = Annotated[plain, Field(**_LIMITS.get(name, {}))]
+    annotation = Annotated[plain, Field(**_limits(name, plain))]
     first_sentence = source.help.partition(". ")[0][:200]
     return (annotation, Field(default=None, description=first_sentence))
+
+
+def _limits(name: str, plain: Any) -> dict[str, Any]:
+    """What values an upstream key may have, beside their type."""
+    if name in _LIMITS:
+        return _LIMITS[name]
+    if name.endswith("dropout") and plain is not bool:
+        return _LIMITS["lora_dropout"]
+    return {"pattern": "^(none|all|[a-z0-9]+_only)$"} if name == "bias" and plain is str else {}
 
 
 @cache

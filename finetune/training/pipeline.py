@@ -42,7 +42,7 @@ from finetune.distributed import (
 from finetune.evaluation import lm_eval_harness, reopen, scoring, tasks
 from finetune.kernels import attention_functions
 from finetune.models import fingerprint, generation_config, router_loss, tokenizer_setup
-from finetune.preflight import choice_checks
+from finetune.preflight import choice_checks, token_checks
 from finetune.reporting import html_report, terminal
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
@@ -158,6 +158,7 @@ def _run(
 
     recipe = training_data.with_template_date(recipe, folder, resumes)
     tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
+    token_checks.check_texts(recipe, tokenizer)
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     found = find_checkpoint(recipe.train, resumes, setup)
     batch = model_setup.settle_batch(recipe.train, batch, found, correction, arguments)

@@ -226,3 +226,61 @@ def test_prove_apart_dropout_without_a_module_hides_no_leak() -> None:
         parameter.data.normal_(0, 0.08)
     with pytest.raises(UserError, match="see each other"):
         prove_apart(model.train(), 64, "sdpa", RunChecks())
+
+
+def short_model(folder: Path, **more: object) -> Path:
+    """A model with few positions; `more` changes its config."""
+    values = {**sizes(num_key_value_heads=2), "max_position_embeddings": 64, **more}
+    return save(folder / "model", causal(transformers.LlamaConfig(**values)))
+
+
+def test_check_and_train_forgetting_text_with_unknown_ids_refuse_alike(tmp_path, capsys) -> None:
+    """The tokenizer has one token more than the embedding has rows."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_tokens(["<odd>"])
+    model = save(tmp_path / "model", causal(transformers.LlamaConfig(**sizes())), tokenizer)
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text('{"text": "plain"}\n{"text": "an <odd> one"}\n')
+    codes, said = both(recipe(tmp_path, model, eval={"forgetting": str(texts)}), capsys)
+    assert codes == [2, 2] and said[0] == said[1]
+    assert "eval.forgetting: token ids past the model's vocabulary" in said[0] and "text 2 (id" in said[0]
+
+
+def test_check_and_train_task_text_with_unknown_ids_refuse_alike(tmp_path, capsys) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_tokens(["<odd>"])
+    model = save(tmp_path / "model", causal(transformers.LlamaConfig(**sizes())), tokenizer)
+    (tmp_path / "asked.jsonl").write_text('{"q": "One", "a": "two"}\n{"q": "Two", "a": "<odd>"}\n')
+    task = tmp_path / "asked.yaml"
+    task.write_text(
+        'data: asked.jsonl\nkind: multiple_choice\nprompt: "{{ q }}"\n'
+        'choices: ["no", "{{ a }}"]\nanswer: "0"\n'
+    )
+    codes, said = both(recipe(tmp_path, model, eval={"tasks": [str(task)]}), capsys)
+    assert codes == [2, 2] and said[0] == said[1]
+    assert "eval.tasks: token ids past the model's vocabulary" in said[0] and "asked, row 2 (id" in said[0]
+
+
+def test_check_vocabulary_beyond_the_embedding_refuses_as_train(tmp_path, capsys) -> None:
+    """The tokenizer of another model, whose ids stand in its vocabulary and not among its added tokens."""
+    config = transformers.LlamaConfig(**{**sizes(), "vocab_size": 300})
+    model = save(tmp_path / "model", causal(config))
+    codes, said = both(recipe(tmp_path, model), capsys)
+    assert codes == [2, 2] and said[0] == said[1] and "token ids past the model's vocabulary" in said[0]
+
+
+def test_check_and_train_count_forgetting_texts_that_are_cut(tmp_path, capsys) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": "many words " * 60}) + '\n{"text": "few words"}\n')
+    held = rows(tmp_path / "held.jsonl", [("Say hi", "Hi.")])
+    asked = {"eval": {"forgetting": str(texts)}, "data": {"validation": str(held)}}
+    path = recipe(tmp_path, short_model(tmp_path), **asked)
+    note = (
+        "eval.forgetting: 1 of 2 texts are longer than the model's 64 positions; their first 64 tokens count"
+    )
+    assert main.main(["check", str(path)]) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert main.main(["train", str(path)]) == 0
+    assert " ".join(capsys.readouterr().out.split()).count(note) == 1
+    notes = json.loads((tmp_path / "run" / "eval.json").read_text())["settings"]["notes"]
+    assert note in notes

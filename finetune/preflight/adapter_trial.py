@@ -1,0 +1,75 @@
+"""Attach an adapter to the model without its weights, where only PEFT can say whether its options fit.
+
+finetune checks the options of common types itself, without torch. PEFT checks other options late: a block
+size against the width of each layer, a pattern against a list of layers.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+from finetune.models import module_lists
+from finetune.recipe import adapter_types
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.recipe.schema import Recipe
+
+# Types and options that `name_problems` and the schema check in full
+_CHECKED_TYPES = frozenset(
+    {"lora", "adalora", "ia3", "ln_tuning", "prompt_tuning", "prefix_tuning", "p_tuning"}
+)
+_CHECKED = frozenset(
+    {
+        "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save",
+        "layers_to_transform", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights", "bias",
+        "trainable_token_indices", "target_parameters", "tinit", "tfinal", "deltaT", "beta1", "beta2",
+        "orth_reg_weight", "feedforward_modules", "num_virtual_tokens", "ensure_weight_tying", "lora_bias",
+        "init_ia3_weights",
+    }
+)  # fmt: skip
+STEPS = 1000  # of AdaLoRA's schedule, where the recipe leaves them to the data
+
+
+def is_needed(recipe: Recipe) -> bool:
+    """Whether the adapter has a type or an option that finetune does not check itself."""
+    kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
+    if (
+        not kind.peft
+        or recipe.adapter.source
+        or options.get("init_lora_weights") in adapter_types.PREPARED_INITS
+    ):
+        return False
+    unset = any(value is None and key.endswith("_pattern") for key, value in options.items())
+    return kind.peft not in _CHECKED_TYPES or not options.keys() <= _CHECKED or unset
+
+
+def problems(recipe: Recipe, folder: Path) -> list[Problem]:
+    """What PEFT refuses. An adapter whose type reads weights is left to the run.
+
+    Args:
+        folder: of the base model.
+    """
+    import torch
+
+    from finetune.adapters import attach
+    from finetune.core.run_checks import RunChecks
+
+    steps = recipe.train.max_steps or STEPS
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            model: Any = module_lists.build_without_weights(folder)
+            attach.attach(model, recipe.adapter, steps, RunChecks(), added=())
+    except UserError as error:
+        return [one for one in error.problems if "meta tensor" not in one.found]
+    except Exception:  # of a type that reads weights, which are not here
+        return []
+    finally:
+        logging.disable(logging.NOTSET)
+    return []

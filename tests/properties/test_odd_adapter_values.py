@@ -1,0 +1,111 @@
+"""Every option of every adapter type with odd values: what `check` accepts attaches, and trains a step."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.adapters import attach
+from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
+from finetune.models import architecture, module_lists
+from finetune.preflight import adapter_trial, choice_checks
+from finetune.recipe import adapter_keys, adapter_types, loader
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLE = 60
+SEED = int(os.environ.get("FINETUNE_CELLS_SEED") or time.time())
+VALUES: tuple[Any, ...] = (
+    0, 1, -1, 2, 7, 0.5, 1.0, 2.5, 1e30, float("nan"), None, "x", "", [], {}, True, False, [1], ["q_proj"],
+)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64, "tie_word_embeddings": False,
+}  # fmt: skip
+OWN_TARGETS = ("trainable_tokens", "ln_tuning", "ia3", "beft")
+SLOW = ("frod", "osf", "adamss")  # decompose weights: the long form takes them
+
+
+class Case(NamedTuple):
+    kind: str
+    key: str
+    value: Any
+
+
+def cases(*, slow: bool) -> list[Case]:
+    offered = [name for name, kind in adapter_types.all_types().items() if kind.peft and not kind.refused]
+    return [
+        Case(name, key, value)
+        for name in offered
+        if slow or name not in SLOW
+        if not adapter_types.find(name).storage
+        for key in sorted(adapter_keys.adapter_keys(name) - {"type", "init_from"})
+        for value in VALUES
+    ]
+
+
+def verdicts(case: Case, folder: Path) -> tuple[str, str]:
+    """Why `check` and why `train` refuse a case, empty where they accept."""
+    config = AutoConfig.for_model("llama", **SIZES)
+    path = folder / "config.json"
+    path.write_text(config.to_json_string(use_diff=False))
+    section = {"type": case.kind, case.key: case.value}
+    if "target_modules" in adapter_types.find(case.kind).keys and case.kind not in OWN_TARGETS:
+        section = {"target_modules": "all-linear", **section}
+    raw = {"model": {"name": str(folder)}, "data": {"name": "data.jsonl"}, "adapter": section}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    try:
+        recipe = loader.load(folder / "recipe.yaml", ["train.max_steps=20"])
+    except UserError as error:
+        return str(error), "the recipe does not load"
+    names = module_lists.read(path, architecture.config_in(path)).names
+    found = choice_checks.against_names(recipe, names)
+    if not found and adapter_trial.is_needed(recipe):
+        found = adapter_trial.problems(recipe, folder)
+    return "\n".join(map(str, found)), "" if found else _train(recipe, config)
+
+
+def _train(recipe: Any, config: Any) -> str:
+    torch.manual_seed(0)
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+            adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
+            ids = torch.arange(12)[None]
+            adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"UNCAUGHT {type(error).__name__}: {error}"
+    finally:
+        logging.disable(logging.NOTSET)
+    return ""
+
+
+def disagreements(asked: list[Case], folder: Path) -> list[str]:
+    both = ((case, *verdicts(case, folder)) for case in asked)
+    return [f"{case}\n  train: {said}" for case, by_check, said in both if said and not by_check]
+
+
+def test_check_accepts_no_odd_value_that_train_refuses(tmp_path: Path) -> None:
+    print(f"FINETUNE_CELLS_SEED={SEED}")
+    asked = random.Random(SEED).sample(cases(slow=False), SAMPLE)
+    assert "\n".join(disagreements(asked, tmp_path)) == "", f"FINETUNE_CELLS_SEED={SEED}"
+
+
+@pytest.mark.soak
+def test_check_accepts_no_odd_value_of_any_option_that_train_refuses(tmp_path: Path) -> None:
+    assert "\n".join(disagreements(cases(slow=True), tmp_path)) == ""

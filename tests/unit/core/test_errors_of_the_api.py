@@ -1,0 +1,52 @@
+"""The Python API raises `UserError` alone."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from finetune import api
+from finetune.core.errors import Exit, UserError, only_user_errors
+from finetune.recipe import loader
+from support.paths import QUICKSTART
+
+
+def test_only_user_errors_exception_of_a_library_keeps_its_cause() -> None:
+    original = ValueError("from elsewhere")
+    with (
+        pytest.raises(UserError, match="while it trained the model") as caught,
+        only_user_errors("trained the model"),
+    ):
+        raise original
+    assert caught.value.__cause__ is original
+
+
+def test_only_user_errors_full_disk_is_explained() -> None:
+    with pytest.raises(UserError, match="no room on the disk") as caught, only_user_errors("merged"):
+        raise OSError(errno.ENOSPC, "No space left on device", "/somewhere")
+    assert caught.value.code == Exit.ENVIRONMENT
+
+
+def test_only_user_errors_own_errors_and_interrupts_pass() -> None:
+    for error in (UserError("known"), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as caught, only_user_errors("checked"):
+            raise error
+        assert caught.value is error
+
+
+@pytest.mark.parametrize("name", ["check", "train", "plan"])
+def test_api_function_exception_of_a_library_is_a_user_error(name: str, tmp_path: Path) -> None:
+    """Bytes that are no text, where the config of a model is read."""
+    recipe = loader.load(QUICKSTART, [f"model.name={tmp_path}"])
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError):
+        getattr(api, name)(recipe)
+
+
+@pytest.mark.parametrize("name", ["evaluate", "merge", "publish"])
+def test_api_function_of_a_broken_run_is_a_user_error(name: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.resolved.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError):
+        getattr(api, name)(tmp_path)
