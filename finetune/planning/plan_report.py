@@ -12,6 +12,7 @@ from finetune.data import template_sandbox
 from finetune.hardware import detection, gpus
 from finetune.launch import accelerate_config, launcher
 from finetune.planning import planner, sharding_cost, suggestions
+from finetune.preflight import choice_checks
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def run(recipe: Recipe, overrides: list[str], screen: Console, asked: Asked) -> 
     Raises:
         UserError: what the recipe or the command line has wrong, or a run would refuse.
     """
+    choice_checks.check_model(recipe)
     # What takes as long as the renderer does to begin, beside which no CPU is to be timed
     imported = "torch" in sys.modules
     if not imported:

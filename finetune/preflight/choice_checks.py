@@ -66,7 +66,10 @@ def setup_of(recipe: Recipe) -> Setup:
 
 def check_model(recipe: Recipe) -> None:
     """Refuse a model that finetune does not train, or not as it is stored (exit 2)."""
-    config = model_files.read_config(recipe.model)
+    try:
+        config = model_files.read_config(recipe.model)
+    except UserError:  # `architecture.read` says what is wrong with the folder
+        return
     model_class.check(config)
     stored = stored_weights.read(config)
     if stored and (found := stored_weights.conflicts(stored, recipe)):
