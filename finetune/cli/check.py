@@ -28,6 +28,9 @@ CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def check(options: argparse.Namespace) -> None:
     """Check a recipe, its files, its module names and the first rows of its data."""
+    from finetune.data import template_sandbox
+
+    template_sandbox.start()  # it gets ready beside the imports and the other checks
     from finetune.preflight import checker
 
     recipe = load(options)

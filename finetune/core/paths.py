@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,14 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
         raise UserError(problem) from error
+
+
+def why_not_makeable(path: Path) -> str:
+    """Why a folder can't be made or written to, without making it; the empty string if it can."""
+    above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    if not above.is_dir():
+        return os.strerror(errno.EEXIST if above == path.absolute() else errno.ENOTDIR)
+    return "" if os.access(above, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
 
 
 def refuse_lfs_pointer(path: Path, key: str = "") -> None:

@@ -55,6 +55,9 @@ def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
     )
     if not good:
         raise BadRow("malformed", "tools must be a list of mappings", where, found=short(found))
+    nameless = [tool for tool in found if not _is_text(tool.get("function", tool).get("name"))]
+    if nameless:
+        raise BadRow("malformed", "a tool needs a name", where, found=short(nameless[0]))
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
 
 
@@ -168,7 +171,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """{"type": "function", "function": {"name", "arguments": a mapping}}, as templates expect it."""
     call = json_of(call, "a tool call", where)
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(function, dict) or not _is_text(function.get("name")):
         raise BadRow("malformed", "a tool call needs a name", where, found=short(call))
     arguments = function.get("arguments", function.get("parameters"))
     arguments = json_of(arguments or {}, "a tool call's arguments", where) or {}
@@ -177,6 +180,10 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise BadRow("malformed", what, where, found=short(arguments))
     more = {"id": call["id"]} if call.get("id") else {}
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def _blank_system(message: Message) -> bool:

@@ -28,12 +28,11 @@ import numpy as np
 
 from finetune.core.errors import Problem, UserError
 from finetune.data import chat_templates, source_loading
-from finetune.data.arrow_store import Documents
 from finetune.data.audit import Audit, Report
 from finetune.data.encoding import Encoded, make_encoder
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.packing import best_fit
-from finetune.data.prepared_cache import cache_folder, code_digest
+from finetune.data.prepared_cache import cache_folder, code_digest, not_makeable
 
 if TYPE_CHECKING:
     from array import array
@@ -130,11 +129,7 @@ def _building(cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     except OSError as error:
-        fix = "data.cache_dir: a folder that can be written, or FINETUNE_CACHE"
-        problem = Problem(
-            f"nothing can be kept in {cache}", "data.cache_dir", found=str(error.strerror), fix=fix
-        )
-        raise UserError(problem) from None
+        raise UserError(not_makeable(cache, str(error.strerror))) from None
 
 
 class HeldOut(NamedTuple):
@@ -221,15 +216,17 @@ def audit_first(
     """
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit, held = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
+    places = list[str]()  # of each document that is trained on
     complete = data.validation_fraction is None
     for source, key in source_loading.named(data):
         if source_loading.files(source.name, key) is None:  # on the Hub
             complete = False
             continue
         rows, of = iter(source_loading.read(source, key)), held if key == "data.validation" else audit
-        for _ in audited(islice(rows, most), data, of, source_loading.title(source)):
-            pass
+        for example, documents in audited(islice(rows, most), data, of, source_loading.title(source)):
+            places += [example.where] * (len(documents) if of is audit else 0)
         complete = complete and next(rows, None) is None
+    audit.finish(places.__getitem__, held)
     return audit, held, complete
 
 
@@ -302,6 +299,8 @@ def _build(
     sources: dict[str, str],
 ) -> None:
     """Write rows.arrow and report.json."""
+    from finetune.data.arrow_store import Documents
+
     started = time.perf_counter()
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     drawn = source_loading.draw_held_out(data, seed)

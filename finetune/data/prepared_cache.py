@@ -13,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.core.errors import Problem, UserError
+from finetune.core.paths import why_not_makeable
 from finetune.data import source_loading
 
 if TYPE_CHECKING:
@@ -33,6 +35,19 @@ MODULES = (
 def cache_folder(data: Data) -> Path:
     """Where prepared data is kept: `data.cache_dir`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
     return Path(data.cache_dir or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
+
+
+def check_makeable(data: Data) -> None:
+    """Refuse a folder that prepared data can't be kept in, unless it is there already (exit 2)."""
+    folder = cache_folder(data)
+    if not folder.is_dir() and (reason := why_not_makeable(folder)):
+        raise UserError(not_makeable(folder, reason))
+
+
+def not_makeable(folder: Path, reason: str) -> Problem:
+    """The problem of a folder that prepared data can't be kept in."""
+    fix = "data.cache_dir: a folder that can be written, or FINETUNE_CACHE"
+    return Problem(f"nothing can be kept in {folder}", "data.cache_dir", found=reason, fix=fix)
 
 
 @cache

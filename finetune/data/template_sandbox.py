@@ -11,14 +11,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import importlib
 import json
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import types
 from functools import cache, lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -198,8 +203,7 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; with its end, this one ends too
     answers_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing but answers goes to the parent
-    from transformers.utils import chat_template_utils
-
+    chat_template_utils = _import_upstream()
     _limit_memory()
     for line in sys.stdin.buffer:
         request = json.loads(line)
@@ -207,6 +211,34 @@ def _serve() -> None:
         answers = _of_rows(request) if of_rows else _answers(request, chat_template_utils)
         answers_to.write(json.dumps(answers).encode() + b"\n")
         answers_to.flush()
+
+
+def _import_upstream() -> Any:
+    """transformers' module of chat templates alone: the packages around it take a second longer.
+
+    It needs three answers and a logger of them. If a version needs more, all of transformers is imported.
+    """
+    found = find_spec("transformers")
+    folder = str(Path(found.origin).parent) if found and found.origin else ""
+    around: dict[str, dict[str, Any]] = {
+        "transformers": {"__path__": [folder]},
+        "transformers.utils": {"__path__": [f"{folder}/utils"]},
+        "transformers.utils.logging": {"get_logger": logging.getLogger},
+        "transformers.utils.import_utils": {
+            "is_jinja_available": lambda: True,
+            "is_torch_available": lambda: False,
+            "is_vision_available": lambda: False,
+        },
+    }
+    for name, content in around.items():
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(content)
+    try:
+        return importlib.import_module("transformers.utils.chat_template_utils")
+    except (ImportError, AttributeError):
+        for name in around:
+            del sys.modules[name]
+        return importlib.import_module("transformers.utils.chat_template_utils")
 
 
 def _of_rows(request: dict[str, Any]) -> list[Any]:

@@ -89,21 +89,23 @@ def check(model: Model) -> list[str]:
     Raises:
         UserError: as `load_tokenizer`.
     """
-    folder = Path(model.name)
-    if (folder / "tokenizer.json").is_file() and not _doubtful(folder):
+    if settings(Path(model.name)) is not None:
         return []
     load_tokenizer(model)
     return ["the tokenizer was loaded to check it, which takes some seconds"]
 
 
-def _doubtful(folder: Path) -> bool:
-    """Whether transformers may read a folder's tokenizer by a class in Python, or finds no eos token."""
-    settings, config = (_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
-    named = settings.get("tokenizer_class") or config.get("tokenizer_class")
+def settings(folder: Path) -> dict[str, Any] | None:
+    """What a folder's files say of its tokenizer; `None`: transformers may read it by a class in Python, or
+    finds no tokenizer.json or no eos token."""
+    said, config = (_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
+    named = said.get("tokenizer_class") or config.get("tokenizer_class")
     named = named or upstream_options.tokenizer_classes().get(str(config.get("model_type")), "")
     in_python = upstream_options.runs_in_python(str(named or ""))
-    eos = settings.get("eos_token") or _json(folder / "special_tokens_map.json").get("eos_token")
-    return in_python or (folder / "tekken.json").exists() or not eos
+    if "added_tokens_decoder" not in said:  # transformers reads the older file only then
+        said |= _json(folder / "special_tokens_map.json")
+    eos, plain = said.get("eos_token"), (folder / "tokenizer.json").is_file()
+    return None if in_python or not plain or (folder / "tekken.json").exists() or not eos else said
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -169,11 +171,17 @@ def digest(template: str | dict[str, str]) -> str:
     return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
-def declared_ends(model: Model) -> set[int]:
-    """Ids that the model's own files say to end an answer: the config's, without one of generation."""
+def declared_ends(model: Model, config: Any = None) -> set[int]:
+    """Ids that the model's own files say to end an answer: the config's, without one of generation.
+
+    Args:
+        config: the model's, if it has been read.
+    """
     path = model_files.small_file(model, "generation_config.json")
-    said = json.loads(path.read_text(encoding="utf-8")) if path else model_files.read_config(model).to_dict()
-    ends = said.get("eos_token_id")
+    if path:
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    else:
+        ends = getattr(config or model_files.read_config(model), "eos_token_id", None)
     return {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}
 
 

@@ -12,7 +12,7 @@ from finetune.core import packages
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.core.paths import on_the_hub
-from finetune.data import chat_templates, example_errors, source_loading
+from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.distributed import launch_environment
 from finetune.hub import client
 from finetune.models import (
@@ -86,11 +86,12 @@ def check(recipe: Recipe) -> list[str]:
     notes: list[str] = []
     problems: list[Problem] = []
     lacking: list[Problem] = []
-    for look in (run, _first_examples, _output_folder):
+    for look in (run, _first_examples, _cache_folder, _output_folder):
         try:
             notes += look(recipe)
         except UserError as error:
-            (lacking if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
+            of_kind = lacking if error.code == Exit.ENVIRONMENT else problems
+            of_kind += [problem for problem in error.problems if problem not in of_kind]
     if problems or lacking:
         raise UserError(*problems, *lacking, code=Exit.INPUT if problems else Exit.ENVIRONMENT)
     return [*notes, *_trial(recipe), *_machine(recipe)]
@@ -100,6 +101,12 @@ def _first_examples(recipe: Recipe) -> list[str]:
     notes = source_loading.notes_on_folders(recipe.data)
     notes += example_errors.first_rows(recipe.data, recipe.train.effective_batch_size)
     return notes + token_checks.check(recipe)
+
+
+def _cache_folder(recipe: Recipe) -> list[str]:
+    if not recipe.data.streaming:
+        prepared_cache.check_makeable(recipe.data)
+    return []
 
 
 def _output_folder(recipe: Recipe) -> list[str]:

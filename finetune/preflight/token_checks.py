@@ -1,31 +1,35 @@
-"""Hold the first examples against the limits of the model, where some may pass them: `finetune check`.
+"""Render and encode the first examples as training does: `finetune check`.
 
-This takes the tokenizer, which transformers loads in seconds. So the bytes of the texts are counted first: an
-example never has more tokens than bytes, beside those that the chat template writes.
+transformers takes seconds to load a tokenizer. So its files are read without transformers first. Where they
+leave a doubt, or an example fails, the tokenizer is loaded and decides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from
 from finetune.core.errors import UserError
-from finetune.data import chat_templates, source_loading
+from finetune.data import chat_templates
 from finetune.data.example_errors import FIRST
-from finetune.data.examples import Example
 from finetune.evaluation import text_limits
-from finetune.models import architecture, model_class, model_files, token_limits, tokenizer_setup
+from finetune.models import (
+    architecture,
+    model_class,
+    model_files,
+    token_limits,
+    tokenizer_files,
+    tokenizer_setup,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.recipe.schema import Data, Recipe
-
-BESIDE, A_TURN = 256, 32  # tokens that a chat template may write: in all, and for each message
+    from finetune.recipe.schema import Recipe
 
 
 def check(recipe: Recipe) -> list[str]:
@@ -35,7 +39,7 @@ def check(recipe: Recipe) -> list[str]:
         Notes.
 
     Raises:
-        UserError: token ids past the model's embedding; of all examples, too many that are too long (exit 2).
+        UserError: more bad examples than `data.expect` allows (exit 2).
     """
     folder = Path(recipe.model.name)
     if not folder.is_dir() or recipe.data.streaming:
@@ -44,37 +48,48 @@ def check(recipe: Recipe) -> list[str]:
     if model_class.unsupported(config):  # which another check says
         return []
     longest = token_limits.positions(config)
-    short = longest is not None and longest < recipe.data.max_length
     notes = []
-    if longest is not None and short:
+    if longest is not None and longest < recipe.data.max_length:
         notes = [f"data.max_length: the model has {longest} positions; longer examples are too long"]
-    rows = config.get_text_config().vocab_size
-    limit = token_limits.text_limit(config)
-    long = limit is not None and _may_be_cut(recipe, limit)
-    long = long or (short and _most_tokens(recipe.data) > (longest or 0))
-    if not long and not _has_id(folder, rows):
-        return notes
+    vocabulary, limit = config.get_text_config().vocab_size, token_limits.text_limit(config)
+    doubt = _has_id(folder, vocabulary) or (limit is not None and _may_be_cut(recipe, limit))
+    files: Any = None if doubt else tokenizer_files.read(recipe.model, _template(recipe))
+    if files:
+        with contextlib.suppress(UserError):  # transformers may read these files in another way
+            added = map(files.backend_tokenizer.token_to_id, recipe.model.add_tokens)
+            rows = max([vocabulary, *(token + 1 for token in added)])
+            token_limits.apply(files, config, rows)
+            ends = tokenizer_setup.declared_ends(recipe.model, config)
+            return [*notes, *_audit(recipe, files, rows, ends, longest)]
+    tokenizer, rows, ends, note = load_tokenizer(recipe)
+    long = _audit(recipe, tokenizer, rows, ends, longest)
+    notes += text_limits.check(recipe.eval, tokenizer, rows, limit, recipe.data.template_date)
+    notes += [note] if note else []
+    return [*notes, *long]
+
+
+def _audit(recipe: Recipe, tokenizer: Any, rows: int, ends: set[int], longest: int | None) -> list[str]:
+    """Render and encode the first examples as training does; returns a note on those that are too long."""
     from finetune.data import preparation
 
-    tokenizer, rows, ends, note = load_tokenizer(recipe)
     audit, held, complete = preparation.audit_first(recipe.data, tokenizer, rows, ends, FIRST)
     if complete:
-        audit.check(recipe.data, 0)
+        audit.check(recipe.data, held.report.kept)
         held.check_held_out(recipe.data)
     else:
         audit.check_rows(recipe.data)
         held.check_rows(recipe.data)
     token_limits.room_for_answer(held.report.longest_prompt, longest, recipe.eval)
-    notes += text_limits.check(recipe.eval, tokenizer, rows, limit, recipe.data.template_date)
-    notes += [note] if note else []
-    said_long = (said for one in (audit, held) for kind, said in one.report.noted() if kind == "too_long")
-    return [*notes, *said_long]
+    return [said for one in (audit, held) for kind, said in one.report.noted() if kind == "too_long"]
 
 
 def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:
     """The tokenizer with the chat template that the recipe asks for."""
-    template = chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
-    return tokenizer_setup.load_tokenizer(recipe.model, template)
+    return tokenizer_setup.load_tokenizer(recipe.model, _template(recipe))
+
+
+def _template(recipe: Recipe) -> str | None:
+    return chat_templates.read_template(recipe.data.chat_template) if recipe.data.chat_template else None
 
 
 def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[int], str]:
@@ -87,24 +102,6 @@ def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[in
     rows = tokenizer_setup.vocabulary(recipe.model, tokenizer)
     note = token_limits.apply(tokenizer, model_files.read_config(recipe.model), rows)
     return tokenizer, rows, tokenizer_setup.declared_ends(recipe.model), note
-
-
-def _most_tokens(data: Data) -> int:
-    """Tokens that the longest of the first examples has at most."""
-    most = 0
-    for source, key in source_loading.named(data):
-        if source_loading.files(source.name, key) is None:
-            continue
-        try:
-            found = source_loading.examples(source_loading.read(source, key), data, source.name, {}, {})
-            for example in islice(found, FIRST):
-                if isinstance(example, Example):
-                    texts = [example.prompt or "", example.completion, json.dumps(example.messages or "")]
-                    turns = len(example.messages or ()) * A_TURN
-                    most = max(most, sum(len(text.encode()) for text in texts) + turns + BESIDE)
-        except UserError:  # said where the first rows are read
-            continue
-    return most
 
 
 def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING
 import psutil
 
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.paths import why_not_makeable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -167,12 +168,8 @@ def _beating(path: Path) -> Iterator[None]:
 
 def check_makeable(path: str) -> None:
     """Refuse a folder that cannot be made, without making it (exit 3)."""
-    above = next(one for one in (Path(path).absolute(), *Path(path).absolute().parents) if one.exists())
-    reason = (
-        errno.ENOTDIR if not above.is_dir() else 0 if os.access(above, os.W_OK | os.X_OK) else errno.EACCES
-    )
-    if reason:
-        problem = Problem(f"can't make {path}: {os.strerror(reason)}", "train.output_dir")
+    if reason := why_not_makeable(Path(path)):
+        problem = Problem(f"can't make {path}: {reason}", "train.output_dir")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 

@@ -207,3 +207,10 @@ def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
             return  # a zombie is init's to reap, whose child it is now
         time.sleep(0.05)
     raise AssertionError("it is still there")
+
+
+def test_the_child_imports_little() -> None:
+    program = "import sys; from finetune.data.template_sandbox import _import_upstream\n"
+    program += "print(_import_upstream().__name__, len({'torch', 'huggingface_hub'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["transformers.utils.chat_template_utils", "0"]

@@ -337,7 +337,7 @@ def test_check_applies_the_limits_of_the_audit_to_examples_without_an_answer(tmp
     write(rows, [*map(chat, range(50)), *unanswered])
     assert checked(rows, "data.validation=null") == 2
     assert "the last message must be the assistant's" in capsys.readouterr().err
-    write(good := tmp_path / "good.jsonl", [*map(chat, range(9))])
+    write(good := tmp_path / "good.jsonl", [*map(chat, range(60, 69))])
     assert checked(good, f"data.validation={rows}") == 0, "evaluation leaves them out"
     write(rows, unanswered)
     assert checked(good, f"data.validation={rows}") == 2

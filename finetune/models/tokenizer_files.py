@@ -1,0 +1,94 @@
+"""A tokenizer as its files describe it, without transformers, which takes seconds to load one.
+
+transformers may build some tokenizers in another way than their files say. So `finetune check` refuses no
+example by this reading alone: what fails with it is tried again with `tokenizer_setup.load_tokenizer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.models import tokenizer_setup
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Model
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+@dataclass
+class TokenizerFiles:
+    """What `data.encoding` asks of a tokenizer, under the names of transformers."""
+
+    backend_tokenizer: Any
+    chat_template: str | dict[str, str] | None
+    special_tokens_map: dict[str, str]
+    model_max_length: int = tokenizer_setup.UNLIMITED
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return self.backend_tokenizer.get_added_tokens_decoder()
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(self.special_tokens_map.values())
+
+    @property
+    def eos_token(self) -> str:
+        return self.special_tokens_map["eos_token"]
+
+    @property
+    def pad_token(self) -> str:
+        return self.special_tokens_map["pad_token"]
+
+    @pad_token.setter
+    def pad_token(self, text: str) -> None:
+        self.special_tokens_map["pad_token"] = text
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._id("pad_token")
+
+    def get_chat_template(self) -> str:
+        """The template of chats without tools."""
+        named = self.chat_template
+        return named["default"] if isinstance(named, dict) else str(named)
+
+    def _id(self, name: str) -> int | None:
+        return self.backend_tokenizer.token_to_id(self.special_tokens_map.get(name, ""))
+
+
+def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | None:
+    """Read the tokenizer of a local model; `None`: its files leave a doubt, so that it must be loaded.
+
+    Args:
+        chat_template: Jinja source that replaces the tokenizer's own.
+    """
+    folder = Path(model.name)
+    settings = tokenizer_setup.settings(folder)
+    backend = tokenizer_setup.read_tokenizer(model)
+    if settings is None or backend is None:
+        return None
+    special = {
+        name: str(token["content"] if isinstance(token, dict) else token)
+        for name, token in settings.items()
+        if token and name.endswith("_token") and (name in NAMED or isinstance(token, str))
+    }
+    special.setdefault("pad_token", special["eos_token"])
+    if any(backend.token_to_id(special[name]) is None for name in ("eos_token", "pad_token")):
+        return None
+    try:
+        template = chat_template or tokenizer_setup.own_template(model)
+    except (OSError, ValueError, TypeError, KeyError):  # loading says what is wrong with it
+        return None
+    return TokenizerFiles(backend, template, special)

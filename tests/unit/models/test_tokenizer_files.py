@@ -1,0 +1,77 @@
+"""A tokenizer read from its files is the tokenizer that transformers loads from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from finetune.data.encoding import make_encoder
+from finetune.models import tokenizer_files
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe.schema import Data, Model
+from support.paths import MODEL
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAME = ("train_on", "own", "template", "way", "prompt_end", "after_turn", "leaves_out", "opening", "stops")
+WRITTEN = {
+    "content": "<|im_end|>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "class of PreTrainedTokenizerFast": {"tokenizer_class": "PreTrainedTokenizerFast"},
+    "no padding": {"pad_token": None},
+    "token as a mapping": {"eos_token": {"__type": "AddedToken", **WRITTEN}},
+    "with bos": {"bos_token": "<|im_start|>"},
+    "token of its own": {"image_token": "<|endoftext|>"},
+    "length": {"model_max_length": 16},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("tokens", [[], ["<|look|>"]])
+def test_read_gives_the_tokenizer_that_transformers_loads(
+    kind: str, tokens: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SETTINGS[kind]}))
+    model = Model(name=str(tmp_path / "model"), add_tokens=tokens)
+    loaded, found = load_tokenizer(model), tokenizer_files.read(model)
+    assert found
+    assert found.special_tokens_map == loaded.special_tokens_map
+    for name in (
+        "chat_template",
+        "eos_token",
+        "eos_token_id",
+        "bos_token_id",
+        "pad_token_id",
+        "model_max_length",
+    ):
+        assert getattr(found, name) == getattr(loaded, name), name
+    data = Data(name="rows.jsonl")
+    encoders = [make_encoder(one, data, True) for one in (found, loaded)]  # pyright: ignore[reportArgumentType]
+    for name in SAME:
+        assert getattr(encoders[0], name) == getattr(encoders[1], name), name
+    text = "<|im_start|>user\nWho <|look|> came?<|im_end|>"
+    backends: list[Any] = [one.backend_tokenizer for one in (found, loaded)]
+    ids = [backend.encode(text).ids for backend in backends]
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"eos_token": None}, {"eos_token": "<no such token>"}, {"tokenizer_class": "ByT5Tokenizer"}]
+)
+def test_read_leaves_a_doubtful_tokenizer_to_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    assert tokenizer_files.read(Model(name=str(tmp_path / "model"))) is None
