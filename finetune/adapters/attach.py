@@ -209,7 +209,7 @@ def _check_names(model: PreTrainedModel, adapter: Adapter, known: module_names.N
     parts = list(model.named_modules())
     for name in options.get("modules_to_save") or ():
         held = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
-        found = coded([name], held.pop()) if held else []
+        found = coded([name], held.pop(), adapter.type if kind.storage else "") if held else []
         problems += [Problem(what, key, **texts) for key, what, texts in found]
     if problems:
         raise UserError(*problems)

@@ -72,11 +72,20 @@ def unmatched(
         place = f"adapter.{key}" if isinstance(targets, str) else f"adapter.{key}.{index}"
         what = f'"{target}" matches no module of this model'
         fix = nearest(target, available)
-        parts = [part.strip() for part in target.split(",")]
-        if isinstance(targets, str) and all(part in available for part in parts):
+        parts = _listed(target, available)
+        if parts and isinstance(targets, str):
             fix = f"[{', '.join(parts)}]: a text is a regular expression for whole names"
+        elif len(parts) > 1:
+            others = [other for other in targets if other != target]
+            fix = f"{key}: [{', '.join(dict.fromkeys([*others, *parts]))}]"
         found.append(Problem(what, place, found=", ".join(available), fix=fix))
     return found
+
+
+def _listed(target: str, available: Collection[str]) -> list[str]:
+    """The names that a text with commas or spaces between them means; empty: one of them is near no name."""
+    parts = [nearest(part, available) for part in re.split(r"[,\s]+", target.strip(" ,[]")) if part]
+    return list(dict.fromkeys(parts)) if all(parts) else []
 
 
 def describe_not_called(tensors: Collection[str], *, explicit: bool) -> Problem:
@@ -107,7 +116,7 @@ def _targets(
         return [Problem(what, key, fix=_suggested(peft, names))]
     lost = unmatched(targets, names.linear if targets == target_modules.EVERYTHING else list(names.kinds))
     if lost:
-        return [_with_names(problem, names, adaptable) for problem in lost]
+        return [_with_names(problem, names, adaptable, options, peft) for problem in lost]
     if not picked and not options.get("target_parameters"):
         what = "no module is left for an adapter after the exclusions"
         limits = ("exclude_modules", "modules_to_save", "layers_to_transform")
@@ -135,18 +144,42 @@ def _one_of_each(unfit: Mapping[str, str]) -> dict[str, str]:
     return {name: kind for (_, kind), name in {(short(n), k): n for n, k in unfit.items()}.items()}
 
 
-def _with_names(problem: Problem, names: Names, adaptable: list[str]) -> Problem:
+def _with_names(
+    problem: Problem, names: Names, adaptable: list[str], options: Mapping[str, Any], peft: str
+) -> Problem:
     """The same problem with the names that an adapter may have, not those of every module."""
     experts = _expert_parameters(names)
     target = problem.what.split('"')[1]
     available = list(dict.fromkeys(map(short, adaptable)))
-    known = problem.fix in available or problem.fix.startswith("[")
+    known = problem.fix in available or "[" in problem.fix
     fix = problem.fix if known else nearest(target, available)
     found = ", ".join(available) or "no layer that this type adapts"
-    if experts and target.rpartition(".")[2] in _OLD_EXPERTS:
-        fix = f"target_parameters: [{', '.join(experts)}]"
+    if experts and _means_experts(target, experts):
+        fix = _experts_instead(options, names, peft)
         found += f"; parameters of experts: {', '.join(experts)}"
     return replace(problem, found=found, fix=fix)
+
+
+def _means_experts(target: str, experts: list[str]) -> bool:
+    """Whether a target is what a layer of experts was called, or one of their parameters."""
+    last = target.rpartition(".")[2]
+    return last in _OLD_EXPERTS or any(target_modules.is_suffix(target, name) for name in experts)
+
+
+def _experts_instead(options: Mapping[str, Any], names: Names, peft: str) -> str:
+    """The change that trains experts' weights; attention in their place where the type can't."""
+    if peft != "lora" or options.get("use_dora"):
+        return f"target_modules: [{', '.join(_attention(names))}]"
+    targets, experts = options.get("target_modules"), _expert_parameters(names)
+    others = [] if isinstance(targets, str) else targets or []
+    kept = ", ".join(one for one in others if not _means_experts(one, experts))
+    fix = f"target_modules: [{kept}] and target_parameters: [{', '.join(experts)}]"
+    return f"{fix} and lora_dropout: 0" if options.get("lora_dropout") else fix
+
+
+def _attention(names: Names) -> list[str]:
+    """The linear layers of attention, by their last names."""
+    return list(dict.fromkeys(short(n) for n in names.linear if "attn" in n or "attention" in n))
 
 
 def _expert_parameters(names: Names) -> list[str]:
@@ -202,7 +235,9 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
         return [Problem("the model has no such layer", key, **texts)]
     if wanted is not None and isinstance(targets, str) and targets != target_modules.EVERYTHING:
         what = "PEFT does not read it beside target_modules that are a regular expression"
-        return [Problem(what, key, found=str(wanted), fix="a list of names in target_modules")]
+        listed = [name for name in names.kinds if target_modules.match(targets, [name])[targets]]
+        fix = f"target_modules: [{', '.join(dict.fromkeys(map(short, listed)))}]"
+        return [Problem(what, key, found=str(wanted), fix=f"{fix}, or drop it")]
     return []
 
 
@@ -214,9 +249,12 @@ def _heads_and_embeddings(
     if names.head and names.head in picked:
         what = "TRL's loss reads the head's own weight and would pass it by"
         head = short(names.head)
-        found.append(Problem(what, "adapter.target_modules", found=head, fix=f"modules_to_save: [{head}]"))
+        saved = dict.fromkeys([*(options.get("modules_to_save") or ()), head])
+        fix = f"modules_to_save: [{', '.join(saved)}]"
+        fix = fix if len(picked) > 1 else f"target_modules: all-linear and {fix}"
+        found.append(Problem(what, "adapter.target_modules", found=head, fix=fix))
     if peft == "trainable_tokens" and names.tied and names.embedding in picked:
-        found.append(adapter_on_head(peft))
+        found.append(adapter_on_head(peft, options.get("token_indices")))
     init = str(options.get("init_lora_weights"))
     rows = [name for name in picked if names.kinds[name] == "Embedding"]
     if init.startswith(REBASING_INITS) and rows:
@@ -226,10 +264,14 @@ def _heads_and_embeddings(
     return found
 
 
-def adapter_on_head(kind: str) -> Problem:
-    """The problem of an adapter that PEFT puts on the output head."""
+def adapter_on_head(kind: str, tokens: Any = None) -> Problem:
+    """The problem of an adapter that PEFT puts on the output head.
+
+    Args:
+        tokens: that `trainable_tokens` trains.
+    """
     what, fix = "TRL's loss reads the head's own weight and passes the adapter by", "adapter.type: lora"
-    fix += " with trainable_token_indices" if kind == "trainable_tokens" else ""
+    fix += f" and trainable_token_indices: {tokens or '[0]'}" if kind == "trainable_tokens" else ""
     return Problem(what, "adapter", found=f"{kind} on the output head", fix=fix)
 
 
@@ -314,7 +356,8 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
     """What PEFT cannot adapt as a parameter (peft 0.21.2, tuners/lora/layer.py, ParamWrapper)."""
     targets, found = options.get("target_parameters") or (), list[Problem]()
     # of three parts where more than one parameter has the same two: `mlp.experts.down_proj`
-    available = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in names.shapes if "." in name))
+    weights = [name for name, shape in names.shapes.items() if "." in name and len(shape) in (2, 3)]
+    available = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in weights))
     for index, target in enumerate(targets):
         key = f"adapter.target_parameters.{index}"
         matched = [name for name in names.shapes if target_modules.is_suffix(target, name)]
@@ -322,7 +365,7 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
         holders = {name.rpartition(".")[0] for name in matched}
         if not matched:
             what = f'"{target}" matches no parameter of this model'
-            fix = nearest(target, available) or nearest(target, [short(name) for name in available])
+            fix = nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"})
             usable = _expert_parameters(names) or available
             found.append(Problem(what, key, found=", ".join(usable), fix=fix))
         elif sizes - {2, 3}:
@@ -333,7 +376,7 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
             found.append(Problem(what, key, found=matched[0], fix="drop one of the two"))
         elif names.head in holders:
             what, fix = "TRL's loss reads the head's own weight and would pass it by", short(names.head)
-            found.append(Problem(what, key, found=target, fix=f"modules_to_save: [{fix}]"))
+            found.append(Problem(what, key, found=target, fix=f"drop it and modules_to_save: [{fix}]"))
     return found + _unlike_lora(options, bool(targets), "adapter.target_parameters")
 
 
@@ -385,6 +428,7 @@ def _experts(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
         (one,), other = named, next(name for name in layers[:2] if name not in named)
         what = f"PEFT adapts {layers[0]} and {layers[1]} of a mixture of experts only together"
         return [Problem(what, key, found=one, fix=f"{other} beside {one}, or neither")]
-    attention = dict.fromkeys(short(n) for n in names.linear if "attn" in n or "attention" in n)
     found = _unlike_lora(options, bool(experts_named(options, names)), key)
-    return [replace(one, fix=f"{one.fix}, or target_modules: [{', '.join(attention)}]") for one in found]
+    return [
+        replace(one, fix=f"{one.fix}, or target_modules: [{', '.join(_attention(names))}]") for one in found
+    ]

@@ -117,7 +117,11 @@ def check_warm_up(train: Train, steps: int | None) -> None:
 
 def too_few(rows: int, effective: int) -> Problem:
     """What is wrong with data that does not fill one step."""
-    what, fix = f"{rows} rows are fewer than one step takes", "a smaller train.effective_batch_size"
+    fits = next((size for size in range(rows, 0, -1) if effective % size == 0), 1)
+    what = f"{rows} rows are fewer than one step takes"
+    fix = (
+        f"train.effective_batch_size: {fits}, or more rows" if rows else "more rows, or less validation data"
+    )
     return Problem(what, "train.effective_batch_size", found=str(effective), fix=fix)
 
 

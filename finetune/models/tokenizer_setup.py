@@ -13,6 +13,8 @@ from finetune.models import model_files
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
@@ -45,11 +47,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    known = [token for token in model.add_tokens if token in tokenizer.get_vocab()]
-    if known:
-        raise UserError(
-            Problem("is a token already", "model.add_tokens", found=", ".join(known), fix="drop it")
-        )
+    _check_new(model.add_tokens, tokenizer.get_vocab())
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
 
@@ -90,9 +88,18 @@ def check(model: Model) -> list[str]:
         UserError: as `load_tokenizer`.
     """
     if settings(Path(model.name)) is not None:
+        if model.add_tokens:
+            _check_new(model.add_tokens, read_vocabulary(model.model_copy(update={"add_tokens": []})) or {})
         return []
     load_tokenizer(model)
     return ["the tokenizer was loaded to check it, which takes some seconds"]
+
+
+def _check_new(added: list[str], vocabulary: Collection[str]) -> None:
+    """Refuse to add tokens that the tokenizer has (exit 2)."""
+    if known := [token for token in added if token in vocabulary]:
+        found = ", ".join(known)
+        raise UserError(Problem("is a token already", "model.add_tokens", found=found, fix=f"drop {found}"))
 
 
 def settings(folder: Path) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune.recipe import adapter_types
+from finetune.recipe import adapter_types, upstream_options
 from finetune.recipe.schema import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS
 
 
@@ -18,3 +18,9 @@ def adapter_keys(name: str) -> frozenset[str]:
     """Every key that `adapter:` may have under `type: name`."""
     kind = adapter_types.find(name)
     return kind.keys | {"type", *own_keys(kind)}
+
+
+def is_left_out(name: str, key: str) -> bool:
+    """Whether PEFT has a key for this type that no recipe may set."""
+    kind = adapter_types.all_types().get(name)
+    return kind is not None and key in upstream_options.fields(kind.sources)

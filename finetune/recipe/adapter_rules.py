@@ -54,7 +54,8 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     found = _base(str(name), kind, quantization)
     base = quantization if quantization in QUANTISED else kind.storage
     if base and not found:
-        found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base)
+        quantized = str(name) if kind.storage else ""
+        found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base, quantized)
     for key, why in UNSERVED.get(kind.peft, {}).items():
         if adapter.get(key) is not None and adapter[key] is not False:
             found.append((f"adapter.{key}", why, {"found": str(adapter[key]), "fix": "drop it"}))
@@ -66,10 +67,11 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     found += _offload(kind, adapter, speed, train)
     if train.get("per_device_train_batch_size") == "auto":
         found += _searched(data, train)
-    flat = next((key for key in ("packing", "padding_free") if data.get(key)), None)
+    flat = [key for key in ("packing", "padding_free") if data.get(key)]
     if kind.prompt and flat:
         what = f"excludes adapter.type: {name}, which puts its vectors before every row"
-        found.append((f"data.{flat}", what, {"found": "true", "fix": f"{flat}: false"}))
+        fix = ", ".join(f"{key}: false" for key in flat)
+        found.append((f"data.{flat[0]}", what, {"found": "true", "fix": fix}))
     smoothing = train.get("label_smoothing_factor")
     if kind.peft in PROMPTS and smoothing:  # whose vectors have logits, and no labels
         what = f"excludes adapter.type: {name}: upstream wants a label for each of its vectors"
@@ -85,7 +87,7 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
     if isinstance(base, str) and obstacle(name, base):
         texts = {
             "found": f"{name} on {base}",
-            "fix": "quantization: auto, or a type that adds to the layer (lora)",
+            "fix": "quantization: auto, or adapter.type: lora",
         }
         return [("model.quantization", obstacle(name, base), texts)]
     return []
@@ -156,22 +158,27 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
         found.append(("adapter.init_lora_weights", what, texts))
     if adapter.get("target_parameters"):
         what = "adds to weights themselves, which are codes in fp8"
-        texts = {"fix": "target_modules, or model.quantization: none"}
+        texts = {"fix": "drop it, or model.quantization: none"}
         found.append(("adapter.target_parameters", what, texts))
     return found + _coded(adapter, "fp8")
 
 
-def _coded(adapter: Mapping[str, Any], base: str) -> Found:
+def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> Found:
     """Layers to be trained as a whole that are codes on a quantised base, as far as their names say it."""
     whole = adapter.get("modules_to_save")
     names = map(str, whole) if isinstance(whole, list) else ()
-    return coded([name for name in names if _CODED.search(name)], base)
+    return coded([name for name in names if _CODED.search(name)], base, quantized)
 
 
-def coded(whole: list[str], base: str) -> Found:
-    """What is said of such layers, by name."""
+def coded(whole: list[str], base: str, quantized: str = "") -> Found:
+    """What is said of such layers, by name.
+
+    Args:
+        quantized: an adapter type that means such a base: qlora.
+    """
     what = f"trains whole layers, which on the {base} base are codes"
-    texts = {"found": ", ".join(whole), "fix": "target_modules, or model.quantization: none"}
+    change = f"adapter.type: {quantized[1:]}" if quantized else "model.quantization: none"
+    texts = {"found": ", ".join(whole), "fix": f"drop {', '.join(whole)}, or {change}"}
     return [("adapter.modules_to_save", what, texts)] if whole else []
 
 
@@ -216,7 +223,9 @@ def _rebasing(
     found: Found = []
     if kind.storage or base in QUANTISED:
         what = "takes its first weights out of the base's, which a quantised base can't give exactly"
-        found.append((key, what, {"found": init, "fix": "model.quantization: auto, or loftq"}))
+        fix = f"adapter.type: {name[1:]}" if kind.storage else "model.quantization: auto"
+        fix += ", or init_lora_weights: loftq" if kind.storage or base in FOUR_BIT else ""
+        found.append((key, what, {"found": init, "fix": fix}))
     if kind.sets.get("use_dora"):
         what = "is saved as a difference of LoRAs, which DoRA's magnitudes don't allow"
         found.append((key, what, {"found": f"{init} with {name}", "fix": "adapter.type: lora"}))
@@ -243,19 +252,26 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
         what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
         return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
     if added and whole and not (names & {*HEADS} or adapter.get("ensure_weight_tying")):
-        fix = f"[{whole[0]}, lm_head]"
-        fix += ", or ensure_weight_tying: true" if "ensure_weight_tying" in kind.keys else ""
+        fix = _with_both(saved, whole[0], "lm_head")  # tying would not do for a head of its own
         return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
-    fix = "" if kind.peft in PROMPTS else "adapter.modules_to_save: [embed_tokens, lm_head], or "
-    fix += "adapter.type: lora"
+    both = ", ".join(dict.fromkeys([*map(str, saved), "embed_tokens", "lm_head"]))
+    fixes = [] if kind.peft in PROMPTS else [f"adapter.modules_to_save: [{both}]"]
+    fixes += ["adapter.type: lora"] if not (fixes and names & {*HEADS}) else []
+    fix = ", or ".join(fixes)
     return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
 
 
 def _last(names: Iterable[Any]) -> set[str]:
     """`model.embed_tokens` -> `embed_tokens`."""
     return {str(name).rpartition(".")[2] for name in names}
+
+
+def _with_both(saved: Iterable[Any], embedding: str, head: str) -> str:
+    """A list of `modules_to_save` with the embeddings and the head."""
+    others = [str(one) for one in saved if not _last([one]) & {embedding, head}]
+    return f"[{', '.join([embedding, head, *others])}]"
 
 
 def rows_beside(
@@ -275,7 +291,8 @@ def rows_beside(
         head: the last name of its output head.
     """
     saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
-    whole, what, fix, both = _last(saved), "", "", f"[{embedding}, {head}]"
+    whole, what, fix = _last(saved), "", ""
+    both = _with_both(saved, embedding, head)
     if added and embedding in whole:
         if head not in whole and not (tied and options.get("ensure_weight_tying")):
             what, fix = HEAD_STAYS, both

@@ -100,7 +100,7 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
         return "", [Problem("no such type", "adapter.type", where, found, ", ".join(offered), near)]
     if types[name].refused:
         what = f"PEFT's {name} is not for supervised fine-tuning: {types[name].refused}"
-        return "", [Problem(what, "adapter.type", where, fix="lora, dora, or another type")]
+        return "", [Problem(what, "adapter.type", where, fix="type: lora")]
     return name, []
 
 

@@ -64,7 +64,9 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
         what = (
             "changes the base's weights, so that the saved adapter's are rounded otherwise than in training"
         )
-        found.append(("adapter.init_lora_weights", what, {"found": init, "fix": "drop it, or speed.qat"}))
+        found.append(
+            ("adapter.init_lora_weights", what, {"found": init, "fix": "drop it, or drop speed.qat"})
+        )
     return found
 
 

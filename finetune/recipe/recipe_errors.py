@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core import privacy
 from finetune.core.errors import Problem, nearest
 from finetune.core.privacy import SECRET, masked
-from finetune.recipe import adapter_rules, command_line_overrides, qat_rules, train_rules
+from finetune.recipe import adapter_keys, adapter_rules, command_line_overrides, qat_rules, train_rules
 from finetune.recipe.renames import KEYS, RENAMED, current, current_value, owner_of
 
 if TYPE_CHECKING:
@@ -112,23 +112,22 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
                 fix="drop one of the two",
             )
     every = get("eval.eval_steps")
-    if every is not None and get("data.validation") is None and get("data.validation_fraction") is None:
-        problem(
-            "eval.eval_steps", "needs a validation set", fix="data.validation or data.validation_fraction"
-        )
+    alone = get("data.validation") is None and get("data.validation_fraction") is None
+    if every is not None and alone:
+        fix = "data.validation_fraction: 0.1, or data.validation: <a file>, or drop it"
+        problem("eval.eval_steps", "needs a validation set", fix=fix)
     for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
         if every is None and get(key) not in (None, "loss", "eval_loss"):
-            problem(
-                key, "needs eval.eval_steps: it is about evaluations in training", fix="eval.eval_steps: 50"
-            )
-    flat = next((key for key in ("data.packing", "data.padding_free") if get(key)), None)
+            fix = "eval.eval_steps: 50" + (" and data.validation_fraction: 0.1" if alone else "")
+            problem(key, "needs eval.eval_steps: it is about evaluations in training", fix=fix)
+    flat = ", ".join(key for key in ("data.packing", "data.padding_free") if get(key))
     if flat and get("train.pad_to_multiple_of") not in (None, 1):
         what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
         fix = "drop it: batches that stand end to end have one shape where they are compiled"
         problem("train.pad_to_multiple_of", what, found=str(get("train.pad_to_multiple_of")), fix=fix)
     if flat and get("train.neftune_noise_alpha"):
         what = f"excludes {flat}: upstream would divide the noise by the whole batch's length, not a row's"
-        problem("train.neftune_noise_alpha", what, fix=f"{flat}: false")
+        problem("train.neftune_noise_alpha", what, fix=f"drop it, or {flat.replace(',', ': false,')}: false")
     added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
     if repeated := [str(token) for index, token in enumerate(added) if token in added[:index]]:
         problem(
@@ -221,6 +220,12 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
         what, fix = "a key of another section", f"it belongs under {homes[0]}:"
     elif owner_of(name):
         what, fix = "not a key of this section", owner_of(name)
+    elif (
+        section == "adapter"
+        and len(path) == 2
+        and adapter_keys.is_left_out(str(raw["adapter"].get("type")), name)
+    ):
+        what, fix = "a key of PEFT that finetune does not offer", "drop it"
     elif homes:
         fix = f"{fix}, or move it under {homes[0]}:"
     allowed = ", ".join(sorted(own)) if len(own) <= 24 else ""

@@ -128,7 +128,7 @@ def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
         what = "what it trains is not what is to be saved, but an average that it keeps: not made here"
         yield "train.optim", what, {"found": optim, "fix": f"optim: {DEFAULT}"}
     elif train.get("optim_args") and not _READS_ARGS.fullmatch(optim):
-        fix = "train.adam_beta1, adam_beta2, adam_epsilon, weight_decay"
+        fix = "drop it, or train.adam_beta1, adam_beta2, adam_epsilon, weight_decay in its place"
         yield "train.optim_args", f"{optim} reads none", {"found": str(train["optim_args"]), "fix": fix}
     elif optim in _ARGS and isinstance(train.get("optim_args"), str):
         for name in (part.partition("=")[0].strip() for part in train["optim_args"].split(",")):

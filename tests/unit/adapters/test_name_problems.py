@@ -30,8 +30,11 @@ def problem(family: str, options: dict[str, Any], peft: str = "lora") -> Any:
 def test_layer_of_an_expert_is_refused_with_the_names_of_the_parameters(family: str, target: str) -> None:
     found = problem(family, {"target_modules": ["q_proj", target]})
     assert found.what == f'"{target}" matches no module of this model'
-    assert found.fix == "target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]"
-    parameters = found.fix.partition("[")[2].rstrip("]").split(", ")
+    assert (
+        found.fix
+        == "target_modules: [q_proj] and target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]"
+    )
+    parameters = found.fix.rpartition("[")[2].rstrip("]").split(", ")
     again = {"target_modules": ["q_proj"], "target_parameters": parameters}
     assert name_problems.problems(again, names_of(family), "lora") == []
 
