@@ -69,7 +69,8 @@ def adapted_model(
     added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
     with stage("attached the adapter", "adapter.type"):
         adapted = attach.attach(base, recipe.adapter, steps, ledger, batches, added)
-    gradient_probe.check(adapted, recipe.adapter, setup, ledger)
+    with precision(setup):  # weights of full fine-tuning are fp32, which flash attention does not take
+        gradient_probe.check(adapted, recipe.adapter, setup, ledger)
     return adapted
 
 

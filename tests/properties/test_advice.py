@@ -187,8 +187,8 @@ REFUSED: list[dict[str, Any]] = [
     {"data.chat_template": "qwen33"},
     {"data.chat_template": "chatlm"},
     {"data.train_on": "assistants"},
-    {"data.max_lenght": 10},
-    {"data.max_seq_length": 100},
+    {"data.max_lenght": 200},
+    {"data.max_seq_length": 200},
     {"train.packing": True},
     {"train.gradient_checkpointing": True},
     {"train.lr": 0.001},
@@ -217,7 +217,7 @@ REFUSED: list[dict[str, Any]] = [
     {"adapter.target_parameters": ["mlp.up_poj.weight"], "adapter.target_modules": ["q_proj"]},
     {"data.format": "mesages"},
     {"train.epochs": 3, "train.max_steps": DROP},
-    {"train.max_seq_length": 64},
+    {"train.max_seq_length": 200},
     {"train.eval_steps": 3, "data.validation_fraction": 0.2},
     {"train.router_aux_loss_coef": 0.1},
     {"data.columns": {"messages": "mesages"}},
@@ -334,7 +334,8 @@ def changed(tmp_path: Path, models: dict[str, str]) -> Callable[[dict[str, Any]]
         raw["train"] |= {"max_steps": 20, "warmup_steps": 2, "output_dir": str(tmp_path / "run")}
         raw["eval"] = {"samples": 0, "forgetting": False}
         if "model.name" in overrides:
-            raw["data"]["max_length"] = 64
+            chats = [(f"{asked} {n}", said) for n in range(6) for asked, said in tiny_models.CHATS]
+            raw["data"] |= {"name": str(tiny_models.rows(tmp_path / "short.jsonl", chats)), "max_length": 64}
         named = {"model.name": models[overrides["model.name"]]} if "model.name" in overrides else {}
         return advice.make(copy.deepcopy({**overrides, **named}), raw)
 
