@@ -66,10 +66,10 @@ def setup_of(recipe: Recipe) -> Setup:
 
 def check_model(recipe: Recipe) -> None:
     """Refuse a model that finetune does not train, or not as it is stored (exit 2)."""
-    try:
-        config = model_files.read_config(recipe.model)
-    except UserError:  # `architecture.read` says what is wrong with the folder
+    path = model_files.file_on_disk(recipe.model, "config.json")
+    if path is None:  # `architecture.read` reads it from the Hub, or says what is wrong with the folder
         return
+    config = architecture.config_in(path)
     model_class.check(config)
     stored = stored_weights.read(config)
     if stored and (found := stored_weights.conflicts(stored, recipe)):

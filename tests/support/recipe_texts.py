@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LINEAR = "down_proj, gate_proj, up_proj, k_proj, o_proj, q_proj, v_proj"
+LINEAR = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
 RECIPE = """model:
   name: "{model}"
 data:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -205,6 +206,7 @@ def test_what_is_not_all_of_a_safetensors_file_is_said(
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.safetensors").write_bytes(content)
+    shutil.copy(MODEL / "config.json", tmp_path / "model")
     path = recipe_file(RECIPE.replace('"{model}"', str(tmp_path / "model")))
     said = stderr_of(["check", str(path)], 2, capsys)
     assert "not a safetensors file" in said and says in said and "download it again" in said

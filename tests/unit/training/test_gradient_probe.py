@@ -10,10 +10,13 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapters import trainable_parameters
+from finetune.autoconfig import batch_size
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
+from finetune.models import tokenizer_setup
+from finetune.preflight import choice_checks
 from finetune.recipe import loader
-from finetune.training import gradient_probe
+from finetune.training import gradient_probe, model_setup, training_arguments
 from support.architectures import CONFIGS
 from support.paths import QUICKSTART
 
@@ -83,3 +86,21 @@ def test_adapter_that_no_gradient_reaches_is_refused(sharded: str) -> None:
     ledger = RunChecks()
     gradient_probe.check(fine, recipe.adapter, setup, ledger)
     assert ledger.receipts[-1].option == "gradients" and ledger.receipts[-1].passed
+
+
+def test_probe_runs_in_the_precision_of_the_launch(monkeypatch) -> None:
+    """Full fine-tuning keeps fp32 weights, which the flash attention of GPUs takes under autocast alone."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    seen: list[torch.dtype] = []
+
+    def note(*given: Any) -> None:
+        assert torch.is_autocast_enabled("cpu")
+        seen.append(torch.get_autocast_dtype("cpu"))
+
+    monkeypatch.setattr(gradient_probe, "check", note)
+    recipe = loader.load(QUICKSTART, ["adapter.type=full", "train.learning_rate=1e-4", "train.max_steps=2"])
+    setup, tokenizer = choice_checks.setup_of(recipe), tokenizer_setup.load_tokenizer(recipe.model)
+    batch = batch_size.split_batch(recipe.train, 1)
+    arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
+    model_setup.adapted_model(recipe, setup, arguments, None, tokenizer, 2, RunChecks())
+    assert seen == [torch.bfloat16]
