@@ -17,6 +17,8 @@ GENERATES_TEXT = re.compile(
 )
 # Their head or its input is not where the text model of the same family has it (transformers 5.22)
 OTHER_HEAD = ("aya_vision", "mllama")
+# `base_model` is the whole model, so that no loss can be computed without all logits (transformers 5.22)
+NO_BASE_MODEL = ("llama4", "llama4_text")
 
 
 def check(config: Any) -> None:
@@ -51,6 +53,8 @@ def unsupported(config: Any) -> str:
         return f"its forward needs {', '.join(needed)} beside the text"
     if family in OTHER_HEAD:
         return "its class computes other logits than its text model alone"
+    if family in NO_BASE_MODEL:
+        return "its class names no part of it without the output head, which finetune's loss needs"
     headless = re.search(r"Model$", named) and not GENERATES_TEXT.search(named)
     if headless and not text.tie_word_embeddings:
         return "its checkpoint has no output head"

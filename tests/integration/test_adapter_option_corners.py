@@ -68,7 +68,7 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
         (["adapter.type=adalora", "adapter.orth_reg_every=9999"], "never be computed"),
         (["adapter.type=prompt_tuning", "adapter.prompt_tuning_init=BANANA"], "RANDOM"),
         (["model.add_tokens=['<a>', '<b>', '<a>']"], "model.add_tokens: a token is added once"),
-        (["adapter.layer_replication=[[0, 4], [2, 6]]"], "unknown key"),
+        (["adapter.layer_replication=[[0, 4], [2, 6]]"], "finetune does not offer"),
         (["adapter.kasa_config={beta: 0.1}"], "KaSA's loss"),
         (["adapter.type=dora", "adapter.monteclora_config.kl_loss_weight=0.1"], "own loss"),
         (["adapter.velora_config={}"], "makes its projection"),

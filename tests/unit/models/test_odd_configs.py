@@ -111,6 +111,7 @@ def test_runs_in_python_classes_of_both_kinds_are_told_apart() -> None:
         ("RobertaForMaskedLM", "roberta", "an encoder"),
         ("CLIPModel", "clip", "no causal language model"),
         ("MllamaForConditionalGeneration", "mllama", "other logits"),
+        ("Llama4ForCausalLM", "llama4_text", "output head"),
     ],
 )
 def test_unsupported_of_each_kind_of_checkpoint_says_why(named, family, reason) -> None:
