@@ -148,12 +148,12 @@ def _not_called(model: Any, names: Names) -> tuple[str, ...]:
 
 
 def _runs(model: Any, **options: bool) -> bool:
-    """Whether a model's forward ends without an error on the meta device."""
+    """Whether the forward of training ends without an error on the meta device."""
     import torch
 
     try:
         with torch.no_grad(), torch.device("meta"):
-            model.eval()(input_ids=torch.ones(1, 8, dtype=torch.long), **options)
+            model.train()(input_ids=torch.ones(1, 8, dtype=torch.long), **options)
     except Exception:
         return False
     return True

@@ -36,6 +36,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
          "seed_oss", "hunyuan_v1_dense"),
         _WIDE,
     ),
+    "gemma3n_text": {
+        **_WIDE, "num_hidden_layers": 5, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+        "laurel_rank": 4, "num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 5,
+    },
     **dict.fromkeys(("gpt_neox", "persimmon"), _NO_GROUPS),
     **dict.fromkeys(("gpt2", "openai-gpt"), _GPT),
     **{key: {**_GPT, "rotary_dim": 8, "n_ctx": 128} for key in ("gptj", "codegen")},

@@ -120,6 +120,12 @@ def test_layers_that_mamba_does_not_call_are_known_from_its_config() -> None:
     assert {module_names.short(name) for name in found.not_called} == {"dt_proj"}
 
 
+def test_layers_that_a_model_does_not_call_in_training_alone_are_known() -> None:
+    """Gemma 3n calls them in evaluation, and reads their weights in training."""
+    found = on_meta(AutoConfig.for_model("gemma3n_text", **CONFIGS["gemma3n_text"]))
+    assert {module_names.short(name) for name in found.not_called} == {"correction_coefs"}
+
+
 def test_model_that_transformers_does_not_know_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="not a model that transformers knows"):
