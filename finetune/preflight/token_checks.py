@@ -51,7 +51,9 @@ def check(recipe: Recipe) -> list[str]:
     notes = []
     if longest is not None and longest < recipe.data.max_length:
         notes = [f"data.max_length: the model has {longest} positions; longer examples are too long"]
-    vocabulary, limit = config.get_text_config().vocab_size, token_limits.text_limit(config)
+    vocabulary, limit = getattr(config.get_text_config(), "vocab_size", None), token_limits.text_limit(config)
+    if vocabulary is None:  # a config that does not say it; the run knows the model's
+        return notes
     doubt = _has_id(folder, vocabulary) or (limit is not None and _may_be_cut(recipe, limit))
     files: Any = None if doubt else tokenizer_files.read(recipe.model, _template(recipe))
     if files:

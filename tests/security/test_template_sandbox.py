@@ -189,10 +189,10 @@ def test_an_interrupt_between_question_and_answer_does_not_mix_up_the_next() -> 
     killer = subprocess.Popen(["sh", "-c", f"sleep 1; kill -USR1 {os.getpid()}"])
     try:
         with pytest.raises(KeyboardInterrupt):
-            answer(ENDLESS)
+            answer(ENDLESS, ASKED * 100)  # a minute: the signal comes in between
     finally:
-        signal.signal(signal.SIGUSR1, old)
         killer.wait()
+        signal.signal(signal.SIGUSR1, old)
     assert answer(PLAIN)[0].text == "Who came?"
 
 
