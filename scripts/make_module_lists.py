@@ -107,7 +107,7 @@ def fixed_of(family: str, names: Names, used: set[str]) -> dict[str, Any]:
             continue
         try:
             changed = names_of(config_of(family, SIZES[0], **{key: other}))
-        except Exception:
+        except Exception:  # the config class refuses the other value, so no list can depend on it
             continue
         if changed != names:
             found[key] = AutoConfig.for_model(family).to_dict().get(key)

@@ -83,7 +83,7 @@ def unmatched(
 
 
 def _listed(target: str, available: Collection[str]) -> list[str]:
-    """The names that a text with commas or spaces between them means; empty: one of them is near no name."""
+    """Split a text at commas or spaces into module names; an empty list if a part resembles no name."""
     parts = [nearest(part, available) for part in re.split(r"[,\s]+", target.strip(" ,[]")) if part]
     return list(dict.fromkeys(parts)) if all(parts) else []
 
@@ -147,7 +147,7 @@ def _one_of_each(unfit: Mapping[str, str]) -> dict[str, str]:
 def _with_names(
     problem: Problem, names: Names, adaptable: list[str], options: Mapping[str, Any], peft: str
 ) -> Problem:
-    """The same problem with the names that an adapter may have, not those of every module."""
+    """Return the problem with only the names that the adapter type supports."""
     experts = _expert_parameters(names)
     target = problem.what.split('"')[1]
     available = list(dict.fromkeys(map(short, adaptable)))
@@ -161,7 +161,7 @@ def _with_names(
 
 
 def _means_experts(target: str, experts: list[str]) -> bool:
-    """Whether a target is what a layer of experts was called, or one of their parameters."""
+    """Return whether a target is an old name of an expert layer or a parameter of one."""
     last = target.rpartition(".")[2]
     return last in _OLD_EXPERTS or any(target_modules.is_suffix(target, name) for name in experts)
 
@@ -244,7 +244,7 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
 def _heads_and_embeddings(
     options: Mapping[str, Any], names: Names, peft: str, picked: list[str]
 ) -> list[Problem]:
-    """An adapter on the output head, and embeddings beside first weights that leave no place for theirs."""
+    """Find adapters on the head or on embeddings that training or saving does not support."""
     found = list[Problem]()
     if names.head and names.head in picked:
         what = "TRL's loss reads the head's own weight and would pass it by"
@@ -418,7 +418,7 @@ def _names_expert(targets: Any, layer: str, names: Names) -> bool:
 
 
 def _experts(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
-    """What PEFT refuses where it takes names of layers for those of experts' weights."""
+    """Find targets that PEFT refuses because it reads layer names as names of expert weights."""
     layers = EXPERTS.get(upstream_options.moe_patterns().get(names.family, "")) if peft == "lora" else None
     targets, key = options.get("target_modules"), "adapter.target_modules"
     if layers is None:

@@ -1,7 +1,7 @@
 """Whether a model can keep the examples of a packed sequence apart on this machine, by its config alone.
 
-`finetune check` and `finetune train` ask before a weight is loaded. What the config does not tell, training
-finds out on the model itself (`speed/packing_isolation.py`).
+`finetune check` and `finetune train` ask before a weight is loaded. Before its first step, training verifies
+the isolation on the model itself (`speed/packing_isolation.py`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ if TYPE_CHECKING:
 
 DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention"}  # of `layer_types`
-MASKED = ("sdpa", "eager", "flex_attention")  # attention that is told the borders by a mask
+MASKED = ("sdpa", "eager", "flex_attention")  # attention that learns the borders from a mask
 
 
 def check(config: Any, data: Data, train: Train, attention: str, processes: int = 1) -> None:
-    """Refuse to pack a model that can't keep examples apart (exit 3), or has no mask that long (exit 2).
+    """Refuse to pack examples for a model that can't keep them apart or whose mask is too short.
 
     Args:
-        config: the model's.
-        attention: the implementation that runs, or `auto` where that is not known yet.
-        processes: that share a step's sequences.
+        config: the config of the model.
+        attention: the attention implementation of the run; `auto` if it is not chosen yet.
+        processes: the number of processes that share the sequences of a step.
+
+    Raises:
+        UserError: the model can't keep examples apart (exit 3). Its mask is too short (exit 2).
     """
     if not (data.packing or data.padding_free):
         return
@@ -48,7 +51,7 @@ def check(config: Any, data: Data, train: Train, attention: str, processes: int 
 
 
 def switch_off(data: Data) -> str:
-    """The change of a recipe that packs no more."""
+    """Return the change of the recipe that switches packing off."""
     return ", ".join(f"{key}: false" for key in _keys(data))
 
 
@@ -57,7 +60,7 @@ def _keys(data: Data) -> list[str]:
 
 
 def obstacle(config: Any, attention: str) -> str:
-    """Why a model can't keep packed examples apart; empty: nothing is known against it."""
+    """Return why a model can't keep packed examples apart, or an empty string."""
     text = config.get_text_config()
     family = text.model_type
     if _has_other_layers(text):

@@ -61,7 +61,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         else:
             time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
         return Exit.STOPPED
-    except Exception as error:
+    except Exception as error:  # the last resort: one message in place of a traceback
         if options.debug:
             raise
         if said := launch_environment.lost(error):

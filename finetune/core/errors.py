@@ -103,7 +103,7 @@ def stage(doing: str, key: str = "", fix: str = "", code: Exit = Exit.ENVIRONMEN
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # of any library; it is raised again
         vars(error).setdefault("finetune_stage", Stage(doing, key, fix, code))
         raise
 
@@ -151,7 +151,7 @@ def only_user_errors(doing: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # of any library; callers of the Python API get a UserError
         raise explain(error, doing) from error
 
 

@@ -8,14 +8,14 @@ import sys
 
 
 class _Closable(io.FileIO):
-    """A stream whose reader may leave: what nobody reads is dropped, and the command goes on."""
+    """A stream whose reader may leave. The command continues, and its later output is discarded."""
 
     def write(self, data: object) -> int:
         try:
-            return super().write(data)  # type: ignore[arg-type]
+            return super().write(data)  # type: ignore[arg-type] (a buffer: FileIO's own type is private)
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for all later output, of C code too
-            return super().write(data)  # type: ignore[arg-type]
+            return super().write(data)  # type: ignore[arg-type] (a buffer: FileIO's own type is private)
 
 
 def allow_closing() -> None:

@@ -23,7 +23,7 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
     """Every row of tables or record batches.
 
     Args:
-        name: what the place of a row begins with.
+        name: the beginning of the position that errors show.
 
     Raises:
         UserError: a column of a type that is not read (exit 2).
@@ -52,7 +52,7 @@ def _decoded(decode: Decoder, value: Any, where: str) -> Row | BadRow:
 
 
 def _decoder(kind: pyarrow.DataType, name: str, column: str) -> Decoder | None:
-    """What turns a value of a type into what `datasets` gives; `None`: nothing is to be done."""
+    """Return the function that decodes a value as `datasets` does; `None` if values stay as they are."""
     import pyarrow
     from pyarrow import types
 

@@ -82,7 +82,7 @@ def find_missing(parts: list[Part], text: str) -> list[Part]:
 
 
 def doubtful(parts: list[Part], text: str) -> list[Part]:
-    """Short texts that the template itself may have written: one that it leaves out would not be missed."""
+    """Short texts that the template itself may have written. Their absence would not be noticed."""
     brief = [part for part in parts if len(part.text) < SHORT and part.kind not in ("argument", "tools")]
     if len(brief) * len(text) > LONG:
         return brief  # to count each of them would take longer than to render them once more
@@ -104,7 +104,7 @@ def with_markers(example: Example, doubts: list[Part]) -> tuple[Example, list[st
 
 
 def _with_marker(message: Message, part: Part, marker: str) -> Message | None:
-    """A message with a marker in place of one of its parts; `None` where that part can't be told apart."""
+    """Return the message with a marker in place of one part; `None` if the part is not unique."""
     if part.kind == "call":
         calls = list(message["tool_calls"])
         names = [call["function"]["name"] for call in calls]
@@ -125,7 +125,7 @@ def refuse(example: Example, missing: list[Part]) -> str:
     Many templates leave the reasoning before the user's last message out on purpose, as at inference.
 
     Returns:
-        The beginning of the first reasoning that is left out of an earlier turn.
+        The beginning of the first reasoning that the template omits from an earlier turn.
 
     Raises:
         BadRow: any other part.
@@ -143,7 +143,7 @@ def refuse(example: Example, missing: list[Part]) -> str:
 
 
 def _reasoning(message: Message) -> tuple[list[str], str]:
-    """The reasoning of an assistant's message, in or beside its content, and the other text of it."""
+    """Split an assistant's message into its reasoning and its other text."""
     thoughts = [str(message[key]).strip() for key in REASONING_KEYS if message.get(key)]
     content = message["content"]
     if "</think>" in content:
@@ -172,7 +172,7 @@ def _leaves(value: Any) -> Iterator[str]:
 
 
 def _of_tool(function: dict[str, Any]) -> list[str]:
-    """What a model must be told of a tool: its name, and what it is for."""
+    """Return the name and the description of a tool, which the model must see."""
     told = [function.get("name"), function.get("description")]
     return [text.strip() for text in told if isinstance(text, str) and text.strip()]
 
@@ -180,7 +180,7 @@ def _of_tool(function: dict[str, Any]) -> list[str]:
 def _search(parts: list[Part], text: str) -> list[Part]:
     """The parts that are not in a text without whitespace, each in its place between the others.
 
-    Long parts are placed first: a short one may also stand in a longer one, and then does not count.
+    Long parts are placed first. A short part inside a longer part does not count.
     Reasoning that is there twice is placed late, for a template may leave out the first and keep the second.
     """
     often = Counter(part.text for part in parts if part.kind == "reasoning")
@@ -215,7 +215,7 @@ def _search(parts: list[Part], text: str) -> list[Part]:
 
 
 def _free_place(text: str, form: str, low: int, high: int, others: list[tuple[int, int, int]]) -> int:
-    """Where a form stands between two places of a text, apart from the others there; -1: nowhere."""
+    """Return the position of a form between two positions of a text, outside of other parts; -1 if absent."""
     start = text.find(form, low, high)
     while start >= 0:
         end = start + len(form)

@@ -1,11 +1,15 @@
 """The difference of two models on the same examples: its interval, p-value, and what it could show.
 
-Equal examples count together, as one group, because they say the same thing several times.
+Equal examples form one group, because they carry the same information.
 
-- Answers that are right or wrong: an exact test of signs over groups (McNemar's test, mid-p).
-- Everything else is a ratio of sums, such as nats per token. It gets a t test on the residuals of the ratio
-  (jackknife; the degrees of freedom come from the effective number of groups) and Hall's test, which corrects
-  for skewness. The larger p-value counts. `benchmarks/verdicts.py` measures how often chance passes both.
+Right and wrong answers get an exact sign test over groups (McNemar's test, mid-p).
+
+Other metrics are ratios of sums, such as nats per token. They get two tests, and the larger p-value counts:
+
+- a jackknife t test on the residuals of the ratio; the effective number of groups sets the degrees of freedom
+- Hall's test, which corrects for skewness
+
+`benchmarks/verdicts.py` measures how often chance passes both tests.
 """
 
 from __future__ import annotations
@@ -53,14 +57,15 @@ def difference(
     """tuned - base of a metric over the same examples, with its 95 % interval and its p-value.
 
     Args:
-        base, tuned: one value per example, in the same order; with `weights` the example's sum, not its mean.
-        weights: what each example counts, such as its number of tokens; `None`: 1.
-        groups: equal examples have an equal one; `None`: all examples differ.
-        of: the metric, given the mean (`weights`: sum of values over sum of weights); `None`: the mean.
+        base: one value per example. With `weights`, a value is a sum over the example.
+        tuned: the same for the fine-tuned model, in the same order.
+        weights: the weight of each example, such as its number of tokens. The default is 1.
+        groups: a label per example. Equal examples have equal labels. By default, all examples differ.
+        of: computes the metric from the weighted mean. By default, the metric is the mean.
 
     Returns:
-        `value`, `low`, `high`, `examples`, `distinct` (how many of them differ), `higher_is_better`, and what
-        `verdicts.decide` needs: `p`, `standard_error`, `freedom`, `kind`, `unit` and `needed`.
+        A dict with `value`, `low`, `high`, `examples`, `distinct` (the number of groups) and
+        `higher_is_better`. The other keys are for `verdicts.decide`.
     """
     before, after = np.asarray(base, float), np.asarray(tuned, float)
     counts = np.ones(len(before)) if weights is None else np.asarray(weights, float)
@@ -107,7 +112,7 @@ def _codes(groups: Sequence[Hashable] | None, count: int) -> tuple[Any, int]:
 
 
 def _of_answers(sums: Any, sizes: Any) -> Estimate:
-    """Of right and wrong answers: by group, how many more are right, and how many answers there are.
+    """Count per group how many more answers are right, and how many answers exist.
 
     The interval is that of Bonett and Price (2012): one more group each way, so that no change at all
     does not look like certainty.
@@ -140,7 +145,7 @@ def _sign_test(sums: Any) -> float:
 
 
 def _of_ratio(sums: Any, sizes: Any, *, skewed: bool = True) -> Estimate:
-    """Of sum(sums) / sum(sizes), one of each per group; `skewed`: correct for skewness."""
+    """Estimate sum(sums) / sum(sizes) over groups. `skewed` adds the correction for skewness."""
     total, count = sizes.sum(), len(sums)
     mean = sums.sum() / total
     effective = float(total**2 / (sizes**2).sum())  # Kish

@@ -74,7 +74,7 @@ def _root(path: Path) -> Path:
 
 
 def _imports(path: Path, depth: int = 3) -> Iterator[str]:
-    """Top-level modules that the code of a task's file imports, or that of a file that it includes."""
+    """Yield the top-level modules that a task file and its included files import."""
     if not path.is_file() or not depth:
         return
     text = path.read_text(encoding="utf-8")
@@ -95,7 +95,7 @@ def _imports(path: Path, depth: int = 3) -> Iterator[str]:
 
 
 def _modules(statements: list[ast.stmt]) -> Iterator[str]:
-    """Names that a module imports as it loads; a `try:` whose handler goes on needs nothing."""
+    """Yield the names that a module imports when it loads. A `try:` without a raising handler is optional."""
     for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
@@ -108,7 +108,7 @@ def _modules(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _own_files(name: str, folder: Path) -> list[Path]:
-    """Files of lm-eval's tasks that a name stands for: beside the code, or under `lm_eval.tasks`."""
+    """Return the Python files of a module inside the folder of tasks; an empty list if it lies elsewhere."""
     parts = name.split(".")
     root = folder
     if parts[:2] == ["lm_eval", "tasks"]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Eval
 
 MOST_SHOWN = 3
-SPECIAL, A_CHAT = 8, 256  # tokens that a tokenizer or a chat template may write beside a text
+SPECIAL, A_CHAT = 8, 256  # tokens that a tokenizer or a chat template may add to a text
 
 
 def check(
@@ -29,9 +29,9 @@ def check(
     """Check every text on which forgetting is measured, and every text of the local tasks.
 
     Args:
-        rows: of the model's embedding.
-        longest: tokens that the model takes; `None`: its config names no limit.
-        date: what a chat template is told.
+        rows: the number of rows of the embedding.
+        longest: the number of positions; `None` if the config names no limit.
+        date: the date that chat templates see.
 
     Returns:
         Notes that count the texts that the evaluation cuts.
@@ -66,7 +66,7 @@ def check(
 
 
 def longest_texts(settings: Eval) -> list[tuple[str, int]]:
-    """The texts of an evaluation, and the tokens that may stand beside each: an answer, or a chat's marks."""
+    """Return each text of an evaluation with the number of further tokens, for an answer or chat markers."""
     found = [(text, SPECIAL) for text in tasks.general_texts(settings)]
     for name in filter(tasks.is_file, dict.fromkeys(settings.tasks)):
         task = tasks.read(name)

@@ -1,4 +1,4 @@
-"""What `from_pretrained` is told of a quantized base model, and what is left to do once it is loaded."""
+"""Build the arguments of `from_pretrained` for a quantized base model, and finish the model after loading."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options(config: Any, stored: Stored | None, storage: str, compute: torch.dty
         from finetune.quantization.fp8_loading import Fp8BaseConfig, check_checkpoint
 
         check_checkpoint(config)
-        stored_weights.forget(config)  # our layers take its weights as those of a plain model
+        stored_weights.forget(config)  # Fp8Linear loads these weights like weights of a plain model
         return {"quantization_config": Fp8BaseConfig()}
     if stored and not stored.trains:
         raise UserError(stored_weights.refusal(stored))
@@ -65,9 +65,9 @@ def _quantised(storage: str, compute: torch.dtype) -> Any:
 
 
 def finish(loaded: Any, stored: Stored, storage: str, dtype: torch.dtype, ledger: RunChecks | None) -> None:
-    """Dequantize what is still quantized and is not to be, and give the other weights the run's dtype.
+    """Dequantize the weights that must not stay quantized. Cast the other weights to the dtype of the run.
 
-    transformers leaves weights of a quantized checkpoint in the dtype of its files, whatever it is asked for.
+    transformers keeps the dtype of the files for a quantized checkpoint.
     """
     if storage == "fp8":
         return

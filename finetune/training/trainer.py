@@ -287,7 +287,7 @@ class Trainer(SFTTrainer):
         self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
         try:
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        except Exception as error:
+        except Exception as error:  # out of memory has many types; any other error is raised again
             if not (self.corrector and self.corrector.takes(error, first_step=self.in_first_step())):
                 raise
             no_memory = str(error)

@@ -23,14 +23,13 @@ from finetune.checkpointing import checkpoints, resume_contract
 from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.models import loading
-from finetune.preflight import launch_conflicts
 from finetune.quantization import four_bit
 from finetune.recipe import loader
 from finetune.recipe.schema import Eval, Train
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import apply_to_model
 from finetune.training import model_setup, stopping
-from support import two_ranks
+from support import fsdp_on_cpus, two_ranks
 from support.paths import QUICKSTART
 from support.soak import soak_except
 
@@ -39,29 +38,10 @@ from support.soak import soak_except
 KINDS = {"lora": ("false", "no", 2e-6), "full": ("true", "bf16", 0.01)}
 # In fp32; whether rank 0 alone reads the base: not under fsdp2_8_quantised
 OTHERS = [("dora", "false"), ("ia3", "true"), ("vera", "false")]
-ENVIRONMENT = {
-    "ACCELERATE_USE_CPU": "true",
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
 
 
 def one_rank(arguments: list[str]) -> None:
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType
-
-    begin = PartialState.__init__
-
-    def as_on_gpus(self: Any, *args: Any, **given: Any) -> None:
-        begin(self, *args, **given)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    PartialState.__init__ = as_on_gpus
-    launch_conflicts._sharding = lambda *given: []  # it refuses what Accelerate would not split
+    fsdp_on_cpus.imitate()
     if code := main.main(arguments):
         sys.exit(code)
 
@@ -110,7 +90,7 @@ def runs(small, untied, tmp_path_factory) -> Callable[[str], Path]:
     @functools.cache
     def of(kind: str) -> Path:
         by_rank_0, precision, _ = KINDS[kind]
-        launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
+        launch = fsdp_on_cpus.ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
         launch["ACCELERATE_MIXED_PRECISION"] = precision
         whole, half = folder / kind, folder / f"{kind}-again"
         words = ["train", str(QUICKSTART), f"adapter.type={kind}", *given, "--quiet"]
@@ -155,7 +135,7 @@ def on_two_ranks(
     rank: Any = one_rank,
 ) -> dict[str, Any]:
     """A run that both split, into `place`; its receipts, all of which must hold, by option."""
-    launch = ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
+    launch = fsdp_on_cpus.ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
     launch["ACCELERATE_MIXED_PRECISION"] = precision
     words = [
         "train",

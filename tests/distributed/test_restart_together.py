@@ -21,7 +21,7 @@ SCRIPT = ROOT / "tests" / "support" / "short_of_memory.py"
 def launch(*words: str) -> subprocess.CompletedProcess[str]:
     config = ROOT / "accelerate_configs" / "cpu_2.yaml"
     command = [sys.executable, "-m", "finetune.launch", "--config_file", str(config), str(SCRIPT), *words]
-    own = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     own[launch_environment.TIMEOUT] = "120"
     return subprocess.run(
         command, env={**os.environ, **own}, capture_output=True, text=True, cwd=ROOT, timeout=280, check=False

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import time
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-import torch
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from finetune.adapters import attach
 from finetune.core.errors import UserError
-from finetune.core.run_checks import RunChecks
 from finetune.models import architecture, module_lists
 from finetune.preflight import adapter_trial, choice_checks
 from finetune.recipe import adapter_keys, adapter_types, loader
+from support.adapter_cells import why_not_trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -73,26 +69,7 @@ def verdicts(case: Case, folder: Path) -> tuple[str, str]:
     found = choice_checks.against_names(recipe, names)
     if not found and adapter_trial.is_needed(recipe):
         found = adapter_trial.problems(recipe, folder)
-    return "\n".join(map(str, found)), "" if found else _train(recipe, config)
-
-
-def _train(recipe: Any, config: Any) -> str:
-    torch.manual_seed(0)
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
-            adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
-            ids = torch.arange(12)[None]
-            adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    except UserError as error:
-        return str(error)
-    except Exception as error:
-        return f"UNCAUGHT {type(error).__name__}: {error}"
-    finally:
-        logging.disable(logging.NOTSET)
-    return ""
+    return "\n".join(map(str, found)), "" if found else why_not_trained(recipe, config)
 
 
 def disagreements(asked: list[Case], folder: Path) -> list[str]:

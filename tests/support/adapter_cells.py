@@ -110,17 +110,17 @@ def verdicts(cell: Cell, folder: Path) -> tuple[str, str] | None:
     except UserError:
         return None
     by_check = "\n".join(f"{p.what} [{p.found}]" for p in choice_checks.against_names(recipe, names))
-    return by_check, _train(recipe, cell.family)
+    config = AutoConfig.for_model(cell.family, **CONFIGS[cell.family])
+    return by_check, why_not_trained(recipe, config)
 
 
-def _train(recipe: Any, family: str) -> str:
+def why_not_trained(recipe: Any, config: Any) -> str:
     """Why a two-layer model does not train with this adapter; the empty string if it does."""
     torch.manual_seed(0)
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = AutoConfig.for_model(family, **CONFIGS[family])
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
             adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
             trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
@@ -131,7 +131,7 @@ def _train(recipe: Any, family: str) -> str:
             adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except UserError as error:
         return str(error)
-    except Exception as error:
+    except Exception as error:  # what is looked for
         return f"UNCAUGHT {type(error).__name__}: {error}"
     finally:
         logging.disable(logging.NOTSET)

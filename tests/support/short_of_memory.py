@@ -13,35 +13,9 @@ import threading
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from transformers.models.llama import modeling_llama
 
 from finetune.cli import main
-from finetune.preflight import launch_conflicts
-
-FSDP_ON_CPUS = {
-    "ACCELERATE_USE_CPU": "true",
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
-}
-
-
-def imitate_fsdp() -> None:
-    begin = PartialState.__init__
-
-    def as_on_gpus(self: Any, *args: Any, **given: Any) -> None:
-        begin(self, *args, **given)
-        if self.distributed_type == DistributedType.MULTI_CPU:
-            self.distributed_type = DistributedType.MULTI_GPU
-
-    os.environ.update(FSDP_ON_CPUS)
-    PartialState.__init__ = as_on_gpus
-    launch_conflicts._sharding = lambda *given: []
 
 
 def run_out_of_memory() -> None:
@@ -62,6 +36,9 @@ def run_out_of_memory() -> None:
 
 if __name__ == "__main__":
     if not torch.cuda.is_available():
-        imitate_fsdp()
+        from support import fsdp_on_cpus
+
+        os.environ.update(fsdp_on_cpus.ENVIRONMENT, FSDP_CPU_RAM_EFFICIENT_LOADING="false")
+        fsdp_on_cpus.imitate()
     run_out_of_memory()
     sys.exit(main.main(sys.argv[1:]))

@@ -22,7 +22,7 @@ SPLITS = 200
 def assess(
     folder: Path, rows: list[dict[str, Any]], best: dict[str, Any] | None, metric: str
 ) -> dict[str, Any]:
-    """What is known of the best trial's score, beside the one that chose it.
+    """Estimate the best trial's score on examples that did not choose it.
 
     Args:
         rows: the complete trials.
@@ -56,8 +56,8 @@ def fresh_loss(losses: Any, tokens: Any, groups: Any, seed: int = 0) -> float:
     """The loss per token of the trial that one half of the examples chooses, on the other half.
 
     Args:
-        losses: sums of nats, a row per trial, a column per example.
-        groups: of equal examples, which stay in one half.
+        losses: sums in nats, with shape (trials, examples).
+        groups: a label per example. Equal examples stay in one half.
     """
     random, values = np.random.default_rng(seed), []
     names, codes = np.unique(groups, return_inverse=True)

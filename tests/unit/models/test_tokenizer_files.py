@@ -58,7 +58,7 @@ def test_read_gives_the_tokenizer_that_transformers_loads(
     ):
         assert getattr(found, name) == getattr(loaded, name), name
     data = Data(name="rows.jsonl")
-    encoders = [make_encoder(one, data, True) for one in (found, loaded)]  # pyright: ignore[reportArgumentType]
+    encoders = [make_encoder(one, data, True) for one in (found, loaded)]  # pyright: ignore[reportArgumentType] (one is ours)
     for name in SAME:
         assert getattr(encoders[0], name) == getattr(encoders[1], name), name
     text = "<|im_start|>user\nWho <|look|> came?<|im_end|>"
