@@ -116,10 +116,13 @@ def make_fast(
 def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> compilation.Work:
     """What a process is to do, and what comes to its GPU when it trains.
 
-    Of weights that FSDP splits: its part, some layers, and what is outside of layers, which is whole at both
-    ends; under ZeRO-3 what DeepSpeed holds. Where every
-    weight trains, autocast's copies of the linear layers'. Of each number that trains its gradient, and what
-    stands beside it.
+    The memory to come depends on the launch:
+
+    - FSDP: the shard of the process, the gathered layers, and the weights outside of layers
+    - ZeRO-3: the buffers of DeepSpeed
+    - full fine-tuning in one process: the copies that autocast makes of linear layers
+
+    Each trainable parameter adds its gradient and its optimizer state.
     """
     launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
     every = list(adapted.parameters())

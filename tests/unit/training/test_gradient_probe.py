@@ -104,3 +104,17 @@ def test_probe_runs_in_the_precision_of_the_launch(monkeypatch) -> None:
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     model_setup.adapted_model(recipe, setup, arguments, None, tokenizer, 2, RunChecks())
     assert seen == [torch.bfloat16]
+
+
+def test_probe_whose_forward_fails_leaves_the_run_to_its_first_step() -> None:
+    """Such as a kernel that does not take so few tokens: it may take the training data's."""
+    model = adapted("llama", target_modules=["q_proj"])
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("no kernel for 16 tokens")
+
+    model.register_forward_pre_hook(refuse)
+    recipe, ledger = loader.load(QUICKSTART), RunChecks()
+    gradient_probe.check(model, recipe.adapter, choice_checks.setup_of(recipe), ledger)
+    assert ledger.notes == ["gradients were not checked before the first step: no kernel for 16 tokens"]
+    assert model.training
