@@ -24,9 +24,10 @@ optimizations that helped. It writes a recipe with the optimizations that helped
 **On a CPU**: `finetune ablate recipes/quickstart.yaml`, {cpu}.
 Alone: times the {unit} of a baseline in fp32 with everything off (or of that with the optimizations that one
 builds on), ± what noise explains; one run's noise was {noise} ([all of it](../benchmarks/ladder.md)).
+A run had {cpu_steps} steps.
 
 **On a GPU**: the same on {layers} layers of an 8B Llama's widths, {gpu}
-([all of it](../benchmarks/ladder_gpu.md)). **Whole model**: between rows of
+([all of it](../benchmarks/ladder_gpu.md)). A run had {gpu_steps} steps. **Whole model**: between rows of
 [benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
 {device}).
 
@@ -59,7 +60,17 @@ def page() -> str:
     said = [f"{one['machine']['hardware']}, {one['date']}" for one in (cpu, climbed)]
     unit, noise = measured_run.UNITS[cpu["rate"]], f"{cpu['noise'][cpu['rate']]:.1%}"
     device, layers = gpu["lora-bf16"]["gpu"], Path(climbed["recipe"]).stem.split("_")[1]
-    text = HEAD.format(cpu=said[0], gpu=said[1], unit=unit, noise=noise, device=device, layers=layers)
+    cpu_steps, gpu_steps = (one["measure"]["steps"] for one in (cpu, climbed))
+    text = HEAD.format(
+        cpu=said[0],
+        gpu=said[1],
+        unit=unit,
+        noise=noise,
+        device=device,
+        layers=layers,
+        cpu_steps=cpu_steps,
+        gpu_steps=gpu_steps,
+    )
     for rung in rungs:
         if not rung.unmeasured[0]:
             newer = {"status": "not measured", "why": "newer than these figures"}

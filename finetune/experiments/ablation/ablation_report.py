@@ -96,9 +96,12 @@ def headline(found: dict[str, Any]) -> str:
         return (
             f"{rungs}: {plain} in {unit} ({base[rate]:,.0f} to {stack[rate]:,.0f}); the recipe itself failed"
         )
+    slower = ""
+    if stack[rate] < own[rate]:
+        slower = "; your recipe is faster as it is, and best.yaml changes in it only what helped or hurt"
     return (
         f"{rungs}: {stack[rate] / own[rate]:.2f} times the {unit} of your recipe ({own[rate]:,.0f} to "
-        f"{stack[rate]:,.0f}), {own['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB; {plain}"
+        f"{stack[rate]:,.0f}), {own['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB; {plain}{slower}"
     )
 
 

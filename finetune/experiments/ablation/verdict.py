@@ -77,7 +77,7 @@ def judge(
     said = f"{ratio - 1:+.1%} {measured_run.UNITS[scale.rate]} (noise {sure:.1%})"
     said += f", validation loss {described_cost(found['loss_cost'])}" if "loss_cost" in found else ""
     if rung.gain == "memory":
-        helps = memory < 1 - less and ratio >= 1 - sure
+        helps = memory < 1 - less and 1 - ratio <= min(sure, 1 - memory)  # it may not lose more than it saves
         why = f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}"
         return found | {"verdict": "kept" if helps else "dropped", "why": why}
     if ratio > 1 + sure:

@@ -114,12 +114,21 @@ def test_headline_compares_with_the_recipe_and_names_the_plain_loop_beside() -> 
     assert said.startswith("packing: 1.50 times the tokens/s of your recipe (200 to 300)")
     assert said.endswith("3.00 times those of a plain loop")
     assert "the recipe itself failed" in ablation_report.headline(found | {"speedup": 3.0, "as_is": None})
+    slower = ablation_report.headline(found | {"speedup": 3.0, "as_is": side(400)})
+    assert "0.75 times" in slower and "your recipe is faster as it is" in slower
 
 
 def test_a_rung_for_memory_is_kept_for_memory_alone() -> None:
     assert judged(runs(100, memory=0.8), gain="memory")["verdict"] == "kept"
     assert judged(runs(90, memory=0.8), gain="memory")["verdict"] == "dropped"
     assert judged(runs(200, memory=1.0), gain="memory")["verdict"] == "dropped"
+
+
+def test_memory_option_that_loses_more_speed_than_it_saves_is_dropped_on_a_noisy_machine() -> None:
+    after = runs(82, memory=0.9)
+    after[0]["tokens_per_second"], after[1]["tokens_per_second"] = 66, 98
+    found = judged(after, gain="memory")
+    assert found["noise"] > 0.18 and found["verdict"] == "dropped"
 
 
 def test_noise_of_memory_is_measured() -> None:
