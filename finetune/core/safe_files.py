@@ -1,0 +1,221 @@
+"""Write and read below a folder that a stranger may have filled, without following a link.
+
+Every function takes the folder that the user named and a relative name below it. The folder itself may be a
+link, because the user chose it. Below it, each part of a name is opened on its own, relative to the open
+folder above it. A link in such a place ends the command (exit 2), also one that appears during the write.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, NamedTuple
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LARGEST = 256 * 2**20  # bytes of a file that is read whole
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block
+_DESCRIPTORS = Path("/proc/self/fd")
+
+
+class PrivateFolder(NamedTuple):
+    """A new folder for a library that writes files itself."""
+
+    path: Path
+    """Where to write. On Linux it leads to the open folder, whatever happens to the folder's name."""
+    name: str
+    """The folder's name below the root, for `rename`."""
+
+
+def write_bytes(root: Path, name: str, content: bytes) -> None:
+    """Replace a file with `content`, whole or not at all, and flush it to the disk."""
+    with _open_parent(root, name) as (parent, leaf):
+        _refuse_link(parent, leaf, root / name)
+        temporary = _temporary_name(leaf)
+        try:
+            with os.fdopen(_create(parent, temporary), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(temporary, leaf, src_dir_fd=parent, dst_dir_fd=parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=parent)
+            raise
+
+
+def write_text(root: Path, name: str, text: str) -> None:
+    """Replace a file with `text` in UTF-8, whole or not at all."""
+    write_bytes(root, name, text.encode("utf-8", "replace"))  # half a surrogate pair is no text
+
+
+def open_new(root: Path, name: str) -> IO[str]:
+    """An empty file in place of what had this name, open for text."""
+    remove(root, name)
+    with _open_parent(root, name) as (parent, leaf):
+        return os.fdopen(_create(parent, leaf), "w", encoding="utf-8")
+
+
+def open_append(root: Path, name: str) -> IO[str]:
+    """A file, open to read it and to append text.
+
+    A file with a second name (a hard link) becomes a copy first: the other name may be someone else's file.
+    """
+    with _open_parent(root, name) as (parent, leaf):
+        _refuse_link(parent, leaf, root / name)
+        if _has_other_names(parent, leaf):
+            write_bytes(root, name, read_bytes(root, name))
+        descriptor = os.open(leaf, os.O_RDWR | os.O_APPEND | os.O_CREAT | _FILE, 0o666, dir_fd=parent)
+        return os.fdopen(_regular(descriptor, root / name), "a+", encoding="utf-8")
+
+
+def read_bytes(root: Path, name: str, largest: int = LARGEST) -> bytes:
+    """The content of a regular file.
+
+    Raises:
+        OSError: it is missing, or cannot be opened.
+        UserError: a link is in the way, it is not a regular file, or it is too large.
+    """
+    with _open_parent(root, name) as (parent, leaf):
+        _refuse_link(parent, leaf, root / name)
+        descriptor = _regular(os.open(leaf, os.O_RDONLY | _FILE, dir_fd=parent), root / name)
+        with os.fdopen(descriptor, "rb") as file:
+            if (size := os.fstat(descriptor).st_size) > largest:
+                found, expected = f"{size:,} bytes", f"at most {largest:,} bytes"
+                raise UserError(Problem("too large", where=str(root / name), found=found, expected=expected))
+            return file.read()
+
+
+def read_text(root: Path, name: str, largest: int = LARGEST) -> str:
+    """The text of a regular file; see `read_bytes`. Invalid UTF-8 raises a ValueError."""
+    return read_bytes(root, name, largest).decode("utf-8")
+
+
+def make_folder(root: Path, name: str) -> Path:
+    """Make a folder and its parents below the root, which may exist; returns its path."""
+    with _open_parent(root, f"{name}/.", make=True):
+        return root / name
+
+
+@contextlib.contextmanager
+def private_folder(root: Path, name: str) -> Iterator[PrivateFolder]:
+    """A new folder beside `name`, which nobody can predict.
+
+    It is deleted at the end, unless it was renamed.
+    """
+    with _open_parent(root, name) as (parent, leaf):
+        own = _temporary_name(leaf)
+        os.mkdir(own, dir_fd=parent)
+        opened = _open_below(parent, own, root / name)
+        below = str(PurePosixPath(name).with_name(own))
+        seen = _DESCRIPTORS / str(opened)
+        try:
+            yield PrivateFolder(seen if seen.is_dir() else root / below, below)
+        finally:
+            os.close(opened)
+            shutil.rmtree(own, ignore_errors=True, dir_fd=parent)
+
+
+def rename(root: Path, name: str, to: str) -> None:
+    """Rename a file or folder below the root. A folder replaces an empty one, a file replaces a file."""
+    with _open_parent(root, name) as (parent, leaf), _open_parent(root, to) as (new_parent, new_leaf):
+        _refuse_link(parent, leaf, root / name)
+        _refuse_link(new_parent, new_leaf, root / to)
+        os.rename(leaf, new_leaf, src_dir_fd=parent, dst_dir_fd=new_parent)
+
+
+def remove(root: Path, name: str) -> None:
+    """Delete a file, or a folder with all in it, if it is there. Of a link, only the link is deleted."""
+    try:
+        with _open_parent(root, name) as (parent, leaf):
+            if stat.S_ISDIR(os.lstat(leaf, dir_fd=parent).st_mode):
+                shutil.rmtree(leaf, dir_fd=parent)
+            else:
+                os.unlink(leaf, dir_fd=parent)
+    except FileNotFoundError:
+        return
+
+
+@contextlib.contextmanager
+def _open_parent(root: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+    """The open folder that holds `name`, and the last part of the name.
+
+    Args:
+        make: make the folders that are missing.
+    """
+    *above, leaf = _parts(root, name)
+    opened, path = os.open(root, _FOLDER), Path(root)
+    try:
+        for part in above:
+            path = path / part
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=opened)
+            below = _open_below(opened, part, path)
+            os.close(opened)
+            opened = below
+        yield opened, leaf
+    finally:
+        os.close(opened)
+
+
+def _open_below(parent: int, leaf: str, path: Path) -> int:
+    """Open a folder in an open folder."""
+    try:
+        return os.open(leaf, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            _refuse_link(parent, leaf, path)
+        raise
+
+
+def _create(parent: int, leaf: str) -> int:
+    return os.open(leaf, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o666, dir_fd=parent)
+
+
+def _parts(root: Path, name: str) -> list[str]:
+    """The parts of a relative name that stays below the root."""
+    parts = name.split("/")
+    if name.startswith("/") or "\0" in name or ".." in parts or not parts[0]:
+        raise UserError(Problem("names a file outside of its folder", where=str(root), found=repr(name)))
+    return [part for part in parts[:-1] if part not in ("", ".")] + parts[-1:]
+
+
+def _temporary_name(leaf: str) -> str:
+    return f".{leaf.lstrip('.')[:100]}.{secrets.token_hex(8)}.tmp"
+
+
+def _refuse_link(parent: int, leaf: str, path: Path) -> None:
+    try:
+        is_link = stat.S_ISLNK(os.lstat(leaf, dir_fd=parent).st_mode)
+    except FileNotFoundError:
+        return
+    if is_link:
+        target = os.readlink(leaf, dir_fd=parent)
+        what, fix = "finetune follows no link in a run folder", "delete the link, or put a copy in its place"
+        raise UserError(Problem(what, where=str(path), found=f"a link to {target}", fix=fix))
+
+
+def _has_other_names(parent: int, leaf: str) -> bool:
+    try:
+        return os.lstat(leaf, dir_fd=parent).st_nlink > 1
+    except FileNotFoundError:
+        return False
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    """The descriptor, if it is of a regular file."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UserError(Problem("not a regular file", where=str(path), expected="a file or nothing"))
+    return descriptor

@@ -1,0 +1,120 @@
+"""Nothing that finetune writes below a stranger's folder leaves it: links, hard links, FIFOs, races."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.core import safe_files
+from finetune.core.errors import UserError
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    """A stranger's folder, and a folder with a file that must stay as it is."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "victim").write_text("as it was")
+    return tmp_path / "run", tmp_path / "outside"
+
+
+WRITERS: dict[str, Callable[[Path, str], object]] = {
+    "write_text": lambda root, name: safe_files.write_text(root, name, "overwritten"),
+    "open_append": lambda root, name: safe_files.open_append(root, name).close(),
+    "read_bytes": safe_files.read_bytes,
+    "make_folder": lambda root, name: safe_files.make_folder(root, f"{name}/new"),
+    "rename": lambda root, name: safe_files.rename(root, name, "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("name", ["victim", "folder/victim", "deep/folder/victim"])
+def test_safe_files_with_a_link_in_the_path_refuse(places: tuple[Path, Path], writer: str, name: str) -> None:
+    run, outside = places
+    (run / "victim").symlink_to(outside / "victim")
+    (run / "folder").symlink_to(outside)
+    (run / "deep").mkdir()
+    (run / "deep" / "folder").symlink_to(outside, target_is_directory=True)
+    with pytest.raises(UserError, match="follows no link"):
+        WRITERS[writer](run, name)
+    assert (outside / "victim").read_text() == "as it was"
+    assert [entry.name for entry in outside.iterdir()] == ["victim"]
+
+
+def test_open_append_of_a_hard_link_leaves_the_other_name_alone(places: tuple[Path, Path]) -> None:
+    run, outside = places
+    os.link(outside / "victim", run / "log.txt")
+    with safe_files.open_append(run, "log.txt") as log:
+        log.write(", and more")
+    assert (run / "log.txt").read_text() == "as it was, and more"
+    assert (outside / "victim").read_text() == "as it was"
+
+
+def test_safe_files_with_a_fifo_refuse_at_once(places: tuple[Path, Path]) -> None:
+    run, _ = places
+    os.mkfifo(run / "eval.json")
+    with pytest.raises(UserError, match="not a regular file"):
+        safe_files.read_bytes(run, "eval.json")
+    with pytest.raises(UserError, match="not a regular file"):
+        safe_files.open_append(run, "eval.json")
+
+
+@pytest.mark.parametrize("name", ["../outside/victim", "/etc/passwd", "a/../../outside/victim", "", "a\0b"])
+def test_safe_files_with_a_name_that_leaves_the_folder_refuse(places: tuple[Path, Path], name: str) -> None:
+    with pytest.raises(UserError, match="outside of its folder"):
+        safe_files.write_text(places[0], name, "overwritten")
+
+
+def test_remove_deletes_links_and_not_what_they_lead_to(places: tuple[Path, Path]) -> None:
+    run, outside = places
+    (run / "old").mkdir()
+    (run / "old" / "link").symlink_to(outside, target_is_directory=True)
+    (run / "link").symlink_to(outside, target_is_directory=True)
+    safe_files.remove(run, "old")
+    safe_files.remove(run, "link")
+    assert list(run.iterdir()) == []
+    assert (outside / "victim").exists()
+
+
+def test_private_folder_that_fails_leaves_nothing(places: tuple[Path, Path]) -> None:
+    run, _ = places
+    with pytest.raises(ZeroDivisionError), safe_files.private_folder(run, "model") as private:
+        (private.path / "part").write_text("half")
+        raise ZeroDivisionError
+    assert list(run.iterdir()) == []
+
+
+def test_writers_stay_inside_while_a_folder_is_swapped_for_a_link(places: tuple[Path, Path]) -> None:
+    run, outside = places
+    (run / "folder").mkdir()
+    done = threading.Event()
+
+    def swap() -> None:
+        while not done.is_set():
+            os.rename(run / "folder", run / "hidden")
+            os.symlink(outside, run / "folder")
+            os.unlink(run / "folder")
+            os.rename(run / "hidden", run / "folder")
+            time.sleep(0.0005)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    refused = 0
+    try:
+        for number in range(400):
+            try:
+                safe_files.write_text(run, "folder/victim", str(number))
+                with safe_files.private_folder(run, "folder/saved") as private:
+                    (private.path / "victim").write_text(str(number))
+                safe_files.remove(run, "folder/victim")
+            except (UserError, OSError):
+                refused += 1
+    finally:
+        done.set()
+        thread.join()
+    assert 0 < refused < 400, "the race was not met, or met every time"
+    assert (outside / "victim").read_text() == "as it was"
+    assert [entry.name for entry in outside.iterdir()] == ["victim"]
