@@ -71,6 +71,7 @@ bench: .venv/installed-dev
 
 schema: .venv/installed
 	$(BIN)/python scripts/make_schema.py
+	$(BIN)/python scripts/make_task_files.py
 	$(BIN)/python scripts/make_module_lists.py
 	$(BIN)/python scripts/make_optimizations.py
 	$(BIN)/python scripts/make_tables.py

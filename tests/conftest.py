@@ -196,6 +196,19 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.
 
 
 @pytest.fixture
+def datasets_hub(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> hub_server.Hub:
+    """The Hub on localhost, for `datasets` too."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.endpoint)
+    files = hub.endpoint + "/datasets/{repo_id}/resolve/{revision}/{path}"
+    monkeypatch.setattr(datasets.config, "HUB_DATASETS_URL", files)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    return hub
+
+
+@pytest.fixture
 def recipe_file(tmp_path: Path) -> Callable[[str], Path]:
     """Write a recipe; `{model}` and `{data}` stand for the embedded ones."""
 

@@ -71,6 +71,23 @@ def choose_files(folder: Path, key: str) -> FolderFiles:
     return _choose_split(folder, key, splits)
 
 
+def all_splits(folder: Path, key: str, config: str | None = None) -> Splits:
+    """Every split of a folder and its files, for tasks, which name their splits themselves.
+
+    Args:
+        config: of those in README.md.
+
+    Raises:
+        UserError: a manifest that names missing files, or several configs and none is named (exit 2).
+    """
+    splits = _splits_of_dict(folder, key)
+    if splits is None:
+        splits = _splits_of_readme(folder, key, config)
+    if splits is None:
+        splits = _splits_by_name(folder, key)
+    return {split or "train": paths for split, paths in splits.items() if split not in NEVER_READ and paths}
+
+
 def _choose_split(folder: Path, key: str, splits: Splits) -> FolderFiles:
     splits = {split: paths for split, paths in splits.items() if paths}
     wanted = ("validation", "test", NO_SPLIT) if key == "data.validation" else ("train", NO_SPLIT)
@@ -166,14 +183,15 @@ def _with_standard_names(splits: Splits) -> Splits:
     }
 
 
-def _splits_of_readme(folder: Path, key: str) -> Splits | None:
+def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Splits | None:
     """The splits that `configs:` in README.md lists; `None`: it lists none that are here."""
     configs = _configs_of(folder / "README.md")
-    by_config = {name: _splits_of_config(folder, config) for name, config in configs.items()}
+    by_config = {name: _splits_of_config(folder, entry) for name, entry in configs.items()}
     by_config = {name: splits for name, splits in by_config.items() if any(splits.values())}
     if not by_config:
         return None
     default = [name for name in by_config if name == "default" or configs[name].get("default") is True]
+    default = [config] if config in by_config else default
     if not default and len(by_config) > 1:
         first = next(iter(by_config.values()))
         what, names = f"{folder} holds several configs", ", ".join(by_config)

@@ -10,11 +10,11 @@ from collections import Counter
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, similar_files
-from finetune.data import hints
+from finetune.data import hints, hub_datasets
 from finetune.data.dataset_folders import as_name, choose_files, count_files
 from finetune.data.examples import BadRow, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
@@ -382,12 +382,10 @@ def _commit(source: Source) -> str:
 
 
 def _hub(source: Source) -> Rows:
-    import datasets
     from datasets.exceptions import DatasetsError
 
-    options: dict[str, Any] = {"revision": _commit(source), "split": source.split}
     try:
-        dataset: Any = datasets.load_dataset(source.name, source.subset, **options)
+        dataset = hub_datasets.load(source.name, source.subset, _commit(source), split=source.split)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise _not_loaded(source, error) from error
     from finetune.data.arrow_values import table_rows

@@ -38,6 +38,8 @@ EXPECTED = re.compile(
     r"`pretrained` model kwarg|Passed an already-initialized|Custom kwargs can be passed|"
     r"\[Task: .*\] (metric|has_)|Overwriting default num_fewshot|generation_kwargs"
 )
+# What lm-eval raises for a task that it cannot run: it checks few of the values that a task file gives it
+REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
 
 # metric -> (what is compared, from the mean of (log-likelihood, weight) over rows)
 PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
@@ -95,7 +97,11 @@ def metric_names(task: Any) -> list[str]:
 
 def _theirs(name: str) -> str | dict[str, Any]:
     """lm-eval's own task by its name; a file in its form as what is safe of it."""
-    return lm_eval_tasks.config(tasks.file(name)) if tasks.is_file(name) else name
+    if not tasks.is_file(name):
+        return name
+    made = lm_eval_tasks.config(tasks.file(name))
+    lm_eval_tasks.check_registered(made)
+    return made
 
 
 def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
@@ -110,12 +116,12 @@ def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
         problem = Problem("a task needs a package", "eval.tasks", found=first_line(error), fix=missing)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (ConnectionError, OSError) as error:
-        said = str(error).splitlines()[0]
+        said = first_line(error)
         fix = "check the network, or use a local task file"
         problem = Problem("a task's data can't be loaded", "eval.tasks", found=said, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
-    except (KeyError, ValueError, TypeError) as error:
-        raise UserError(Problem("lm-eval refuses a task", "eval.tasks", found=str(error))) from error
+    except REFUSALS as error:
+        raise UserError(Problem("lm-eval refuses a task", "eval.tasks", found=str(error)[:300])) from error
 
 
 def run(
@@ -189,8 +195,8 @@ def _evaluate(
                     torch_random_seed=random,
                     fewshot_random_seed=SEED,
                 )
-            except (OverflowError, AssertionError) as error:  # perplexity; max_gen_toks beyond the context
-                what, said = "lm-eval fails in a task", str(error) or type(error).__name__
+            except REFUSALS as error:  # perplexity; max_gen_toks beyond the context; what a task file says
+                what, said = "lm-eval fails in a task", str(error)[:300] or type(error).__name__
                 raise UserError(Problem(what, "eval.tasks", found=said)) from error
     box = [_collected(found, settings, chat, batch_size) if found else None]
     if PartialState().num_processes > 1:

@@ -8,20 +8,24 @@ tasks that come with it, which are installed code; a file that a recipe names ma
 from __future__ import annotations
 
 import ast
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, TemplateSyntaxError
+from pydantic import ValidationError
 
 from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.data import template_sandbox
+from finetune.evaluation import limited_patterns, task_data, task_keys
+from finetune.recipe import recipe_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # what `sandboxed` renders in lm-eval's place
-LOADERS = ("json", "csv", "parquet", "arrow", "text")  # of datasets' own; others open pickles or archives
+LONGEST_NAME = 500  # characters of a file's name
 LONGEST = 2**20  # characters of a prompt
 DEEPEST = 5  # files that include each other
 
@@ -30,17 +34,29 @@ def config(path: Path) -> dict[str, Any]:
     """lm-eval's configuration of the task in a file, with what it includes.
 
     Raises:
-        UserError: tags, anchors, groups, data by code or from an address, templates elsewhere (exit 2).
+        UserError: keys and values that `task_keys` does not list, templates elsewhere, no such data (exit 2).
     """
-    found = _read(path)
+    found, where = _read(path)
     problems = list(_problems(found, str(path)))
+    rest = {key: value for key, value in found.items() if key not in task_keys.REFUSED}
+    known = {place: frozenset(model.model_fields) for place, model in task_keys.KEYS.items()}
+    try:
+        task = task_keys.LmEvalTask.model_validate(rest)
+    except ValidationError as error:
+        explained = recipe_errors.explain(error, {"task": rest}, where, known, under=("task",))
+        raise UserError(*problems, *explained) from None
+    problems += _option_problems(task, str(path))
     if problems:
         raise UserError(*problems)
-    choices = found.get("doc_to_choice") is not None
+    made = task.model_dump(exclude_none=True, exclude_unset=True, exclude=set(task_keys.UNUSED))
+    choices = made.get("doc_to_choice") is not None
     for key in RENDERED:
-        if isinstance(found.get(key), str):
-            found[key] = sandboxed(found[key], key, choices, str(path))
-    return found
+        if isinstance(made.get(key), str):
+            made[key] = sandboxed(made[key], key, choices, str(path))
+    _limit_patterns(made)
+    made["custom_dataset"] = task_data.source(made, path)
+    made.pop("dataset_kwargs", None)
+    return made
 
 
 def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[dict[str, Any]], Any]:
@@ -72,12 +88,13 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
     return value
 
 
-def _read(path: Path, depth: int = 1) -> dict[str, Any]:
-    """A file and what it includes, its own keys before theirs."""
+def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
+    """A file and what it includes, its own keys before theirs; and where each key stands."""
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the task"), str(path))
-    except OSError as error:
-        raise UserError(Problem(f"cannot read it: {error.strerror}", "include", str(path))) from None
+    except (OSError, ValueError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        raise UserError(Problem(f"cannot read it: {said}", "include", str(path))) from None
     if document.problems:
         raise UserError(*document.problems)
     own = document.value
@@ -85,41 +102,125 @@ def _read(path: Path, depth: int = 1) -> dict[str, Any]:
         raise UserError(Problem("a task is a mapping of keys", where=str(path)))
     named = own.pop("include", [])
     merged: dict[str, Any] = {}
+    where: dict[tuple[str, ...], str] = {}
     for name in named if isinstance(named, list) else [named]:
         inside = path.parent.resolve()
-        if depth == DEEPEST or not (inside / str(name)).resolve().is_relative_to(inside):
+        what = ""
+        if not isinstance(name, str) or "\0" in name or len(name) > LONGEST_NAME:
+            what = "not the name of a file"
+        elif depth == DEEPEST or not (inside / name).resolve().is_relative_to(inside):
             what = f"includes a file outside of its folder, or more than {DEEPEST} in a row"
-            raise UserError(Problem(what, "include", str(path), str(name)))
-        merged |= {k: v for k, v in _read(path.parent / str(name), depth + 1).items() if k != "task_list"}
-    return merged | own
+        elif not (path.parent / name).is_file():
+            what = "no such file"
+        if what:
+            raise UserError(Problem(what, "include", str(path), str(name)[:200]))
+        theirs, places = _read(path.parent / name, depth + 1)
+        merged |= {key: value for key, value in theirs.items() if key != "task_list"}
+        where |= places
+    return merged | own, where | {("task", *keys): place for keys, place in document.where.items()}
 
 
 def _problems(found: dict[str, Any], where: str) -> Iterator[Problem]:
     if "group" in found or not isinstance(found.get("task"), str):
         fix = "each of its tasks in eval.tasks, by its name or its own file"
         yield Problem("a group, or no task", where=where, expected="task: a name", fix=fix)
-    for key in ("class", "unsafe_code", "use_prompt"):
-        if found.get(key):
-            yield Problem("takes code from elsewhere", key, where, str(found[key]))
-    loader = str(found.get("dataset_path", ""))
-    if loader in _loaders() and loader not in LOADERS:
-        expected = f"{', '.join(LOADERS)}, or a data set on the Hub"
-        yield Problem("no such data here", "dataset_path", where, loader, expected)
+    for key, what in task_keys.REFUSED.items():
+        if found.get(key) not in (None, False):
+            yield Problem(what, key, where, str(found[key])[:200], fix=f"drop {key}")
     for key, text in _texts({k: v for k, v in found.items() if k not in RENDERED}):
         if key.startswith("dataset_") and "://" in text:
-            yield Problem("data are not fetched from an address", key, where, text, "a file, or a Hub id")
+            yield Problem(
+                "data are not fetched from an address", key, where, text[:200], "a file, or a Hub id"
+            )
         if "{{" in text or "{%" in text:
             yield Problem("a template has no place here", key, where, text[:80], ", ".join(RENDERED))
 
 
-def _loaders() -> list[str]:
-    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem]:
+    """Options of a metric or filter that it does not take, or lacks; and patterns that are none."""
+    metrics = [(f"metric_list.{at}", one.metric, one) for at, one in enumerate(task.metric_list or ())]
+    steps = [
+        (f"filter_list.{at}.filter.{step}", one.function, one)
+        for at, entry in enumerate(task.filter_list or ())
+        for step, one in enumerate(entry.filter)
+    ]
+    for place, name, entry in [*metrics, *steps]:
+        options = {key for group in task_keys.OPTIONS.values() for key in group}
+        taken, given = task_keys.OPTIONS.get(name, ()), entry.model_fields_set & options
+        for key in sorted(given - set(taken)):
+            yield Problem(f"is not an option of {name}", f"{place}.{key}", where, fix=f"drop {key}")
+        for key in task_keys.NEEDED.get(name, ()):
+            if getattr(entry, key) is None:
+                yield Problem(f"is required for {name}", f"{place}.{key}", where)
+        patterns = [getattr(entry, "regex_pattern", None), *(getattr(entry, "regexes_to_ignore", None) or ())]
+        for pattern in filter(None, patterns):
+            if wrong := limited_patterns.problem(pattern):
+                what = "not a regular expression"
+                yield Problem(what, place, where, pattern[:200], expected=wrong)
 
-    return list(_PACKAGED_DATASETS_MODULES)
+
+def _limit_patterns(made: dict[str, Any]) -> None:
+    """Give lm-eval its own filters and metric, with matches that have a time limit."""
+    for entry in made.get("filter_list", ()):
+        for step in entry["filter"]:
+            if "regex_pattern" in step:
+                step["function"] = partial(_limited_filter, step["function"])
+    for metric in made.get("metric_list", ()):
+        metric.pop("hf_evaluate", None)
+        if patterns := metric.pop("regexes_to_ignore", None):
+            options = {key: metric.pop(key) for key in task_keys.OPTIONS["exact_match"] if key in metric}
+            metric["metric"] = _exact_match(
+                [limited_patterns.LimitedPattern(one) for one in patterns], options
+            )
+
+
+def _limited_filter(name: str, **options: Any) -> Any:
+    """A filter of lm-eval with a pattern."""
+    from lm_eval.api.registry import get_filter
+
+    made: Any = get_filter(name)(**options)
+    made.regex = limited_patterns.LimitedPattern(options["regex_pattern"])
+    return made
+
+
+def _exact_match(
+    patterns: list[limited_patterns.LimitedPattern], options: dict[str, Any]
+) -> Callable[..., Any]:
+    """lm-eval's `exact_match` with `regexes_to_ignore`."""
+
+    def exact_match(predictions: list[str], references: list[str]) -> dict[str, Any]:
+        from lm_eval.api.metrics import exact_match_hf_evaluate
+
+        for pattern in patterns:
+            predictions = [pattern.remove(text) for text in predictions]
+            references = [pattern.remove(text) for text in references]
+        return exact_match_hf_evaluate(predictions, references, **options)
+
+    return exact_match
+
+
+def check_registered(made: dict[str, Any]) -> None:
+    """Refuse names that the installed lm-eval does not register and would look for on the Hub (exit 2)."""
+    import lm_eval.api.metrics
+    import lm_eval.filters  # noqa: F401  both register their names
+    from lm_eval.api.registry import aggregation_registry, filter_registry, metric_registry
+
+    named = [("metric_list", one["metric"], metric_registry) for one in made.get("metric_list", ())]
+    named += [
+        ("metric_list", one["aggregation"], aggregation_registry)
+        for one in made.get("metric_list", ())
+        if "aggregation" in one
+    ]
+    steps = [step for entry in made.get("filter_list", ()) for step in entry["filter"]]
+    named += [("filter_list", step["function"], filter_registry) for step in steps]
+    missing = [(key, name) for key, name, names in named if isinstance(name, str) and name not in names]
+    if missing:
+        what = "not in the installed lm-eval"
+        raise UserError(*(Problem(what, key, made["task"], name) for key, name in missing))
 
 
 def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every text, by the keys that lead to it."""
+    """Every text, keys included, by the keys that lead to it."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, dict):

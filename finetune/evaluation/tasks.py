@@ -28,7 +28,7 @@ from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.data import source_loading, template_sandbox
 from finetune.data.encoding import without_thinking
 from finetune.data.examples import BadRow
-from finetune.evaluation import lm_eval_tasks, task_packages
+from finetune.evaluation import limited_patterns, lm_eval_tasks, task_packages
 from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Section, Source
 
@@ -254,13 +254,8 @@ def read(path: str) -> Task | None:
         for key, kinds in READ_BY.items()
         if key in task.model_fields_set and getattr(task, key) is not None and task.kind not in kinds
     ]
-    if task.pattern is not None:
-        try:
-            re.compile(task.pattern)
-        except re.error as error:
-            problems.append(
-                Problem("not a regular expression", "pattern", path, task.pattern, expected=str(error))
-            )
+    if task.pattern is not None and (wrong := limited_patterns.problem(task.pattern)):
+        problems.append(Problem("not a regular expression", "pattern", path, task.pattern, expected=wrong))
     if problems:
         raise UserError(*problems)
     return task
@@ -457,7 +452,7 @@ def right(task: Task, said: str, wanted: str) -> float:
     if task.kind == "json_match":
         return float(_first_json(said) == json.loads(wanted))
     if task.kind == "regex_match":
-        found = re.search(str(task.pattern), said)
+        found = limited_patterns.LimitedPattern(str(task.pattern)).search(said)
         said = (found[1] if found.groups() else found[0]) if found else ""
     return float((said or "").strip() == wanted.strip())
 

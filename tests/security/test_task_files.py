@@ -1,13 +1,20 @@
 """Task files in lm-eval's form that somebody else made: they run nothing, and say the same as in lm-eval."""
 
+import io
+import json
+import pickle
+import tarfile
+import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from finetune.core.errors import UserError
-from finetune.evaluation import lm_eval_tasks, tasks
+from finetune.evaluation import limited_patterns, lm_eval_harness, lm_eval_tasks, task_keys, tasks
 from finetune.recipe.schema import Eval
+from support.paths import ROOT
+from support.scripts import module_of
 
 PLAIN = """task: theirs
 dataset_path: json
@@ -18,19 +25,73 @@ doc_to_text: "{{ question }} {{ 'a-b' | regex_replace('-', '+') }}"
 doc_to_choice: "{{ options }}"
 doc_to_target: "{{ right }}"
 """
+METRIC = "metric_list: [{{metric: {}, aggregation: mean, higher_is_better: true}}]\n"
+FILTER = "filter_list: [{{name: all, filter: [{{function: {}}}]}}]\n"
 ATTACKS = {
     "a function beside it": ("process_docs: !function evil.run\n", "tags are not allowed"),
     "an object": ("description: !!python/object/apply:os.system [touch owned]\n", "tags are not allowed"),
     "an alias": ("a: &a [1]\nb: *a\n", "alias"),
-    "pickles": ("dataset_path: pandas\n", "dataset_path"),
-    "an address": ("dataset_kwargs: {data_files: 'http://127.0.0.1/x.jsonl'}\n", "not fetched"),
-    "a template elsewhere": ("description: '{{ cycler.__init__.__globals__ }}'\n", "no place here"),
+    "a function by name": ("process_docs: evil.run\n", "takes code"),
+    "a function of results": ("process_results: evil.run\n", "takes code"),
+    "a class": ("class: evil.Task\n", "takes code"),
+    "a dataset by function": ("custom_dataset: evil.run\n", "takes code"),
+    "a prompt of promptsource": ("use_prompt: promptsource:evil\n", "takes code"),
+    "code of the answer": ("unsafe_code: true\n", "takes code"),
+    "an unknown key": ("callbacks: [evil.run]\n", "unknown key"),
+    "a metric that is a script": (METRIC.format("evil.py"), "metric_list"),
+    "a metric that is a path": (METRIC.format("./evil"), "metric_list"),
+    "a metric that is a folder": (METRIC.format("evil"), "metric_list"),
+    "a metric of the Hub": (METRIC.format("evil-org/metric"), "metric_list"),
+    "a metric of evaluate": (METRIC.format("code_eval"), "metric_list"),
+    "a metric with a dot": (METRIC.format("evil.run"), "metric_list"),
+    "a metric that lm-eval has, by evaluate": (
+        "metric_list: [{metric: acc, hf_evaluate: true}]\n",
+        "hf_evaluate",
+    ),
+    "a metric's module": ("metric_list: [{metric: acc, config_name: evil}]\n", "config_name"),
+    "options of another metric": ("metric_list: [{metric: acc, ignore_case: true}]\n", "not an option"),
+    "an aggregation by name": ("metric_list: [{metric: acc, aggregation: evil.run}]\n", "aggregation"),
+    "a filter by name": (FILTER.format("evil.run"), "function"),
+    "a filter of a function": (FILTER.format("custom, filter_fn: evil.run"), "filter_fn"),
+    "a sampler by name": ("fewshot_config: {sampler: evil.Sampler}\n", "sampler"),
+    "few-shot examples by function": ("fewshot_config: {samples: evil.run}\n", "samples"),
     "a template of few-shot examples": ("fewshot_config: {doc_to_text: '{{ x }}'}\n", "no place here"),
+    "generation by code": ("generation_kwargs: {custom_generate: evil-org/evil}\n", "custom_generate"),
+    "a second model": ("generation_kwargs: {assistant_model: evil-org/evil}\n", "assistant_model"),
+    "an image": ("doc_to_image: ['{{ x }}']\n", "doc_to_image"),
+    "another output": ("output_type: evil.run\n", "output_type"),
+    "trust": ("dataset_kwargs: {trust_remote_code: true}\n", "trust_remote_code"),
+    "options of datasets": ("dataset_kwargs: {storage_options: {a: b}}\n", "storage_options"),
+    "pickles": ("dataset_path: pandas\n", "dataset_path"),
+    "archives": ("dataset_path: webdataset\n", "dataset_path"),
+    "a database": ("dataset_path: sql\n", "dataset_path"),
+    "a script": ("dataset_path: evil.py\n", "dataset_path"),
+    "a script by path": ("dataset_path: ./evil.py\n", "dataset_path"),
+    "an address of a dataset": ("dataset_path: http://127.0.0.1/x\n", "not fetched"),
+    "a storage bucket": ("dataset_path: buckets/evil\n", "dataset_path"),
+    "an address": ("dataset_kwargs: {data_files: 'http://127.0.0.1/x.jsonl'}\n", "not fetched"),
+    "an address in a chain": (
+        "dataset_kwargs: {data_files: 'zip::http:/127.0.0.1/x.jsonl'}\n",
+        "not fetched",
+    ),
+    "files of another kind": ("dataset_kwargs: {data_files: {test: evil.py}}\n", "not read"),
+    "no files": ("dataset_kwargs: {data_files: {test: none.jsonl}}\n", "no such file"),
+    "a folder's parent": ("dataset_kwargs: {data_dir: ../..}\ndataset_path: .\n", "data_dir"),
+    "a template elsewhere": ("description: '{{ cycler.__init__.__globals__ }}'\n", "no place here"),
+    "a template of contamination": ("doc_to_decontamination_query: '{% x %}'\n", "no place here"),
+    "a template of a prefix": ("gen_prefix: '{{ x }}'\n", "no place here"),
     "a file elsewhere": ("include: ../other.yaml\n", "outside of its folder"),
+    "a file by its path": ("include: /etc/passwd\n", "outside of its folder"),
+    "no file": ("include: [1, null]\n", "not the name of a file"),
+    "a name with NUL": ('include: "a\\0b"\n', "not the name of a file"),
     "itself": ("include: task.yaml\n", "more than 5 in a row"),
     "a group": ("group: all\n", "a group"),
-    "code of the answer": ("unsafe_code: true\n", "takes code"),
+    "tasks in a list": ("task: [arc_easy, {task: evil}]\n", "a group"),
+    "a name that is a path": ("task: ../../evil\n", "task"),
+    "answers without end": ("repeats: 1000000000\n", "repeats"),
+    "examples without end": ("num_fewshot: 1000000000\n", "num_fewshot"),
     "a broken template": ("doc_to_text: '{{ question'\n", "broken"),
+    "a broken pattern": (FILTER.format("regex, regex_pattern: '('"), "not a regular expression"),
 }
 
 
@@ -40,6 +101,10 @@ def written(folder: Path, more: str = "") -> Path:
     lines = [line for line in PLAIN.splitlines() if line.partition(":")[0] not in keys]
     (folder / "task.yaml").write_text("\n".join(lines) + "\n" + more)
     (folder / "evil.py").write_text("open('owned', 'w')\ndef run(docs):\n    return docs\n")
+    (folder / "evil").mkdir(exist_ok=True)
+    (folder / "evil" / "evil.py").write_text("open('owned', 'w')\n")
+    row = {"question": "2+2", "options": ["3", "4"], "right": 1}
+    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     return folder / "task.yaml"
 
 
@@ -115,3 +180,161 @@ def test_it_is_what_lm_eval_makes_of_it(tmp_path) -> None:
     target = lm_eval_tasks.sandboxed("{{ options }}", "doc_to_target", False, "")
     assert target(row) == ["3", "4"] and target({"options": "[not a list]"}) == "[not a list]"
     assert lm_eval_tasks.sandboxed("options", "doc_to_target", False, "")(row) == ["3", "4"]
+
+
+def test_names_of_a_task_file_are_registered_in_lm_eval() -> None:
+    """A name that lm-eval does not register is looked for on the Hub, as a script."""
+    import lm_eval.api.metrics
+    import lm_eval.filters  # noqa: F401
+    from lm_eval.api.registry import aggregation_registry, filter_registry, metric_registry
+    from lm_eval.api.samplers import SAMPLER_REGISTRY
+
+    for model, key, registry in (
+        (task_keys.Metric, "metric", metric_registry),
+        (task_keys.Metric, "aggregation", aggregation_registry),
+        (task_keys.Step, "function", filter_registry),
+        (task_keys.Fewshot, "sampler", SAMPLER_REGISTRY),
+    ):
+        names = literals(model.model_fields[key].annotation)
+        assert names and names <= set(registry.keys()), key
+    made = {"task": "t", "metric_list": [{"metric": "acc"}, {"metric": "evil"}]}
+    with pytest.raises(UserError, match="not in the installed lm-eval"):
+        lm_eval_tasks.check_registered(made)
+
+
+def literals(annotation: Any) -> set[str]:
+    found = {value for value in get_args(annotation) if isinstance(value, str)}
+    return found.union(*(literals(part) for part in get_args(annotation) if not isinstance(part, str)))
+
+
+def test_keys_of_a_task_file_are_lm_evals_and_each_other_key_is_refused_with_a_reason() -> None:
+    import dataclasses
+
+    from lm_eval.config.task import FewshotConfig, TaskConfig
+
+    theirs = {field.name for field in dataclasses.fields(TaskConfig)}
+    assert theirs == (set(task_keys.LmEvalTask.model_fields) | set(task_keys.REFUSED)) - {"class"}
+    fewshot = {field.name for field in dataclasses.fields(FewshotConfig)}
+    assert set(task_keys.Fewshot.model_fields) < fewshot
+
+
+def test_docs_page_of_task_files_is_current() -> None:
+    page = module_of("scripts", "make_task_files").page()
+    assert (ROOT / "docs" / "task_files.md").read_text(encoding="utf-8") == page, "make schema"
+
+
+GENERATED = """task: theirs
+output_type: generate_until
+test_split: test
+doc_to_text: "{{ question }}"
+doc_to_target: answer
+"""
+
+
+def loaded(path: Path) -> Any:
+    """The task as lm-eval makes it for a run."""
+    from lm_eval.tasks import TaskManager
+
+    spec = lm_eval_harness._theirs(str(path))
+    return lm_eval_harness._loaded(TaskManager(include_defaults=False), [spec])["theirs"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("test.jsonl", '{"question": "1+1", "answer": "2"}\n'),
+        ("test.csv", "question,answer\n1+1,2\n"),
+        ("rows.json", '[{"question": "1+1", "answer": "2"}]'),
+    ],
+)
+def test_local_folder_of_a_task_is_read_without_its_card(name, content, tmp_path, no_network) -> None:
+    """`datasets` fetches what README.md names, offline mode or not."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    card = "---\nconfigs:\n- config_name: default\n  data_files: http://127.0.0.1:9/x.jsonl\n---\n"
+    (folder / "README.md").write_text(card)
+    (folder / ".huggingface.yaml").write_text(card.strip("-\n"))
+    (folder / "data.py").write_text("open('owned', 'w')\n")
+    split = "test" if name.startswith("test") else "train"
+    text = GENERATED.replace("test_split: test", f"test_split: {split}")
+    (tmp_path / "task.yaml").write_text(f"{text}dataset_path: data\n")
+    task = loaded(tmp_path / "task.yaml")
+    (row,) = list(task.eval_docs)
+    assert str(row["question"]) == "1+1" and str(row["answer"]) == "2"
+    assert not no_network
+
+
+def test_local_folder_of_archives_is_not_unpickled(tmp_path, no_network) -> None:
+    """`datasets` opens the .pth members of a .tar with torch.load."""
+    (tmp_path / "data").mkdir()
+    with tarfile.open(tmp_path / "data" / "test.tar", "w") as archive:
+        for member, content in (("a.pth", pickle.dumps(Path)), ("a.json", b'{"question": "", "answer": ""}')):
+            entry = tarfile.TarInfo(member)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    (tmp_path / "task.yaml").write_text(f"{GENERATED}dataset_path: data\n")
+    with pytest.raises(UserError, match=r"not text, or not JSON: \.pth"):
+        loaded(tmp_path / "task.yaml")
+    assert not no_network
+
+
+def test_local_zip_with_a_known_suffix_is_not_unpacked(tmp_path) -> None:
+    """`datasets` unpacks a file by its first bytes, whatever its name."""
+    with zipfile.ZipFile(tmp_path / "test.jsonl", "w") as archive:
+        archive.writestr("a.jsonl", '{"question": "1", "answer": "2"}\n' * 99)
+    text = f"{GENERATED}dataset_path: json\ndataset_kwargs: {{data_files: {{test: test.jsonl}}}}\n"
+    (tmp_path / "task.yaml").write_text(text)
+    with pytest.raises(UserError):
+        loaded(tmp_path / "task.yaml")
+
+
+def test_local_parquet_with_images_fetches_nothing(tmp_path, no_network) -> None:
+    """The decoder of `datasets` fetches the address that an example names."""
+    import datasets
+    from pyarrow import parquet
+
+    rows = {
+        "question": ["1+1"],
+        "answer": ["2"],
+        "image": [{"path": "http://127.0.0.1:9/x.png", "bytes": None}],
+    }
+    features = datasets.Features(
+        {"question": datasets.Value("string"), "answer": datasets.Value("string"), "image": datasets.Image()}
+    )
+    table = datasets.Dataset.from_dict(rows, features=features).data.table
+    assert b"huggingface" in table.schema.metadata, "what names the decoder"
+    parquet.write_table(table, tmp_path / "test.parquet")
+    text = f"{GENERATED}dataset_path: parquet\ndataset_kwargs: {{data_files: {{test: test.parquet}}}}\n"
+    (tmp_path / "task.yaml").write_text(text)
+    (row,) = list(loaded(tmp_path / "task.yaml").eval_docs)
+    assert row["image"] == {"path": "http://127.0.0.1:9/x.png"} and not no_network
+
+
+def test_filters_and_metrics_of_a_task_file_are_lm_evals_and_have_a_time_limit(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(limited_patterns, "SECONDS", 0.2)
+    (tmp_path / "test.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    text = (
+        f"{GENERATED}dataset_path: json\ndataset_kwargs: {{data_files: {{test: test.jsonl}}}}\n"
+        "metric_list: [{metric: exact_match, regexes_to_ignore: [',', '(a+)+$'], ignore_case: true}]\n"
+        "filter_list: [{name: slow, filter: [{function: regex, regex_pattern: '(\\d+|(a+)+$)'}]}]\n"
+    )
+    (tmp_path / "task.yaml").write_text(text)
+    task = loaded(tmp_path / "task.yaml")
+    (step,) = task._filters[0].filters
+    assert list(step().apply([["so 42"], ["none"]], [{}, {}])) == [["42"], ["[invalid]"]]
+    assert task.process_results({"answer": "A,b"}, ["a,B"])["exact_match"] == 1.0
+    bomb = "a" * 5000 + "!"
+    for slow in (
+        lambda: list(step().apply([[bomb]], [{}])),
+        lambda: task.process_results({"answer": bomb}, [bomb]),
+    ):
+        with pytest.raises(UserError, match="a match takes longer"):
+            slow()
+
+
+def test_pattern_of_a_task_has_a_time_limit(monkeypatch) -> None:
+    monkeypatch.setattr(limited_patterns, "SECONDS", 0.2)
+    task = tasks.Task(task="t", data="d", kind="regex_match", prompt="", pattern="(a+)+$")
+    with pytest.raises(UserError, match="a match takes longer"):
+        tasks.right(task, "a" * 5000 + "!", "a")

@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
@@ -99,18 +99,20 @@ ROUTES = (  # method, path -> name of the Handler's method
     ("GET", r"/api/whoami-v2", "whoami"),
     ("POST", r"/api/repos/create", "create"),
     ("POST", r"/api/validate-yaml", "validate"),
-    ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
-    ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
+    ("GET", r"/api/(?:models|datasets)/([^/]+/[^/]+)", "info"),
+    ("GET", r"/api/(?:models|datasets)/([^/]+/[^/]+)/revision/([^/]+)", "info"),
+    ("POST", r"/api/datasets/([^/]+/[^/]+)/paths-info/([^/]+)", "paths"),
     ("GET", r"/api/models/([^/]+/[^/]+)/auth-check/write", "may_write"),
     ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", "tree"),
+    ("GET", r"/api/datasets/([^/]+/[^/]+)/tree/([^/]+)(?:/(.+))?", "folder"),
     ("POST", r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", "branch"),
     ("POST", r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", "preupload"),
     ("POST", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", "commit"),
     ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", "batch"),
     ("PUT", r"/store/([0-9a-f]+)", "put"),
     ("POST", r"/verify/([^/]+/[^/]+)", "verify"),
-    ("HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
-    ("GET", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
+    ("HEAD", r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
+    ("GET", r"/(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
 )
 
 
@@ -247,6 +249,28 @@ class Handler(BaseHTTPRequestHandler):
     def tree(self, name: str, revision: str) -> None:
         repo = self.repo(name)
         raise Answer(200, [self.entry(*file) for file in repo.commits[self.sha(repo, revision)].items()])
+
+    def folder(self, name: str, revision: str, folder: str | None) -> None:
+        """The files in one folder of a dataset, and the folders in it."""
+        repo = self.repo(name)
+        files, start = repo.commits[self.sha(repo, revision)], f"{folder}/" if folder else ""
+        below = {path.removeprefix(start): path for path in files if path.startswith(start)}
+        if not below:
+            raise error(404, "no such folder", "EntryNotFound")
+        recursive = "recursive=true" in self.path.lower()
+        found = [
+            self.entry(path, files[path]) for rest, path in below.items() if recursive or "/" not in rest
+        ]
+        folders = dict.fromkeys(rest.partition("/")[0] for rest in below if "/" in rest)
+        oid = "0" * 40
+        listed = [{"type": "directory", "path": f"{start}{one}", "oid": oid, "size": 0} for one in folders]
+        raise Answer(200, [*listed, *found])
+
+    def paths(self, name: str, revision: str, *, body: bytes) -> None:
+        repo = self.repo(name)
+        files = repo.commits[self.sha(repo, revision)]
+        asked = parse_qs(body.decode()).get("paths", []) or json.loads(body or b"{}").get("paths", [])
+        raise Answer(200, [self.entry(path, files[path]) for path in asked if path in files])
 
     def preupload(self, name: str, revision: str, *, body: bytes) -> None:
         repo = self.repo(name, write=True)

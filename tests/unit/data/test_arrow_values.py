@@ -172,8 +172,9 @@ def test_read_invalid_json_is_a_bad_row_with_its_place(content: str, tmp_path: P
     assert bad.kind == "unreadable" and bad.problem.where == f"{path}[1]"
 
 
-def test_hub_dataset_gives_the_same_rows_as_its_files(tmp_path: Path) -> None:
-    mixed(tmp_path).to_parquet(str(tmp_path / "repo" / "train.parquet"))
-    source = Source(name=str(tmp_path / "repo"), split="train", revision="0" * 40)
+def test_hub_dataset_gives_the_same_rows_as_its_files(tmp_path: Path, datasets_hub) -> None:
+    mixed(tmp_path).to_parquet(str(tmp_path / "train.parquet"))
+    datasets_hub.add("me/mixed", **{"train.parquet": (tmp_path / "train.parquet").read_bytes()})
+    source = Source(name="me/mixed", split="train")
     rows = [row.value for row in source_loading._hub(source) if isinstance(row, Row)]
     assert rows == values(tmp_path / "mixed.jsonl")

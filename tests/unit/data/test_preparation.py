@@ -216,18 +216,14 @@ def test_check_refuses_revisions_and_splits_of_what_is_here(tmp_path, capsys) ->
     assert "data.split: is for a Hub data set" in said and "model.revision: is for a model on the Hub" in said
 
 
-def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path, monkeypatch) -> None:
+def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(datasets_hub) -> None:
     from finetune.data import source_loading
 
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(source_loading, "_commit", lambda _: None)
-    for name in ("en", "broken", "script"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "en" / "a.jsonl").write_text('{"text": "a"}\n')
     configs = "".join(f"- config_name: {name}\n  data_files: a.jsonl\n" for name in ("en", "de"))
-    (tmp_path / "en" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    (tmp_path / "broken" / "a.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    (tmp_path / "script" / "script.py").write_text("")
+    card = f"---\nconfigs:\n{configs}---\n".encode()
+    datasets_hub.add("me/en", **{"a.jsonl": b'{"text": "a"}\n', "README.md": card})
+    datasets_hub.add("me/broken", **{"a.jsonl": b'{"text": "a"}\n{"text": \n'})
+    datasets_hub.add("me/script", **{"script.py": b""})
     for name, asked, says in (
         ("en", {}, "'en', 'de'"),
         ("en", {"subset": "fr"}, "Available: ['en', 'de']"),
@@ -235,12 +231,12 @@ def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(tmp_path
         ("broken", {}, "JSON parse error"),
         ("script", {}, "refs/convert/parquet"),
     ):
-        source = Source(name=str(tmp_path / name), split=asked.pop("split", "train"), **asked)
+        source = Source(name=f"me/{name}", split=asked.pop("split", "train"), **asked)
         with pytest.raises(UserError) as raised:
             list(source_loading._hub(source))
         assert raised.value.code == 2 and says in str(raised.value)
     with pytest.raises(UserError, match="can't be loaded") as raised:
-        list(source_loading._hub(Source(name=str(tmp_path / "none"), split="train")))
+        list(source_loading._hub(Source(name="me/none", split="train")))
     assert raised.value.code == 3
 
 

@@ -1,0 +1,130 @@
+"""Load a dataset of the Hub from its repository alone, by a reader of plain data.
+
+The card of a repository can name files at any address. The names of its files choose the reader, and the
+reader of .tar files opens members such as .pth with `torch.load`. So finetune checks the card before
+`datasets` resolves a file, and the reader before it opens one.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+READERS = ("arrow", "csv", "json", "parquet", "text", "cache")  # of datasets; `cache`: prepared before
+NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+LONGEST_NAME = 193  # characters: 96 of an owner and of a name
+CARDS = ("README.md", ".huggingface.yaml")
+
+
+def load(
+    name: str, subset: str | None, revision: str | None, *, split: str | None = None, **options: Any
+) -> Any:
+    """A dataset of the Hub: one split, or all of them by name.
+
+    Args:
+        options: `data_files` and `data_dir` in the repository.
+
+    Raises:
+        UserError: no name of a dataset, files outside of its repository, or a reader that is not allowed (2).
+        OSError, ValueError, RuntimeError, DatasetsError: `datasets` can't load it.
+    """
+    import datasets
+
+    check_name(name)
+    _check_inside(options, name)
+    _check_inside(_configs_of_card(name, revision), name)
+    given = {key: value for key, value in options.items() if value is not None}
+    builder = datasets.load_dataset_builder(name, subset, revision=revision, **given)
+    check_builder(builder, name)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def check_name(name: str, key: str = "data.name", where: str = "") -> None:
+    """Refuse what `datasets` would take for a reader, an address or a storage bucket (exit 2)."""
+    if name in _packaged_readers():  # it would read whatever lies in the working directory
+        what, fix = f"{name} is a reader of `datasets`, not a dataset", "a file, a folder or a Hub id"
+        raise UserError(Problem(what, key, where, name, fix=fix))
+    if not NAME.fullmatch(name) or ".." in name or len(name) > LONGEST_NAME or name.startswith("buckets/"):
+        expected = "the id of a dataset, such as owner/name"
+        raise UserError(Problem("not a dataset on the Hub", key, where, name[:200], expected))
+
+
+@cache
+def _packaged_readers() -> frozenset[str]:
+    """The names of the readers in `datasets`, without importing it."""
+    spec = find_spec("datasets")
+    places = (spec.submodule_search_locations if spec else None) or ()
+    folders = [folder for place in places for folder in Path(place, "packaged_modules").iterdir()]
+    return frozenset(folder.name for folder in folders if folder.is_dir())
+
+
+def check_builder(builder: Any, name: str) -> None:
+    """Refuse readers of pickles, archives or databases, and files outside of the repository (exit 2)."""
+    reader = type(builder).__module__
+    allowed = [f"datasets.packaged_modules.{one}.{one}" for one in READERS]
+    if reader not in allowed:
+        found = reader.removeprefix("datasets.packaged_modules.").partition(".")[0]
+        what, fix = f"{name} needs a reader that can run code or reach other files", "its plain data files"
+        raise UserError(Problem(what, "data.name", found=found, expected=", ".join(READERS[:5]), fix=fix))
+    files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
+    outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
+    if outside and not reader.endswith(".cache"):
+        raise UserError(_outside(name, ", ".join(outside)[:200]))
+
+
+def _configs_of_card(name: str, revision: str | None) -> list[Any]:
+    """The `configs:` of a repository's cards; none where the repository has no card, or can't be reached."""
+    import yaml
+    from huggingface_hub import DatasetCard, hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    found = []
+    for file in CARDS:
+        try:
+            path = hf_hub_download(name, file, repo_type="dataset", revision=revision)
+            if file == "README.md":
+                found.append(DatasetCard.load(path).data.to_dict().get("configs"))
+            else:
+                with open(path, encoding="utf-8") as card:
+                    content = yaml.safe_load(card)
+                found.append(content.get("configs") if isinstance(content, dict) else None)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
+            continue  # loading says why
+        except (ValueError, yaml.YAMLError) as error:
+            said = str(error)[:200]
+            raise UserError(Problem(f"the card of {name} can't be read", "data.name", file, said)) from error
+    return found
+
+
+def _check_inside(named: Any, name: str) -> None:
+    """Refuse an address, a chain of file systems, or a path that leaves the repository (exit 2)."""
+    for text in _texts(named):
+        parts = re.split(r"[/\\]", text)
+        if "://" in text or "::" in text or ".." in parts or not (parts[0] or text == ""):
+            raise UserError(_outside(name, text[:200]))
+
+
+def _outside(name: str, found: str) -> Problem:
+    what, fix = f"{name} names files outside of its repository", "download them where you trust them"
+    return Problem(what, "data.name", found=found, expected="paths in the repository", fix=fix)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Each text in nested values; a value that YAML aliases repeat counts once."""
+    waiting, seen = [value], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, str):
+            yield part
+        elif isinstance(part, dict | list) and id(part) not in seen:
+            seen.add(id(part))
+            waiting += part.values() if isinstance(part, dict) else part

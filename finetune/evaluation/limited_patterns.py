@@ -1,0 +1,50 @@
+"""Regular expressions of a task file on what a model says: each match has a time limit.
+
+Python's `re` cannot be stopped, and `(a+)+$` takes hours on a long answer. `regex` comes with transformers.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import regex
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SECONDS = 2.0
+
+
+class LimitedPattern:
+    """A pattern with the methods that lm-eval's filters and our tasks call."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        self._compiled = regex.compile(pattern)
+
+    def findall(self, text: str) -> list[Any]:
+        return self._limited(self._compiled.findall, text)
+
+    def search(self, text: str) -> Any:
+        return self._limited(self._compiled.search, text)
+
+    def remove(self, text: str) -> str:
+        return self._limited(lambda said, timeout: self._compiled.sub("", said, timeout=timeout), text)
+
+    def _limited(self, match: Callable[..., Any], text: str) -> Any:
+        try:
+            return match(text, timeout=SECONDS)
+        except TimeoutError:
+            what, fix = f"a match takes longer than {SECONDS:g} s", "a pattern without nested repeats"
+            raise UserError(Problem(what, "eval.tasks", found=self.pattern[:200], fix=fix)) from None
+
+
+def problem(pattern: str) -> str:
+    """Why a pattern cannot be used; the empty string if it can."""
+    try:
+        regex.compile(pattern)
+    except (regex.error, OverflowError, RecursionError, MemoryError) as error:
+        return str(error) or type(error).__name__
+    return ""

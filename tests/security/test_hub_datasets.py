@@ -1,0 +1,118 @@
+"""Datasets of the Hub: their files come from their repository, and only readers of plain data open them."""
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.core.errors import UserError
+from finetune.data import hub_datasets, source_loading
+from finetune.data.examples import Row
+from finetune.recipe.schema import Source
+from support.hub_server import Hub
+
+ROW = json.dumps({"text": "a"}).encode() + b"\n"
+
+
+def card(**config: Any) -> bytes:
+    import yaml
+
+    return f"---\n{yaml.safe_dump({'configs': [{'config_name': 'default', **config}]})}---\n".encode()
+
+
+def read(name: str, **asked: Any) -> list[Any]:
+    rows = list(
+        source_loading.read(Source(name=name, split=asked.pop("split", "train"), **asked), "data.name")
+    )
+    return [row.value if isinstance(row, Row) else row for row in rows]
+
+
+def test_dataset_of_the_hub_is_read(datasets_hub: Hub) -> None:
+    datasets_hub.add("me/plain", **{"data/train.jsonl": ROW, "data/test.jsonl": ROW * 2})
+    assert read("me/plain") == [{"text": "a"}]
+    assert len(read("me/plain", split="test")) == 2
+    datasets_hub.add("me/configs", **{"README.md": card(data_files="rows.csv"), "rows.csv": b"text\na\n"})
+    assert read("me/configs") == [{"text": "a"}]
+
+
+def tar_of_pickles() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        member = tarfile.TarInfo("a.pth")
+        member.size = len(pickle.dumps(Path))
+        archive.addfile(member, io.BytesIO(pickle.dumps(Path)))
+    return content.getvalue()
+
+
+OUTSIDE = "names files outside of its repository"
+READER = "needs a reader that can run code or reach other files"
+ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
+    "a card with an address": ({"README.md": card(data_files="http://127.0.0.1:9/x.jsonl")}, OUTSIDE),
+    "a card with an address of a split": (
+        {
+            "README.md": card(
+                data_files=[{"split": "train", "path": ["a.jsonl", "https://127.0.0.1:9/x.jsonl"]}]
+            )
+        },
+        OUTSIDE,
+    ),
+    "a card with a chain": ({"README.md": card(data_files="zip://a::http://127.0.0.1:9/x.zip")}, OUTSIDE),
+    "a card with another repository": (
+        {"README.md": card(data_files="hf://datasets/me/other/a.jsonl")},
+        OUTSIDE,
+    ),
+    "a card with a local file": ({"README.md": card(data_files="/etc/passwd")}, OUTSIDE),
+    "a card with a parent": ({"README.md": card(data_files="../other/a.jsonl")}, OUTSIDE),
+    "a folder elsewhere": ({"README.md": card(data_dir="http://127.0.0.1:9/")}, OUTSIDE),
+    "another card": (
+        {".huggingface.yaml": card(data_files="http://127.0.0.1:9/x.jsonl").strip(b"-\n")},
+        OUTSIDE,
+    ),
+    "a card that is no YAML": ({"README.md": b"---\nconfigs: [\n---\n"}, "can't be read"),
+    "pickles in an archive": ({"train.tar": tar_of_pickles()}, READER),
+    "numbers of HDF5": ({"train.h5": b"\x89HDF"}, READER),
+    "images": ({"train/a.png": b"\x89PNG"}, READER),
+    "pages": ({"train.xml": b"<a/>"}, READER),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_dataset_of_the_hub_names_no_address_and_no_reader_of_code(
+    attack, datasets_hub: Hub, monkeypatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle is opened"))
+    files, says = ATTACKS[attack]
+    datasets_hub.add("me/other", **{"a.jsonl": ROW})
+    datasets_hub.add(
+        "me/evil", **({"a.jsonl": ROW} if b"configs" in b"".join(files.values()) else {}), **files
+    )
+    with pytest.raises(UserError, match=says) as raised:
+        read("me/evil")
+    assert raised.value.code == 2 and "data.name" in str(raised.value)
+    assert not datasets_hub.asked("/me/other/"), "another repository is read"
+    assert not datasets_hub.asked("tree") or says is READER, "files are listed before the card is looked at"
+
+
+@pytest.mark.parametrize(
+    "name", ["webdataset", "json", "imagefolder", "sql", "buckets/me", "../other", "me/a/b"]
+)
+def test_name_of_a_dataset_is_no_reader_and_no_path(name: str, monkeypatch, tmp_path) -> None:
+    """`datasets` reads the working directory by a reader that is named in place of a dataset."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").write_bytes(ROW)
+    (tmp_path / "a.tar").write_bytes(tar_of_pickles())
+    with pytest.raises(UserError, match="not a dataset"):
+        hub_datasets.load(name, None, None, split="train")
+
+
+def test_readers_that_are_allowed_are_packaged_in_datasets() -> None:
+    from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
+
+    assert set(hub_datasets.READERS) < {*_PACKAGED_DATASETS_MODULES, "cache"}
+    assert hub_datasets._packaged_readers() >= set(_PACKAGED_DATASETS_MODULES)
