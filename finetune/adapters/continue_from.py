@@ -253,7 +253,7 @@ def _whole_rows(source: str) -> int | None:
 
 def _rows_of(saved: dict[str, Any]) -> set[int] | None:
     """Tokens whose rows an adapter trains, wherever they have any; `None`: all of them."""
-    if "embed_tokens" in map(module_names.short, saved.get("modules_to_save") or ()):
+    if {*EMBEDDINGS} & set(map(module_names.short, saved.get("modules_to_save") or ())):
         return None
     rows = saved.get("trainable_token_indices") or ()
     return set.intersection(*map(set, rows.values())) if isinstance(rows, dict) else set(rows)

@@ -73,11 +73,12 @@ def finish(loaded: Any, stored: Stored, storage: str, dtype: torch.dtype, ledger
         return
     if stored.storage == "fp8":
         loaded.dequantize(dtype)
-    for module in loaded.modules():
+    kept = _kept_in_fp32(loaded)
+    for path, module in loaded.named_modules():
         if module_names.stored_as(module):
             continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.dtype in (torch.bfloat16, torch.float16):
+        for name, parameter in module.named_parameters(path, recurse=False):
+            if parameter.is_floating_point() and name not in kept:
                 parameter.data = parameter.data.to(dtype)
     if storage not in QUANTISED:
         # saving would quantize the weights again, without their config (transformers 5.22,
@@ -87,9 +88,16 @@ def finish(loaded: Any, stored: Stored, storage: str, dtype: torch.dtype, ledger
         _add_dequantized_check(loaded, stored, dtype, ledger)
 
 
+def _kept_in_fp32(loaded: Any) -> set[str]:
+    """The weights that transformers keeps in float32 in this architecture, in any run."""
+    parts = [*(loaded._keep_in_fp32_modules or ()), *(loaded._keep_in_fp32_modules_strict or ())]
+    return {name for name, _ in loaded.named_parameters() if any(part in name for part in parts)}
+
+
 def _add_dequantized_check(loaded: Any, stored: Stored, dtype: torch.dtype, ledger: RunChecks) -> None:
     """Count the weights that are numbers again."""
-    weights = [parameter for parameter in loaded.parameters() if parameter.dim() > 1]
+    kept = _kept_in_fp32(loaded)
+    weights = [one for name, one in loaded.named_parameters() if one.dim() > 1 and name not in kept]
     whole = sum(parameter.dtype == dtype for parameter in weights)
     name = str(dtype).removeprefix("torch.")
     size = formatting.size(loaded.get_memory_footprint())

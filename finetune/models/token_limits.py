@@ -36,11 +36,15 @@ def text_limit(config: Any) -> int | None:
 
 
 def _scaled(rope: Any) -> bool:
-    """Whether rotary embeddings are scaled, in one of the layers' kinds at least."""
+    """Whether rotary embeddings are scaled, in one of the layers' kinds at least.
+
+    Gemma 4's `proportional` ones rotate a part of each head, and extend nothing without a `factor`.
+    """
     if not isinstance(rope, dict):
         return False
     kind = rope.get("rope_type", rope.get("type"))
-    return kind not in UNSCALED or any(_scaled(inner) for inner in rope.values())
+    extends = kind not in UNSCALED and not (kind == "proportional" and rope.get("factor", 1.0) == 1.0)
+    return extends or any(_scaled(inner) for inner in rope.values())
 
 
 def apply(tokenizer: PreTrainedTokenizerBase, config: Any, rows: int) -> str:

@@ -79,6 +79,9 @@ def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | Non
     backend = tokenizer_setup.read_tokenizer(model)
     if settings is None or backend is None:
         return None
+    named = [token for name, token in settings.items() if name in NAMED and isinstance(token, dict)]
+    if any("content" not in token for token in named):
+        return None
     special = {
         name: str(token["content"] if isinstance(token, dict) else token)
         for name, token in settings.items()

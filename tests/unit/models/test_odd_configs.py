@@ -16,6 +16,7 @@ from finetune.recipe.schema import Eval
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
 BY_LAYER = {"full_attention": LINEAR, "sliding_attention": DEFAULT}
 
 
@@ -28,6 +29,7 @@ BY_LAYER = {"full_attention": LINEAR, "sliding_attention": DEFAULT}
         (transformers.LlamaConfig(max_position_embeddings=512), 512),
         (transformers.LlamaConfig(max_position_embeddings=512, rope_parameters=LINEAR), None),
         (transformers.Gemma3TextConfig(rope_parameters=BY_LAYER), None),
+        (transformers.LlamaConfig(max_position_embeddings=96, rope_parameters=PROPORTIONAL), 96),
         (transformers.FalconConfig(alibi=True), None),
         (transformers.BloomConfig(), None),
         (transformers.MambaConfig(), None),

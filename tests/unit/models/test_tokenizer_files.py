@@ -68,10 +68,27 @@ def test_read_gives_the_tokenizer_that_transformers_loads(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"eos_token": None}, {"eos_token": "<no such token>"}, {"tokenizer_class": "ByT5Tokenizer"}]
+    "settings",
+    [
+        {"eos_token": None},
+        {"eos_token": "<no such token>"},
+        {"tokenizer_class": "ByT5Tokenizer"},
+        {"pad_token": {"lstrip": False}},
+    ],
 )
 def test_read_leaves_a_doubtful_tokenizer_to_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
     path = tmp_path / "model" / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     assert tokenizer_files.read(Model(name=str(tmp_path / "model"))) is None
+
+
+def test_read_ignores_padding_that_the_file_asks_for_as_loading_does(tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
+    padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "<|endoftext|>"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "padding": padding}))
+    found = tokenizer_files.read(Model(name=str(tmp_path / "model")))
+    assert found
+    assert len(found.backend_tokenizer.encode("hi").ids) < 64
