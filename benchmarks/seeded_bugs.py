@@ -104,9 +104,9 @@ BUGS = (
     Bug(
         "older checkpoints let go before the new one is published",
         "finetune/checkpointing/checkpoints.py",
-        "        os.rename(staged, published)\n        flush(checkpoints)",
-        "        for old in checkpoints.glob('step-*'):\n            _let_go(old)\n"
-        "        os.rename(staged, published)\n        flush(checkpoints)",
+        "            safe_files.rename(root, private.name, to)\n        flush(checkpoints)",
+        "            for old in checkpoints.glob('step-*'):\n                _let_go(old)\n"
+        "            safe_files.rename(root, private.name, to)\n        flush(checkpoints)",
         "tests/unit/checkpointing/test_checkpoints.py::test_wherever_a_save_is_cut_off_one_verifies[next]",
     ),
     Bug(

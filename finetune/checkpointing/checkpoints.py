@@ -9,6 +9,7 @@ when a newer one has its name. Tensors are safetensors and all else is JSON: non
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import fault_injection
+from finetune.core import fault_injection, safe_files
 from finetune.core.errors import FULL, Exit, Problem, UserError
 from finetune.hub import client
 from finetune.recipe import renames
@@ -119,32 +120,21 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
     Raises:
         UserError: the disk is full or fails; what was published before is as it was (exit 3).
     """
-    from safetensors.torch import save_file
-
-    staged, files = checkpoints / ".staging" / f"step-{step}", {}
+    root = checkpoints.parent
+    staging, to = f"{checkpoints.name}/.staging", f"{checkpoints.name}/step-{step}"
+    published = checkpoints / f"step-{step}"
     try:
-        shutil.rmtree(staged, ignore_errors=True)
-        staged.mkdir(parents=True)
-        for name, value in content.items():
-            fault_injection.in_save(step, _FAILED)
-            path = staged / name
-            if path.suffix == ".safetensors":
-                save_file(value, path)
-            else:
-                path.write_text(json.dumps(value), encoding="utf-8")
-            flush(path)
-            files[name] = {"bytes": path.stat().st_size, "sha256": client.sha256(path)}
-        text = _signed({"format": FORMAT, "step": step, "files": files})
-        (staged / MANIFEST).write_text(text, encoding="utf-8")
-        flush(staged / MANIFEST)
-        flush(staged)
-        published = checkpoints / f"step-{step}"
-        if published.exists():  # a damaged one, or one of a longer run that was resumed before it
-            _let_go(published)
-        os.rename(staged, published)
+        safe_files.make_folder(root, staging)
+        with safe_files.private_folder(root, f"{staging}/step-{step}") as private:
+            _write_files(private.path, step, content)
+            if published.exists():  # a damaged one, or one of a longer run that was resumed before it
+                _let_go(published)
+            safe_files.rename(root, private.name, to)
         flush(checkpoints)
         if (log := checkpoints.parent / "metrics.jsonl").exists():
             flush(log)  # a resumed run goes on from its lines
+    except UserError:  # a link, or a newer checkpoint
+        raise
     except Exception as error:  # safetensors has errors of its own for a full disk
         raise UserError(_unwritten(error, checkpoints, step, content), code=Exit.ENVIRONMENT) from error
     try:
@@ -156,10 +146,30 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
     return published
 
 
+def _write_files(folder: Path, step: int, content: Content) -> None:
+    """The files of a checkpoint and its manifest, flushed to the disk."""
+    from safetensors.torch import save_file
+
+    files = {}
+    for name, value in content.items():
+        fault_injection.in_save(step, _FAILED)
+        path = folder / name
+        if path.suffix == ".safetensors":
+            save_file(value, path)
+        else:
+            with safe_files.open_new(folder, name) as file:
+                file.write(json.dumps(value))
+        flush(path)
+        files[name] = {"bytes": path.stat().st_size, "sha256": client.sha256(path)}
+    with safe_files.open_new(folder, MANIFEST) as file:
+        file.write(_signed({"format": FORMAT, "step": step, "files": files}))
+    flush(folder / MANIFEST)
+    flush(folder)
+
+
 def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content) -> Problem:
     """What kept a checkpoint from being written; only a full disk is told to be one."""
     free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else None
-    shutil.rmtree(checkpoints / ".staging" / f"step-{step}", ignore_errors=True)
     needed = size(content)
     told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # safetensors' own
     number = int(told[1]) if isinstance(told, re.Match) else told
@@ -191,22 +201,23 @@ def begin(checkpoints: Path, step: int) -> list[str]:
     Returns:
         What the later ones were called, and are.
     """
-    for pattern in ("step-*", "old-*"):
+    root, base = checkpoints.parent, checkpoints.name
+    safe_files.make_folder(root, f"{base}/.staging")
+    for pattern in ("step-*", ".step-*", "old-*"):
         for path in (checkpoints / ".staging").glob(pattern):
-            shutil.rmtree(path)
+            safe_files.remove(root, f"{base}/.staging/{path.name}")
     said = []
     for path in [path for path in published(checkpoints) if step_of(path) > step]:
         try:
             verify(path)
             target = path.with_name(f"aside-{path.name}")
-            shutil.rmtree(target, ignore_errors=True)
+            safe_files.remove(root, f"{base}/{target.name}")
         except (Damaged, UserError):
             target = path.with_name(f"unverified-{path.name}")
             while target.exists():
                 target = target.with_name(f"{target.name}-again")
-        os.rename(path, target)
+        safe_files.rename(root, f"{base}/{path.name}", f"{base}/{target.name}")
         said.append(f"{path.name}: now {target.name}")
-    (checkpoints / ".staging").mkdir(parents=True, exist_ok=True)
     return said
 
 
@@ -371,11 +382,13 @@ def flush(path: Path) -> None:
 
 def _let_go(path: Path) -> None:
     """Delete a checkpoint: first its name, so that none with a published name is ever incomplete."""
-    nameless = path.parent / ".staging" / f"old-{path.name}"
-    shutil.rmtree(nameless, ignore_errors=True)
-    nameless.parent.mkdir(exist_ok=True)
-    os.rename(path, nameless)
-    shutil.rmtree(nameless, ignore_errors=True)
+    root, base = path.parents[1], path.parent.name
+    nameless = f"{base}/.staging/old-{path.name}"
+    safe_files.make_folder(root, f"{base}/.staging")
+    safe_files.remove(root, nameless)
+    safe_files.rename(root, f"{base}/{path.name}", nameless)
+    with contextlib.suppress(OSError):  # the next start deletes it
+        safe_files.remove(root, nameless)
 
 
 def _signed(manifest: dict[str, Any]) -> str:

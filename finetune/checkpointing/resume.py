@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.checkpointing import checkpoints, resume_contract
+from finetune.core import safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.hub import client
 from finetune.recipe import renames
@@ -62,6 +62,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
         what, fix = "which run is to go on?", "train.output_dir=runs/..., the folder of that run"
         raise UserError(Problem(what, "train.output_dir", fix=fix))
     folder = RunFolder(Path(output_dir))
+    run_folder.refuse_links(folder.path)
     if folder.finished:
         if (folder.checkpoints / checkpoints.CONTRACT).exists():
             kept = {**checkpoints.read_contract(folder.checkpoints), "facts": {}}
@@ -141,6 +142,8 @@ def begin(
 ) -> None:
     """Make the run folder that of a run which has come as far as the checkpoint, or has not begun."""
     step = found.step if found else 0
+    for half in folder.path.glob(".*.tmp"):  # what a process that was killed was writing
+        safe_files.remove(folder.path, half.name)
     later = checkpoints.begin(folder.checkpoints, step)
     removed = rewind(folder, step)
     chosen = {key: value for key, (value, _) in choices.items()}
@@ -151,7 +154,7 @@ def begin(
         forget(folder, screen)
         return
     for name in renames.FILES.values():  # of format 1: this run writes them anew, under today's names
-        (folder.path / name).unlink(missing_ok=True)
+        safe_files.remove(folder.path, name)
     screen.say(f"goes on after step {step}, from {found.path}")
     notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
     notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
@@ -166,7 +169,7 @@ def forget(folder: RunFolder, screen: Console) -> None:
     """
     for path in (folder.file(run_folder.HELD_OUT), folder.adapter, folder.model):
         if path.exists():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            safe_files.remove(folder.path, path.name)
             screen.say(f"note: {path.name} of an earlier start was removed")
 
 

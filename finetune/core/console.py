@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from finetune.core import safe_files
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class Console:
 
     def log_to(self, path: Path, *, again: bool = False) -> None:
         """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
-        file = path.open("a" if again else "w", encoding="utf-8")
+        write_to = safe_files.open_append if again else safe_files.open_new
+        file = write_to(path.parent, path.name)
         self._log = RichConsole(file=file, width=140, highlight=False)
         self._handler = logging.StreamHandler(file)
         self._handler.setFormatter(Masked("%(levelname)s %(name)s: %(message)s"))

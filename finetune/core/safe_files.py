@@ -63,7 +63,15 @@ def open_new(root: Path, name: str) -> IO[str]:
     """An empty file in place of what had this name, open for text."""
     remove(root, name)
     with _open_parent(root, name) as (parent, leaf):
-        return os.fdopen(_create(parent, leaf), "w", encoding="utf-8")
+        descriptor = _create(parent, leaf)
+        return open(root / name, "w", encoding="utf-8", opener=lambda *_: descriptor)
+
+
+def open_log(path: str | Path) -> IO[str]:
+    """An empty file for what a process says; `os.devnull` stays what it is."""
+    if str(path) == os.devnull:
+        return open(path, "w", encoding="utf-8")
+    return open_new(Path(path).parent, Path(path).name)
 
 
 def open_append(root: Path, name: str) -> IO[str]:
@@ -76,7 +84,8 @@ def open_append(root: Path, name: str) -> IO[str]:
         if _has_other_names(parent, leaf):
             write_bytes(root, name, read_bytes(root, name))
         descriptor = os.open(leaf, os.O_RDWR | os.O_APPEND | os.O_CREAT | _FILE, 0o666, dir_fd=parent)
-        return os.fdopen(_regular(descriptor, root / name), "a+", encoding="utf-8")
+        descriptor = _regular(descriptor, root / name)
+        return open(root / name, "a+", encoding="utf-8", opener=lambda *_: descriptor)
 
 
 def read_bytes(root: Path, name: str, largest: int = LARGEST) -> bytes:
@@ -124,6 +133,15 @@ def private_folder(root: Path, name: str) -> Iterator[PrivateFolder]:
         finally:
             os.close(opened)
             shutil.rmtree(own, ignore_errors=True, dir_fd=parent)
+
+
+@contextlib.contextmanager
+def replace_folder(root: Path, name: str) -> Iterator[Path]:
+    """A new folder that takes the place of `name` once the block has filled it."""
+    with private_folder(root, name) as private:
+        yield private.path
+        remove(root, name)
+        rename(root, private.name, name)
 
 
 def rename(root: Path, name: str, to: str) -> None:

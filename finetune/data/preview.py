@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from rich.text import Text
 
-from finetune.core import html_pages
+from finetune.core import html_pages, safe_files
 from finetune.data.audit import DROPPED
 from finetune.data.loss_mask import IGNORED
 
@@ -283,7 +283,7 @@ def write_html(
     given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared.report)}
     given |= {"mix": mix(report), "fills": _fills(prepared)}
     given |= {"rows": rows, "extent": _extent(prepared, len(rows))}
-    path.write_text(page.get_template("preview.html.jinja").render(given), encoding="utf-8")
+    safe_files.write_text(path.parent, path.name, page.get_template("preview.html.jinja").render(given))
 
 
 def _fills(prepared: Prepared) -> list[float]:

@@ -39,10 +39,8 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     )
     notes = [CHOSEN] if chosen and not other else []
     if kept.exists() and not other:
-        with kept.open(
-            encoding="utf-8"
-        ) as lines:  # str.splitlines ends one at U+2028 too, which a text may hold
-            kept_rows = [json.loads(line) for line in lines]
+        lines = folder.read_text(run_folder.HELD_OUT).split("\n")  # splitlines would also end one at U+2028
+        kept_rows = [json.loads(line) for line in lines if line]
         examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept_rows]
         return preparation.encode_held_out(examples, recipe.data, tokenizer, ends), notes
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)

@@ -6,8 +6,6 @@ merge.run("runs/quickstart") -> runs/quickstart/merged, which plain transformers
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,7 +17,7 @@ from accelerate.utils.memory import clear_device_cache
 from transformers.pytorch_utils import Conv1D
 
 from finetune.autoconfig import mixed_precision
-from finetune.core import packages, run_checks
+from finetune.core import packages, run_checks, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import writing
 from finetune.core.weight_files import find_weight_files
@@ -290,7 +288,8 @@ def write_quantized(
 def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:
     """The proven folder under its name, and its report beside those of others in merge.json."""
     with writing(target):
-        os.rename(staged, target)  # over an empty folder too
+        where = target.absolute().parent
+        safe_files.rename(where, str(staged.relative_to(where)), target.name)  # over an empty folder too
         reports = folder.found("merge.json")
         inside = target.absolute().parent == folder.path.absolute()
         name = target.name if inside else str(target.absolute())  # a relative one would be inside of the run
@@ -355,13 +354,12 @@ def size(folder: Path) -> int:
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[tuple[Path, Path]]:
     """Two folders beside the target that are gone afterwards, unless they were published."""
-    place = target.absolute().parent / f".{target.name}.{os.getpid()}"
-    try:
-        with writing(place):
-            (place / "whole").mkdir(parents=True)
-        yield place / "whole", place / "packed"
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    where = target.absolute().parent
+    with contextlib.ExitStack() as stack:
+        with writing(target):
+            private = stack.enter_context(safe_files.private_folder(where, target.name))
+            safe_files.make_folder(where, f"{private.name}/whole")
+        yield where / private.name / "whole", where / private.name / "packed"
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import strict_json, untrusted_files
+from finetune.core import safe_files, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path
 from finetune.core.privacy import masked
@@ -100,7 +100,7 @@ def after_training(recipe: Recipe, folder: RunFolder, screen: Console) -> None:
         again = f"finetune publish {shlex.quote(str(folder.path))}"
         said = masked(f"not published: {error}\nthe run is whole; to try again:\n  {again}")
         print(said, file=sys.stderr)
-        with (folder.path / "log.txt").open("a", encoding="utf-8") as log:
+        with safe_files.open_append(folder.path, "log.txt") as log:
             log.write(f"{said}\n")
 
 

@@ -25,6 +25,7 @@ import torch
 from transformers import TrainerCallback
 
 from finetune.autoconfig import memory_estimate
+from finetune.core import safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Problem, Stopped, UserError
 from finetune.evaluation.scoring import memory_errors
@@ -243,7 +244,9 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     assert trace.profiler is not None
     rank = int(os.environ.get("RANK", "0"))
     file = folder / (f"trace-{rank}.json" if rank else "trace.json")
-    trace.profiler.export_chrome_trace(str(file))
+    with safe_files.private_folder(folder, file.name) as private:
+        trace.profiler.export_chrome_trace(str(private.path / file.name))
+        safe_files.rename(folder, f"{private.name}/{file.name}", file.name)
     memory = snapshot(file.with_name(file.name.replace("trace", "memory")).with_suffix(".pickle"), trace.cuda)
     ran = trace_analysis.computed(trace.profiler.events(), cuda=trace.cuda, lost=trace.lost)
     found, seconds = shares(trace, ran), statistics.median(trace.steps)
@@ -257,7 +260,9 @@ def snapshot(path: Path, cuda: bool) -> Path | None:
     """Write what was allocated while the step was traced, by torch's own format; nothing on the CPU."""
     if not cuda:
         return None
-    torch.cuda.memory._dump_snapshot(str(path))
+    with safe_files.private_folder(path.parent, path.name) as private:
+        torch.cuda.memory._dump_snapshot(str(private.path / path.name))
+        safe_files.rename(path.parent, f"{private.name}/{path.name}", path.name)
     torch.cuda.memory._record_memory_history(enabled=None)
     return path
 

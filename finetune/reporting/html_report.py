@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import html_pages
+from finetune.core import html_pages, safe_files
 from finetune.core.console import Console
 from finetune.core.paths import writing
 from finetune.data import preview
@@ -50,7 +50,7 @@ def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdi
     verdict = judge(found)
     page, target = render(found, verdict), Path(output or found.path / "report.html")
     with writing(target):
-        target.write_bytes(page.encode("utf-8", "replace"))  # half a surrogate pair is no text
+        safe_files.write_text(target.parent, target.name, page)
     return target, verdict
 
 

@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING
 
 import psutil
 
+from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import why_not_makeable
 
@@ -35,7 +36,7 @@ def check_free(output_dir: str | None) -> None:
         return
     held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"
     fix = "a new name: train.output_dir=..., or none for a dated one; nothing was deleted"
-    if (path / LOCK).is_file():
+    if (path / LOCK).is_file() and not (path / LOCK).is_symlink():
         held += _user(path / LOCK)
     if any(path.glob("checkpoints/step-*")):
         fix = f"--resume, to go on with it; or {fix}"
@@ -115,7 +116,7 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
     """The lock's file, of this name and not one that its holder deleted; whether the system holds it."""
     while True:
         try:
-            file = path.open("a+", encoding="utf-8")
+            file = safe_files.open_append(path.parent, path.name)
         except OSError as error:
             what = f"can't write in {path.parent}: {error.strerror}"
             raise UserError(Problem(what, "train.output_dir"), code=Exit.ENVIRONMENT) from None

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 from pydantic import BaseModel
 
-from finetune.core import strict_json, untrusted_files
+from finetune.core import safe_files, strict_json, untrusted_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.hub import client
@@ -102,8 +103,9 @@ class RunFolder:
         """
         path = self.path / "environment.json"
         try:
-            stated = json.loads(path.read_text(encoding="utf-8")).get("format_version", 1)
-        except (OSError, ValueError, AttributeError):  # not there, or damaged: by the names that are
+            stated = json.loads(self.read_text("environment.json")).get("format_version", 1)
+        except (OSError, ValueError, AttributeError, RecursionError, UserError):
+            # It is missing or damaged: the names of the other files tell the version
             old = any((self.path / name).exists() for name in renames.FILES.values())
             return 1 if old else FORMAT_VERSION
         if type(stated) is int and 1 <= stated <= FORMAT_VERSION:
@@ -130,17 +132,25 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
-        path = self.path / name
-        temporary = path.with_name(f".{path.name}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        safe_files.write_text(self.path, name, text)
+
+    def read_text(self, name: str) -> str:
+        """The text of a file of this run.
+
+        Raises:
+            OSError: it is missing, or cannot be opened.
+            UserError: a link leads out of the folder, or it is not a regular file (exit 2).
+            ValueError: it is not UTF-8.
+        """
+        path = self.file(name)
+        below = path.relative_to(self.path)
+        untrusted_files.check_links([self.path / part for part in (*below.parents[-2::-1], below)], "")
+        real = path.resolve()
+        return safe_files.read_text(real.parent, real.name)
 
     def read(self, name: str) -> Any:
         path = self.file(name)
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = json.loads(self.read_text(name))
         if name == "checks.json" and path.name != name:
             found = [{renames.CHECK_FIELDS.get(key, key): row[key] for key in row} for row in found]
         return strict_json.scores(found) if name == EVALUATED else found
@@ -151,8 +161,8 @@ class RunFolder:
 
     def steps(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are of training steps."""
-        path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        there = (self.path / "metrics.jsonl").exists()
+        lines = self.read_text("metrics.jsonl").splitlines() if there else []
         return [line for line in map(json.loads, lines) if "loss" in line]
 
 
@@ -177,9 +187,44 @@ def open_run(path: str | Path) -> RunFolder:
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
         fix = _instead(run)
         raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}", fix=fix))
+    refuse_links(run.path)
     check = untrusted_files.check_adapter if run.weights == run.adapter else untrusted_files.check_model
     check(run.weights, "")
     return run
+
+
+def refuse_links(folder: Path) -> None:
+    """Refuse links that leave a folder, and what is neither a file nor a folder (exit 2).
+
+    The one exception is the link to the Hub's cache that `_fetch` makes.
+    """
+    root, problems = folder.resolve(), list[Problem]()
+    for above, folders, files in os.walk(root):
+        for entry in (Path(above) / name for name in (*folders, *files)):
+            mode = entry.lstat().st_mode
+            if stat.S_ISLNK(mode) and not entry.resolve().is_relative_to(root) and not _is_own_link(entry):
+                what, fix = "a link that leaves its folder", "a copy of the file in its place"
+                problems.append(Problem(what, where=str(entry), found=os.readlink(entry), fix=fix))
+            elif not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
+                what, fix = "neither a file nor a folder", "delete it"
+                problems.append(Problem(what, where=str(entry), fix=fix))
+    if problems:
+        raise UserError(*problems[:10])
+
+
+def _is_own_link(entry: Path) -> bool:
+    """Whether `_fetch` made a link: it leads to a snapshot in the Hub's cache that holds the same recipe."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    snapshot, recipe = entry.resolve(), "recipe.resolved.yaml"
+    if entry.name not in ("adapter", "model") or snapshot.parent.name != "snapshots":
+        return False
+    if snapshot.parents[2] != Path(HF_HUB_CACHE).resolve():
+        return False
+    try:
+        return (snapshot / recipe).read_bytes() == safe_files.read_bytes(entry.parent, recipe)
+    except (OSError, UserError):
+        return False
 
 
 def _fetch(name: str) -> RunFolder:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from finetune.adapters import trainable_parameters
+from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives, deepspeed_zero
 
@@ -145,7 +146,7 @@ class NonFinite(TrainerCallback):
         if rank == 0:
             told = {"step": step, "norm": str(norm), "first_not_finite": findings}
             told["rows"] = {f"rank {number}": each for number, each in enumerate(rows)}
-            (place / "finding.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+            safe_files.write_text(place, "finding.json", json.dumps(told, indent=1) + "\n")
         what = f"gradients of step {step} are not finite"
         if self.in_a_row > 1:
             what += f", nor were those of {self.in_a_row - 1} steps before it"
@@ -174,14 +175,17 @@ def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
     """The micro-batches of a step, as they went into the model: <name>.<micro-batch> in one file a rank."""
     from safetensors.torch import save_file
 
-    place.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{name}.{number}": value.detach().cpu().contiguous().clone()
         for number, batch in enumerate(batches)
         for name, value in batch.items()
         if isinstance(value, torch.Tensor)
     }
-    save_file(tensors, place / f"batches-rank{rank}.safetensors")
+    name = f"batches-rank{rank}.safetensors"
+    safe_files.make_folder(place.parent, place.name)
+    with safe_files.private_folder(place, name) as private:
+        save_file(tensors, private.path / name)
+        safe_files.rename(place, f"{private.name}/{name}", name)
 
 
 def sources(dataset: Any, batch: dict[str, Any]) -> list[str]:

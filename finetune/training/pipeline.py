@@ -28,6 +28,7 @@ from finetune.adapters import adalora, initialization, trainable_parameters
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
 from finetune.checkpointing.checkpoints import Writer
+from finetune.core import safe_files
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
@@ -196,7 +197,9 @@ def _run(
                 recipe.train, rows, batch, setup.launch.rows_apart, steps
             )
             terminal.show_plan(screen, recipe, choices, data_report, [*ledger.notes, *repeats])
-            initialization.save_initial(adapted, initial)
+            safe_files.make_folder(folder.path, "checkpoints/.staging")
+            with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
+                initialization.save_initial(adapted, private)
             resume.begin(folder, found, contract, choices, screen)
         made = {"compiled": compile, "cudagraphs": fast["CUDA graphs"]}
         first_step = first_step_checks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
@@ -305,8 +308,9 @@ def save(
             stops = scoring.stop_ids(adapted, tokenizer)
             for note in generation_config.settle_generation(adapted.generation_config, stops):
                 screen.say(f"note: {note}")
-        initialization.save(adapted, target, initial, tensors)
-        tokenizer.save_pretrained(str(target))
+        with safe_files.replace_folder(folder.path, target.name) as private:
+            initialization.save(adapted, private, initial, tensors)
+            tokenizer.save_pretrained(str(private))
     processes.wait_for_everyone()
     collectives.appears(target / "tokenizer_config.json")  # what is saved last
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from finetune.core import strict_json
+from finetune.core import safe_files, strict_json
 
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
@@ -28,7 +28,7 @@ class Metrics(TrainerCallback):
     def __init__(
         self, folder: RunFolder, screen: Console, setup: Setup, *, batch: int, flops_per_token: float
     ) -> None:
-        self.path, self.screen, self.batch = folder.path / "metrics.jsonl", screen, batch
+        self.folder, self.screen, self.batch = folder.path, screen, batch
         self.hardware, self.processes = setup.hardware, setup.launch.processes
         self.flops_per_token = flops_per_token
         self.waited = 0.0  # seconds since the last logged step in which the next one's rows were waited for
@@ -114,7 +114,7 @@ class Metrics(TrainerCallback):
 
     def append(self, record: dict[str, Any]) -> None:
         """A line of metrics.jsonl."""
-        with self.path.open("a", encoding="utf-8") as file:
+        with safe_files.open_append(self.folder, "metrics.jsonl") as file:
             file.write(json.dumps(strict_json.spelt(record)) + "\n")
 
     def loads(self) -> None:

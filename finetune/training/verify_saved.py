@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +20,7 @@ from safetensors import safe_open
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.adapters import initialization, trainable_parameters
+from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.weight_files import find_weight_files
 from finetune.distributed import collectives, sharded_tensors
@@ -275,8 +275,9 @@ def check(folder: RunFolder, ledger: RunChecks) -> None:
 def set_aside(folder: RunFolder) -> None:
     """Weights with their scores, so that nothing takes them for a finished run."""
     if PartialState().is_main_process:
-        aside = folder.path / f"{folder.weights.name}.unverified"
-        shutil.rmtree(aside, ignore_errors=True)  # of an earlier life of this run
-        folder.weights.rename(aside)
-        if (scores := folder.path / run_folder.EVALUATED).exists():
-            scores.rename(aside / scores.name)
+        weights, scores = folder.weights.name, run_folder.EVALUATED
+        aside = f"{weights}.unverified"
+        safe_files.remove(folder.path, aside)  # of an earlier life of this run
+        safe_files.rename(folder.path, weights, aside)
+        if (folder.path / scores).exists():
+            safe_files.rename(folder.path, scores, f"{aside}/{scores}")

@@ -10,12 +10,14 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import measured_run, varied_keys
 from finetune.hardware import detection
 from finetune.launch import launcher
 from finetune.preflight import checker, choice_checks
 from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ def run(asked: Asked, limits: Limits, screen: Console) -> dict[str, Any]:
     base = look(asked)
     names = (Path(asked.baseline).stem, Path(asked.optimised).stem)
     place = asked.folder / "ab" / f"{names[0]}-against-{names[1]}"
+    run_folder.refuse_links(asked.folder)
     runs = measure(asked, base, place, screen)
     sides = [measured_run.summary(group) for group in runs]
     noise = measured_run.noise([side["all"] for side in sides])
@@ -88,7 +91,7 @@ def run(asked: Asked, limits: Limits, screen: Console) -> dict[str, Any]:
     rows = list(table(sides, int(found["machine"]["processes"]), asked.price))
     lines = [["", "baseline", "optimised"], ["---"] * 3, *rows]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    (place / "ab.md").write_text(f"{text}\n", encoding="utf-8")
+    safe_files.write_text(place, "ab.md", f"{text}\n")
     title = f"{asked.baseline} against {asked.optimised}"
     screen.table(title, ("", "baseline", "optimised"), rows)
     verdicts = [(c.what, c.found, c.limit, "holds" if c.ok else "DOES NOT HOLD") for c in checks]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import shipped_files
+from finetune.core import safe_files, shipped_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.ablation import ablation_report, optimizations, verdict
@@ -33,6 +33,7 @@ from finetune.hardware import detection
 from finetune.launch import launcher
 from finetune.preflight import checker, choice_checks
 from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     checker.run(own)
     choice_checks.pinned(own)
     check_baseline(asked, steps)
+    run_folder.refuse_links(asked.folder)
     hold(asked, values_of(own))
     bench = Bench(asked, steps, detection.detect(), Console(quiet=quiet), rank(own.adapter.ours("r")))
     place = asked.folder / stem(asked)
@@ -144,7 +146,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         asked.path,
         [*asked.overrides, *varied_keys.overrides(best_values(bench, rows, variant))],
     )
-    (place / "best.yaml").write_text(ablation_report.best(best, found), encoding="utf-8")
+    safe_files.write_text(place, "best.yaml", ablation_report.best(best, found))
     ablation_report.write(place, found, bench.machine)
     ablation_report.show(bench.screen, found, place)
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import mixed_precision
-from finetune.core import html_pages, shipped_files
+from finetune.core import html_pages, safe_files, shipped_files
 from finetune.experiments.ablation.verdict import described_cost
 from finetune.experiments.runner import measured_run
 from finetune.reporting import plots
@@ -169,11 +169,11 @@ def page(found: dict[str, Any]) -> str:
 
 def write(place: Path, found: dict[str, Any], machine: Hardware) -> None:
     """ladder.md, ladder.svg and ladder.html beside ladder.json; best.yaml's launch, if it has one."""
-    (place / LAUNCH).unlink(missing_ok=True)
+    safe_files.remove(place, LAUNCH)
     if launched := launch_config(found, machine):
-        (place / LAUNCH).write_text(launched, encoding="utf-8")
+        safe_files.write_text(place, LAUNCH, launched)
     for name, text in (("md", markdown(found)), ("svg", picture(found)), ("html", page(found))):
-        (place / f"ladder.{name}").write_text(text, encoding="utf-8")
+        safe_files.write_text(place, f"ladder.{name}", text)
 
 
 def launch_config(found: dict[str, Any], machine: Hardware) -> str:

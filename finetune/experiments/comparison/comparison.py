@@ -18,11 +18,11 @@ Each run reads the base again, which costs little: 8 billion parameters whose fi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
 import math
-import shutil
 import statistics
 import time
 from pathlib import Path
@@ -33,6 +33,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 
+from finetune.core import safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, first_line, nearest
 from finetune.core.formatting import labelled
@@ -46,6 +47,7 @@ from finetune.hardware import detection
 from finetune.preflight import checker
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import pipeline
 
@@ -248,6 +250,7 @@ def start(folder: Path) -> None:
     if problem:
         what, fix = "a comparison needs a folder of its own", "--output runs/my-comparison"
         raise UserError(Problem(what, where=str(folder), found=problem, fix=fix))
+    run_folder.refuse_links(folder)
 
 
 def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
@@ -324,7 +327,8 @@ def clear(place: Path) -> None:
     """Delete a folder that no process reads any more."""
     PartialState().wait_for_everyone()
     if PartialState().is_main_process:
-        shutil.rmtree(place, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            safe_files.remove(place.parent, place.name)
     PartialState().wait_for_everyone()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from scipy.special import stdtr
 from scipy.stats import studentized_range
 
+from finetune.core import safe_files
 from finetune.core.weight_files import find_weight_files
 from finetune.evaluation import verdicts
 from finetune.evaluation.paired_differences import LEVEL
@@ -326,7 +327,7 @@ def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None
     if found["winner"]:
         picture = "![Quality against time, memory and size](compare.svg)"
         parts += [picture, f"The rule of winning: {found['winner']['rule']}."]
-    (place / "compare.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    safe_files.write_text(place, "compare.md", "\n\n".join(parts) + "\n")
 
 
 def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], screen: Console) -> None:
@@ -336,8 +337,8 @@ def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], scre
     screen.say("", *remarks(found), "")
     won = found["winner"]
     if won:
-        (place / "compare.svg").write_text(picture(found), encoding="utf-8")
-        (place / "best.yaml").write_text(recipe_of(recipes[won["run"]], won["why"]), encoding="utf-8")
+        safe_files.write_text(place, "compare.svg", picture(found))
+        safe_files.write_text(place, "best.yaml", recipe_of(recipes[won["run"]], won["why"]))
         screen.say(
             f"rule: {won['rule']}", f"the table and the picture: {place}/compare.md, {place}/compare.svg"
         )

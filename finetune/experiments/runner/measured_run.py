@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import signals
+from finetune.core import safe_files, signals
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.core.paths import writing
 from finetune.data import source_loading
@@ -151,7 +151,7 @@ def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> s
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(path.open(encoding="utf-8")) for path in paths]
         lines = [line.rstrip("\n") for line in itertools.islice(itertools.chain(*files), rows)]
-    (place / "validation.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    safe_files.write_text(place, "validation.jsonl", "\n".join(lines) + "\n")
     return str(place / "validation.jsonl")
 
 
@@ -181,7 +181,7 @@ def make(job: Job, *, cpu: bool) -> bool:
     if code in (Exit.STOPPED, 130, -2, -15):
         fix = "the same command again goes on; finished runs are kept"
         raise UserError(Problem(f"{job.folder.name} was stopped", fix=fix), code=Exit.STOPPED)
-    job.folder.mkdir(exist_ok=True)
+    safe_files.make_folder(job.folder.parent, job.folder.name)
     failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
     mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}
     mark["date"] = time.strftime("%Y-%m-%d")
@@ -191,9 +191,10 @@ def make(job: Job, *, cpu: bool) -> bool:
 
 def set_aside(folder: Path) -> Path:
     """Move what stands in a run's place and is not it; returns where to."""
-    aside = folder.parent / "aside" / f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    aside.parent.mkdir(exist_ok=True)
-    return folder.rename(aside)
+    aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    safe_files.make_folder(folder.parent, "aside")
+    safe_files.rename(folder.parent, folder.name, aside)
+    return folder.parent / aside
 
 
 def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool, more: bool = False) -> int:
@@ -206,7 +207,8 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool,
     gpu = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
     ready = bool(gpu and _waiting and _waiting[-1][0].is_alive())
     process, line = _waiting.pop() if ready else _begin(log, gpu, cpu=cpu)
-    Path(log).touch()
+    if log != os.devnull:
+        safe_files.open_append(Path(log).parent, Path(log).name).close()
     try:
         line.send((words, log, environment))
         if more and gpu and cores() >= CORES:
@@ -231,15 +233,15 @@ def _begin(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[Any, An
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
     theirs, ours = context.Pipe(duplex=False)
     process = context.Process(target=_command, args=(theirs, log, environment))
-    kept, file = os.dup(2), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 2)  # what libraries say while they are imported
-    try:
-        process.start()
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(file)
-        theirs.close()
+    with safe_files.open_log(log) as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)  # what libraries say while they are imported
+        try:
+            process.start()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            theirs.close()
     return process, ours
 
 

@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.core import safe_files
 from finetune.core.errors import Exit
 from finetune.run_folder.run_folder import RunFolder
 
@@ -129,7 +129,8 @@ def run(
     if not reason:
         starved = (killed_for_memory() or 0) > (killed or 0)
         state, reason = failure(code if code is not None else -signal.SIGKILL, log, starved=starved)
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # it is not gone on with
+    with contextlib.suppress(OSError):
+        safe_files.remove(folder, "checkpoints")  # it is not gone on with
     return Ended(state, None, reason, seconds, started)
 
 
@@ -147,7 +148,7 @@ def start(words: list[str], log: Path, warm: bool) -> Any:
         forked.start()
         return forked
     command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
-    with log.open("wb") as sink:
+    with safe_files.open_log(log) as sink:
         given: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(command, start_new_session=True, preexec_fn=tie, **given)
 
@@ -170,10 +171,9 @@ def begin(log: str) -> None:
 
 def write_to(log: str) -> None:
     """Let what this process says, and those that it starts, go to a file."""
-    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for number in (1, 2):
-        os.dup2(sink, number)
-    os.close(sink)
+    with safe_files.open_log(log) as sink:
+        for number in (1, 2):
+            os.dup2(sink.fileno(), number)
 
 
 def tie() -> None:

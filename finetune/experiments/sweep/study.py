@@ -12,11 +12,11 @@ on one machine or many, share a study by its storage and its name, which is DIR'
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +28,7 @@ import optuna
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from finetune.core import signals
+from finetune.core import safe_files, signals
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.experiments.runner import measured_run, worker_process
@@ -36,7 +36,7 @@ from finetune.experiments.sweep import search_space, search_space_checks, study_
 from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.preflight import choice_checks
 from finetune.recipe.loader import load as load_recipe
-from finetune.run_folder import lock
+from finetune.run_folder import lock, run_folder
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -91,7 +91,8 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
     screen = Console(quiet=quiet)
     recipe, found = prepare(asked)
     choice_checks.pinned(recipe)
-    (asked.folder / "logs").mkdir(parents=True, exist_ok=True)
+    run_folder.refuse_links(asked.folder)
+    safe_files.make_folder(asked.folder, "logs")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     maximize, name = (
         recipe.eval.metric_for_best_model != "loss",
@@ -253,7 +254,8 @@ def one(job: Job) -> None:
     try:
         attempt(job, drawn, folder)
     except optuna.exceptions.UpdateFinishedTrialError:
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        with contextlib.suppress(OSError):
+            safe_files.remove(folder, "checkpoints")
         what = f"this worker was silent for over {study_storage.SILENT:.0f} s, and another one took it over"
         job.screen.say(f"trial {drawn.number}: {what}; its run here is ended")
 
@@ -372,9 +374,9 @@ def make_way(folder: Path, screen: Console) -> None:
             what = "another worker trains the final run of an earlier best recipe"
             fix = "the same command again, when that has ended: what was found is kept"
             raise UserError(Problem(what, found=error.problems[0].found, fix=fix)) from error
-        (moved / lock.LOCK).unlink(missing_ok=True)
+        safe_files.remove(moved, lock.LOCK)
         screen.say(f"final is of an earlier best recipe; moved to {moved}")
-    shutil.copyfile(best, begun)
+    safe_files.write_bytes(folder, begun.name, best.read_bytes())
 
 
 def final(asked: SweepRequest) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import stat
@@ -193,21 +194,22 @@ def test_all_is_on_the_disk_before_it_is_published(tmp_path, monkeypatch) -> Non
     flush, rename = os.fsync, os.rename
 
     def fsync(handle: int) -> None:
-        done.append(os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path))
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), tmp_path)
+        done.append(re.sub(r"\.[0-9a-f]{16}\.tmp", ".tmp", path))  # a name that nobody can predict
         flush(handle)
 
-    def renamed(source: Any, target: Any) -> None:
+    def renamed(source: Any, target: Any, **folders: Any) -> None:
         done.append("rename")
-        rename(source, target)
+        rename(source, target, **folders)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "rename", renamed)
     checkpoints.write(tmp_path, 1, content(), None)
-    staged, files = ".staging/step-1", ("weights.safetensors", "state.json", checkpoints.CONTRACT)
+    staged, files = ".staging/.step-1.tmp", ("weights.safetensors", "state.json", checkpoints.CONTRACT)
     assert done == [*(f"{staged}/{f}" for f in (*files, checkpoints.MANIFEST)), staged, "rename", "."]
     done.clear()
     run_folder.RunFolder(tmp_path).write("a.json", {})
-    assert done == [".a.json.tmp"]
+    assert done == [".a.json.tmp", "rename"]
 
 
 def test_a_writer_that_is_closed_writes_no_more(tmp_path, monkeypatch, capsys) -> None:
