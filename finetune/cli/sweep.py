@@ -9,7 +9,7 @@ from typing import Any
 
 from finetune.cli import arguments
 from finetune.cli.inputs import load, located
-from finetune.core import packages, shipped_files
+from finetune.core import packages, safe_files, shipped_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import writing
 
@@ -66,7 +66,7 @@ def export(options: argparse.Namespace, path: Path, target: Path) -> None:
     text, notes = wandb_sweep.sweep(space, recipe, options.recipe, options.overrides, rows)
     notes += [f"{key}: not here: {one}: {why}" for key, gone in lacking.items() for one, why in gone.items()]
     with writing(target):
-        target.write_text(text, encoding="utf-8")
+        safe_files.write_text(target.parent, target.name, text)
     screen = Console(quiet=options.quiet)
     screen.say(*[f"note: {note}" for note in notes], f"wrote {target}", f"next: wandb sweep {target}")
 

@@ -19,6 +19,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from torch.distributed import distributed_c10d as c10d
 
+from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 
@@ -242,11 +243,11 @@ def on_one_disk(folder: Path) -> None:
         return
     path, text = folder / SEEN, from_main(lambda: f"{os.getpid()} {time.time_ns()}")
     if main():
-        path.write_text(text, encoding="utf-8")
+        safe_files.write_text(folder, SEEN, text)
     seen = appears(path, text)
     blind = sorted(set(gathered("" if seen else platform.node())) - {""})
     if main():
-        path.unlink()
+        safe_files.remove(folder, SEEN)
     if blind:
         what, fix = (
             "not all machines of this launch see the run's folder",
