@@ -19,15 +19,16 @@ HEAD = """# Optimizations
 
 Made by `scripts/make_optimizations.py` from [recipes/ablation.yaml](../recipes/ablation.yaml) and from
 measurements. `finetune ablate RECIPE` measures each optimization on your machine, alone and on top of the
-optimizations that helped. It writes a recipe with the optimizations that helped.
+others that helped. It writes a recipe with the optimizations that helped.
 
 **On a CPU**: `finetune ablate recipes/quickstart.yaml`, {cpu}.
-Alone: times the {unit} of a baseline in fp32 with everything off (or of that with the optimizations that one
-builds on), ± what noise explains; one run's noise was {noise} ([all of it](../benchmarks/ladder.md)).
+The baseline trains in fp32, and every optimization is off. "Alone" divides the {unit} of one optimization by
+the {unit} of the baseline, or of the optimizations that it builds on. The number after ± is the part that
+noise explains. The noise of one run was {noise} ([the whole table](../benchmarks/ladder.md)).
 A run had {cpu_steps} steps.
 
 **On a GPU**: the same on {layers} layers of an 8B Llama's widths, {gpu}
-([all of it](../benchmarks/ladder_gpu.md)). A run had {gpu_steps} steps. **Whole model**: between rows of
+([the whole table](../benchmarks/ladder_gpu.md)). A run had {gpu_steps} steps. **Whole model**: rows of
 [benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
 {device}).
 

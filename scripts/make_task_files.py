@@ -24,7 +24,7 @@ Made by `scripts/make_task_files.py` (`make schema`) from what the program reads
 of task files, and the names of lm-eval's own tasks.
 
 ```yaml
-# colors.yaml, beside colors.jsonl with lines {"question": "...", "choices": ["red", "blue"], "gold": 1}
+# colors.yaml. The lines of colors.jsonl: {"question": "...", "choices": ["red", "blue"], "gold": 1}
 data: colors.jsonl
 kind: multiple_choice
 prompt: "Question: {{ question }}\\nAnswer:"
@@ -46,7 +46,7 @@ THEIRS = """
 
 finetune takes a file for this form if it has `dataset_path`, `output_type`, `include`, `group` or
 `custom_dataset` at the top level. `include` names files in the folder of the task, and at most {deepest} in a
-row. Tags, anchors and aliases are refused.
+row. finetune refuses tags, anchors and aliases.
 
 """
 WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true`, `false`"}
@@ -59,7 +59,7 @@ def page() -> str:
     for place, model in task_keys.KEYS.items():
         key = place.removeprefix("task").removeprefix(".")
         text += (f"\n### {key}\n\n" if key else "") + table(model)
-    text += "\n### Keys that are refused\n\nlm-eval has these keys too. finetune refuses them:\n\n"
+    text += "\n### Refused keys\n\nlm-eval has these keys too. finetune refuses them:\n\n"
     text += "".join(f"- `{key}` {why}\n" for key, why in task_keys.REFUSED.items())
     text += "- `group` and `task` with a list: name each task in `eval.tasks`\n"
     return text
@@ -79,7 +79,7 @@ def table(model: type[BaseModel]) -> str:
 
 
 def values(described: dict[str, Any]) -> str:
-    """What may stand there, in words."""
+    """The values of a key, in words."""
     if "anyOf" in described:
         parts = [values(part) for part in described["anyOf"] if part.get("type") != "null"]
         return ", ".join(dict.fromkeys(parts))

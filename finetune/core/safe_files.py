@@ -48,8 +48,8 @@ def write_bytes(root: Path, name: str, content: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(temporary, leaf, src_dir_fd=parent, dst_dir_fd=parent)
-        except BaseException:
-            with contextlib.suppress(OSError):
+        except BaseException:  # Ctrl-C too leaves no temporary file
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 os.unlink(temporary, dir_fd=parent)
             raise
 
@@ -177,7 +177,7 @@ def _open_parent(root: Path, name: str, *, make: bool = False) -> Iterator[tuple
         for part in above:
             path = path / part
             if make:
-                with contextlib.suppress(FileExistsError):
+                with contextlib.suppress(FileExistsError):  # the next line opens it, and refuses a link
                     os.mkdir(part, dir_fd=opened)
             below = _open_below(opened, part, path)
             os.close(opened)

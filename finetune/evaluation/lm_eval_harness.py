@@ -38,7 +38,7 @@ EXPECTED = re.compile(
     r"`pretrained` model kwarg|Passed an already-initialized|Custom kwargs can be passed|"
     r"\[Task: .*\] (metric|has_)|Overwriting default num_fewshot|generation_kwargs"
 )
-# What lm-eval raises for a task that it cannot run: it checks few of the values that a task file gives it
+# lm-eval raises these errors for a task file that it cannot run. It checks few of the values itself
 REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
 
 # metric -> (what is compared, from the mean of (log-likelihood, weight) over rows)
@@ -95,8 +95,13 @@ def metric_names(task: Any) -> list[str]:
     return [_metric(f"{metric},{name}") for name in filters for metric in task.aggregation()]
 
 
+def _is_theirs(name: str) -> bool:
+    """Whether a task is a file in lm-eval's form."""
+    return tasks.is_file(name) and tasks.read(name) is None
+
+
 def _theirs(name: str) -> str | dict[str, Any]:
-    """lm-eval's own task by its name; a file in its form as what is safe of it."""
+    """The name of a task of lm-eval, or the safe configuration of a file in its form."""
     if not tasks.is_file(name):
         return name
     made = lm_eval_tasks.config(tasks.file(name))
@@ -130,9 +135,9 @@ def run(
     """`eval.tasks` of one model: lm-eval's results, with every row's values.
 
     Args:
-        model: with its adapter, or an engine of lm-eval's.
-        seeded: set all random generators, as lm-eval does; `False` in training, whose own must go on.
-        date: what a chat template that asks for it is told (`data.template_date`).
+        model: the model with its adapter, or an engine of lm-eval.
+        seeded: set all random generators, as lm-eval does. Training passes `False` to keep its own state.
+        date: the date that chat templates get (`data.template_date`).
 
     Returns:
         name -> {"metrics", "higher_is_better", "main", "rows", "settings"}; the same on every process.
@@ -195,7 +200,13 @@ def _evaluate(
                     torch_random_seed=random,
                     fewshot_random_seed=SEED,
                 )
-            except REFUSALS as error:  # perplexity; max_gen_toks beyond the context; what a task file says
+            except REFUSALS as error:
+                # A perplexity that overflows and `max_gen_toks` beyond the context end any task. The other
+                # errors come from the values of a task file; without such a file they are a bug of ours
+                if not (
+                    isinstance(error, OverflowError | AssertionError) or any(map(_is_theirs, settings.tasks))
+                ):
+                    raise
                 what, said = "lm-eval fails in a task", str(error)[:300] or type(error).__name__
                 raise UserError(Problem(what, "eval.tasks", found=said)) from error
     box = [_collected(found, settings, chat, batch_size) if found else None]

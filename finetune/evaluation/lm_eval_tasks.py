@@ -1,8 +1,8 @@
-"""Task files in lm-eval's own form, as data: what in them would run code is refused, templates are limited.
+"""Read task files in lm-eval's form as data: finetune refuses keys that run code, and limits templates.
 
-lm-eval itself reads them by a YAML loader that makes any object, imports what `!function` names, and renders
-templates in an open Jinja environment (lm_eval 0.4.13, tasks/_yaml_loader.py, utils.py). That is right for
-tasks that come with it, which are installed code; a file that a recipe names may be anyone's.
+lm-eval's YAML loader makes any object and imports the functions that `!function` names. Its Jinja environment
+has no sandbox (lm_eval 0.4.13, tasks/_yaml_loader.py, utils.py). Tasks that come with lm-eval are installed
+code, so that this is right for them. A file that a recipe names may be from anybody.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def config(path: Path) -> dict[str, Any]:
     """lm-eval's configuration of the task in a file, with what it includes.
 
     Raises:
-        UserError: keys and values that `task_keys` does not list, templates elsewhere, no such data (exit 2).
+        UserError: `task_keys` does not list a key or value, a template has a wrong place, or there are no
+            such data (exit 2).
     """
     found, where = _read(path)
     problems = list(_problems(found, str(path)))
@@ -66,7 +67,7 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
         UserError: the template is broken (exit 2); so does what it returns where a row is not to be rendered.
     """
     try:
-        Environment().parse(template)  # which computes nothing of it
+        Environment().parse(template)  # this does not render it
     except TemplateSyntaxError as error:
         raise UserError(Problem("the template is broken", key, where, found=str(error))) from None
 

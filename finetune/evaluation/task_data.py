@@ -33,14 +33,14 @@ KEY = "dataset_path"
 
 
 def source(task: dict[str, Any], where: Path) -> Callable[..., dict[str, Any]]:
-    """What gives lm-eval the splits of a task. Local files are found now and read when it is called.
+    """A function that gives lm-eval the splits of a task. It reads the local files, which this call finds.
 
     Args:
         task: a validated task.
         where: its file.
 
     Raises:
-        UserError: no such files, an unknown kind of file, no such split, no name of a dataset (exit 2).
+        UserError: a file, split or dataset does not exist, or finetune does not read this format (exit 2).
     """
     kwargs = task.get("dataset_kwargs") or {}
     files = local_files(task, where)
@@ -80,7 +80,7 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
 
 
 def _existing_folder(name: str, where: Path) -> Path | None:
-    """A folder beside the task file, or from the working directory."""
+    """A folder in the folder of the task file, or in the working directory."""
     places = (where.parent / name, Path(name).expanduser())
     return next((place for place in places if place.is_dir()), None)
 
@@ -176,7 +176,7 @@ def _value(row: Any) -> dict[str, Any]:
 
 
 def _csv(path: Path) -> list[dict[str, Any]]:
-    """With the types of columns that `datasets` finds, which are pandas'."""
+    """Read a CSV file with the column types that `datasets` gives it: it reads CSV with pandas."""
     import pandas
 
     try:
@@ -189,7 +189,7 @@ def _csv(path: Path) -> list[dict[str, Any]]:
 
 
 def _of_the_hub(name: str, config: str | None, revision: str | None, **options: Any) -> dict[str, Any]:
-    """All splits of a dataset of the Hub. Images are refused: their decoder fetches what an example names."""
+    """All splits of a dataset of the Hub. Images are refused: their decoder fetches addresses."""
     splits = hub_datasets.load(name, config, revision, **options)
     for split, dataset in splits.items():
         for column, feature in dataset.features.items():

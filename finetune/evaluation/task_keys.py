@@ -1,8 +1,8 @@
-"""Every key that a task file in lm-eval's form may have, with its values; docs/task_files.md lists them.
+"""Every key that a task file in lm-eval's form may have, with its values.
 
-finetune reads no other key. lm-eval imports what a metric or a function names, fetches addresses, and renders
-most strings as templates. Here each name is one of a list. This module imports no lm-eval; a test compares
-the lists with its registry.
+docs/task_files.md lists the keys. finetune reads no other key. lm-eval would import the names of metrics and
+functions, fetch addresses, and render most strings as templates. Here a list holds every name that a file may
+use. This module does not import lm-eval. A test compares the lists with the registry of lm-eval.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Metric(Section):
         "byte_perplexity", "bits_per_byte", "likelihood", "brier_score", "f1", "mcc", "bleu", "chrf",
         "chrf++", "ter",
     ]  # fmt: skip
-    """A metric that lm-eval registers. A path or a metric of the Hub is refused."""
+    """A metric that lm-eval registers, never a path or a metric of the Hub."""
     aggregation: (
         Literal[
             "mean", "nanmean", "median", "perplexity", "weighted_perplexity", "bits_per_byte", "f1",
@@ -62,9 +62,9 @@ class Step(Section):
     k: int | None = Field(default=None, ge=1, le=256)
     """Of `take_first_k`."""
     mapping_dict: dict[Text, Scalar] | None = None
-    """Of `map`: answer -> what stands for it."""
+    """Of `map`: answer -> replacement."""
     default_value: Scalar = None
-    """Of `map`: what stands for other answers."""
+    """Of `map`: replacement of other answers."""
     regex_pattern: Annotated[str, StringConstraints(max_length=1000)] | None = None
     """Of `regex` and `multi_choice_regex`; each match has a time limit."""
     group_select: int | None = Field(default=None, ge=-100, le=100)
@@ -77,7 +77,7 @@ class Step(Section):
     """Of `multi_choice_regex`."""
 
 
-OPTIONS = {  # keys beside the name that each metric and filter takes
+OPTIONS = {  # metric or filter -> the options that it takes
     "exact_match": ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore"),
     "take_first_k": ("k",),
     "map": ("mapping_dict", "default_value"),
@@ -108,8 +108,8 @@ class DatasetKwargs(Section):
     """What lm-eval would hand to `datasets.load_dataset`."""
 
     data_files: Files | dict[Name, Files] | None = None
-    """Files and patterns, or those of each split. Local ones lie beside the task file or in the working
-    directory; with a dataset of the Hub, in its repository. Never an address."""
+    """Files and patterns of files, or split -> files. finetune looks for local files in the folder of the
+    task file and in the working directory. Files of a Hub dataset are in its repository. Never an address."""
     data_dir: Text | None = None
     """Folder in the dataset."""
     revision: Text | None = None
@@ -174,10 +174,10 @@ class LmEvalTask(Section):
     output_type: Literal["multiple_choice", "generate_until", "loglikelihood", "loglikelihood_rolling"] = (
         "generate_until"
     )
-    """What is asked of the model."""
+    """How lm-eval asks the model."""
     dataset_path: Text = Field(min_length=1)
-    """`json`, `csv`, `parquet`, `arrow` or `text` with `dataset_kwargs.data_files`; a local folder; or the id
-    of a dataset on the Hub."""
+    """A local folder or the id of a dataset on the Hub. Or a format with `dataset_kwargs.data_files`:
+    `json`, `csv`, `parquet`, `arrow` or `text`."""
     dataset_name: Name | None = None
     """Configuration of the dataset."""
     dataset_kwargs: DatasetKwargs | None = None
@@ -195,7 +195,7 @@ class LmEvalTask(Section):
     doc_to_text: Text | int | None = None
     """The prompt: a column, or a template that is rendered in the sandbox."""
     doc_to_target: Text | int | list[Text | int] | None = None
-    """What is right: a column, a template, or the value itself."""
+    """The right answer: a column, a template, or the value itself."""
     doc_to_choice: Text | list[Text] | dict[str, Text] | None = None
     """The choices: a column, a template, or the choices themselves."""
     target_delimiter: Text = " "

@@ -1,14 +1,14 @@
-"""Local tasks: a small YAML file beside its rows, evaluated by lm-eval with no network.
+"""Local tasks: a small YAML file next to its data, which lm-eval evaluates without a network.
 
-    task: arc_easy                    # its name in eval.json; default: the file's
-    data: test.jsonl                  # beside this file: json, jsonl, csv, parquet
+    task: arc_easy                    # its name in eval.json (default: the name of the file)
+    data: test.jsonl                  # in the folder of this file: json, jsonl, csv, parquet
     kind: multiple_choice
     prompt: "Question: {{ question }}\\nAnswer:"
     choices: "{{ choices }}"
     answer: "{{ gold }}"
 
-`eval.tasks` takes such files, lm-eval's own YAML files, the names of lm-eval's tasks, and one that ships,
-`general_knowledge`. No torch here.
+`eval.tasks` takes these files, YAML files in lm-eval's form, the names of lm-eval's tasks, and
+`general_knowledge`, which comes with finetune. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
         return None
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])
     tokenizer.no_truncation()
-    tokenizer.no_padding()  # as `load_tokenizer`
+    tokenizer.no_padding()  # `load_tokenizer` does the same
     return tokenizer
 
 

@@ -343,6 +343,15 @@ def test_a_text_without_spaces_is_infinitely_perplexing(engine, tmp_path, monkey
         lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=4))
 
 
+def test_run_reports_a_type_error_as_a_bug_unless_a_task_file_of_lm_eval_can_cause_it(
+    engine, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(engine.model, "generate", lambda **_: len(3))  # pyright: ignore[reportArgumentType] (the planted bug)
+    task = write_task(tmp_path, "own", ANSWERS[:1], f"kind: exact_match\n{ASKED}")
+    with pytest.raises(TypeError, match="has no len"):
+        lm_eval_harness.run(engine.model, engine.tokenizer, Eval(tasks=[task], batch_size=1))
+
+
 def test_a_chat_has_the_bos_that_its_template_writes(engine, tmp_path, monkeypatch) -> None:
     """One, or none, as in training and of held-out rows, whatever the tokenizer puts before a text."""
     tokenizer = copy.deepcopy(engine.tokenizer)

@@ -103,7 +103,7 @@ def test_dataset_of_the_hub_names_no_address_and_no_reader_of_code(
     "name", ["webdataset", "json", "imagefolder", "sql", "buckets/me", "../other", "me/a/b"]
 )
 def test_name_of_a_dataset_is_no_reader_and_no_path(name: str, monkeypatch, tmp_path) -> None:
-    """`datasets` reads the working directory by a reader that is named in place of a dataset."""
+    """For the name of a reader, `datasets` reads the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(ROW)
     (tmp_path / "a.tar").write_bytes(tar_of_pickles())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.cli import main
 from finetune.core import safe_files
 from finetune.core.errors import UserError
 
@@ -131,3 +132,18 @@ def test_writers_stay_inside_while_a_folder_is_swapped_for_a_link(places: tuple[
     assert written and refused, "the race was not met, or met every time"
     assert (outside / "victim").read_text() == "as it was"
     assert [entry.name for entry in outside.iterdir()] == ["victim"]
+
+
+@pytest.mark.parametrize("name", ["report.html", ".eval.json.tmp", "eval.json", "log.txt", "adapter"])
+def test_commands_on_a_run_folder_with_a_link_change_and_send_nothing_outside(
+    name: str, trained, places: tuple[Path, Path], capsys
+) -> None:
+    run, (_, outside) = trained(), places
+    safe_files.remove(run.path, name)
+    (run.path / name).symlink_to(outside if name == "adapter" else outside / "victim")
+    main.main(["report", str(run.path)])
+    with contextlib.suppress(UserError):  # of the link itself
+        run.write(name, {})
+    assert main.main(["publish", str(run.path), "--dry-run"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert [(one.name, one.read_text()) for one in outside.iterdir()] == [("victim", "as it was")]

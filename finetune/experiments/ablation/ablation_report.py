@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).with_name("ablation.html.jinja")
 LAUNCH = "launch.yaml"  # beside best.yaml
 NOTES = (
-    "Alone: times the tokens/s of the baseline (or of the optimizations that it builds on); stacked: times "
-    "those of the stack so far, by runs beside its own. Tokens are those of rows, without padding; a run's "
-    "figure is the median of its steps after the warm-up, an optimization's the median of its runs, or of "
-    "one that says enough. GiB is the allocator's peak; on a CPU the process's size after a step. Loss is "
-    "the mean of the last two steps. Loss cost is how much higher the validation loss is than the "
-    "baseline's, over the same examples, with its 95 % interval. A gain counts if it is more than twice its "
-    "standard error, from the spread of repeats pooled over all variants; a curve may be as far from the "
-    "baseline's as the band says. On a CPU that is busy with other work, gains are of tokens a CPU second: "
-    "what the steps cost, not how long they took."
+    "Alone: the speed of one optimization divided by the speed of the baseline, or of the optimizations "
+    "that it builds on. Stacked: its speed divided by the speed of the stack before it, from runs that "
+    "took turns. Tokens exclude padding. The speed of a run is the median of its steps after the warm-up. "
+    "The speed of an optimization is the median of its runs. One run is enough if the difference is "
+    "clear. GiB is the peak of the allocator, or on a CPU the size of the process after a step. Loss is "
+    "the mean of the last two steps. Loss cost is the increase of the validation loss over the baseline, "
+    "on the same examples, with its 95 % interval. A gain counts if it exceeds twice its standard error. "
+    "The spread of repeated runs, pooled over all variants, gives the standard error. `loss_band` limits "
+    "the distance between two loss curves. On a CPU that is busy with other work, speed is tokens per CPU "
+    "second."
 )
 
 

@@ -1,4 +1,4 @@
-"""Decide whether an optimization is kept, from the figures of its runs and of the runs beside them."""
+"""Decide whether to keep an optimization. Compare its runs with the runs that took turns with them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scale(NamedTuple):
 
 
 def clear(scale: Scale, one: dict[str, Any], beside: dict[str, Any]) -> bool:
-    """Whether a run is so much faster, or slower, than the one beside it that a second is not needed."""
+    """Whether two runs differ so much in speed that no second pair of runs is needed."""
     apart = []
     for rate in measured_run.UNITS:
         if one[rate] and beside[rate]:
@@ -47,7 +47,7 @@ def clear(scale: Scale, one: dict[str, Any], beside: dict[str, Any]) -> bool:
 
 
 def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) -> bool:
-    """Whether a run has anything of what its optimization is for over the one beside it."""
+    """Whether a run needs less memory, or is faster, than the run that it is compared with."""
     if rung.gain == "memory":
         return one["memory_gib"] < beside["memory_gib"]
     return one[scale.rate] > beside[scale.rate]
@@ -56,13 +56,13 @@ def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) 
 def judge(
     scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs, rows: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """What an optimization gained over what it stands on, whether its losses hold, and the verdict.
+    """The gain of an optimization over the setup without it, whether its losses hold, and the verdict.
 
     Args:
-        before: runs of what it stands on, taking turns with its own.
+        before: runs without the optimization, which took turns with `runs`.
         gate: whose losses are the measure.
-        rows: of the optimizations. What neither gains nor costs is kept for one that stands on it and
-            made more, alone, than all that is stacked so far: without it that one could not be stacked.
+        rows: all optimizations. An optimization without a gain or a cost stays if another one builds on it
+            that was faster alone than the whole stack: without the first, the second has no place.
     """
     failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
     if failed:
@@ -97,8 +97,10 @@ def _rate(scale: Scale, row: dict[str, Any]) -> float:
 
 
 def loss_cost(runs: Runs, gate: Runs) -> dict[str, float] | None:
-    """How much higher the validation loss is than that of `gate`, relative, with its 95 % interval; `None`:
-    they were not evaluated on the same examples."""
+    """The relative increase of the validation loss over the loss of `gate`, with its 95 % interval.
+
+    `None`: the two sides were not evaluated on the same examples.
+    """
     base, own = (next(filter(None, (run.get("examples") for run in group)), None) for group in (gate, runs))
     if not base or not own or any(base[key] != own[key] for key in ("group", "tokens")):
         return None

@@ -1,4 +1,4 @@
-"""What is done to a quantized checkpoint after transformers has loaded it."""
+"""Quantized checkpoints after transformers has loaded them."""
 
 from __future__ import annotations
 
