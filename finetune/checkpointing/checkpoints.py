@@ -10,7 +10,6 @@ when a newer one has its name. Tensors are safetensors and all else is JSON: non
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -21,8 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import fault_injection, safe_files
+from finetune.core import fault_injection, safe_files, verified_files
 from finetune.core.errors import FULL, Exit, Problem, UserError
+from finetune.core.verified_files import Damaged
 from finetune.hub import client
 from finetune.recipe import renames
 
@@ -39,10 +39,6 @@ _NAME = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"aside-(step-\d+)")  # newer ones of a run that was resumed before them
 _FAILED: set[fault_injection.Fault] = set()
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
-
-
-class Damaged(Exception):
-    """Why a checkpoint does not verify: file and damage."""
 
 
 class Found(NamedTuple):
@@ -162,7 +158,7 @@ def _write_files(folder: Path, step: int, content: Content) -> None:
         flush(path)
         files[name] = {"bytes": path.stat().st_size, "sha256": client.sha256(path)}
     with safe_files.open_new(folder, MANIFEST) as file:
-        file.write(_signed({"format": FORMAT, "step": step, "files": files}))
+        file.write(verified_files.signed({"format": FORMAT, "step": step, "files": files}))
     flush(folder / MANIFEST)
     flush(folder)
 
@@ -281,22 +277,16 @@ def verify(path: Path) -> None:
         Damaged: naming the first that has not, or can't be read.
         UserError: a newer program has written it (exit 4).
     """
-    try:
-        text = (path / MANIFEST).read_text(encoding="utf-8")
-        manifest = json.loads(text)
-        files = manifest["files"]
-        whole = _signed({key: manifest[key] for key in ("format", "step", "files")}) == text
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} can't be read ({type(error).__name__})") from None
-    if not whole:
-        raise Damaged(f"{MANIFEST} is not as it was written")
+    manifest = verified_files.read_signed(path / MANIFEST)
+    if not {"format", "step", "files"} <= manifest.keys():
+        raise Damaged(f"{MANIFEST} is not a manifest")
     if manifest["format"] != FORMAT:
         what = f"format {manifest['format']} is newer than this program, which knows {FORMAT}"
         problem = Problem(what, where=str(path), fix="the version of finetune that wrote it")
         raise UserError(problem, code=Exit.ARTEFACT)
     if manifest["step"] != step_of(path):
         raise Damaged(f"{MANIFEST} is of step {manifest['step']}")
-    for name, said in files.items():
+    for name, said in manifest["files"].items():
         try:
             _verify_file(path, name, said)
         except OSError as error:
@@ -389,9 +379,3 @@ def _let_go(path: Path) -> None:
     safe_files.rename(root, f"{base}/{path.name}", nameless)
     with contextlib.suppress(OSError):  # the next start deletes it
         safe_files.remove(root, nameless)
-
-
-def _signed(manifest: dict[str, Any]) -> str:
-    """As text, with a digest of itself."""
-    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-    return json.dumps({**manifest, "sha256": digest})

@@ -62,7 +62,7 @@ class Report:
     folders: list[str] = field(default_factory=list)
     """What is to be known of data files in folders that are not read, such as those of other splits."""
     notes: list[str] = field(default_factory=list)
-    """What is to be known of the chat template."""
+    """What is to be known of the chat template and of the cache."""
     rows: int = 0
     kept: int = 0
     tokens: int = 0

@@ -11,9 +11,7 @@ import datetime
 import gc
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -21,22 +19,23 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from finetune.core.errors import Problem, UserError
-from finetune.data import chat_templates, source_loading
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.verified_files import Damaged
+from finetune.data import chat_templates, prepared_cache, source_loading
 from finetune.data.audit import Audit, Report
 from finetune.data.encoding import Encoded, make_encoder
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.packing import best_fit
-from finetune.data.prepared_cache import cache_folder, code_digest, not_makeable
+from finetune.data.prepared_cache import cache_folder, code_digest
 
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Collection, Iterable, Iterator
+    from pathlib import Path
 
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
@@ -85,20 +84,19 @@ def prepare(
 
     sources = source_loading.fingerprints(data)
     folder = cache_folder(data) / _key(data, tokenizer, seed, [vocabulary, sorted(declared)], sources)
-    cached = (folder / "report.json").exists()
-    if not cached:
-        building = _building(folder.parent)
+    found, note = _find(folder)
+    cached = found is not None
+    if found is None:
+        building = prepared_cache.start(folder.parent)
         gc.disable()  # millions of small lists come and go, without one cycle
         try:
-            _build(building, data, tokenizer, seed, vocabulary, declared, sources)
-            os.replace(building, folder)
-        except OSError:
-            if not (folder / "report.json").exists():  # else another process was faster
-                raise
+            reports = _build(building, data, tokenizer, seed, vocabulary, declared, sources)
+            prepared_cache.seal(building, folder.name, reports)
+            prepared_cache.publish(building, folder)
         finally:
             gc.enable()
             shutil.rmtree(building, ignore_errors=True)
-    found = json.loads((folder / "report.json").read_text())
+        found = _read_back(folder)
     found["train"] |= {
         "sources": sources,
         "passed_by": source_loading.passed_by(data),  # as it is now
@@ -108,10 +106,40 @@ def prepare(
         [_content(source, sources) for source in source_loading.sources(data)],
         sorted(sources.values()),
     ]
-    train: Any = Dataset.from_file(str(folder / "rows.arrow"))
-    return Prepared(
-        train, {name: Report(**values) for name, values in found.items()}, folder, cached, content
-    )
+    train: Any = Dataset.from_file(str(folder / prepared_cache.ROWS))
+    reports = {name: Report(**values) for name, values in found.items()}
+    reports["train"].notes += [note] if note else []
+    return Prepared(train, reports, folder, cached, content)
+
+
+def _find(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """The reports of prepared data, `None` if it is to be prepared; and what to say of it."""
+    try:
+        found = prepared_cache.read(folder)
+    except Damaged as damage:
+        return None, f"the prepared data in {folder} was damaged: {damage}. finetune prepared it again"
+    if found and (owner := prepared_cache.owner_of(folder)):
+        return found, f"{owner} prepared the data in {folder}"
+    return found, ""
+
+
+def _read_back(folder: Path) -> dict[str, Any]:
+    """The reports of data that was prepared just now.
+
+    Raises:
+        UserError: it does not verify: the disk or the memory is at fault (exit 3).
+    """
+    try:
+        found = prepared_cache.read(folder)
+    except Damaged as damage:
+        found, why = None, str(damage)
+    else:
+        why = "it is not there any more"
+    if found is None:
+        what, fix = "data that was prepared just now does not verify", "data.cache_dir on another disk"
+        problem = Problem(what, "data.cache_dir", str(folder), why, fix=fix)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    return found
 
 
 def dated(data: Data, tokenizer: PreTrainedTokenizerBase) -> Data:
@@ -121,15 +149,6 @@ def dated(data: Data, tokenizer: PreTrainedTokenizerBase) -> Data:
     asks = any(map(chat_templates.reads_clock, texts))
     date = (data.template_date or datetime.date.today().isoformat()) if asks else None
     return data.model_copy(update={"template_date": date})
-
-
-def _building(cache: Path) -> Path:
-    """A new folder in the cache (exit 2 if there can be none)."""
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
-    except OSError as error:
-        raise UserError(not_makeable(cache, str(error.strerror))) from None
 
 
 class HeldOut(NamedTuple):
@@ -297,8 +316,8 @@ def _build(
     vocabulary: int | None,
     declared: Collection[int],
     sources: dict[str, str],
-) -> None:
-    """Write rows.arrow and report.json."""
+) -> dict[str, Any]:
+    """Write rows.arrow; returns the reports."""
     from finetune.data.arrow_store import Documents
 
     started = time.perf_counter()
@@ -333,11 +352,10 @@ def _build(
         counts, order = np.array([len(row) for row in rows]), order[np.concatenate(rows)]
         fill = float(lengths.sum()) / (len(rows) * data.max_length)
         report.packing = {"rows": len(rows), "budget": data.max_length, "fill": fill}
-    documents.write_rows(folder / "rows.arrow", order, counts, data.packing)
+    documents.write_rows(folder / prepared_cache.ROWS, order, counts, data.packing)
     documents.remove()
     report.seconds = time.perf_counter() - started
-    both = {"train": report.as_json(), "validation": held.finish(held_places.__getitem__).as_json()}
-    (folder / "report.json").write_text(json.dumps(both, indent=1))
+    return {"train": report.as_json(), "validation": held.finish(held_places.__getitem__).as_json()}
 
 
 def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:

@@ -1,20 +1,37 @@
-"""Where prepared data is kept, and how `plan` finds it without a tokenizer.
+"""Where prepared data is kept, what of it is used, and how `plan` finds it without a tokenizer.
 
-`preparation` names a prepared dataset by its content, which takes the tokenizer to know. A small file beside
-the datasets gives that name for a recipe's section, model files and data files as they are on disk.
+    <folder>/<key>/rows.arrow, report.json   prepared data: `preparation` makes the key from all it depends on
+    <folder>/recipes/<hash>                  the key for a recipe's section, model files and data files on disk
+
+report.json holds its own hash, its key, and the hash of rows.arrow. Each process verifies them before it uses
+the data. Damaged data is prepared again, with a note, and replaced by one rename: processes that share the
+folder and find the damage at the same time all end with the same content.
+
+Several users may share the folder. A hash finds damage, but not a change by a user who may write there: share
+it only with users who may decide what you train on. finetune uses the prepared data of another user if it
+verifies, and prints a note. It does not use it where everybody may write to the folder. What finetune writes
+has the permissions of your umask.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import re
+import secrets
+import shutil
+import stat
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from finetune.core import verified_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import why_not_makeable
+from finetune.core.verified_files import Damaged
 from finetune.data import source_loading
 
 if TYPE_CHECKING:
@@ -24,6 +41,9 @@ if TYPE_CHECKING:
 
 MODEL_KEYS = {"name", "revision", "add_tokens"}  # of `model:`, what decides on the token ids
 POINTERS = "recipes"  # the folder of the small files
+ROWS, REPORT = "rows.arrow", "report.json"
+TRIES = 5  # to give prepared data its name, while other processes do so too
+_KEY = re.compile("[0-9a-f]{24}")
 MODULES = (
     "examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates",
     "template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit",
@@ -58,22 +78,130 @@ def code_digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
+def start(cache: Path) -> Path:
+    """A new folder in the cache, in which data is prepared (exit 2 if there can be none).
+
+    It has the permissions of the umask. A folder of `tempfile` would be closed to other users.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        building = cache / f".building-{secrets.token_hex(8)}"
+        building.mkdir()
+    except OSError as error:
+        raise UserError(not_makeable(cache, str(error.strerror))) from None
+    return building
+
+
+def seal(building: Path, key: str, reports: dict[str, Any]) -> None:
+    """Write report.json: what became of the examples, and the hash of rows.arrow."""
+    files = {ROWS: verified_files.describe(building / ROWS)}
+    text = verified_files.signed({"key": key, "files": files, **reports})
+    (building / REPORT).write_text(text, encoding="utf-8")
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """The reports of prepared data that verifies; `None`: there is none.
+
+    Raises:
+        Damaged: it does not verify.
+        UserError: it belongs to another user, in a folder to which everybody may write (exit 2).
+    """
+    try:
+        owner = folder.lstat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise Damaged(f"{folder.name} can't be read ({error.strerror})") from None
+    if not stat.S_ISDIR(owner.st_mode):
+        raise Damaged(f"{folder.name} is no folder")
+    found = verified_files.read_signed(folder / REPORT)
+    if found.pop("key", None) != folder.name:
+        raise Damaged(f"{REPORT} is of other data")
+    verified_files.verify(folder / ROWS, found.pop("files")[ROWS])
+    _refuse_strangers(folder, owner.st_uid)
+    return found
+
+
+def owner_of(folder: Path) -> str:
+    """The other user who owns a folder; the empty string: this user, or root."""
+    owner = folder.lstat().st_uid
+    return "" if owner in (os.geteuid(), 0) else f"user {owner}"
+
+
+def _refuse_strangers(folder: Path, owner: int) -> None:
+    if owner not in (os.geteuid(), 0) and folder.parent.stat().st_mode & stat.S_IWOTH:
+        what = f"{folder} belongs to user {owner}, in a folder to which everybody may write"
+        fix = "data.cache_dir: a folder to which only users you trust may write, or FINETUNE_CACHE"
+        raise UserError(Problem(what, "data.cache_dir", fix=fix))
+
+
+def publish(building: Path, folder: Path) -> None:
+    """Give new data its name, in place of damaged data; whole data of another process stays.
+
+    Raises:
+        UserError: the folder cannot be written (exit 2).
+    """
+    for _ in range(TRIES):
+        try:
+            building.rename(folder)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise UserError(not_makeable(folder, str(error.strerror))) from None
+        with contextlib.suppress(Damaged):
+            if read(folder):  # another process was faster
+                return
+        _remove(folder)
+    raise UserError(not_makeable(folder, "other processes replace it again and again"))
+
+
+def _remove(folder: Path) -> None:
+    """Remove damaged data: its name first, so that no process sees a half of it."""
+    aside = folder.with_name(f".damaged-{secrets.token_hex(8)}")
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:  # another process was faster
+        return
+    except OSError as error:
+        what = "damaged prepared data can't be replaced"
+        fix = f"delete {folder}, or data.cache_dir: a folder that can be written"
+        raise UserError(
+            Problem(what, "data.cache_dir", str(folder), str(error.strerror), fix=fix)
+        ) from None
+    if aside.is_symlink() or not aside.is_dir():
+        aside.unlink()
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 def remember(data: Data, seed: int, model: Model, model_files: Iterable[Path], folder: Path) -> None:
-    """Note the folder of a recipe's prepared data."""
+    """Note the key of a recipe's prepared data, for `plan`; not in a folder that cannot be written."""
     pointer = _pointer(data, seed, model, model_files)
-    pointer.parent.mkdir(exist_ok=True)
     new = pointer.with_name(f".{pointer.name}.{os.getpid()}")
-    new.write_text(folder.name)
-    new.replace(pointer)
+    with contextlib.suppress(OSError):
+        pointer.parent.mkdir(exist_ok=True)
+        new.write_text(verified_files.signed({"recipe": pointer.name, "key": folder.name}), encoding="utf-8")
+        new.replace(pointer)
 
 
 def recall(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> Path | None:
-    """The folder of a recipe's prepared data, unless a file has changed since it was prepared."""
+    """The folder of a recipe's prepared data, unless a file has changed since; `reports` verifies it."""
+    pointer = _pointer(data, seed, model, model_files)
     try:
-        folder = cache_folder(data) / _pointer(data, seed, model, model_files).read_text()
-    except OSError:
+        noted = verified_files.read_signed(pointer)
+    except Damaged:  # `train` writes it anew
         return None
-    return folder if (folder / "report.json").is_file() else None
+    whole = noted.get("recipe") == pointer.name and _KEY.fullmatch(str(noted.get("key")))
+    folder = cache_folder(data) / str(noted.get("key"))
+    return folder if whole and folder.is_dir() else None
+
+
+@cache  # a plan and each of its changes ask
+def reports(folder: Path) -> dict[str, Any] | None:
+    """What `read` gives, once for a process; `None` also for damage: `train` says so and prepares it again."""
+    try:
+        return read(folder)
+    except (Damaged, UserError):
+        return None
 
 
 def _pointer(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> Path:

@@ -22,14 +22,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.core import verified_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.verified_files import Damaged
 from finetune.models import model_class, model_files, module_names
 from finetune.models.module_names import Names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT = 1  # of the lists on disk: raise it if `Names` or what it is made of changes
+FORMAT = 2  # of the lists on disk: raise it if `Names` or what it is made of changes
 SHIPPED = Path(__file__).parent / "module_lists.json"
 # Keys of a config.json that change no module
 _WITHOUT_EFFECT = (
@@ -63,20 +65,38 @@ def read(path: Path, config: Any) -> ModuleList:
     content = json.dumps([FORMAT, version("transformers"), matters], sort_keys=True)
     cache_root = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
     kept = cache_root / "modules" / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # build it anew
-        return ModuleList(_from_json(json.loads(kept.read_text(encoding="utf-8"))), "the cache")
+    names, damage = _kept(kept)
+    if names:
+        return ModuleList(names, "the cache")
     started = time.monotonic()
     names = _build(path.parent)
     with contextlib.suppress(OSError):  # a home that cannot be written
         kept.parent.mkdir(parents=True, exist_ok=True)
         writing = kept.with_suffix(f".{os.getpid()}")
-        writing.write_text(json.dumps(asdict(names)), encoding="utf-8")
+        text = verified_files.signed({"of": kept.name, "names": asdict(names)})
+        writing.write_text(text, encoding="utf-8")
         os.replace(writing, kept)
     took = f"{time.monotonic() - started:.0f} s"
-    note = f"model.name: finetune read the module names of this {names.family} for the first time ({took}); "
+    again = f"again, because {damage} in {kept.parent}" if damage else "for the first time"
+    note = f"model.name: finetune read the module names of this {names.family} {again} ({took}); "
     return ModuleList(
         names, "the model on the meta device", f"{note}the next command finds them in its cache"
     )
+
+
+def _kept(path: Path) -> tuple[Names | None, str]:
+    """The names in a file of the cache, `None` if they are to be built; and the damage of the file."""
+    if not path.exists():
+        return None, ""
+    try:
+        held = verified_files.read_signed(path)
+        if held["of"] != path.name:
+            raise Damaged(f"{path.name} is of another model")
+        return _from_json(held["names"]), ""
+    except Damaged as damage:
+        return None, str(damage)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return None, f"{path.name} can't be read ({type(error).__name__})"
 
 
 def _from_json(held: dict[str, Any]) -> Names:

@@ -54,7 +54,7 @@ def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> 
     if data.streaming:
         return None
     prepared = None if seed is None else prepared_cache.recall(data, seed, model, tokenizer_files(model))
-    if prepared:
+    if prepared and prepared_cache.reports(prepared):
         return _prepared_rows(prepared, data.packing, at_once, apart=not data.padding_free)
     every = dict[Path, float]()
     shared = 1.0
@@ -181,7 +181,7 @@ def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) ->
 
     name = "seq_lengths" if packing else "input_ids"
     lengths, documents = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    with pyarrow.memory_map(str(folder / "rows.arrow")) as content:
+    with pyarrow.memory_map(str(folder / prepared_cache.ROWS)) as content:
         for batch in pyarrow.ipc.open_stream(content):
             lengths.append(np.diff(batch.column("input_ids").offsets.to_numpy()))
             documents.append(batch.column(name).flatten().to_numpy() if packing else lengths[-1])
@@ -191,7 +191,7 @@ def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) ->
     if apart and not packing:
         mixed = np.random.default_rng(0).permutation(rows)
         longest = float(np.mean([mixed[i : i + at_once].max() for i in range(0, len(mixed), at_once)]))
-    report = json.loads((folder / "report.json").read_text())["train"]
+    report = (prepared_cache.reports(folder) or {})["train"]
     long = report["counts"].get("too_long", 0) / max(1, report["rows"])
     spans = attended if packing or not apart else longest
     return Rows(len(rows), float(rows.mean()), longest, spans, long, how="prepared data")

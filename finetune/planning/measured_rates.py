@@ -6,7 +6,6 @@ milliseconds is a tenth more. The rates are kept in a file that `finetune plan` 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -14,7 +13,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import verified_files
 from finetune.core.paths import writing
+from finetune.core.verified_files import Damaged
 from finetune.hardware import gpus
 
 if TYPE_CHECKING:
@@ -87,10 +88,11 @@ def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
     if not path.exists():
         return None, ""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return None, f"it can't be read ({error}); finetune doctor --measure writes it anew"
-    held: dict[str, Any] = found if isinstance(found, dict) else {}
+        held = verified_files.read_signed(path)
+    except Damaged as damage:
+        return None, f"{damage}; finetune doctor --measure writes it anew"
+    if held.pop("of", None) != path.name:
+        return None, "it was written under another name; finetune doctor --measure writes it anew"
     rates = {name for name, rate in held.items() if name in NAMES and _positive(rate)}
     wanted = {*NEEDED, *(["layer"] if held.get("device") == "CPU" else []), *(NAMES.keys() & held.keys())}
     wrong = sorted(wanted - rates)
@@ -130,7 +132,8 @@ def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[s
         rates["link"] = sums(cards)
     shapes = f"hidden {one.hidden}, intermediate {one.intermediate}"
     made = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shapes": shapes}
-    path.write_text(json.dumps({**made, **rates}, indent=1) + "\n")
+    with writing(path):
+        path.write_text(verified_files.signed({"of": path.name, **made, **rates}), encoding="utf-8")
     return {**made, **rates}
 
 

@@ -26,7 +26,7 @@ from finetune.adapters import continue_from
 from finetune.autoconfig import machine_setup
 from finetune.checkpointing import checkpoints
 from finetune.cli import main
-from finetune.core import untrusted_files
+from finetune.core import untrusted_files, verified_files
 from finetune.core.errors import UserError
 from finetune.data import template_sandbox
 from finetune.hub import client
@@ -237,7 +237,7 @@ def name_in_manifest(path: Path, name: str, file: Path) -> None:
     said = {"bytes": file.stat().st_size, "sha256": client.sha256(file)}
     files = {**checkpoints.read_json(path, checkpoints.MANIFEST)["files"], name: said}
     changed = {"format": checkpoints.FORMAT, "step": 1, "files": files}
-    (path / checkpoints.MANIFEST).write_text(checkpoints._signed(changed))
+    (path / checkpoints.MANIFEST).write_text(verified_files.signed(changed))
 
 
 def test_cve_2025_32434_cve_2026_24747_torch_is_new_enough() -> None:

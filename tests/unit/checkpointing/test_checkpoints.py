@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from finetune.checkpointing import checkpoints, serialization, training_state
+from finetune.core import verified_files
 from finetune.core.errors import UserError
 from finetune.hub import client
 from finetune.run_folder import run_folder
@@ -152,7 +153,7 @@ def test_a_newer_format_is_refused_not_passed_over(tmp_path) -> None:
     for step in (1, 2):
         checkpoints.write(tmp_path, step, content(step), None)
     manifest = checkpoints.read_json(tmp_path / "step-2", checkpoints.MANIFEST)
-    newer = checkpoints._signed({"format": 99, "step": 2, "files": manifest["files"]})
+    newer = verified_files.signed({"format": 99, "step": 2, "files": manifest["files"]})
     (tmp_path / "step-2" / checkpoints.MANIFEST).write_text(newer)
     for ask in (lambda: checkpoints.newest(tmp_path), lambda: checkpoints.named(tmp_path, "step-2")):
         with pytest.raises(UserError, match="newer than this program") as raised:
@@ -244,12 +245,12 @@ def test_names_stay_inside_their_folder(tmp_path) -> None:
     entry = {"bytes": 2, "sha256": client.sha256(tmp_path / "elsewhere.json")}
     for name in ("../elsewhere.json", "/etc/hostname", "..", "state.json/../../elsewhere.json", "a.bin"):
         changed = {"format": 1, "step": 1, "files": {**manifest["files"], name: entry}}
-        (path / checkpoints.MANIFEST).write_text(checkpoints._signed(changed))
+        (path / checkpoints.MANIFEST).write_text(verified_files.signed(changed))
         with pytest.raises(checkpoints.Damaged, match="no file of a checkpoint"):
             checkpoints.verify(path)
     linked = {"format": 1, "step": 1, "files": {**manifest["files"], "linked.json": entry}}
     (path / "linked.json").symlink_to(tmp_path / "elsewhere.json")
-    (path / checkpoints.MANIFEST).write_text(checkpoints._signed(linked))
+    (path / checkpoints.MANIFEST).write_text(verified_files.signed(linked))
     with pytest.raises(checkpoints.Damaged, match="linked"):
         checkpoints.verify(path)
 

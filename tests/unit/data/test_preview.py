@@ -224,7 +224,8 @@ def test_the_page_says_every_remark(data, tmp_path, chats, capsys) -> None:
     assert data(*arguments, "--html", str(path)) == 0
     page, shown = Page(path), " ".join(capsys.readouterr().out.split())
     (written,) = (tmp_path / "cache").glob("*/report.json")
-    reports = {name: Report(**report) for name, report in json.loads(written.read_text()).items()}
+    held = json.loads(written.read_text())
+    reports = {name: Report(**held[name]) for name in ("train", "validation")}
     remarks = [*reports["train"].remarks(), *reports["validation"].remarks()]
     assert len(remarks) == 6
     assert all(remark in page.text and remark in shown for remark in remarks)

@@ -101,7 +101,7 @@ def test_damaged_list_on_disk_is_built_anew(damage: str, tmp_path, monkeypatch) 
     kept.write_text(damage)
     again = read(tmp_path / "m", config)
     assert again.names == first.names and again.note
-    assert json.loads(kept.read_text())["family"] == "stablelm"
+    assert json.loads(kept.read_text())["names"]["family"] == "stablelm"
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from finetune.autoconfig import memory_estimate
 from finetune.cli import main
+from finetune.core import verified_files
 from finetune.hardware import gpus
 from finetune.models import architecture
 from finetune.planning import measured_rates, planner, step_time
@@ -38,7 +40,14 @@ def keep(device: str, content: Any) -> None:
     hidden, wide = map(int, named or (WIDTHS.hidden, WIDTHS.intermediate))
     path = measured_rates.file_of(device, WIDTHS._replace(hidden=hidden, intermediate=wide))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    write(path, content)
+
+
+def write(path: Path, content: Any) -> None:
+    """As `finetune doctor --measure` does; what is no mapping, as it is."""
+    signed = isinstance(content, dict)
+    text = verified_files.signed({"of": path.name, **content}) if signed else json.dumps(content)
+    path.write_text(content if isinstance(content, str) else text)
 
 
 def test_ceilings_of_a_gpu_are_used_and_said(large) -> None:
@@ -81,9 +90,9 @@ def test_what_was_measured_at_other_widths_is_kept(large) -> None:
     own, small = measured_rates.file_of("NVIDIA H200", one), one._replace(hidden=256, intermediate=688)
     assert own.name == "h200-4096x14336.json"
     keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 5120, intermediate 17920"})
-    own.write_text(json.dumps(MEASURED))
+    write(own, MEASURED)
     other = {**MEASURED, "shapes": "hidden 256, intermediate 688", "product": 1e11}
-    measured_rates.file_of("NVIDIA H200", small).write_text(json.dumps(other))
+    write(measured_rates.file_of("NVIDIA H200", small), other)
     assert planned(large).source.endswith("on 2026-11-22, at hidden 4096, intermediate 14336")
     assert (measured_rates.read_for("NVIDIA H200", small)[0] or {})["product"] == 1e11
     own.unlink()
@@ -93,14 +102,15 @@ def test_what_was_measured_at_other_widths_is_kept(large) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([1, 2], "no backward, bandwidth, forward, product, date, shapes"),
+        ([1, 2], "can't be read"),
+        ({}, "no backward, bandwidth, forward, product, date, shapes"),
         ({key: MEASURED[key] for key in MEASURED if key != "forward"}, "no forward in it"),
         ({**MEASURED, "fp8": "fast"}, "no fp8 in it"),
         ({**MEASURED, "product": 0}, "no product in it"),
         ({**MEASURED, "shapes": "?"}, "no shapes in it"),
-        ("{", "it can't be read"),
+        ("{", "can't be read"),
     ],
-    ids=("a list", "a missing rate", "a text", "nothing", "no shapes", "half written"),
+    ids=("a list", "an empty mapping", "a missing rate", "a text", "nothing", "no shapes", "half written"),
 )
 def test_a_broken_file_of_rates_is_said_and_not_used(large, content: Any, said: str) -> None:
     before = planned(large)
@@ -122,7 +132,7 @@ def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys)
     assert planner.cpu_rate(loader.load(QUICKSTART)) == found["layer"]
     said = step_time.of_cpu(one)
     assert said == f"a layer, by `finetune doctor --measure` on {found['date']}, at {found['shapes']}"
-    file.write_text(json.dumps({name: value for name, value in found.items() if name != "layer"}))
+    write(file, {name: found[name] for name in found if name not in ("layer", "sha256")})
     assert planner.cpu_rate(loader.load(QUICKSTART)) > 1e8  # timed anew
     assert step_time.of_cpu(one).startswith(f"a layer timed here; {file} is not used: no layer")
 

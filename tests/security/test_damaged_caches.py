@@ -1,0 +1,211 @@
+"""Damaged caches: finetune prepares the data again with a note, and trains on the same bytes as without damage."""
+
+import json
+import os
+import random
+import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pyarrow
+import pytest
+
+from finetune.core import verified_files
+from finetune.core.errors import UserError
+from finetune.data import prepared_cache, preparation
+from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.planning import dataset_estimate
+from finetune.recipe.schema import Data, Model
+from support.paths import DATA, MODEL, QUICKSTART
+
+OPTIONS = {"plain": {}, "packed": {"packing": True}, "with a validation set": {"validation_fraction": 0.2}}
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(Model(name=str(MODEL)))
+
+
+@pytest.fixture
+def data(tmp_path) -> Data:
+    lines = (DATA / "train.jsonl").read_text().splitlines()[:24]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    return Data.model_validate({"name": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path / "cache")})
+
+
+def entry(cache: Path) -> Path:
+    (folder,) = (path for path in cache.iterdir() if len(path.name) == 24)
+    return folder
+
+
+def content(prepared) -> tuple[list, dict]:
+    """All that a run takes from prepared data."""
+    reports = {name: {**report.as_json(), "notes": [], "seconds": 0} for name, report in prepared.report.items()}
+    return prepared.train.to_list(), reports
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    held = bytearray(path.read_bytes())
+    held[min(offset, len(held) - 1)] ^= mask  # the time of preparation has more or fewer digits
+    path.write_bytes(held)
+
+
+def offsets(size: int, count: int) -> list[int]:
+    return sorted({0, size // 2, size - 1, *random.Random(size).sample(range(size), min(count, size))})
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("count", [1, pytest.param(60, marks=pytest.mark.soak)])
+def test_flipped_byte_in_prepared_data_is_prepared_again(data, tokenizer, count, options) -> None:
+    data = data.model_copy(update=options)
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"rows.arrow", "report.json"}
+    for name in sorted(names):
+        for offset in offsets((folder / name).stat().st_size, count):
+            flip(folder / name, offset, random.Random(offset).choice([1, 32, 128]))
+            again = preparation.prepare(data, tokenizer, 0, None)
+            said = again.report["train"].notes
+            assert not again.cached and content(again) == whole, (name, offset)
+            assert "was damaged" in said[-1] and name in said[-1] and "prepared it again" in said[-1]
+    last = preparation.prepare(data, tokenizer, 0, None)
+    assert last.cached and not last.report["train"].notes
+    assert {path.name[:8] for path in Path(data.cache_dir).iterdir()} == {folder.name[:8]}, "nothing is left over"
+
+
+def test_other_token_ids_of_the_vocabulary_are_not_trained_on(data, tokenizer) -> None:
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
+    table = pyarrow.ipc.open_stream((folder / "rows.arrow").read_bytes()).read_all()
+    columns = {name: table.column(name) for name in table.column_names}
+    for name in ("input_ids", "labels"):
+        rows = [[i if i < 0 else (i + 7) % 90 for i in row] for row in table.column(name).to_pylist()]
+        columns[name] = pyarrow.array(rows, table.schema.field(name).type)
+    with pyarrow.ipc.new_stream(str(folder / "rows.arrow"), table.schema) as stream:
+        stream.write_table(pyarrow.table(columns, table.schema))
+    again = preparation.prepare(data, tokenizer, 0, None)
+    assert content(again) == whole and "rows.arrow" in again.report["train"].notes[-1]
+
+
+def cut(folder: Path, other: Path) -> None:
+    rows = folder / "rows.arrow"
+    rows.write_bytes(rows.read_bytes()[:-9])
+
+
+def empty(folder: Path, other: Path) -> None:
+    (folder / "rows.arrow").write_bytes(b"")
+
+
+def swap_rows(folder: Path, other: Path) -> None:
+    shutil.copyfile(other / "rows.arrow", folder / "rows.arrow")
+
+
+def swap_report(folder: Path, other: Path) -> None:
+    shutil.copyfile(other / "report.json", folder / "report.json")
+
+
+def swap_all(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(other, folder)
+
+
+def link_to_other(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to(other)
+
+
+def delete_rows(folder: Path, other: Path) -> None:
+    (folder / "rows.arrow").unlink()
+
+
+def delete_report(folder: Path, other: Path) -> None:
+    (folder / "report.json").unlink()
+
+
+def replace_by_file(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def replace_by_fifo(folder: Path, other: Path) -> None:
+    (folder / "rows.arrow").unlink()
+    os.mkfifo(folder / "rows.arrow")
+
+
+DAMAGES = (
+    cut, empty, swap_rows, swap_report, swap_all, link_to_other, delete_rows, delete_report,
+    replace_by_file, replace_by_fifo,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_cut_or_swapped_prepared_data_is_prepared_again(data, tokenizer, tmp_path, damage) -> None:
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
+    elsewhere = data.model_copy(update={"max_length": 100, "cache_dir": str(tmp_path / "other")})
+    preparation.prepare(elsewhere, tokenizer, 0, None)
+    damage(folder, entry(tmp_path / "other"))
+    again = preparation.prepare(data, tokenizer, 0, None)
+    assert content(again) == whole and again.report["train"].notes
+    assert preparation.prepare(data, tokenizer, 0, None).cached
+    assert len(preparation.prepare(elsewhere, tokenizer, 0, None).train), "the other data is as it was"
+
+
+def test_processes_that_find_damage_together_end_with_the_same_content(data, tokenizer) -> None:
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
+    flip(folder / "rows.arrow", 100)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: preparation.prepare(data, tokenizer, 0, None), range(4)))
+    assert all(content(one) == whole for one in found)
+    assert [path.name for path in Path(data.cache_dir).iterdir()] == [folder.name]
+
+
+def test_whole_data_of_another_process_is_not_replaced(data, tokenizer, tmp_path) -> None:
+    """Two processes prepare: the second one to be done takes what the first one wrote."""
+    preparation.prepare(data, tokenizer, 0, None)
+    folder = entry(Path(data.cache_dir))
+    building = prepared_cache.start(folder.parent)
+    shutil.copytree(folder, building, dirs_exist_ok=True)
+    first = folder.stat().st_ino
+    prepared_cache.publish(building, folder)
+    assert folder.stat().st_ino == first
+
+
+def test_plan_does_not_use_damaged_prepared_data(data, tokenizer) -> None:
+    def how() -> str:
+        dataset_estimate._prepared_rows.cache_clear()
+        prepared_cache.reports.cache_clear()
+        return dataset_estimate.rows_of(data, Model(name=str(MODEL)), 1, 0).how
+
+    prepared = preparation.prepare(data, tokenizer, 0, None)
+    folder, files = Path(data.cache_dir), dataset_estimate.tokenizer_files(Model(name=str(MODEL)))
+    prepared_cache.remember(data, 0, Model(name=str(MODEL)), files, prepared.path)
+    assert how() == "prepared data"
+    (pointer,) = (folder / "recipes").iterdir()
+    for path in (pointer, prepared.path / "rows.arrow", prepared.path / "report.json"):
+        held = path.read_bytes()
+        for offset in offsets(len(held), 2):
+            flip(path, offset)
+            assert how() != "prepared data", (path, offset)
+            path.write_bytes(held)
+    pointer.write_text(verified_files.signed({"recipe": pointer.name, "key": "../../elsewhere"}))
+    assert how() != "prepared data"
+
+
+def test_run_on_a_damaged_cache_has_the_losses_of_the_first_one(train, tmp_path, capsys) -> None:
+    cache = tmp_path / "cache"
+    first = train(f"data.cache_dir={cache}", name="first")
+    rows = entry(cache) / "rows.arrow"
+    flip(rows, rows.stat().st_size // 2)
+    second = train(f"data.cache_dir={cache}", name="second")
+    losses = [[step["loss"] for step in run.steps()] for run in (first, second)]
+    assert losses[0] == losses[1]
+    assert "was damaged" in json.dumps(second.read("data_report.json"))
+
+
+def test_verification_reads_a_gigabyte_per_second(tmp_path) -> None:
+    path = tmp_path / "rows.arrow"
+    path.write_bytes(os.urandom(2**20) * 128)
+    stated, started = verified_files.describe(path), time.perf_counter()
+    verified_files.verify(path, stated)
+    assert path.stat().st_size / (time.perf_counter() - started) > 1e9
