@@ -1,7 +1,7 @@
 """Files that finetune writes for itself and reads again, each with a hash of its content.
 
-The hash finds damage: a changed byte, a cut file, a file of another run in this file's place. It does not find a
-change by somebody who may write to the folder, because they can write a new hash too.
+The hash finds damage: a changed byte, a cut file, a file of another run in this file's place. It does not
+find a change by somebody who may write to the folder, because they can write a new hash too.
 
 Small files are JSON with their own sha256. Large files are described by their size and xxh3_128, which reads
 27 GB/s from the page cache on the server where it was measured (sha256: 1.8 GB/s, crc32: 4.2 GB/s).

@@ -1,7 +1,7 @@
 """Where prepared data is kept, what of it is used, and how `plan` finds it without a tokenizer.
 
-    <folder>/<key>/rows.arrow, report.json   prepared data: `preparation` makes the key from all it depends on
-    <folder>/recipes/<hash>                  the key for a recipe's section, model files and data files on disk
+    <folder>/<key>/rows.arrow, report.json   prepared data, by a key made of all it depends on
+    <folder>/recipes/<hash>                  the key for a recipe's section, model files and data files
 
 report.json holds its own hash, its key, and the hash of rows.arrow. Each process verifies them before it uses
 the data. Damaged data is prepared again, with a note, and replaced by one rename: processes that share the
@@ -16,7 +16,6 @@ has the permissions of your umask.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -28,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import verified_files
+from finetune.core import safe_files, verified_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import why_not_makeable
 from finetune.core.verified_files import Damaged
@@ -96,7 +95,7 @@ def seal(building: Path, key: str, reports: dict[str, Any]) -> None:
     """Write report.json: what became of the examples, and the hash of rows.arrow."""
     files = {ROWS: verified_files.describe(building / ROWS)}
     text = verified_files.signed({"key": key, "files": files, **reports})
-    (building / REPORT).write_text(text, encoding="utf-8")
+    safe_files.write_text(building, REPORT, text)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -146,7 +145,7 @@ def publish(building: Path, folder: Path) -> None:
             building.rename(folder)
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            if not os.path.lexists(folder):
                 raise UserError(not_makeable(folder, str(error.strerror))) from None
         with contextlib.suppress(Damaged):
             if read(folder):  # another process was faster
@@ -165,9 +164,7 @@ def _remove(folder: Path) -> None:
     except OSError as error:
         what = "damaged prepared data can't be replaced"
         fix = f"delete {folder}, or data.cache_dir: a folder that can be written"
-        raise UserError(
-            Problem(what, "data.cache_dir", str(folder), str(error.strerror), fix=fix)
-        ) from None
+        raise UserError(Problem(what, "data.cache_dir", str(folder), str(error.strerror), fix=fix)) from None
     if aside.is_symlink() or not aside.is_dir():
         aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)
@@ -176,11 +173,10 @@ def _remove(folder: Path) -> None:
 def remember(data: Data, seed: int, model: Model, model_files: Iterable[Path], folder: Path) -> None:
     """Note the key of a recipe's prepared data, for `plan`; not in a folder that cannot be written."""
     pointer = _pointer(data, seed, model, model_files)
-    new = pointer.with_name(f".{pointer.name}.{os.getpid()}")
+    text = verified_files.signed({"recipe": pointer.name, "key": folder.name})
     with contextlib.suppress(OSError):
-        pointer.parent.mkdir(exist_ok=True)
-        new.write_text(verified_files.signed({"recipe": pointer.name, "key": folder.name}), encoding="utf-8")
-        new.replace(pointer)
+        safe_files.make_folder(pointer.parent.parent, POINTERS)
+        safe_files.write_text(pointer.parent.parent, f"{POINTERS}/{pointer.name}", text)
 
 
 def recall(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> Path | None:
@@ -197,7 +193,7 @@ def recall(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> 
 
 @cache  # a plan and each of its changes ask
 def reports(folder: Path) -> dict[str, Any] | None:
-    """What `read` gives, once for a process; `None` also for damage: `train` says so and prepares it again."""
+    """What `read` gives, once for a process; `None` also for damage, of which `train` prints a note."""
     try:
         return read(folder)
     except (Damaged, UserError):

@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import verified_files
+from finetune.core import safe_files, verified_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.verified_files import Damaged
 from finetune.models import model_class, model_files, module_names
@@ -72,10 +72,8 @@ def read(path: Path, config: Any) -> ModuleList:
     names = _build(path.parent)
     with contextlib.suppress(OSError):  # a home that cannot be written
         kept.parent.mkdir(parents=True, exist_ok=True)
-        writing = kept.with_suffix(f".{os.getpid()}")
         text = verified_files.signed({"of": kept.name, "names": asdict(names)})
-        writing.write_text(text, encoding="utf-8")
-        os.replace(writing, kept)
+        safe_files.write_text(kept.parent, kept.name, text)
     took = f"{time.monotonic() - started:.0f} s"
     again = f"again, because {damage} in {kept.parent}" if damage else "for the first time"
     note = f"model.name: finetune read the module names of this {names.family} {again} ({took}); "

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import verified_files
+from finetune.core import safe_files, verified_files
 from finetune.core.paths import writing
 from finetune.core.verified_files import Damaged
 from finetune.hardware import gpus
@@ -133,7 +133,8 @@ def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[s
     shapes = f"hidden {one.hidden}, intermediate {one.intermediate}"
     made = {"device": name, "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "shapes": shapes}
     with writing(path):
-        path.write_text(verified_files.signed({"of": path.name, **made, **rates}), encoding="utf-8")
+        text = verified_files.signed({"of": path.name, **made, **rates})
+        safe_files.write_text(path.parent, path.name, text)
     return {**made, **rates}
 
 

@@ -1,10 +1,11 @@
-"""Damaged caches: finetune prepares the data again with a note, and trains on the same bytes as without damage."""
+"""Damaged prepared data: finetune prepares it again with a note, and trains on the same bytes as before."""
 
 import json
 import os
 import random
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,11 +14,11 @@ import pytest
 
 from finetune.core import verified_files
 from finetune.core.errors import UserError
-from finetune.data import prepared_cache, preparation
+from finetune.data import preparation, prepared_cache
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.planning import dataset_estimate
 from finetune.recipe.schema import Data, Model
-from support.paths import DATA, MODEL, QUICKSTART
+from support.paths import DATA, MODEL
 
 OPTIONS = {"plain": {}, "packed": {"packing": True}, "with a validation set": {"validation_fraction": 0.2}}
 NOBODY = 65534
@@ -35,14 +36,17 @@ def data(tmp_path) -> Data:
     return Data.model_validate({"name": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path / "cache")})
 
 
-def entry(cache: Path) -> Path:
-    (folder,) = (path for path in cache.iterdir() if len(path.name) == 24)
+def entry(cache: Path | str | None) -> Path:
+    """The folder of the prepared data in a cache."""
+    (folder,) = (path for path in Path(cache or "").iterdir() if len(path.name) == 24)
     return folder
 
 
 def content(prepared) -> tuple[list, dict]:
     """All that a run takes from prepared data."""
-    reports = {name: {**report.as_json(), "notes": [], "seconds": 0} for name, report in prepared.report.items()}
+    reports = {
+        name: {**report.as_json(), "notes": [], "seconds": 0} for name, report in prepared.report.items()
+    }
     return prepared.train.to_list(), reports
 
 
@@ -60,7 +64,7 @@ def offsets(size: int, count: int) -> list[int]:
 @pytest.mark.parametrize("count", [1, pytest.param(60, marks=pytest.mark.soak)])
 def test_flipped_byte_in_prepared_data_is_prepared_again(data, tokenizer, count, options) -> None:
     data = data.model_copy(update=options)
-    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(data.cache_dir)
     names = {path.name for path in folder.iterdir()}
     assert names == {"rows.arrow", "report.json"}
     for name in sorted(names):
@@ -72,11 +76,13 @@ def test_flipped_byte_in_prepared_data_is_prepared_again(data, tokenizer, count,
             assert "was damaged" in said[-1] and name in said[-1] and "prepared it again" in said[-1]
     last = preparation.prepare(data, tokenizer, 0, None)
     assert last.cached and not last.report["train"].notes
-    assert {path.name[:8] for path in Path(data.cache_dir).iterdir()} == {folder.name[:8]}, "nothing is left over"
+    assert {path.name[:8] for path in Path(data.cache_dir or "").iterdir()} == {folder.name[:8]}, (
+        "nothing is left over"
+    )
 
 
 def test_other_token_ids_of_the_vocabulary_are_not_trained_on(data, tokenizer) -> None:
-    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(data.cache_dir)
     table = pyarrow.ipc.open_stream((folder / "rows.arrow").read_bytes()).read_all()
     columns = {name: table.column(name) for name in table.column_names}
     for name in ("input_ids", "labels"):
@@ -141,8 +147,8 @@ DAMAGES = (
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_cut_or_swapped_prepared_data_is_prepared_again(data, tokenizer, tmp_path, damage) -> None:
-    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
-    elsewhere = data.model_copy(update={"max_length": 100, "cache_dir": str(tmp_path / "other")})
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(data.cache_dir)
+    elsewhere = data.model_copy(update={"train_on": "all", "cache_dir": str(tmp_path / "other")})
     preparation.prepare(elsewhere, tokenizer, 0, None)
     damage(folder, entry(tmp_path / "other"))
     again = preparation.prepare(data, tokenizer, 0, None)
@@ -152,18 +158,18 @@ def test_cut_or_swapped_prepared_data_is_prepared_again(data, tokenizer, tmp_pat
 
 
 def test_processes_that_find_damage_together_end_with_the_same_content(data, tokenizer) -> None:
-    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(Path(data.cache_dir))
+    whole, folder = content(preparation.prepare(data, tokenizer, 0, None)), entry(data.cache_dir)
     flip(folder / "rows.arrow", 100)
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: preparation.prepare(data, tokenizer, 0, None), range(4)))
     assert all(content(one) == whole for one in found)
-    assert [path.name for path in Path(data.cache_dir).iterdir()] == [folder.name]
+    assert [path.name for path in Path(data.cache_dir or "").iterdir()] == [folder.name]
 
 
 def test_whole_data_of_another_process_is_not_replaced(data, tokenizer, tmp_path) -> None:
     """Two processes prepare: the second one to be done takes what the first one wrote."""
     preparation.prepare(data, tokenizer, 0, None)
-    folder = entry(Path(data.cache_dir))
+    folder = entry(data.cache_dir)
     building = prepared_cache.start(folder.parent)
     shutil.copytree(folder, building, dirs_exist_ok=True)
     first = folder.stat().st_ino
@@ -175,10 +181,13 @@ def test_plan_does_not_use_damaged_prepared_data(data, tokenizer) -> None:
     def how() -> str:
         dataset_estimate._prepared_rows.cache_clear()
         prepared_cache.reports.cache_clear()
-        return dataset_estimate.rows_of(data, Model(name=str(MODEL)), 1, 0).how
+        found = dataset_estimate.rows_of(data, Model(name=str(MODEL)), 1, 0)
+        assert found
+        return found.how
 
     prepared = preparation.prepare(data, tokenizer, 0, None)
-    folder, files = Path(data.cache_dir), dataset_estimate.tokenizer_files(Model(name=str(MODEL)))
+    folder, files = Path(data.cache_dir or ""), dataset_estimate.tokenizer_files(Model(name=str(MODEL)))
+    assert prepared.path
     prepared_cache.remember(data, 0, Model(name=str(MODEL)), files, prepared.path)
     assert how() == "prepared data"
     (pointer,) = (folder / "recipes").iterdir()
@@ -203,9 +212,102 @@ def test_run_on_a_damaged_cache_has_the_losses_of_the_first_one(train, tmp_path,
     assert "was damaged" in json.dumps(second.read("data_report.json"))
 
 
+@pytest.mark.alone
 def test_verification_reads_a_gigabyte_per_second(tmp_path) -> None:
     path = tmp_path / "rows.arrow"
     path.write_bytes(os.urandom(2**20) * 128)
     stated, started = verified_files.describe(path), time.perf_counter()
     verified_files.verify(path, stated)
     assert path.stat().st_size / (time.perf_counter() - started) > 1e9
+
+
+@pytest.fixture
+def unprivileged(tmp_path) -> Iterator[None]:
+    """Root may write everywhere; this test is another user than the one who owns `tmp_path`."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    closed = [place for place in (tmp_path, *tmp_path.parents) if not place.stat().st_mode & 0o001]
+    modes = {place: place.stat().st_mode for place in closed}
+    for place in closed:
+        place.chmod(modes[place] | 0o011)
+    os.seteuid(NOBODY)
+    yield
+    os.seteuid(0)
+    for place, mode in modes.items():
+        place.chmod(mode)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_prepared_data_has_the_permissions_of_the_umask(data, tokenizer, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        preparation.prepare(data, tokenizer, 0, None)
+    finally:
+        os.umask(before)
+    folder = entry(data.cache_dir)
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~umask}
+
+
+def prepared_by_nobody(data: Data, tokenizer, mode: int) -> Path:
+    """Prepared data that another user owns, in a folder with these permissions."""
+    preparation.prepare(data, tokenizer, 0, None)
+    folder = entry(data.cache_dir)
+    for path in (folder, *folder.iterdir()):
+        os.chown(path, NOBODY - 1, NOBODY - 1)
+    folder.parent.chmod(mode)
+    return folder
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_data_of_another_user_is_used_with_a_note(data, tokenizer) -> None:
+    prepared_by_nobody(data, tokenizer, 0o2775)
+    found = preparation.prepare(data, tokenizer, 0, None)
+    assert found.cached and f"user {NOBODY - 1} prepared the data" in found.report["train"].notes[-1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_data_of_another_user_is_not_used_where_everybody_may_write(data, tokenizer) -> None:
+    prepared_by_nobody(data, tokenizer, 0o1777)
+    with pytest.raises(UserError, match="everybody may write") as raised:
+        preparation.prepare(data, tokenizer, 0, None)
+    assert raised.value.code == 2 and "data.cache_dir" in str(raised.value)
+
+
+def test_whole_data_in_a_folder_that_cannot_be_written_is_used(data, tokenizer, tmp_path, request) -> None:
+    whole = content(preparation.prepare(data, tokenizer, 0, None))
+    request.getfixturevalue("unprivileged")
+    found = preparation.prepare(data, tokenizer, 0, None)
+    assert found.cached and content(found) == whole
+    prepared_cache.remember(data, 0, Model(name=str(MODEL)), [], entry(data.cache_dir))
+    assert not (Path(data.cache_dir or "") / "recipes").exists()
+
+
+def test_damaged_data_that_cannot_be_replaced_is_an_error(data, tokenizer, tmp_path, request) -> None:
+    preparation.prepare(data, tokenizer, 0, None)
+    flip(entry(data.cache_dir) / "rows.arrow", 100)
+    request.getfixturevalue("unprivileged")
+    with pytest.raises(UserError, match="nothing can be kept in") as raised:
+        preparation.prepare(data, tokenizer, 0, None)
+    assert raised.value.code == 2 and "data.cache_dir" in str(raised.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_damaged_data_of_another_user_in_a_sticky_folder_is_an_error(data, tokenizer, request) -> None:
+    folder = prepared_by_nobody(data, tokenizer, 0o1775)
+    os.chown(folder.parent, 0, NOBODY)
+    folder.parent.chmod(0o1775)
+    flip(folder / "rows.arrow", 100)
+    groups = os.getgroups()
+    request.getfixturevalue("unprivileged")
+    os.seteuid(0)
+    os.setgroups([NOBODY])
+    os.seteuid(NOBODY)
+    try:
+        with pytest.raises(UserError, match="damaged prepared data can't be replaced") as raised:
+            preparation.prepare(data, tokenizer, 0, None)
+        assert raised.value.code == 2 and f"delete {folder}" in str(raised.value)
+    finally:
+        os.seteuid(0)
+        os.setgroups(groups)
+        os.seteuid(NOBODY)
