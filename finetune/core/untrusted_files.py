@@ -159,6 +159,22 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
         if not value.startswith(allowed):
             what, expected = "names a module to be imported", " or ".join(allowed)
             yield Problem(what, key, str(path), f"{name}: {value}"[:200], f"{expected} ...")
+    yield from _other_files(content, path, key)
+
+
+def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
+    """PEFT opens these where an adapter goes on to train: tokenizers, adapters and pickles by their names."""
+    base, tokenizer = content.get("base_model_name_or_path"), content.get("tokenizer_name_or_path")
+    named = {
+        "tokenizer_name_or_path": tokenizer if tokenizer != base else None,
+        "tokenizer_kwargs": content.get("tokenizer_kwargs"),
+        "prompt_tuning_init_state_dict_path": content.get("prompt_tuning_init_state_dict_path"),
+        "adapters": content.get("adapters"),  # of X-LoRA
+    }
+    for name, value in named.items():
+        if value:
+            what, fix = "names files outside of its folder", f"take {name} out of it"
+            yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix)
 
 
 def _redirects(path: Path, key: str) -> Iterator[Problem]:

@@ -53,11 +53,17 @@ def named(data: Data) -> list[tuple[Source, str]]:
 
 
 def check_of_the_hub(data: Data) -> None:
-    """Revision, subset and split choose rows of a Hub data set only; files have none (exit 2)."""
+    """Revision, subset and split choose rows of a Hub data set only; files have none (exit 2).
+
+    A name that is no file must be one that a dataset of the Hub can have.
+    """
     split = data.split if data.split != Data.model_fields["split"].default else None
     asked = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
     items = data.name if isinstance(data.name, list) else [data.name]
     files_only = [files(source.name, "data.name") is not None for source in sources(data)]
+    for source, is_file in zip(sources(data), files_only, strict=True):
+        if not is_file:
+            hub_datasets.check_name(source.name)
     wrong = [(key, value) for key, value in asked.items() if value and all(files_only)]
     for item, is_file in zip(items, files_only, strict=True):
         if isinstance(item, Source) and is_file:

@@ -111,6 +111,8 @@ def commit(model: Model) -> str:
 
 def from_hub(load: Any, model: Model, **options: Any) -> Any:
     """Call `from_pretrained`; its errors become ours, with the remedy. The model's own code never runs."""
+    from huggingface_hub.errors import StrictDataclassError
+
     revision = "main" if local_path(model.name) else commit(model)
     try:
         if not local_path(model.name):
@@ -121,6 +123,11 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
         fix = "install it; of weights that are quantised take those in 16 bits"
         problem = Problem("wants a package that is not here", "model.name", found=first_line(error), fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
+    except (LookupError, TypeError, AttributeError, StrictDataclassError) as error:
+        what = "transformers cannot read a value in the model's files"
+        raise UserError(
+            Problem(what, "model.name", model.name, found=f"{type(error).__name__}: {error}"[:300])
+        ) from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):

@@ -62,6 +62,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     if kind.peft:
         found += _init(str(name), kind, adapter, quantization, bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
+        found += _other_files(adapter, model.get("name"))
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
     found += _offload(kind, adapter, speed, train)
@@ -76,6 +77,26 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     if kind.peft in PROMPTS and smoothing:  # whose vectors have logits, and no labels
         what = f"excludes adapter.type: {name}: upstream wants a label for each of its vectors"
         found.append(("train.label_smoothing_factor", what, {"found": str(smoothing), "fix": "drop it"}))
+    return found
+
+
+def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
+    """Files and repositories that PEFT would open by a name in the recipe: pickles, and other tokenizers."""
+    found = []
+    for key in ("corda_config", "lora_ga_config"):
+        options = adapter.get(key)
+        for file in ("cache_file", "covariance_file"):
+            if isinstance(options, dict) and options.get(file) is not None:
+                what = "names a pickle, which can run code when it is opened"
+                found.append((f"adapter.{key}.{file}", what, {"found": str(options[file]), "fix": "drop it"}))
+    if adapter.get("tokenizer_kwargs"):
+        texts = {"found": str(adapter["tokenizer_kwargs"]), "fix": "drop it"}
+        found.append(("adapter.tokenizer_kwargs", "finetune loads the tokenizer without options", texts))
+    named = adapter.get("tokenizer_name_or_path")
+    here = str(model).removeprefix("./")
+    if named is not None and str(named).removeprefix("./") != here and not here.endswith(f"/{named}"):
+        texts = {"found": str(named), "expected": str(model), "fix": f"tokenizer_name_or_path: {model}"}
+        found.append(("adapter.tokenizer_name_or_path", "is not the model's tokenizer", texts))
     return found
 
 
