@@ -54,6 +54,17 @@ def local_path(name: str) -> bool:
 DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".tar", ".txt"})
 
 
+def can_be_path(name: str) -> bool:
+    """Whether the system takes a name as a path: not one with NUL, or one that is too long."""
+    try:
+        os.stat(name)
+    except ValueError:
+        return False
+    except OSError as error:
+        return error.errno not in (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
+    return True
+
+
 def similar_files(path: Path) -> str:
     """A file beside `path` with a name like it, for one that is not there; of a folder, its YAML files."""
     if path.is_dir():

@@ -256,7 +256,7 @@ def _splits_by_name(folder: Path, key: str) -> Splits:
     by_folder = any(_split_of(folder, path.parent / "-") == "train" for path in found.get("train", ()))
     if top.get(NO_SPLIT) and not (top.get("train") or by_folder):
         kept.pop("train", None)  # such as old/train.jsonl
-    read = _all(kept)
+    read = set(_all(kept))
     return {**kept, BELOW: [path for path in _all(found) if path not in read]}
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError
+from finetune.core.paths import can_be_path
 from finetune.data import template_sandbox
 from finetune.evaluation import limited_patterns, task_data, task_keys
 from finetune.recipe import recipe_errors
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # what `sandboxed` renders in lm-eval's place
-LONGEST_NAME = 500  # characters of a file's name
 LONGEST = 2**20  # characters of a prompt
 DEEPEST = 5  # files that include each other
 
@@ -107,7 +107,7 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
     for name in named if isinstance(named, list) else [named]:
         inside = path.parent.resolve()
         what = ""
-        if not isinstance(name, str) or "\0" in name or len(name) > LONGEST_NAME:
+        if not isinstance(name, str) or not can_be_path(name):
             what = "not the name of a file"
         elif depth == DEEPEST or not (inside / name).resolve().is_relative_to(inside):
             what = f"includes a file outside of its folder, or more than {DEEPEST} in a row"

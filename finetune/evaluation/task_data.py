@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.core.paths import local_path
+from finetune.core.paths import can_be_path, local_path
 from finetune.data import dataset_folders, hub_datasets
 from finetune.data.examples import BadRow
 from finetune.data.readers import READERS, read_file
@@ -57,6 +57,9 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
     """Split -> files of a task's local data; `None`: it names a dataset of the Hub."""
     path, kwargs = task[KEY], task.get("dataset_kwargs") or {}
     named, inside = kwargs.get("data_files"), kwargs.get("data_dir") or ""
+    for key, name in ((KEY, path), ("dataset_kwargs.data_dir", inside)):
+        if not can_be_path(name):
+            raise UserError(Problem("not the name of a folder", key, str(where), name[:200]))
     if path in LOADERS:
         suffixes, folder = LOADERS[path], None
     elif folder := _existing_folder(path, where):
@@ -100,6 +103,9 @@ def _matches(patterns: Any, folder: Path | None, where: Path, suffixes: tuple[st
         if "://" in pattern or "::" in pattern:
             what, expected = "data are not fetched from an address", "a file, or a Hub id"
             raise UserError(Problem(what, "dataset_kwargs.data_files", str(where), pattern, expected))
+        if not can_be_path(pattern):
+            what = "not the name of a file"
+            raise UserError(Problem(what, "dataset_kwargs.data_files", str(where), pattern[:200]))
         places = [folder] if folder else [where.parent, Path()]
         matches = next((files for place in places if (files := _files(place, pattern))), [])
         if not matches:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Eval
 
 SUFFIXES = (".yaml", ".yml")
+MOST_BAD = 1000  # wrong examples of a task, after which no more are read
 GENERAL = "general_text"  # what is measured on `eval.forgetting`, by its name in eval.json
 SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
 
@@ -254,6 +255,8 @@ def read(path: str) -> Task | None:
         for key, kinds in READ_BY.items()
         if key in task.model_fields_set and getattr(task, key) is not None and task.kind not in kinds
     ]
+    if not paths.can_be_path(task.data):
+        problems.append(Problem("not the name of a file", "data", path, task.data[:200]))
     if task.pattern is not None and (wrong := limited_patterns.problem(task.pattern)):
         problems.append(Problem("not a regular expression", "pattern", path, task.pattern, expected=wrong))
     if problems:
@@ -270,6 +273,9 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
     name = str(rows_file(task, path))
     found, problems = [], []
     for row in source_loading.read(Source(name=name), f"task {task.task}"):
+        if len(problems) == MOST_BAD:
+            what = f"task {task.task} has {MOST_BAD:,} wrong examples or more: finetune stops to read it"
+            raise UserError(*problems[:5], Problem(what, where=name))
         if isinstance(row, BadRow):
             problems.append(row.problem)
             continue

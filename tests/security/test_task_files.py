@@ -338,3 +338,30 @@ def test_pattern_of_a_task_has_a_time_limit(monkeypatch) -> None:
     task = tasks.Task(task="t", data="d", kind="regex_match", prompt="", pattern="(a+)+$")
     with pytest.raises(UserError, match="a match takes longer"):
         tasks.right(task, "a" * 5000 + "!", "a")
+
+
+def test_task_with_many_wrong_examples_is_not_read_to_its_end(tmp_path) -> None:
+    """A task file may name a folder of millions of examples that are not its own."""
+    (tmp_path / "rows.jsonl").write_text('{"other": 1}\n' * 5000)
+    text = 'data: rows.jsonl\nkind: exact_match\nprompt: "{{ question }}"\nanswer: "{{ answer }}"\n'
+    (tmp_path / "task.yaml").write_text(text)
+    with pytest.raises(UserError, match="1,000 wrong examples or more") as raised:
+        tasks.check(Eval(tasks=[str(tmp_path / "task.yaml")]))
+    assert len(raised.value.problems) == 6
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\\0b"], ids=["name", "path", "NUL"])
+def test_name_that_no_file_can_have_is_refused(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = 'kind: exact_match\nprompt: "{{ question }}"\nanswer: "{{ answer }}"\n'
+    theirs = f"{GENERATED}dataset_path: json\n"
+    for text in (
+        f'data: "{name}"\n{own}',
+        f'{theirs}dataset_kwargs: {{data_files: {{test: "{name}"}}}}\n',
+        f'{theirs}dataset_kwargs: {{data_dir: "{name}"}}\n',
+        f'{GENERATED}dataset_path: "./{name}"\n',
+        f'{theirs}include: "{name}"\n',
+    ):
+        (tmp_path / "task.yaml").write_text(text)
+        with pytest.raises(UserError, match=r"not the name of a f|no such data here"):
+            tasks.check(Eval(tasks=["task.yaml"]))
