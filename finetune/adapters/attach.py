@@ -72,6 +72,8 @@ def attach(
         _fit_to_layers(model, config, everything)
         if adapter_types.find(adapter.type).prompt:
             _fit_to_width(model, config)
+        if getattr(config, "tokenizer_name_or_path", None):
+            config.tokenizer_name_or_path = str(model.name_or_path)  # PEFT opens it
         init = adapter.options().get("init_lora_weights")
         with continue_from.refusals("PEFT refuses it"):
             adapted = initialization.attach(model, config, init, everything.linear, batches, ledger)

@@ -54,5 +54,5 @@ def test_mutated_task_file_is_refused_or_evaluated(part: int, tmp_path, monkeypa
             f"seed {seed}"
         )
         assert not no_network, f"seed {seed}: {no_network}"
-    assert found["refused"] > 50 and found["evaluated"] > 10, f"some of each kind: {found}"
+    assert found["refused"] > 50 and found["evaluated"] > 3, f"some of each kind: {found}"
     assert not [name for name in os.listdir(tmp_path) if "canary" in name]

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+from finetune.adapters import attach
 from finetune.autoconfig import machine_setup
 from finetune.cli import main
 from finetune.core import untrusted_files
 from finetune.core.errors import UserError
+from finetune.core.run_checks import RunChecks
 from finetune.evaluation import lm_eval_harness
 from finetune.models import loading, model_files, tokenizer_setup
 from finetune.recipe import loader
@@ -221,7 +223,8 @@ def test_model_s_files_name_no_module_script_or_repository(
         return
     assert type(model).__module__.startswith("transformers.") and "evil" not in type(tokenizer).__name__
     ids = tokenizer("a", return_tensors="pt")
-    model.generate(**ids, max_new_tokens=1, do_sample=False)
+    generator: Any = model
+    generator.generate(**ids, max_new_tokens=1, do_sample=False)
 
 
 ADAPTERS: list[dict[str, Any]] = [
@@ -262,3 +265,24 @@ def test_prompt_of_another_model_s_tokenizer_is_not_continued(evil, two_layers, 
     path.write_text(json.dumps({**json.loads(path.read_text()), **text}))
     with pytest.raises(UserError, match="names files outside of its folder"):
         untrusted_files.check_adapter(tmp_path / "prompt", "adapter.init_from")
+
+
+def test_tokenizer_of_a_prompt_is_read_from_the_model_s_folder(
+    evil, two_layers, tmp_path, monkeypatch
+) -> None:
+    """A resolved recipe may name it by a path that another folder has too."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    recipe = loader.load(
+        QUICKSTART,
+        [
+            *TEXT,
+            "data.packing=false",
+            f"model.name={two_layers}",
+            f"adapter.tokenizer_name_or_path={two_layers.name}",
+        ],
+    )
+    model = AutoModelForCausalLM.from_pretrained(two_layers)
+    adapted: Any = attach.attach(model, recipe.adapter, 1, RunChecks())
+    assert adapted.peft_config["default"].tokenizer_name_or_path == str(two_layers)
