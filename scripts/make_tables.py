@@ -118,13 +118,12 @@ def ladder(found: dict[str, Any]) -> str:
         held_out = f"{scored['held_out']:.4f}" if scored.get("held_out") else "-"
         cells += [held_out.ljust(9), f"{row['status']}: {row['why']}"]
         lines.append(f"{row['name']:<17}" + " ".join([f"{cells[0]:<12}", f"{cells[1]:<12}", *cells[2:]]))
-    end = f"In times the baseline's {unit}, ± what noise explains. With what was kept it trains "
+    end = f"The numbers are times the baseline's {unit}, and noise explains what stands after ±. "
     if found["as_is"]:
-        own = found["stack"][found["rate"]] / found["as_is"][found["rate"]]
-        end += f"{own:.2f} times as fast as the recipe as it is, and "
-    end += (
-        f"{found['speedup']:.2f} times as fast as a plain loop. The ablation took {found['seconds']:.0f} s."
-    )
+        own = found["as_is"][found["rate"]] / found["baseline"][found["rate"]]
+        end += f"The recipe as it is trains {own:.2f} times as fast as the baseline. "
+    end += f"With what was kept it trains {found['speedup']:.2f} times as fast. "
+    end += f"The ablation took {found['seconds']:.0f} s."
     return "\n".join(["```", *lines, "```", "", end]) + "\n"
 
 
