@@ -32,6 +32,7 @@ NEW_FILE_SECONDS = 60  # NFS may tell another machine so much later that a file 
 SEEN = ".seen.tmp"  # what rank 0 writes to ask who sees it
 GLOO = "GLOO_SOCKET_IFNAME"
 ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737)
+SHOWN, LONGEST = 5, 100  # facts in which processes differ, and characters of each, that an error shows
 AGREEMENT_SECONDS = 60  # that a process whose run failed waits for the others to say so too
 
 
@@ -209,26 +210,28 @@ def shared(reason: str) -> bool:
 
 
 def agree(facts: dict[str, str]) -> None:
-    """Whether all processes mean the same run.
+    """Check that all processes of the launch have the same facts.
 
     Args:
         facts: what a run depends on, by name, as this process has it.
 
     Raises:
-        UserError: on all of them, with what they differ in (exit 2).
+        UserError: the same error on all processes, which names what differs (exit 2).
     """
     found = gathered(facts)
     names = sorted({name for each in found for name in each})
     differ = [name for name in names if len({each.get(name) for each in found}) > 1]
-    problems = []
-    for name in differ:
-        held = [f"rank {rank}: {each.get(name, 'nothing')}" for rank, each in enumerate(found)]
-        odd = [one for one, each in zip(held, found, strict=True) if each.get(name) != found[0].get(name)]
-        said = f"{held[0]}; {'; '.join(odd[:3])}"
-        fix = "the same recipe, data, checkout and environment on every machine"
-        problems.append(Problem("processes of this launch disagree", name, found=said, fix=fix))
-    if problems:
-        raise UserError(*problems)
+    if not differ:
+        return
+    values = []
+    for name in differ[:SHOWN]:
+        first = found[0].get(name)
+        odd = next(rank for rank, each in enumerate(found) if each.get(name) != first)
+        held = [f"rank {rank}: {str(found[rank].get(name, 'nothing'))[:LONGEST]}" for rank in (0, odd)]
+        values.append(f"{name}: {', '.join(held)}")
+    what = f"the processes of this launch differ in {', '.join(differ)}"
+    fix = "the same recipe, command, data, checkout and environment on every machine"
+    raise UserError(Problem(what, found="; ".join(values), fix=fix))
 
 
 def on_one_disk(folder: Path) -> None:

@@ -41,6 +41,7 @@ from finetune.distributed import (
     transformer_engine_layers,
 )
 from finetune.evaluation import lm_eval_harness, reopen, scoring, tasks
+from finetune.hardware import detection
 from finetune.kernels import attention_functions
 from finetune.models import fingerprint, generation_config, router_loss, tokenizer_setup
 from finetune.preflight import choice_checks, token_checks
@@ -107,6 +108,9 @@ def run(
     where, quiet = correction.folder or recipe.train.output_dir, quiet or os.environ.get("RANK", "0") != "0"
     correction = correction._replace(restarts=command and restart_together.possible())
     if not correction.folder and resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # another process may not be finished, and would wait
+            collectives.joined(detection.detect().device)
+            collectives.agree(resume_facts.recipe_facts(recipe, finished=True))
         Console(quiet=quiet).say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
@@ -152,6 +156,7 @@ def _run(
     arguments = training_arguments.training_arguments(
         recipe.train, recipe.data, setup, batch
     )  # starts the process group
+    collectives.agree(resume_facts.recipe_facts(recipe))
     folder = start_folder(where, arguments)
     tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
     tasks.general_texts(recipe.eval)  # a fault of theirs would end the run after its last step

@@ -20,18 +20,24 @@ if TYPE_CHECKING:
 SPLIT = ("per_device", "accumulation")  # of a batch: the machine may decide on it
 
 
-def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
-    """What all processes of a launch must have alike: recipe, versions, precision, ways to split, storage."""
+def recipe_facts(recipe: Recipe, *, finished: bool = False) -> dict[str, str]:
+    """Every value of the recipe, and whether the run is finished. All processes of a launch must agree."""
     own = ("output_dir", "cache_dir")  # places of a machine
+    held = {"the run's state": "finished" if finished else "not finished"}
+    for section in type(recipe).model_fields:
+        values = getattr(recipe, section).model_dump()
+        held |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}
+    return held
+
+
+def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
+    """What else they must agree on: versions, precision, ways to split, storage, the date of the template."""
     found = resolved_recipe.describe_environment(setup.hardware, setup.launch)
     held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
     held |= {name: str(number) for name, number in found["packages"].items()}
     asked = ("precision", "sharded", "splitter", "sharing", "fp8")
     held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in asked} | launch_environment.ways()
-    for section in type(recipe).model_fields:
-        values = getattr(recipe, section).model_dump()
-        held |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}
-    return held
+    return held | {"data.template_date": str(recipe.data.template_date)}
 
 
 def contract_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from finetune.checkpointing import checkpoints
@@ -41,7 +42,10 @@ def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -
 
 
 def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The data, which one process of each machine prepares for the others, once all mean the same run."""
+    """The data, which one process of each machine prepares for the others, once all mean the same run.
+
+    If another process finds it damaged and prepares it again, all processes open the data once more.
+    """
     collectives.agree(resume_facts.facts(recipe, setup))
     if recipe.data.streaming:
         return load_data.prepare_data(recipe)
@@ -50,10 +54,16 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
     first = PartialState().is_local_main_process
     if not first:
         collectives.wait()  # without a limit: Accelerate's own way to take turns ends after half an hour
-    made = load_data.prepare_data(recipe)
+    tokenizer, prepared = load_data.prepare_data(recipe)
     if first:
         collectives.wait()
-    return made
+    collectives.wait()  # for a process that found damage
+    notes = collectives.gathered(prepared.report["train"].notes)
+    if collectives.any_of(not first and not prepared.cached)[0]:
+        tokenizer, prepared = load_data.prepare_data(recipe)
+    report = prepared.report["train"]
+    report.notes = list(dict.fromkeys(chain(*notes, report.notes)))
+    return tokenizer, prepared
 
 
 def add_data_receipts(

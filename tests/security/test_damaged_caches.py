@@ -212,6 +212,20 @@ def test_run_on_a_damaged_cache_has_the_losses_of_the_first_one(train, tmp_path,
     assert "was damaged" in json.dumps(second.read("data_report.json"))
 
 
+def test_run_resumed_on_a_damaged_cache_is_the_run_that_was_not_stopped(train, tmp_path) -> None:
+    given = ["train.max_steps=4", "train.logging_steps=1", "adapter.lora_dropout=0.1", "eval.generate=false"]
+    cache = f"data.cache_dir={tmp_path / 'cache'}"
+    whole = train(*given, cache, name="whole")
+    train(*given, cache, "--until=2", name="stopped", code=75)
+    rows = entry(tmp_path / "cache") / "rows.arrow"
+    flip(rows, rows.stat().st_size // 2)
+    resumed = train(*given, cache, "--resume", name="stopped")
+    assert [step["loss"] for step in resumed.steps()] == [step["loss"] for step in whole.steps()]
+    weights = [(run.adapter / "adapter_model.safetensors").read_bytes() for run in (whole, resumed)]
+    assert weights[0] == weights[1]
+    assert "was damaged" in (resumed.path / "log.txt").read_text()
+
+
 @pytest.mark.alone
 def test_verification_reads_a_gigabyte_per_second(tmp_path) -> None:
     path = tmp_path / "rows.arrow"
