@@ -136,11 +136,19 @@ def device_options(device: str) -> dict[str, Any]:
     return {"use_cpu": device == "cpu" and not zero, "ddp_backend": "gloo" if zero else None}
 
 
-def row_options(*, flat: bool) -> dict[str, Any]:
-    """SFTConfig's keys where processes share a row, of which each has two pieces that are as long, and where
-    TransformerEngine's products take so many tokens; `flat` rows, end to end, have one shape there."""
+def row_options(*, flat: bool, kernel_multiple: int = 1) -> dict[str, Any]:
+    """SFTConfig's `pad_to_multiple_of`, where a launch or a kernel needs one.
+
+    Processes that share a row have two pieces of it each, all of one length. TransformerEngine's products
+    take multiples of `TE_TOKENS`.
+
+    Args:
+        flat: rows stand end to end, and have one length.
+        kernel_multiple: what the attention kernel wants (`kernel_limits.LENGTH_MULTIPLES`).
+    """
     multiple = 2 * parallel("CP") if parallel("CP") > 1 else 1
     multiple = math.lcm(multiple, TE_TOKENS) if fp8().kind == "TE" and not flat else multiple
+    multiple = math.lcm(multiple, kernel_multiple)
     return {"pad_to_multiple_of": multiple} if multiple > 1 else {}
 
 

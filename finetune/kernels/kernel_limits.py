@@ -32,5 +32,9 @@ LIMITS = {
     "varlen": ((8, 0), 256),
 }
 
+# cuDNN plans each new length of a batch, in 0.1 to 0.3 s on an H100 (benchmarks/LOG.md). Padding to a
+# multiple of 64 tokens keeps the lengths few
+LENGTH_MULTIPLES = {"cudnn": 64}
+
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
 FP8_MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it

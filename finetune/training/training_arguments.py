@@ -10,6 +10,7 @@ from finetune.autoconfig import data_loader
 from finetune.autoconfig.batch_size import Batch
 from finetune.core.errors import UserError
 from finetune.distributed import collectives, launch_environment
+from finetune.kernels import kernel_limits
 from finetune.recipe import train_rules, upstream_options
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "seed": train.seed,
         "bf16": setup.launch.precision == "bf16",  # TRL's default of True would overrule the launch
         "fp16": setup.launch.precision == "fp16",
-        **launch_environment.row_options(flat=data.packing or data.padding_free),
+        **launch_environment.row_options(
+            flat=data.packing or data.padding_free,
+            kernel_multiple=kernel_limits.LENGTH_MULTIPLES.get(setup.attention.value, 1),
+        ),
         **launch_environment.device_options(setup.hardware.device),
         checkpointing: False,  # `apply_to_model.apply` does it
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels

@@ -161,6 +161,12 @@ def test_rows_that_processes_share_can_be_cut(launched) -> None:
     assert (eight.sharing, eight.rows_apart) == (4, 2)
 
 
+def test_row_options_keep_the_multiples_of_a_kernel_and_of_the_launch(launched) -> None:
+    assert launch_environment.row_options(flat=False, kernel_multiple=64) == {"pad_to_multiple_of": 64}
+    launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="3")
+    assert launch_environment.row_options(flat=False, kernel_multiple=64) == {"pad_to_multiple_of": 192}
+
+
 def test_transformer_engine_is_given_tokens_that_its_products_take(launched) -> None:
     """Multiples of 16 of padded rows; of rows end to end one number, also where a step is divided."""
     launched(ACCELERATE_MIXED_PRECISION="fp8", ACCELERATE_FP8_BACKEND="TE")
