@@ -290,8 +290,8 @@ def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -
     if measured:
         text += f" ({measured} TFLOP/s forward / backward measured on an H200)"
     if multiple := kernel_limits.LENGTH_MULTIPLES.get(name):
-        text += f"; batches are padded to a multiple of {multiple} tokens, because {name} spends 0.1 s or "
-        text += "more on each new length"
+        text += f"; each new length costs {name} 0.1 s or more, so train.pad_to_multiple_of is {multiple} "
+        text += "by default"
     return f"{text}; {'; '.join(passed_over)}" if passed_over else text
 
 
