@@ -38,7 +38,7 @@ def _until(text: str) -> Until:
         return Until(text, time=(at if at > now else at + datetime.timedelta(days=1)).timestamp())
     if "-" in text:
         return Until(text, time=datetime.datetime.fromisoformat(text).timestamp())
-    return Until(text, time=time.time() + arguments.seconds(text))
+    return Until(text, deadline=time.monotonic() + arguments.seconds(text))
 
 
 TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (

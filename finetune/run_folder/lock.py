@@ -50,7 +50,7 @@ def _user(path: Path) -> str:
         try:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in HELD or _alive(file, held):
+            if error.errno in HELD or _alive(file, held, watch=False):
                 return f"; in use by {held}"
     return f"; left by {held}, which is gone"
 
@@ -138,14 +138,35 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
         file.close()
 
 
-def _alive(file: IO[str], held: str) -> bool:
-    """Whether the run that a lock's file names goes on: by its process if here, else by the file's time."""
+def _alive(file: IO[str], held: str, *, watch: bool = True) -> bool:
+    """Whether the run that a lock's file names goes on: by its process if here, else by the file's time.
+
+    Args:
+        watch: look whether the file is touched, where its time is old or in the future. The clock of a disk
+            or machine may have been set since.
+    """
     named = re.match(r"process (\d+) on (\S+),", held)
     if not named or (named[2] == platform.node() and not psutil.pid_exists(int(named[1]))):
         return False
-    folder = Path(file.name).parent
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=LOCK, suffix=".tmp") as now:  # the disk's clock
-        return os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < SILENT
+    path, touched = Path(file.name), os.fstat(file.fileno()).st_mtime
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=LOCK, suffix=".tmp") as now:  # the disk's clock
+        age = os.fstat(now.fileno()).st_mtime - touched
+    return abs(age) < SILENT or (watch and _is_touched(path, touched))
+
+
+def _is_touched(path: Path, before: float) -> bool:
+    """Whether another process touches a lock's file within the time of two beats."""
+    seconds = 2 * BEAT
+    print(
+        f"note: {path}: finetune watches for {seconds:.0f} s whether another run touches it", file=sys.stderr
+    )
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(BEAT / 4)
+        with contextlib.suppress(OSError), path.open("rb") as again:  # NFS looks again when a file is opened
+            if os.fstat(again.fileno()).st_mtime != before:
+                return True
+    return False
 
 
 @contextlib.contextmanager

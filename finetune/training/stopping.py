@@ -55,7 +55,7 @@ class Stop:
     failed = False
     """Whether what was not to be cut in two failed: it says why, and no signal in place of that."""
     step_began: float | None = None
-    """When the step began that is being made, in seconds since 1970."""
+    """When the current step began, by `time.monotonic()`."""
 
     def __init__(self, until: Until | None = None) -> None:
         self.until = until
@@ -72,9 +72,10 @@ class Stop:
         self.signal = name
         if not self.deferred:
             raise Stopped(f"stopped by {name}")
-        if self.step_began is not None and collectives.given_up(time.time() - self.step_began):
+        hung = time.monotonic() - self.step_began if self.step_began is not None else 0.0
+        if collectives.given_up(hung):
             what = "this process hung in a step, and the others gave up: where it stood is said above"
-            launch_environment.report(str(Problem(what)), self.step_began)
+            launch_environment.report(str(Problem(what)), time.time() - hung)
             os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills it
         if os.environ.get("RANK", "0") == "0":
             first = "saving" if self.keeps else "nothing can be saved: leaving"
@@ -105,11 +106,8 @@ class Stop:
         """
         if self.signal:
             return self.signal
-        until = self.until
-        if until and until.step is not None and step >= until.step:
-            return f"--until {until.text}"
-        if until and until.time is not None and time.time() + seconds > until.time:
-            return f"--until {until.text}"
+        if self.until and self.until.reached(step, seconds):
+            return f"--until {self.until.text}"
         return ""
 
 
@@ -137,7 +135,7 @@ class Schedule(TrainerCallback):
         self.every = given if given >= 1 else math.ceil(given * state.max_steps)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.stop.step_began = time.time()
+        self.stop.step_began = time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         self.stop.step_began = None

@@ -191,7 +191,11 @@ def make(job: Job, *, cpu: bool) -> bool:
 
 def set_aside(folder: Path) -> Path:
     """Move what stands in a run's place and is not it; returns where to."""
-    aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(2):  # two in one second, or a clock that was set back
+        if not os.path.lexists(folder.parent / aside):
+            break
+        aside = f"{name}-{number}"
     safe_files.make_folder(folder.parent, "aside")
     safe_files.rename(folder.parent, folder.name, aside)
     return folder.parent / aside

@@ -103,7 +103,7 @@ def run(
         waiting: called between looks; why the run is to end (empty: it goes on), and as what.
         warm: see `start`.
     """
-    began, metrics, killed = time.time(), Metrics(folder / "metrics.jsonl", key), killed_for_memory()
+    began, metrics, killed = time.monotonic(), Metrics(folder / "metrics.jsonl", key), killed_for_memory()
     state, reason, started = "", "", None
     evaluations: list[Evaluation] = []
     process = start(words, log, warm)
@@ -114,14 +114,14 @@ def run(
                 state, reason = "pruned", reason or judge(evaluation)
             if metrics.first and started is None:  # its first step began so long before it was logged
                 first = metrics.first
-                started = time.time() - began - first["step"] * (first["step_seconds"] or 0.0)
+                started = time.monotonic() - began - first["step"] * (first["step_seconds"] or 0.0)
             if not reason:
                 reason, state = waiting()
             time.sleep(POLL)
     finally:  # also if this process is told to end
         end(process)
     evaluations += metrics.new()
-    seconds, code = time.time() - began, code_of(process)
+    seconds, code = time.monotonic() - began, code_of(process)
     if code == 0:  # before it could be told to end
         value = result(folder, key, evaluations)
         reason = "" if math.isfinite(value) else f"{key} is {value}"

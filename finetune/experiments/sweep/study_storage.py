@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 JOURNAL = "journal:"
-SILENT = 120.0  # seconds after which a trial whose worker says nothing is lost
+SILENT = 120.0  # seconds after which a trial whose worker says nothing may be lost
+WATCHED = 30.0  # seconds in which a worker that is alive gives a sign of life
+ROUNDED = 2.0  # seconds in which the times of one process may differ: a boot's is known to the second
 MOST_TIMES = 3  # a trial is begun again: it may be what ends its workers
 TRIES = 5  # to make the tables: two workers that begin together are in each other's way
 
@@ -147,9 +149,14 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
 
 
 def describe(trial: optuna.Trial) -> None:
-    """Say in the study which process runs a trial: host, id, time of birth."""
+    """Say in the study which process runs a trial: host, id, and when it began, in seconds after the boot."""
     own = psutil.Process()
-    trial.set_user_attr("worker", f"{platform.node()} {own.pid} {own.create_time():.2f}")
+    trial.set_user_attr("worker", f"{platform.node()} {own.pid} {_began(own):.2f}")
+
+
+def _began(process: psutil.Process) -> float:
+    """When a process began. A change of the clock moves both times, and not the seconds between them."""
+    return process.create_time() - psutil.boot_time()
 
 
 def tell(study: Study, trial: optuna.Trial, value: float | None, state: TrialState) -> None:
@@ -171,12 +178,10 @@ def is_lost(trial: FrozenTrial) -> bool:
 
 def take_over(study: Study) -> list[int]:
     """Fail the trials whose workers are gone, and queue the same parameters again; their numbers."""
-    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-        if _is_dead(trial):
-            try:
-                study.tell(trial.number, state=TrialState.FAIL)
-            except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
-                continue  # another worker was first
+    for trial in _dead(study):
+        # another worker may be first
+        with contextlib.suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
+            study.tell(trial.number, state=TrialState.FAIL)
     again = {trial.user_attrs.get("again") for trial in study.get_trials(deepcopy=False)}
     found = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.FAIL,)):
@@ -189,15 +194,38 @@ def take_over(study: Study) -> list[int]:
     return found
 
 
-def _is_dead(trial: FrozenTrial) -> bool:
-    """Its process is gone from this machine, or has said nothing for long from another."""
-    attributes = trial.user_attrs
-    host, _, rest = attributes.get("worker", "").partition(" ")
+def _dead(study: Study) -> list[FrozenTrial]:
+    """The running trials whose workers are gone from this machine, or give no sign of life on another.
+
+    The clocks of two machines may differ, and may be set. So a sign of life that looks too old, or comes from
+    the future, is watched: a worker that is alive gives another one soon.
+    """
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    found: list[FrozenTrial] = []
+    silent: dict[int, float] = {}
+    for trial in running:
+        host, _, process = trial.user_attrs.get("worker", "").partition(" ")
+        if host == platform.node():
+            found += [trial] * _is_gone(process)
+        elif abs(time.time() - _sign_of_life(trial)) > SILENT:
+            silent[trial.number] = _sign_of_life(trial)
+    if silent:
+        time.sleep(WATCHED)
+        later = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        found += [trial for trial in later if silent.get(trial.number) == _sign_of_life(trial)]
+    return found
+
+
+def _sign_of_life(trial: FrozenTrial) -> float:
+    """When a trial's worker last said that it is alive, by the clock of its machine."""
     began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-    if host == platform.node():
-        number, _, born = rest.partition(" ")
-        try:
-            return f"{psutil.Process(int(number)).create_time():.2f}" != born
-        except psutil.NoSuchProcess:
-            return True
-    return time.time() - attributes.get("alive", began) > SILENT
+    return trial.user_attrs.get("alive", began)
+
+
+def _is_gone(process: str) -> bool:
+    """Whether a process of this machine has ended; another one may have its number now."""
+    number, _, began = process.partition(" ")
+    try:
+        return abs(_began(psutil.Process(int(number))) - float(began)) > ROUNDED
+    except psutil.NoSuchProcess:
+        return True
