@@ -47,17 +47,29 @@ def adapted(*overrides: str) -> Any:
 )
 def test_auto_knows_what_breaks_the_graph(given: tuple[str, ...], said: str) -> None:
     made = adapted(*given)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    apply_to_model.decoder_layers(made)[0].compile(backend="eager")
-    made(input_ids=torch.arange(24)[None]).logits.sum().backward()
-    breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    torch._dynamo.reset()
+    breaks = compiled_in_parts(made)
     reason = apply_to_model.breaking(made)
-    assert bool(breaks) == bool(reason) == bool(said) and said in reason
+    assert breaks == bool(reason) == bool(said) and said in reason
     work = compilation.Work(4096, 1e20, eager=reason)
     auto = compilation.choose_compile("auto", work, H100)
     assert (auto.value, reason in auto.reason) == ("off" if said else "on", True)
+
+
+def compiled_in_parts(made: Any) -> bool:
+    """Whether Dynamo does not take a decoder layer as one graph.
+
+    It may also end in an error of its own: torch 2.11 does so on WaveFT, and torch 2.13 breaks the graph.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    apply_to_model.decoder_layers(made)[0].compile(backend="eager")
+    try:
+        made(input_ids=torch.arange(24)[None]).logits.sum().backward()
+        return bool(torch._dynamo.utils.counters["graph_break"])
+    except torch._dynamo.exc.InternalTorchDynamoError:
+        return True
+    finally:
+        torch._dynamo.reset()
 
 
 def test_what_decides_on_compiling_is_not_called_the_time_of_training() -> None:
