@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 # (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba)
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _MAMBA_TYPES, _MAMBA_LAYERS = ("lora", "adalora", "randlora"), ("out_proj", "conv1d")
+# Norms in the mixers of Mamba 2, by class. A fused kernel reads their weight and epsilon (transformers 5.22)
+_FUSED_NORMS = frozenset(
+    f"{family}RMSNormGated"
+    for family in ("Bamba", "FalconH1", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")
+)
 # Gate, up and down of an expert by the pattern of its family: layers in transformers 4, in 5 two stacked
 # weights, which PEFT adapts where it is asked for these names (peft/utils/transformers_weight_conversion.py)
 EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
@@ -88,20 +93,61 @@ def _listed(target: str, available: Collection[str]) -> list[str]:
     return list(dict.fromkeys(parts)) if all(parts) else []
 
 
-def describe_not_called(tensors: Collection[str], *, explicit: bool) -> Problem:
-    """The problem of trained tensors that no gradient reaches: the model reads their module's weight itself.
+def describe_not_called(
+    lost: Collection[str], picked: Collection[str], options: Mapping[str, Any], peft: str
+) -> Problem:
+    """The problem of modules that no gradient reaches: the model reads their weight itself.
 
     Args:
-        tensors: full names of their modules.
-        explicit: the recipe lists its targets; else it says `all-linear`.
+        lost: full names of the modules.
+        picked: full names of all modules that get an adapter.
     """
-    layers = sorted(set(map(short, tensors)))
-    what = f"{', '.join(layers)} would never be trained: the model reads the weight there and does not call "
+    layers = ", ".join(_endings(lost, picked))
+    what = f"{layers} would never be trained: the model reads the weight there and does not call "
     what += "the layer, so that no gradient reaches an adapter"
-    listed = ", ".join(layers)
-    fix = f"target_modules without {listed}" if explicit else f"exclude_modules: [{listed}]"
-    found = f"{len(tensors)} modules, such as {sorted(tensors)[0]}"
+    found = f"{len(lost)} modules, such as {sorted(lost)[0]}"
+    fix = _leave_out(lost, picked, options, peft)
     return Problem(what, "adapter.target_modules", found=found, fix=fix)
+
+
+def describe_failing(
+    layer: str, picked: Collection[str], options: Mapping[str, Any], peft: str, said: str
+) -> Problem:
+    """The problem of a layer in which PEFT's type raises an error.
+
+    Args:
+        layer: its full name. The same layer of other decoder layers counts with it.
+        picked: full names of all modules that get an adapter.
+        said: what the error says.
+    """
+    pattern = re.escape(re.sub(r"\d+", "0", layer)).replace("0", r"\d+")
+    lost = [name for name in picked if re.fullmatch(pattern, name)] or [layer]
+    what = f"PEFT's {peft} does not run in {', '.join(_endings(lost, picked))} of this model"
+    fix = _leave_out(lost, picked, options, peft)
+    return Problem(what, "adapter.target_modules", found=said, fix=fix)
+
+
+def _endings(lost: Collection[str], picked: Collection[str]) -> list[str]:
+    """The shortest endings of names that no other picked name has: `mixer.norm` beside a `norm`."""
+    kept, found = set(picked) - set(lost), set[str]()
+    for name in lost:
+        parts = name.split(".")
+        ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
+        found.add(next((end for end in ends if not any(target_modules.match([end], kept).values())), name))
+    return sorted(found)
+
+
+def _leave_out(lost: Collection[str], picked: Collection[str], options: Mapping[str, Any], peft: str) -> str:
+    """The change of the recipe that gives these modules no adapter."""
+    endings, targets = _endings(lost, picked), options.get("target_modules")
+    if isinstance(targets, list) and set(endings) <= set(targets):
+        return f"target_modules without {', '.join(endings)}"
+    if "exclude_modules" in adapter_types.find(peft).keys:
+        own = options.get("exclude_modules") or ()
+        kept = () if isinstance(own, str) else own
+        return f"exclude_modules: [{', '.join(dict.fromkeys([*kept, *endings]))}]"
+    others = set(picked) - set(lost)
+    return f"target_modules: [{', '.join(sorted(_endings(others, picked)))}]"
 
 
 def _targets(
@@ -136,7 +182,7 @@ def _targets(
                 fix=_suggested(peft, names),
             )
         ]
-    return _mamba(names, peft, picked, targets) or _never_called(names, picked, targets)
+    return _mamba(names, peft, picked, targets) or _never_called(names, picked, options, peft)
 
 
 def _one_of_each(unfit: Mapping[str, str]) -> dict[str, str]:
@@ -199,6 +245,7 @@ def _suggested(peft: str, names: Names) -> str:
         for name in names.linear
         if names.kinds[name] in kinds
         and name not in names.not_called
+        and not short(name).isdecimal()  # as in a Sequential: a decoder layer has such a name too
         and not _is_read_by_mamba(name, names, peft)
     )
     if not usable:
@@ -219,9 +266,9 @@ def _mamba(names: Names, peft: str, picked: list[str], targets: Any) -> list[Pro
     return [Problem(what, "adapter.target_modules", found=str(targets), fix=_suggested(peft, names))]
 
 
-def _never_called(names: Names, picked: list[str], targets: Any) -> list[Problem]:
-    lost = [name for name in names.not_called if name in set(picked)]
-    return [describe_not_called(lost, explicit=targets != target_modules.EVERYTHING)] if lost else []
+def _never_called(names: Names, picked: list[str], options: Mapping[str, Any], peft: str) -> list[Problem]:
+    lost = [name for name in picked if name in names.not_called or names.kinds[name] in _FUSED_NORMS]
+    return [describe_not_called(lost, picked, options, peft)] if lost else []
 
 
 def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:

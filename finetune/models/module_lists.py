@@ -149,7 +149,7 @@ def _not_called(model: Any, names: Names) -> tuple[str, ...]:
     """Modules whose weight is read without a call to their forward, seen in one forward pass without memory.
 
     The empty tuple: all are called, or the model cannot run on the meta device. The run looks at the real
-    model once more before its first step (`training.gradient_probe`).
+    model once more before its first step (`preflight.gradient_probe`).
     """
     called = set[str]()
     hooks = [
@@ -161,8 +161,7 @@ def _not_called(model: Any, names: Names) -> tuple[str, ...]:
     ran = any(_runs(model, use_cache=cached) for cached in (False, True))
     for hook in hooks:
         hook.remove()
-    adaptable = (name for name in names.modules if names.kinds[name] in module_names.KINDS)
-    return tuple(name for name in adaptable if name not in called) if ran else ()
+    return tuple(name for name in names.modules if name not in called) if ran else ()
 
 
 def _runs(model: Any, **options: bool) -> bool:

@@ -1,7 +1,7 @@
-"""Attach an adapter to the model without its weights, where only PEFT can say whether its options fit.
+"""Attach an adapter to the model without its weights, where only PEFT can say whether it fits.
 
 finetune checks the options of common types itself, without torch. PEFT checks other options late: a block
-size against the width of each layer, a pattern against a list of layers.
+size against the width of each layer, a pattern against a list of layers, an input in the first forward pass.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 # Types and options that `name_problems` and the schema check in full
-_CHECKED_TYPES = frozenset(
-    {"lora", "adalora", "ia3", "ln_tuning", "prompt_tuning", "prefix_tuning", "p_tuning"}
-)
+_CHECKED_TYPES = frozenset({"lora", "adalora", "ia3", "ln_tuning", "prompt_tuning", "p_tuning"})
 _CHECKED = frozenset(
     {
         "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "modules_to_save",
@@ -45,11 +43,12 @@ def is_needed(recipe: Recipe) -> bool:
     ):
         return False
     unset = any(value is None and key.endswith("_pattern") for key, value in options.items())
-    return kind.peft not in _CHECKED_TYPES or not options.keys() <= _CHECKED or unset
+    other_norms = kind.peft == "ln_tuning" and options.get("target_modules") is not None
+    return kind.peft not in _CHECKED_TYPES or not options.keys() <= _CHECKED or unset or other_norms
 
 
 def problems(recipe: Recipe, folder: Path) -> list[Problem]:
-    """What PEFT refuses. An adapter whose type reads weights is left to the run.
+    """What PEFT refuses, and what fails in a forward pass. A type that reads weights is left to the run.
 
     Args:
         folder: of the base model.
@@ -58,6 +57,7 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem]:
 
     from finetune.adapters import attach
     from finetune.core.run_checks import RunChecks
+    from finetune.preflight import gradient_probe
 
     steps = recipe.train.max_steps or STEPS
     logging.disable(logging.WARNING)
@@ -65,11 +65,12 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem]:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             model: Any = module_lists.build_without_weights(folder)
-            attach.attach(model, recipe.adapter, steps, RunChecks(), added=())
+            inputs = gradient_probe.inputs_on_meta(model)
+            adapted = attach.attach(model, recipe.adapter, steps, RunChecks(), added=())
+            return gradient_probe.problems_on_meta(adapted, recipe.adapter, inputs) if inputs else []
     except UserError as error:
-        return [one for one in error.problems if "meta tensor" not in one.found]
+        return [one for one in error.problems if "meta tensor" not in one.found.lower()]
     except Exception:  # of a type that reads weights, which are not here
         return []
     finally:
         logging.disable(logging.NOTSET)
-    return []

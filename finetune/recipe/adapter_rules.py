@@ -63,6 +63,9 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _init(str(name), kind, adapter, quantization, bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
         found += _other_files(adapter, model.get("name"))
+    if kind.sets.get("use_dora") and adapter.get("lora_bias"):
+        what, fix = "PEFT's DoRA has no biases of its own", "drop it, or adapter.type: lora"
+        found.append(("adapter.lora_bias", what, {"found": str(adapter["lora_bias"]), "fix": fix}))
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
     found += _offload(kind, adapter, speed, train)

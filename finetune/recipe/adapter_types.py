@@ -111,7 +111,8 @@ def ia3(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -
     options = dict(options)
     forward = {"down_proj", *upstream_options.peft_modules("IA3_FEEDFORWARD").get(family, ())}
     if options.get("target_modules") == "all-linear":
-        options["target_modules"] = sorted({_distinct(name, forward) for name in shapes})
+        containers = {part for name in shapes for part in name.split(".")[:-1]}
+        options["target_modules"] = sorted({_distinct(name, forward, containers) for name in shapes})
     if isinstance(options.get("target_modules"), list):
         down = [
             name
@@ -125,12 +126,14 @@ def ia3(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -
     return options
 
 
-def _distinct(name: str, forward: Collection[str]) -> str:
-    """A layer's last name, with the one before it where only that tells feed-forward modules apart: GPT-2's
-    `attn.c_proj` and `mlp.c_proj`."""
+def _distinct(name: str, forward: Collection[str], containers: Collection[str]) -> str:
+    """A layer's last name, with the one before it where the last name alone would match other modules.
+
+    GPT-2 has `attn.c_proj` and `mlp.c_proj`; in CTRL, `0` is a layer of `ffn` and a decoder layer.
+    """
     parts = name.split(".")
     longer = {one.rpartition(".")[2] for one in forward if "." in one}
-    return ".".join(parts[-2:] if parts[-1] in longer else parts[-1:])
+    return ".".join(parts[-2:] if parts[-1] in longer or parts[-1] in containers else parts[-1:])
 
 
 def oft(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:

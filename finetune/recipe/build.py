@@ -48,7 +48,7 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
     "init_vector_bank_bound": {"gt": 0, "allow_inf_nan": False},
     "num_subspaces": {"ge": 1},
     "subspace_rank": {"ge": 1},
-    "sparse_rate": {"ge": 0, "le": 1},
+    "sparse_rate": {"gt": 0, "le": 1},
     "boft_block_size": {"ge": 0},
     "weight_decay": {"ge": 0},
     "adam_beta1": {"ge": 0, "lt": 1},

@@ -27,11 +27,11 @@ from finetune.core import run_checks
 from finetune.core.errors import UserError, stage
 from finetune.distributed import collectives, launch_environment, sharded_tensors, transformer_engine_layers
 from finetune.models import fingerprint, loading, module_names, router_loss, tokenizer_setup
-from finetune.preflight import choice_checks
+from finetune.preflight import choice_checks, gradient_probe
 from finetune.quantization import qat
 from finetune.recipe import adapter_types
 from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
-from finetune.training import auto_correction, batch_search, gradient_probe, oom_recovery, optimizers
+from finetune.training import auto_correction, batch_search, oom_recovery, optimizers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

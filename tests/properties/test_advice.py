@@ -37,6 +37,7 @@ REFUSED: list[dict[str, Any]] = [
     {"adapter.target_modules": "q_proj v_proj"},
     {"adapter.target_modules": ["q_proj,v_proj"]},
     {"adapter.target_modules": ["qproj"]},
+    {"adapter.type": "dora", "adapter.lora_bias": True},
     {"adapter.target_modules": ["q_proj", "lm_head"]},
     {"adapter.target_modules": ["lm_head"]},
     {"adapter.target_modules": ["lm_head"], "adapter.modules_to_save": ["embed_tokens"]},

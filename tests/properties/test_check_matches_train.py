@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from support.adapter_cells import CELLS, SPELLINGS, TYPES, Cell, verdicts
+from support.adapter_cells import CELLS, OTHERS, SPELLINGS, TYPES, Cell, verdicts
 from support.architectures import CONFIGS
 
 if TYPE_CHECKING:
@@ -30,12 +30,17 @@ CASES = (  # of public reports
     Cell("bloom", "lora", "embedding"),
     Cell("jamba", "loha", "all-linear"), Cell("biogpt", "lora", "head"), Cell("llama", "lora", "commas"),
     Cell("mamba", "prompt_tuning", "default"),
+    Cell("deepseek_v2", "oft", "default"), Cell("deepseek_v3", "gralora", "default"),
+    Cell("mamba", "ln_tuning", "convolution"), Cell("bamba", "ln_tuning", "norm"),
+    Cell("ctrl", "ia3", "all-linear"), Cell("jamba", "prefix_tuning", "default"),
+    Cell("falcon", "cartridge", "default"), Cell("rwkv", "prefix_tuning", "default"),
+    Cell("llama", "unilora", "default"), Cell("mamba", "unilora", "default"),
 )  # fmt: skip
 
 
 def test_cells_cover_forty_architectures() -> None:
     assert len(CONFIGS) >= 40
-    assert len(CELLS) == len(CONFIGS) * len(TYPES) * len(SPELLINGS)
+    assert len(CELLS) == len(CONFIGS) * (len(TYPES) * len(SPELLINGS) + len(OTHERS) + 1)
 
 
 def disagreements(cells: list[Cell], folder: Path) -> list[str]:

@@ -13,9 +13,8 @@ from transformers import AutoConfig
 
 from finetune.core.errors import UserError
 from finetune.models import architecture, module_lists
-from finetune.preflight import adapter_trial, choice_checks
 from finetune.recipe import adapter_keys, adapter_types, loader
-from support.adapter_cells import why_not_trained
+from support.adapter_cells import refused_by_check, why_not_trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,9 +65,7 @@ def verdicts(case: Case, folder: Path) -> tuple[str, str]:
     except UserError as error:
         return str(error), "the recipe does not load"
     names = module_lists.read(path, architecture.config_in(path)).names
-    found = choice_checks.against_names(recipe, names)
-    if not found and adapter_trial.is_needed(recipe):
-        found = adapter_trial.problems(recipe, folder)
+    found = refused_by_check(recipe, names, folder)
     return "\n".join(map(str, found)), "" if found else why_not_trained(recipe, config)
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 import warnings
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,15 +17,16 @@ from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.models import architecture, module_lists
 from finetune.models.module_names import short
-from finetune.preflight import choice_checks
-from finetune.recipe import loader
-from finetune.training import gradient_probe
+from finetune.preflight import adapter_trial, choice_checks, gradient_probe
+from finetune.recipe import adapter_types, loader
 from support.architectures import CONFIGS
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from finetune.core.errors import Problem
     from finetune.models.module_names import Names
+    from finetune.recipe.schema import Recipe
 
 TYPES: dict[str, dict[str, Any]] = {
     "lora": {"r": 4}, "dora": {"r": 4}, "adalora": {"r": 4}, "ia3": {}, "oft": {"oft_block_size": 8},
@@ -45,7 +47,17 @@ class Cell(NamedTuple):
     spelling: str
 
 
+# Of `gradient_probe.check`: a run in one process, with the attention of the model
+SETUP: Any = SimpleNamespace(launch=SimpleNamespace(sharded=""), attention=SimpleNamespace(value="eager"))
+# The other types that finetune offers, on all linear layers or, where a type has none, as it is by default
+OTHERS = [
+    name
+    for name, kind in adapter_types.all_types().items()
+    if kind.peft and not kind.refused and not kind.storage and name not in TYPES
+]
 CELLS = [Cell(family, kind, how) for family in CONFIGS for kind in TYPES for how in SPELLINGS]
+CELLS += [Cell(family, kind, "default") for family in CONFIGS for kind in OTHERS]
+CELLS += [Cell(family, "beft", "all-linear") for family in CONFIGS]  # has targets of its own by default
 
 
 def options_of(cell: Cell, names: Names) -> dict[str, Any]:
@@ -84,7 +96,7 @@ def options_of(cell: Cell, names: Names) -> dict[str, Any]:
         "convolution": {"target_modules": [short(convolutions[0]) if convolutions else "conv1d"]},
         "rows": {"trainable_token_indices": [3, 96]},
     }  # fmt: skip
-    return {**TYPES[cell.kind], **found[cell.spelling]}
+    return {**TYPES.get(cell.kind, {}), **found[cell.spelling]}
 
 
 @cache
@@ -109,9 +121,19 @@ def verdicts(cell: Cell, folder: Path) -> tuple[str, str] | None:
         recipe = loader.load(path, ["train.max_steps=20"])
     except UserError:
         return None
-    by_check = "\n".join(f"{p.what} [{p.found}]" for p in choice_checks.against_names(recipe, names))
+    by_check = "\n".join(
+        f"{p.what} [{p.found}]" for p in refused_by_check(recipe, names, folder / cell.family)
+    )
     config = AutoConfig.for_model(cell.family, **CONFIGS[cell.family])
     return by_check, why_not_trained(recipe, config)
+
+
+def refused_by_check(recipe: Recipe, names: Names, model: Path) -> list[Problem]:
+    """What `check` says of a recipe's adapter: from the names, and from a trial where it makes one."""
+    found = choice_checks.against_names(recipe, names)
+    if not found and adapter_trial.is_needed(recipe):
+        found = adapter_trial.problems(recipe, model)
+    return found
 
 
 def why_not_trained(recipe: Any, config: Any) -> str:
@@ -123,10 +145,7 @@ def why_not_trained(recipe: Any, config: Any) -> str:
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
             adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
-            trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-            lost = gradient_probe.unreached(adapted, trained, "eager")
-            if lost and recipe.adapter.type != "full":
-                return f"no gradient reaches {lost[0]}"
+            gradient_probe.check(adapted, recipe.adapter, SETUP, RunChecks())
             ids = torch.arange(12)[None]
             adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except UserError as error:

@@ -117,7 +117,7 @@ def test_names_on_the_meta_device_equal_those_of_the_model(family: str, tmp_path
 
 def test_layers_that_mamba_does_not_call_are_known_from_its_config() -> None:
     found = on_meta(AutoConfig.for_model("mamba", **CONFIGS["mamba"]))
-    assert {module_names.short(name) for name in found.not_called} == {"dt_proj"}
+    assert {module_names.short(name) for name in found.not_called} == {"conv1d", "dt_proj"}
 
 
 def test_layers_that_a_model_does_not_call_in_training_alone_are_known() -> None:

@@ -361,3 +361,15 @@ def test_what_is_written_reads_back(value: object) -> None:
 
     document = strict_yaml.parse(f"key: {run_folder.flow(value)}", "-")
     assert document.value["key"] == value and not document.problems
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "key"),
+    [
+        ("dora", "adapter.lora_bias=true", "adapter.lora_bias"),
+        ("qdora", "adapter.lora_bias=true", "adapter.lora_bias"),
+        ("frod", "adapter.sparse_rate=0", "adapter.sparse_rate"),  # its rotation has nothing to train
+    ],
+)
+def test_option_with_which_peft_does_not_train_is_an_error(kind: str, change: str, key: str) -> None:
+    assert key in problems(QUICKSTART, f"adapter.type={kind}", change)

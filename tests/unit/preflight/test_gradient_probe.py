@@ -9,14 +9,15 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune.adapters import trainable_parameters
+from finetune.adapters import attach, trainable_parameters
 from finetune.autoconfig import batch_size
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.models import tokenizer_setup
-from finetune.preflight import choice_checks
+from finetune.preflight import choice_checks, gradient_probe
 from finetune.recipe import loader
-from finetune.training import gradient_probe, model_setup, training_arguments
+from finetune.training import model_setup, training_arguments
+from support.adapter_cells import SETUP
 from support.architectures import CONFIGS
 from support.paths import QUICKSTART
 
@@ -65,6 +66,51 @@ def test_probe_leaves_the_random_stream_and_gradients_as_they_were() -> None:
     assert torch.equal(torch.random.get_rng_state(), before) and model.training
     assert all(parameter.grad is None for parameter in model.parameters())
     assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.5}
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_layers_that_dropout_leaves_out_are_no_fault(kind: str) -> None:
+    recipe = loader.load(QUICKSTART, [f"adapter.type={kind}", "adapter.module_dropout=0.9"])
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIGS["llama"]))
+    assert unreached(attach.attach(model, recipe.adapter, 20, RunChecks())) == set()
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "what", "change"),
+    [
+        (
+            "deepseek_v3",
+            ["adapter.type=oft", "adapter.r=4", "adapter.target_modules=all-linear"],
+            "PEFT's oft does not run in kv_b_proj",
+            "adapter.exclude_modules=[kv_b_proj]",
+        ),
+        (
+            "deepseek_v2",
+            ["adapter.type=gralora", "adapter.target_modules=[q_a_proj, kv_b_proj]"],
+            "PEFT's gralora does not run in kv_b_proj",
+            "adapter.target_modules=[q_a_proj]",
+        ),
+        ("falcon", ["adapter.type=prefix_tuning"], "does not read its vectors", "adapter.type=prompt_tuning"),
+        ("jamba", ["adapter.type=cartridge"], "does not read its vectors", "adapter.type=prompt_tuning"),
+        ("rwkv", ["adapter.type=prefix_tuning"], "does not read its vectors", "adapter.type=prompt_tuning"),
+    ],
+)
+def test_adapter_that_fails_in_the_forward_pass_is_refused_with_a_remedy(
+    family: str, given: list[str], what: str, change: str
+) -> None:
+    with pytest.raises(UserError, match=what) as caught:
+        probe(family, given)
+    assert change.partition("=")[0].removeprefix("adapter.") in caught.value.problems[0].fix
+    probe(family, [*given, change])
+
+
+def probe(family: str, overrides: list[str]) -> None:
+    recipe = loader.load(QUICKSTART, overrides)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **CONFIGS[family]), attn_implementation="eager"
+    )
+    made: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
+    gradient_probe.check(made, recipe.adapter, SETUP, RunChecks())
 
 
 class FakeLaunch:

@@ -1,0 +1,241 @@
+"""Find trained tensors that no gradient can reach, in one forward pass before the first step.
+
+Some models read a layer's weight and do not call the layer (Mamba's `dt_proj`). No adapter trains there.
+A zero gradient would prove nothing: LoRA's A has one while B is 0. So the graph of the loss is searched.
+The same forward pass finds layers in which PEFT's adapter fails. `check` runs it without weights, where
+`adapter_trial` says so, and `train` with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+
+from finetune.adapters import name_problems, trainable_parameters
+from finetune.core.errors import Problem, UserError, first_line
+from finetune.models import module_lists
+from finetune.recipe import adapter_types
+from finetune.speed import packing_isolation
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Adapter
+
+TOKENS = 16
+
+
+def check(adapted: Any, adapter: Adapter, setup: Setup, ledger: RunChecks) -> None:
+    """Refuse an adapter with tensors that no gradient reaches; freeze such parameters of `full`.
+
+    Raises:
+        UserError: the modules, and a change of the recipe that works (exit 2).
+    """
+    trained = trainable_parameters.trainable(adapted)
+    if setup.launch.sharded:
+        lost = _not_called_on_meta(adapted, trained)
+        how = "a forward pass of the same model on the meta device"
+    else:
+        try:
+            lost = unreached(adapted, trained, setup.attention.value)
+        except Exception as error:  # of a forward that does not take this input; the first step takes another
+            if _is_of_adapter(adapted, adapter, setup.attention.value, error):
+                raise UserError(_failing(adapted, adapter, error)) from error
+            ledger.notes.append(f"gradients were not checked before the first step: {first_line(error)}")
+            return
+        how = f"the graph of one forward pass of {TOKENS} tokens"
+    if adapter.type == "full":
+        for name in lost:
+            trained[name].requires_grad = False
+        if lost:
+            ledger.notes.append(f"{len(lost)} parameters do not train, the model never reads them: {lost[0]}")
+    elif lost:
+        raise UserError(*_problems(adapted, lost, adapter))
+    reached = len(trained) - len(lost)
+    expected = f"reach {reached} trained tensors"
+    ledger.add("gradients", expected, expected, how)
+
+
+def inputs_on_meta(model: Any) -> dict[str, Any] | None:
+    """The first inputs that a model takes on the meta device; `None`: its forward needs real values."""
+    with contextlib.suppress(ValueError):  # of a model without attention
+        model.set_attn_implementation("eager")
+    ids = _tokens(model)
+    mask = torch.ones_like(ids)
+    for inputs in ({"attention_mask": mask, "use_cache": False}, {"use_cache": False}, {"use_cache": True}):
+        with contextlib.suppress(Exception), torch.no_grad():  # such as a mask that is read by its values
+            model.train()(input_ids=ids, **inputs)
+            return {"input_ids": ids, **inputs}
+    return None
+
+
+def problems_on_meta(adapted: Any, adapter: Adapter, inputs: dict[str, Any]) -> list[Problem]:
+    """What `check` finds here, of an adapter on a model that takes these inputs on the meta device."""
+    trained = trainable_parameters.trainable(adapted)
+    try:
+        lost = unreached(adapted, trained, "eager", inputs)
+    except Exception as error:  # of the adapter, for the model ran without it
+        return [] if "meta" in str(error).lower() else [_failing(adapted, adapter, error)]
+    return _problems(adapted, lost, adapter) if lost else []
+
+
+def unreached(
+    model: Any, trained: dict[str, torch.nn.Parameter], attention: str, inputs: dict[str, Any] | None = None
+) -> list[str]:
+    """Trained tensors that the logits do not depend on. An expert that no token reaches is no fault.
+
+    Layers may share a tensor, which a gradient then reaches through any of them. Of those that the model does
+    not call, their own weight is named.
+    """
+    device, sharing = model.device, _sharing_layers(model)
+    called = set[str]()
+    with (
+        contextlib.ExitStack() as hooks,
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        packing_isolation.as_trained(model, attention),
+        torch.enable_grad(),
+    ):
+        for module in model.modules():
+            if hasattr(module, "module_dropout"):  # of LoHa and LoKr: leaves out whole layers in training
+                module.eval()
+        for name, layer in sharing.items():
+            hook = layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            hooks.callback(hook.remove)
+        logits = model(**(inputs or _inputs(model))).logits
+    found = _leaves(logits)
+    lost = [name for name, tensor in trained.items() if id(tensor) not in found]
+    lost += [f"{name}.base_layer.weight" for name in sharing if name not in called]
+    return [name for name in lost if ".experts." not in name]
+
+
+def _sharing_layers(model: Any) -> dict[str, Any]:
+    """The layers, by full name, of an adapter whose tensors are shared by all of them."""
+    config = getattr(model, "peft_config", {}).get("default")
+    if config is None or str(config.peft_type.value).lower() not in adapter_types.SHARES:
+        return {}
+    return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
+
+
+def _inputs(model: Any) -> dict[str, Any]:
+    ids = _tokens(model)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+
+
+def _tokens(model: Any) -> torch.Tensor:
+    return torch.arange(TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
+
+
+def _is_of_adapter(adapted: Any, adapter: Adapter, attention: str, error: Exception) -> bool:
+    """Whether the adapter raised an error of the forward, or the model runs without it."""
+    if adapter.type == "full" or isinstance(error, torch.AcceleratorError) or should_reduce_batch_size(error):
+        return False
+    return bool(_failing_layer(adapted, error)) or _runs_without(adapted, attention)
+
+
+def _runs_without(adapted: Any, attention: str) -> bool:
+    """Whether the model's forward ends without an error while its adapter is off."""
+    trained = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
+    try:
+        with adapted.disable_adapter(), packing_isolation.as_trained(adapted, attention), torch.no_grad():
+            adapted(**_inputs(adapted))
+    except Exception:  # of the model itself, which the first step will name
+        return False
+    finally:
+        for parameter, trains in trained:  # PEFT trains every tensor of an adapter that is on again
+            parameter.requires_grad = trains
+    return True
+
+
+def _failing(adapted: Any, adapter: Adapter, error: Exception) -> Problem:
+    """The problem of an adapter that raised an error in the forward pass."""
+    said = f"{type(error).__name__}: {first_line(error)}"
+    kind, picked = adapter_types.find(adapter.type), getattr(adapted, "targeted_module_names", [])
+    if layer := _failing_layer(adapted, error):
+        return name_problems.describe_failing(layer, picked, adapter.options(), kind.peft, said)
+    if kind.prompt:
+        return _no_vectors(adapter, said)
+    what = f"this model does not run with {adapter.type}"
+    return Problem(what, "adapter.type", found=said, fix="adapter.type: lora")
+
+
+def _failing_layer(adapted: Any, error: Exception) -> str:
+    """The full name, in the base model, of the layer in whose adapter an error was raised; empty: in none."""
+    names = {id(module): name for name, module in adapted.named_modules()}
+    owners = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inner = next((names[owner] for owner in reversed(owners) if owner in names), "")
+    layer = _wrapped(adapted, inner.split("."))
+    return "" if layer is None or ".base_layer" in inner else layer
+
+
+def _no_vectors(adapter: Adapter, said: str) -> Problem:
+    """The problem of vectors that stand in the cache, where a model has another one or does not read it."""
+    what = f"{adapter.type} does not train in this model, which does not read its vectors from the cache"
+    return Problem(what, "adapter.type", found=said, fix="adapter.type: prompt_tuning")
+
+
+def _leaves(output: torch.Tensor) -> set[int]:
+    """Ids of the parameters in a tensor's autograd graph."""
+    found, seen = set[int](), set[Any]()
+    stack: list[Any] = [output.grad_fn]
+    while stack:
+        function = stack.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if hasattr(function, "variable"):  # AccumulateGrad, one for each parameter
+            found.add(id(function.variable))
+        stack += [inner for inner, _ in function.next_functions]
+    return found
+
+
+def _not_called_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
+    """The same of a model whose weights are in parts, by the modules that its class calls."""
+    base = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
+    with torch.device("meta"):
+        config = copy.deepcopy(base.config)  # a model that is built may change its config's attention
+        names = module_lists.of_meta_model(type(base)(config).to(torch.bfloat16))
+    return [name for name in trained if _module_of(adapted, name) in names.not_called]
+
+
+def _module_of(adapted: Any, tensor: str) -> str:
+    """The full name, in the base model, of the module that PEFT has wrapped for a trained tensor."""
+    parts = tensor.split(".")[:-1]
+    return _wrapped(adapted, parts) or ".".join(parts).removeprefix("base_model.model.")
+
+
+def _wrapped(adapted: Any, path: list[str]) -> str | None:
+    """The full name of the first module on a path that PEFT has wrapped; `None`: none is."""
+    module = adapted
+    for index, part in enumerate(path):
+        module = getattr(module, part, None)
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            return ".".join(path[: index + 1]).removeprefix("base_model.model.")
+    return None
+
+
+def _problems(adapted: Any, lost: list[str], adapter: Adapter) -> list[Problem]:
+    """The modules of the tensors, by the option that named them."""
+    options, kind = adapter.options(), adapter_types.find(adapter.type)
+    if kind.prompt:
+        return [_no_vectors(adapter, f"no gradient reaches {lost[0]}")]
+    modules = sorted({_module_of(adapted, name) for name in lost})
+    whole = [name for name in options.get("modules_to_save") or () if any(m.endswith(name) for m in modules)]
+    saved = [name for name in modules if any(name.endswith(one) for one in whole)]
+    found = list[Problem]()
+    if left := [name for name in modules if name not in saved]:
+        picked = getattr(adapted, "targeted_module_names", [])
+        found.append(name_problems.describe_not_called(left, picked, options, kind.peft))
+    if saved:
+        what = "would never be trained: the model's forward does not use them"
+        fix = f"modules_to_save without {', '.join(whole)}"
+        found.append(Problem(what, "adapter.modules_to_save", found=", ".join(saved), fix=fix))
+    return found
