@@ -28,6 +28,9 @@ RECIPES = [name for name in shipped_files.recipes() if name.startswith(("llama3_
 # Of another CPU or torch, relative; what is more sensitive moved by up to 1.9e-6 and 5.6e-6 with AVX2 alone
 TOLERANCE = 1e-6
 WIDER = {"adapters/fourierft": 5e-6, "adapters/loha": 5e-6, "adapters/qdora": 2e-5}
+# Of another release of torch: PEFT draws RandLoRA's matrices in bf16. Under torch 2.11 its curve was 0.032 from
+# that under 2.13, and it is 0.003 from one of matrices that are drawn in fp16 or fp32
+OTHER_DRAWS = {"adapters/randlora": 0.05}
 SEEN = 2e-4
 # At its own rate it moves a model this small by less than another CPU does
 MORE = {"llama3_8b/adalora": ["train.learning_rate=2e-2"]}
@@ -65,6 +68,13 @@ def machine() -> str:
     return f"torch {torch.__version__}, {named} {capability}, {torch.get_num_threads()} threads"
 
 
+def tolerance(name: str) -> float:
+    """How far a curve may be from the one that is kept, relative."""
+    release = f"torch {'.'.join(torch.__version__.split('.')[:2])}."
+    drawn_anew = 0.0 if made_on().startswith(release) else OTHER_DRAWS.get(name, 0.0)
+    return max(drawn_anew, WIDER.get(name, TOLERANCE))
+
+
 def kept() -> dict[str, list[float]]:
     return json.loads(KEPT.read_text())["curves"] if KEPT.exists() else {}
 
@@ -82,7 +92,7 @@ def test_a_recipe_s_curve_is_the_one_that_is_kept(name: str, train) -> None:
         curves = {**kept(), name: found}
         curves = {each: curves[each] for each in sorted(curves) if each in RECIPES}
         KEPT.write_text(json.dumps({"made_on": machine(), "curves": curves}, indent=0) + "\n")
-    assert len(found) == 20 and apart(found, kept()[name]) < WIDER.get(name, TOLERANCE)
+    assert len(found) == 20 and apart(found, kept()[name]) < tolerance(name)
     assert found == kept()[name] or machine() != made_on(), "bit for bit"
 
 
