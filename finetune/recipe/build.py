@@ -46,6 +46,7 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
     "num_vectors": {"ge": 2},
     "vector_length": {"ge": 1},
     "init_vector_bank_bound": {"gt": 0, "allow_inf_nan": False},
+    "init_theta_d_bound": {"allow_inf_nan": False},
     "num_subspaces": {"ge": 1},
     "subspace_rank": {"ge": 1},
     "sparse_rate": {"gt": 0, "le": 1},

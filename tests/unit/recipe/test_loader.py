@@ -369,6 +369,7 @@ def test_what_is_written_reads_back(value: object) -> None:
         ("dora", "adapter.lora_bias=true", "adapter.lora_bias"),
         ("qdora", "adapter.lora_bias=true", "adapter.lora_bias"),
         ("frod", "adapter.sparse_rate=0", "adapter.sparse_rate"),  # its rotation has nothing to train
+        ("unilora", "adapter.init_theta_d_bound=.nan", "adapter.init_theta_d_bound"),
     ],
 )
 def test_option_with_which_peft_does_not_train_is_an_error(kind: str, change: str, key: str) -> None:
