@@ -23,6 +23,11 @@ def spelt(value: Any) -> Any:
     return [spelt(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
+def number(value: Any) -> Any:
+    """A number that stands as text, as a number."""
+    return float(value) if isinstance(value, str) and value in SPELT else value
+
+
 def scores(content: dict[str, Any]) -> dict[str, Any]:
     """The content of eval.json with its numbers; what rows and answers say stays text."""
     found = {key: _numbers(value) if key in SCORES else value for key, value in content.items()}

@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -33,6 +34,8 @@ def check_files(folder: Path, key: str) -> None:
     for name, look in _LOOKS.items():
         if (folder / name).is_file():
             problems += look(folder / name, key)
+        elif (folder / name).exists():
+            problems.append(Problem("not a regular file", key, str(folder / name)))
     if problems:
         raise UserError(*problems)
 
@@ -107,9 +110,10 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
 
 
 def _read(path: Path, key: str) -> Any:
+    real = path.resolve()
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        return json.loads(safe_files.read_text(real.parent, real.name))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem("not JSON", key, str(path), found=str(error)[:200])) from None
 
 
@@ -131,7 +135,11 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
 
 def _config(path: Path, key: str) -> Iterator[Problem]:
     """Kernels and trust are the recipe's to decide."""
-    for name, value in _entries(_read(path, key)):
+    content = _read(path, key)
+    if not isinstance(content, dict):
+        yield Problem("not a config: no JSON object", key, str(path))
+        return
+    for name, value in _entries(content):
         if _IMPLEMENTATION.fullmatch(name):
             texts = [text for _, text in _entries({name: value})] if isinstance(value, dict) else [value]
             if any(isinstance(text, str) and "/" in text for text in texts):

@@ -162,7 +162,10 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     """adapter | model | merged, and the folder (exit 2 where nothing was merged, or several times)."""
     if not merged:
         return ("adapter" if folder.weights == folder.adapter else "model"), folder.weights
-    found = [path for name in folder.found("merge.json") if (path := folder.path / name).is_dir()]
+    names = [
+        name for name in folder.found("merge.json") if name == Path(name).name
+    ]  # none outside of the run
+    found = [path for name in names if (path := folder.path / name).is_dir()]
     plain = [path for path in found if path == folder.path / "merged"] or found
     if len(plain) != 1:
         what = "which of them?" if found else "nothing is merged in this run"
@@ -182,6 +185,7 @@ def stage(
     folder: RunFolder, recipe: Recipe, kind: str, weights: Path, base: Base, staged: Path
 ) -> dict[str, Path]:
     """What goes up but for the card: links to the run's files, and copies of those that name local paths."""
+    check_shapes(folder)
     known = local_names(folder, recipe, base)
     patterns = (*(ADAPTER if kind == "adapter" else MODEL), *TOKENIZER)
     names = [file.name for name in run_folder.PUBLISHED if (file := folder.file(name)).exists()]
@@ -201,7 +205,7 @@ def stage(
     for name in names:
         if name == "merge.json" and kind != "merged":
             continue
-        text = (folder.path / name).read_text(encoding="utf-8")
+        text = folder.read_text(name)
         if name.endswith(".json"):
             content = json.loads(text)
             if name == "eval.json" and not recipe.publish.samples:
@@ -216,9 +220,17 @@ def stage(
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 
+def check_shapes(folder: RunFolder) -> None:
+    """Refuse a run with a damaged file: the copies and the model card are made of them (exit 4)."""
+    for name in run_folder.PUBLISHED:
+        if name.endswith(".json") and folder.file(name).exists():
+            folder.read(name)
+    folder.steps()
+
+
 def write_json(path: Path, content: Any, *, indent: int) -> None:
     text = json.dumps(strict_json.spelt(content), indent=indent, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(text + "\n", encoding="utf-8", errors="replace")  # half a surrogate pair is no text
 
 
 def local_names(folder: RunFolder, recipe: Recipe, base: Base) -> dict[str, str]:

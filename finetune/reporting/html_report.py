@@ -108,6 +108,8 @@ def seconds(run: Run) -> float:
 
 def duration(time: float) -> str:
     """45 s, 3 min 5 s or 2 h 10 min."""
+    if not math.isfinite(time):
+        return "an unknown time"
     whole = round(time)
     if whole < 60:
         return f"{time:.2g} s" if time < 10 else f"{whole} s"

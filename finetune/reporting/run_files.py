@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from finetune.checkpointing import checkpoints
-from finetune.core import strict_json, strict_yaml
+from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.data.audit import Report
 from finetune.recipe import renames
-from finetune.run_folder import run_folder
+from finetune.run_folder import file_shapes, run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 FILES = {  # what a run leaves, and what can't be said without it
@@ -59,21 +59,25 @@ def read(path: Path) -> Run:
     """What is there; a file that is not, or that can't be read, is named in `missing`."""
     if not any(RunFolder(path).file(name).exists() for name in FILES):
         raise UserError(Problem("not a run folder", where=str(path), found=f"none of {', '.join(FILES)}"))
-    found = Run(path)
+    found, folder = Run(path), RunFolder(path)
     readers = {
         "recipe.resolved.yaml": _read_recipe,
-        "environment.json": lambda run, text: run.environment.update(json.loads(text)),
+        "environment.json": lambda run, folder: run.environment.update(folder.read("environment.json")),
         "data_report.json": _read_data,
         "metrics.jsonl": _read_metrics,
-        "checks.json": lambda run, _: run.receipts.extend(RunFolder(run.path).read("checks.json")),
-        "eval.json": lambda run, text: run.evaluation.update(strict_json.scores(json.loads(text))),
+        "checks.json": lambda run, folder: run.receipts.extend(folder.read("checks.json")),
+        "eval.json": lambda run, folder: run.evaluation.update(folder.read("eval.json")),
     }
     for name, reader in readers.items():
-        try:
-            reader(found, RunFolder(path).file(name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not os.path.lexists(folder.file(name)):
             found.missing.append(f"{name} is not there: {FILES[name]}")
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, UserError) as error:
+            continue
+        try:
+            reader(found, folder)
+        except UserError as error:
+            said = "; ".join(": ".join(filter(None, (p.what, p.found))) for p in error.problems[:3])
+            found.missing.append(f"{name} can't be read: {FILES[name]} ({said[:200]})")
+        except (OSError, ValueError) as error:
             said = " ".join(str(error).split())[:120]
             found.missing.append(f"{name} can't be read: {FILES[name]} ({said})")
     found.saved = (path / "adapter").exists() or (path / "model").exists()
@@ -84,32 +88,34 @@ def read(path: Path) -> Run:
     return found
 
 
-def _read_recipe(found: Run, text: str) -> None:
-    left_out = "# left out: "
-    found.notices += [line.removeprefix(left_out) for line in text.split("\n") if line.startswith(left_out)]
-    version = RunFolder(found.path).format_version
-    found.settings += run_folder.settings(text, version)
+def _read_recipe(found: Run, folder: RunFolder) -> None:
+    text, left_out = folder.read_text("recipe.resolved.yaml"), "# left out: "
+    version = folder.format_version
     raw = strict_yaml.parse(text, "recipe.resolved.yaml").value
-    found.recipe.update(renames.current_recipe(raw) if version == 1 else raw)
+    recipe = renames.current_recipe(raw) if version == 1 else raw
+    file_shapes.check(folder.recipe.name, recipe)
+    found.notices += [line.removeprefix(left_out) for line in text.split("\n") if line.startswith(left_out)]
+    found.settings += run_folder.settings(text, version)
+    found.recipe.update(recipe)
 
 
-def _read_data(found: Run, text: str) -> None:
-    known = {each.name for each in fields(Report)}
-    splits = {
-        split: Report(**{key: value for key, value in report.items() if key in known})
-        for split, report in json.loads(text).items()
-    }
-    if "train" not in splits:
-        raise ValueError("nothing of the training data is in it")
-    found.data.update({"validation": Report()} | splits)
+def _read_data(found: Run, folder: RunFolder) -> None:
+    known, content = {each.name for each in fields(Report)}, folder.read("data_report.json")
+    for split in ("train", "validation"):
+        values = {key: value for key, value in (content.get(split) or {}).items() if key in known}
+        report = Report(**values)
+        for name, columns in report.unused.items():
+            if isinstance(columns, list):  # of format 1
+                report.unused[name] = dict.fromkeys(columns, report.read.get(name, 0))
+        found.data[split] = report
 
 
-def _read_metrics(found: Run, text: str) -> None:
+def _read_metrics(found: Run, folder: RunFolder) -> None:
     """Training lines and those of evaluations; numbers that are not finite stand there as text."""
     torn = 0
-    for line in text.splitlines():
+    for line in folder.read_text("metrics.jsonl").splitlines():
         try:
-            record = {key: _float(value) for key, value in json.loads(line).items()}
+            record = {key: _float(value) for key, value in run_folder.read_step(line).items()}
         except ValueError:
             torn += 1
             continue

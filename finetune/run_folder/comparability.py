@@ -54,8 +54,8 @@ def data(a: RunFolder, b: RunFolder) -> Found:
     def of(folder: RunFolder) -> dict[str, Any]:
         counted = ("rows", "kept", "tokens", "trained_tokens")
         report = folder.read("data_report.json")
-        files = {name: sorted(set(split["sources"].values())) for name, split in report.items()}
-        return {name: {"files": files[name], **{k: report[name][k] for k in counted}} for name in report}
+        files = {name: sorted(set(split.get("sources", {}).values())) for name, split in report.items()}
+        return {name: {"files": files[name], **{k: report[name].get(k) for k in counted}} for name in report}
 
     return Found("data", unequal(of(a), of(b)))
 
@@ -90,7 +90,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
         "precision": launch["precision"],
         **environment["packages"],
-        **{f"{name} files": sorted(set(report[name]["sources"].values())) for name in report},
+        **{f"{name} files": sorted(set(report[name].get("sources", {}).values())) for name in report},
         **{f"data.{key}": value for key, value in {**data, "chat_template": template}.items()},
         **{f"evaluation {key}": value for key, value in settings.items()},
         "evaluation tasks": sorted(result.get("tasks", {})),

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import stat
+import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +24,7 @@ import yaml
 from pydantic import BaseModel
 
 from finetune.core import safe_files, strict_json, untrusted_files
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path
 from finetune.hub import client
 from finetune.recipe import renames
@@ -37,6 +38,12 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2  # of the run folder, in environment.json; a folder that states none has format 1
 EVALUATED = "eval.json"
+EVALUATIONS = (EVALUATED, "eval.other.json")
+_REPAIR = {  # what to do about a damaged file
+    EVALUATED: "delete it; `finetune evaluate RUN` writes it again",
+    "eval.other.json": "delete it; `finetune evaluate RUN` writes it again",
+    "merge.json": "delete it, and merge again",
+}
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "validation.jsonl"  # the validation set itself, so that a run can be evaluated anywhere
 # What of a run is published beside its weights, so that it can be opened elsewhere
@@ -103,8 +110,8 @@ class RunFolder:
         """
         path = self.path / "environment.json"
         try:
-            stated = json.loads(self.read_text("environment.json")).get("format_version", 1)
-        except (OSError, ValueError, AttributeError, RecursionError, UserError):
+            stated = _parse(self.read_text("environment.json")).get("format_version", 1)
+        except (OSError, ValueError, AttributeError, UserError):
             # It is missing or damaged: the names of the other files tell the version
             old = any((self.path / name).exists() for name in renames.FILES.values())
             return 1 if old else FORMAT_VERSION
@@ -113,7 +120,7 @@ class RunFolder:
         newer = type(stated) is int and stated > FORMAT_VERSION
         what = f"format_version is not one that this release reads (1 to {FORMAT_VERSION})"
         fix = "a newer release of finetune" if newer else "restore environment.json from a backup"
-        raise UserError(Problem(what, where=str(path), found=json.dumps(stated), fix=fix))
+        raise UserError(Problem(what, where=str(path), found=json.dumps(stated)[:80], fix=fix))
 
     def file(self, name: str) -> Path:
         """A file of this run by today's name; in a folder of format 1 it may have an older one."""
@@ -128,7 +135,13 @@ class RunFolder:
 
     def write(self, name: str, value: Any) -> None:
         """Write `value` as JSON, whole or not at all; a number that is not finite as its name."""
-        self.write_text(name, json.dumps(strict_json.spelt(value), indent=1, allow_nan=False) + "\n")
+        text = json.dumps(strict_json.spelt(value), indent=1, allow_nan=False) + "\n"
+        try:
+            _usable(name, text)
+        except ValueError as error:  # the run is worth more than one file of it
+            said = f"note: {name} is not in the shape that later commands read ({error}): please report it"
+            print(said, file=sys.stderr)
+        self.write_text(name, text)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file whole or not at all."""
@@ -149,11 +162,20 @@ class RunFolder:
         return safe_files.read_text(real.parent, real.name)
 
     def read(self, name: str) -> Any:
+        """The content of a JSON file of this run, in the shape that `file_shapes` has for it.
+
+        Raises:
+            UserError: it is missing or damaged (exit 4); a link, or not a regular file (exit 2).
+        """
         path = self.file(name)
-        found: Any = json.loads(self.read_text(name))
-        if name == "checks.json" and path.name != name:
-            found = [{renames.CHECK_FIELDS.get(key, key): row[key] for key in row} for row in found]
-        return strict_json.scores(found) if name == EVALUATED else found
+        try:
+            return _usable(name, self.read_text(name), old=path.name != name)
+        except FileNotFoundError:
+            problem = Problem(f"{path.name} is missing", where=str(path), fix=_REPAIR.get(name, ""))
+        except (OSError, ValueError) as error:
+            what, found = f"{path.name} can't be used", " ".join(str(error).split())[:200]
+            problem = Problem(what, where=str(path), found=found, fix=_REPAIR.get(name, "restore it"))
+        raise UserError(problem, code=Exit.ARTEFACT)
 
     def found(self, name: str) -> Any:
         """What `read` gives; of a file that is not there an empty mapping."""
@@ -161,9 +183,58 @@ class RunFolder:
 
     def steps(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl that are of training steps."""
-        there = (self.path / "metrics.jsonl").exists()
-        lines = self.read_text("metrics.jsonl").splitlines() if there else []
-        return [line for line in map(json.loads, lines) if "loss" in line]
+        path = self.path / "metrics.jsonl"
+        try:
+            lines = self.read_text(path.name).splitlines() if path.exists() else []
+            found = [read_step(line) for line in lines]
+        except (OSError, ValueError) as error:
+            what, fix = "metrics.jsonl can't be used", "restore it, or delete the lines that are not JSON"
+            said = " ".join(str(error).split())[:200]
+            raise UserError(Problem(what, where=str(path), found=said, fix=fix), code=Exit.ARTEFACT) from None
+        return [line for line in found if "loss" in line]
+
+
+def read_step(line: str) -> dict[str, Any]:
+    """A line of metrics.jsonl as it is written there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    from finetune.run_folder import file_shapes
+
+    record = file_shapes.parse(line)
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    file_shapes.check("metrics.jsonl", [{key: strict_json.number(value) for key, value in record.items()}])
+    return record
+
+
+def _parse(text: str) -> Any:
+    from finetune.run_folder import file_shapes  # it imports pydantic's machinery, which not all need
+
+    return file_shapes.parse(text)
+
+
+def _usable(name: str, text: str, *, old: bool = False) -> Any:
+    """The content of a JSON file with its numbers.
+
+    Args:
+        old: of format 1.
+
+    Raises:
+        ValueError: it is not in its shape.
+    """
+    from finetune.run_folder import file_shapes
+
+    try:
+        found: Any = file_shapes.parse(text)
+        if name == "checks.json" and old:
+            found = [{renames.CHECK_FIELDS.get(key, key): row[key] for key in row} for row in found]
+        found = strict_json.scores(found) if name in EVALUATIONS else found
+    except (TypeError, AttributeError) as error:
+        raise ValueError(str(error)) from None
+    file_shapes.check(name, found)
+    return found
 
 
 def _instead(run: RunFolder) -> str:

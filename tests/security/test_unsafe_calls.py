@@ -125,5 +125,5 @@ def written_by(call: ast.Call) -> bool:
 def given_by_name(call: ast.Call) -> bool:
     """Whether `replace` is that of a date or a text."""
     return any(
-        keyword.arg not in ("encoding", "exist_ok", "target_is_directory") for keyword in call.keywords
+        keyword.arg not in ("encoding", "errors", "exist_ok", "target_is_directory") for keyword in call.keywords
     )
