@@ -162,10 +162,12 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     """adapter | model | merged, and the folder (exit 2 where nothing was merged, or several times)."""
     if not merged:
         return ("adapter" if folder.weights == folder.adapter else "model"), folder.weights
-    names = [
-        name for name in folder.found("merge.json") if name == Path(name).name
-    ]  # none outside of the run
-    found = [path for name in names if (path := folder.path / name).is_dir()]
+    merged_to = folder.found("merge.json")
+    inside = [name for name in merged_to if name == Path(name).name]
+    if merged_to and not inside:  # a stranger's run could name any folder of this machine
+        what, fix = "the merged weights lie outside of the run folder", f"finetune merge {folder.path}"
+        raise UserError(Problem(what, where=str(folder.path), found=", ".join(merged_to), fix=fix))
+    found = [path for name in inside if (path := folder.path / name).is_dir()]
     plain = [path for path in found if path == folder.path / "merged"] or found
     if len(plain) != 1:
         what = "which of them?" if found else "nothing is merged in this run"

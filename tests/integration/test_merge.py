@@ -334,10 +334,12 @@ def test_what_is_merged_elsewhere_is_not_what_the_run_folder_holds(tmp_path, mon
     folder.write("merge.json", {"merged": {"dtype": "bfloat16"}})
     monkeypatch.chdir(tmp_path)
     merging.publish(tmp_path / "staged", Path("merged"), folder, {"dtype": "float32"})
-    for place, dtype in ((folder.path, "bfloat16"), (tmp_path, "float32")):
-        _, weights = publishing.find_weights(folder, merged=True)
-        assert weights == place / "merged" and publishing.merge_report(folder, weights) == {"dtype": dtype}
-        weights.rmdir()
+    _, weights = publishing.find_weights(folder, merged=True)
+    assert weights == folder.path / "merged"
+    assert publishing.merge_report(folder, weights) == {"dtype": "bfloat16"}
+    folder.write("merge.json", {str(tmp_path / "merged"): {"dtype": "float32"}})
+    with pytest.raises(UserError, match="outside of the run folder"):
+        publishing.find_weights(folder, merged=True)
 
 
 def test_a_type_that_peft_can_t_merge(run, capsys) -> None:

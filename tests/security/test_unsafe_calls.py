@@ -124,6 +124,5 @@ def written_by(call: ast.Call) -> bool:
 
 def given_by_name(call: ast.Call) -> bool:
     """Whether `replace` is that of a date or a text."""
-    return any(
-        keyword.arg not in ("encoding", "errors", "exist_ok", "target_is_directory") for keyword in call.keywords
-    )
+    of_paths = ("encoding", "errors", "exist_ok", "target_is_directory")
+    return any(keyword.arg not in of_paths for keyword in call.keywords)
