@@ -1,6 +1,7 @@
 """Checkpoints on disk: written aside, hashed, flushed, published by one rename; verified before read.
 
     checkpoints/step-40/    *.safetensors  *.json  manifest.json (last: sizes and sha256 of the others)
+    checkpoints/contract.json   the run's recipe and facts, with their own sha256
     checkpoints/.staging/   what is not published yet
 
 From the first publication on there is at every instant a checkpoint that verifies: an older one goes only
@@ -20,11 +21,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import fault_injection, safe_files, verified_files
+from finetune.core import fault_injection, safe_files, strict_json, verified_files
 from finetune.core.errors import FULL, Exit, Problem, UserError
 from finetune.core.verified_files import Damaged
 from finetune.hub import client
 from finetune.recipe import renames
+from finetune.run_folder import file_shapes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -278,8 +280,10 @@ def verify(path: Path) -> None:
         UserError: a newer program has written it (exit 4).
     """
     manifest = verified_files.read_signed(path / MANIFEST)
-    if not {"format", "step", "files"} <= manifest.keys():
-        raise Damaged(f"{MANIFEST} is not a manifest")
+    try:
+        file_shapes.check(MANIFEST, manifest)
+    except ValueError as error:
+        raise Damaged(f"{MANIFEST} is not a manifest ({error})") from None
     if manifest["format"] != FORMAT:
         what = f"format {manifest['format']} is newer than this program, which knows {FORMAT}"
         problem = Problem(what, where=str(path), fix="the version of finetune that wrote it")
@@ -305,13 +309,38 @@ def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
         raise Damaged(f"{name} has another content than was written")
 
 
+def write_contract(checkpoints: Path, contract: dict[str, Any]) -> None:
+    """Write the contract of a run, with a digest of itself."""
+    text = verified_files.signed(strict_json.spelt(contract))
+    safe_files.write_text(checkpoints.parent, f"{checkpoints.name}/{CONTRACT}", text)
+
+
 def read_contract(path: Path) -> dict[str, Any]:
-    """The contract in a folder, under today's names of the recipe's keys."""
-    return renames.current_contract(read_json(path, CONTRACT))
+    """The contract in a folder, under today's names of the recipe's keys.
+
+    Raises:
+        UserError: it is damaged (exit 4).
+    """
+    try:
+        text = safe_files.read_text(path, CONTRACT)
+        content = file_shapes.parse(text)
+        file_shapes.check(CONTRACT, content)
+        signed = content.pop("sha256", None) is not None
+        unknown = content.keys() - {"recipe", "facts", "chosen", "base"}
+        if (signed and verified_files.signed(content) != text) or (unknown and not signed):
+            raise ValueError("not as it was written")
+    except (OSError, ValueError) as error:
+        last = next(iter(published(path)), None) if path.is_dir() else None
+        fix = f"cp {last / CONTRACT} {path / CONTRACT}" if last else "a new train.output_dir"
+        said = " ".join(str(error).split())[:200]
+        problem = Problem(f"{CONTRACT} can't be used", where=str(path / CONTRACT), found=said, fix=fix)
+        raise UserError(problem, code=Exit.ARTEFACT) from None
+    return renames.current_contract({"recipe": {}, "facts": {}, "chosen": {}, **content})
 
 
 def read_json(path: Path, name: str) -> Any:
-    return json.loads((path / name).read_text(encoding="utf-8"))
+    """The content of a JSON file of a checkpoint that verified."""
+    return json.loads(safe_files.read_text(path, name))
 
 
 def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tensor]:

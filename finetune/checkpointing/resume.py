@@ -149,7 +149,7 @@ def begin(
     chosen = {key: value for key, (value, _) in choices.items()}
     contract["chosen"] = json.loads(json.dumps(chosen, default=str))
     differing = resume_contract.chosen_anew(found.contract, contract) if found else []
-    folder.write(f"checkpoints/{checkpoints.CONTRACT}", contract)
+    checkpoints.write_contract(folder.checkpoints, contract)
     if not found:
         forget(folder, screen)
         return
@@ -176,7 +176,8 @@ def forget(folder: RunFolder, screen: Console) -> None:
 def rewind(folder: RunFolder, step: int) -> int:
     """Remove from metrics.jsonl a torn last line and every line past `step`; the number removed."""
     path = folder.path / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    content = safe_files.read_bytes(folder.path, path.name) if path.exists() else b""
+    lines = content.decode("utf-8", "replace").splitlines()
     kept = [line for line in lines if _step_of(line) <= step]
     if path.exists():
         folder.write_text("metrics.jsonl", "".join(f"{line}\n" for line in kept))
@@ -184,7 +185,8 @@ def rewind(folder: RunFolder, step: int) -> int:
 
 
 def _step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; of a damaged line infinity."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        return run_folder.read_step(line)["step"]
+    except ValueError:
         return float("inf")

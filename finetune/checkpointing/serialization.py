@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from torch import Tensor
 
@@ -78,9 +80,25 @@ def restore(value: Any, tensors: dict[str, Tensor]) -> Any:
         parts = {name: restore(part, tensors) for name, part in value["parts"].items()}
         return made.__tensor_unflatten__(parts, restore(value["with"], tensors))
     if kind == "dtype":
-        return getattr(torch, value[kind])
+        found = getattr(torch, value[kind])
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"{value[kind]} is no dtype")
+        return found
     tensor = tensors[value[kind]]
     return tensor.numpy() if kind == "array" else tensor
+
+
+@contextlib.contextmanager
+def refusals(path: Path) -> Iterator[None]:
+    """Refuse a checkpoint whose content has another structure than finetune writes (exit 4)."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (LookupError, ValueError, TypeError, AttributeError, StopIteration, SafetensorError) as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        what, fix = "the checkpoint can't be restored", "another checkpoint: --resume=step-N"
+        raise UserError(Problem(what, where=str(path), found=said, fix=fix), code=Exit.ARTEFACT) from error
 
 
 LOW_BITS = {  # all that `restore` makes an object of

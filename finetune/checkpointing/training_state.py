@@ -131,9 +131,10 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
             Problem(what, where=str(path), found=found, expected=expected, fix=fix), code=Exit.ENVIRONMENT
         )
     found, rank = structure(path), state.process_index
-    own = found.pop("ranks")[rank]
-    read = {name: serialization.restore(value, _tensors(path, name)) for name, value in found.items()}
-    return {**read, **serialization.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
+    with serialization.refusals(path):
+        own = found.pop("ranks")[rank]
+        read = {name: serialization.restore(value, _tensors(path, name)) for name, value in found.items()}
+        return {**read, **serialization.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
 
 
 def _tensors(path: Path, name: str, begin: str = "") -> dict[str, torch.Tensor]:
@@ -147,8 +148,9 @@ def structure(path: Path) -> dict[str, Any]:
     Raises:
         UserError: a part is missing (exit 4).
     """
-    found = checkpoints.read_json(path, "state.json")
-    held = found.keys() | {name for name, _ in found["ranks"][0]["dict"]}
+    with serialization.refusals(path):
+        found = checkpoints.read_json(path, "state.json")
+        held = found.keys() | {name for name, _ in found["ranks"][0]["dict"]}
     if missing := sorted(PARTS.keys() - held):
         problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
         raise UserError(problem, code=Exit.ARTEFACT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+DEEPEST = 40  # nested lists and objects of a file
 SPELT = ("nan", "inf", "-inf")
 SCORES = ("base", "tuned", "difference", "tasks", "sources")  # parts of eval.json that hold numbers
 LOSSES = ("base_loss", "tuned_loss")
@@ -21,6 +22,20 @@ def spelt(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: spelt(part) for key, part in value.items()}
     return [spelt(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_depth(value: Any, levels: int = DEEPEST) -> None:
+    """Refuse JSON that nests lists and objects too deeply for functions that call themselves.
+
+    Raises:
+        ValueError: it does.
+    """
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for one in inner:
+        if isinstance(one, (dict, list)):
+            if not levels:
+                raise ValueError(f"more than {DEEPEST} levels")
+            check_depth(one, levels - 1)
 
 
 def number(value: Any) -> Any:

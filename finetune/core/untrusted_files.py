@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import safe_files
+from finetune.core import safe_files, strict_json
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
+_TEXTS = (".json", ".jinja", ".txt", ".model", ".md")  # of a model's folder, which are read whole
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
 _CODE_OF = ("transformers.", "peft.")  # what `auto_mapping` of an adapter may name
 
@@ -31,6 +32,7 @@ def check_files(folder: Path, key: str) -> None:
         UserError: naming each file and what in it is refused.
     """
     problems = list(_links(sorted(folder.iterdir()), key))
+    problems += [_too_large(path, key) for path in sorted(folder.iterdir()) if _is_large_text(path)]
     for name, look in _LOOKS.items():
         if (folder / name).is_file():
             problems += look(folder / name, key)
@@ -109,10 +111,29 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
             yield Problem(what, key, str(entry), str(target), fix=fix)
 
 
+def _is_large_text(path: Path) -> bool:
+    return path.suffix in _TEXTS and path.is_file() and path.stat().st_size > safe_files.LARGEST
+
+
+def _too_large(path: Path, key: str) -> Problem:
+    found, expected = f"{path.stat().st_size:,} bytes", f"at most {safe_files.LARGEST:,} bytes"
+    return Problem("too large", key, str(path), found, expected)
+
+
+def read_object(path: Path, key: str) -> dict[str, Any]:
+    """The content of a JSON file that holds an object (exit 2 where it does not)."""
+    content = _read(path, key)
+    if not isinstance(content, dict):
+        raise UserError(Problem("not a JSON object", key, str(path)))
+    return content
+
+
 def _read(path: Path, key: str) -> Any:
     real = path.resolve()
     try:
-        return json.loads(safe_files.read_text(real.parent, real.name))
+        content = json.loads(safe_files.read_text(real.parent, real.name))
+        strict_json.check_depth(content)
+        return content
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(Problem("not JSON", key, str(path), found=str(error)[:200])) from None
 

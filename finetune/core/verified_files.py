@@ -13,6 +13,9 @@ import hashlib
 import json
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import safe_files
+from finetune.core.errors import UserError
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -36,9 +39,9 @@ def read_signed(path: Path) -> dict[str, Any]:
         Damaged: the file cannot be read, or is not as it was written.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = safe_files.read_text(path.parent, path.name)
         content: Any = json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError, UserError) as error:
         raise Damaged(f"{path.name} can't be read ({type(error).__name__})") from None
     if not isinstance(content, dict) or "sha256" not in content:
         raise Damaged(f"{path.name} can't be read (it holds no hash)")

@@ -6,7 +6,6 @@ for base and tuned on the same rows; each difference with its 95 % interval, and
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 
-from finetune.core import strict_json
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import (
@@ -70,6 +68,8 @@ def run(
         fix = "a copy of it elsewhere: its scores are kept in it"
         raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
     recipe = run_folder.recipe_of(folder, overrides)
+    for name in run_folder.EVALUATIONS:
+        folder.found(name)  # a damaged one is refused before hours of an evaluation
     collectives.joined(detection.detect().device)
     lm_eval_harness.check(recipe.eval, recipe.model)
     texts = tasks.general_texts(recipe.eval)
@@ -114,7 +114,7 @@ def run(
     name = (
         OTHER if apart or validation_set.overridden(recipe) else "eval.json"
     )  # which stays the run's own result
-    result["tasks"] = {**_earlier(folder.path / name, result), **result["tasks"]}
+    result["tasks"] = {**_earlier(folder, name, result), **result["tasks"]}
     result["verdict"] = verdicts.verdict(result)
     if PartialState().is_main_process:
         folder.write(name, result)
@@ -183,25 +183,22 @@ def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:
     return None if None in losses or rows[0] != rows[1] else comparability.near(*losses)
 
 
-def _earlier(path: Path, now: dict[str, Any]) -> dict[str, Any]:
+def _earlier(folder: RunFolder, name: str, now: dict[str, Any]) -> dict[str, Any]:
     """Tasks of an earlier evaluation on the same base that were not asked again. Of another base than the
     run's the name is not enough."""
-    try:
-        earlier = strict_json.scores(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return {}
-    was, same, strict = earlier.get("settings", {}), _same_base(earlier, now), path.name == OTHER
+    earlier = folder.found(name)
+    was, same, strict = earlier.get("settings", {}), _same_base(earlier, now), name == OTHER
     keys = ("model", "storage") if strict else ("model",)
     alike = all(was.get(key) == now["settings"][key] for key in keys)
     if not alike or not (same if strict else same is not False):
         return {}
     gone = {*now["tasks"], results.GENERAL}  # the general text is asked each time, or not wanted
-    return {name: _tested(task) for name, task in earlier["tasks"].items() if name not in gone}
+    return {name: _tested(task) for name, task in earlier.get("tasks", {}).items() if name not in gone}
 
 
 def _tested(task: dict[str, Any]) -> dict[str, Any]:
     """A task of an earlier evaluation; without a p-value (from an older version) it has no verdict."""
-    for change in task["difference"].values():
+    for change in task.get("difference", {}).values():
         if "p" not in change:
             change.pop("verdict", None)
     return task

@@ -174,6 +174,7 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
         fix = "keep one of them in the run folder" if found else f"finetune merge {folder.path}"
         names = ", ".join(path.name for path in found)
         raise UserError(Problem(what, where=str(folder.path), found=names, fix=fix))
+    untrusted_files.check_model(plain[0], "")
     return "merged", plain[0]
 
 
@@ -200,7 +201,7 @@ def stage(
         place.symlink_to(file.resolve())
     for name in CONFIGS:
         if (staged / name).exists():
-            content = json.loads((weights / name).read_text(encoding="utf-8"))
+            content = untrusted_files.read_object(weights / name, "")
             named = {key: base.name for key in content if key in NAMES_BASE and content[key]}
             (staged / name).unlink()
             write_json(staged / name, content | named, indent=2)

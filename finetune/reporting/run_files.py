@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpointing import checkpoints
-from finetune.core import strict_yaml
+from finetune.core import safe_files, strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.data.audit import Report
 from finetune.recipe import renames
@@ -74,18 +74,25 @@ def read(path: Path) -> Run:
             continue
         try:
             reader(found, folder)
-        except UserError as error:
-            said = "; ".join(": ".join(filter(None, (p.what, p.found))) for p in error.problems[:3])
-            found.missing.append(f"{name} can't be read: {FILES[name]} ({said[:200]})")
-        except (OSError, ValueError) as error:
-            said = " ".join(str(error).split())[:120]
-            found.missing.append(f"{name} can't be read: {FILES[name]} ({said})")
+        except (OSError, ValueError, UserError) as error:
+            found.missing.append(f"{name} can't be read: {FILES[name]} ({_one_line(error)})")
     found.saved = (path / "adapter").exists() or (path / "model").exists()
     if not found.saved:
         found.missing.append("adapter/ and model/ are not there: what was trained")
         found.kept = max(map(checkpoints.step_of, checkpoints.published(path / "checkpoints")), default=0)
-        found.error = _last_error(path / "log.txt")
+        try:
+            found.error = _last_error(folder)
+        except (OSError, UserError) as error:
+            found.missing.append(f"log.txt can't be read: why the run ended ({_one_line(error)})")
     return found
+
+
+def _one_line(error: Exception) -> str:
+    """Why a file can't be read, in short."""
+    if isinstance(error, UserError):
+        said = "; ".join(": ".join(filter(None, (p.what, p.found))) for p in error.problems[:3])
+        return said[:200]
+    return " ".join(str(error).split())[:120]
 
 
 def _read_recipe(found: Run, folder: RunFolder) -> None:
@@ -128,8 +135,10 @@ def _float(value: Any) -> float | None:
     return None if value is None else float(value)
 
 
-def _last_error(log: Path) -> str:
+def _last_error(folder: RunFolder) -> str:
     """The last error in the log, with its lines; none, if the run went on after it."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    if not os.path.lexists(folder.path / "log.txt"):
+        return ""
+    text = safe_files.read_bytes(folder.path, "log.txt").decode("utf-8", "replace")
     _, mark, said = ("\n" + text).rpartition("\nerror: ")
     return (mark + said).strip()[:LONGEST] if mark and "\nstep " not in said else ""

@@ -44,7 +44,7 @@ def recipes(a: RunFolder, b: RunFolder) -> Found:
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
     """Dotted key -> value as it is written in recipe.resolved.yaml, and who set it."""
-    found = run_folder.settings(folder.recipe.read_text(encoding="utf-8"), folder.format_version)
+    found = run_folder.settings(folder.read_recipe(), folder.format_version)
     return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
 
 

@@ -21,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-DEEPEST = 40  # nested lists and objects of a file
+from finetune.core import strict_json
+
 LARGEST = 10**18  # of a whole number
 Scores = dict[str, float | None]
 Nothing = Annotated[dict[str, float], Field(max_length=0)]
@@ -268,12 +269,63 @@ class Merge(Shape):
     scores: dict[str, dict[str, Any]] = {}
 
 
-class Contract(Shape):
-    """checkpoints/contract.json."""
+class Chosen(Shape):
+    """What `auto` became in the run of a checkpoint."""
 
-    recipe: dict[str, Any]
-    facts: dict[str, Any]
-    chosen: dict[str, Any] = {}
+    micro_batch: int | None = Field(default=None, ge=1, alias="train.per_device_train_batch_size")
+
+
+class Contract(Shape):
+    """checkpoints/contract.json, and contract.json of a checkpoint."""
+
+    recipe: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
+    chosen: Chosen = Chosen()
+    base: str | None = None
+    sha256: str | None = None
+
+
+class ManifestFile(Shape):
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class Manifest(Shape):
+    """manifest.json of a checkpoint."""
+
+    format: int
+    step: int
+    files: dict[str, ManifestFile]
+
+
+class AdapterConfig(Shape):
+    """adapter_config.json: what finetune itself reads of it. PEFT reads the other keys."""
+
+    peft_type: str | None = None
+    base_model_name_or_path: str | None = None
+    r: int | None = None
+    bias: str | None = None
+    use_dora: bool | None = None
+    modules_to_save: list[str] | None = None
+    rank_pattern: dict[str, Any] | None = None
+    alpha_pattern: dict[str, Any] | None = None
+
+
+class Budget(Shape):
+    """budget.json of a comparison: how many steps of each type fit."""
+
+    budget_seconds: float
+    runs: list[str]
+    steps: dict[str, int]
+    step_seconds: dict[str, float]
+    failed: dict[str, str]
+    besides_seconds: float | None = None
+
+
+class Ladder(Shape):
+    """ladder.json of an ablation: what it was begun with."""
+
+    values: dict[str, Any]
 
 
 class Mark(Shape):
@@ -303,6 +355,10 @@ SHAPES: dict[str, Any] = {
     "merge.json": dict[str, Merge],
     "checkpoints/contract.json": Contract,
     "contract.json": Contract,
+    "manifest.json": Manifest,
+    "adapter_config.json": AdapterConfig,
+    "budget.json": Budget,
+    "ladder.json": Ladder,
     "ablate.json": Mark,
     "compare.json": Mark | Comparison,
 }
@@ -320,13 +376,12 @@ def parse(text: str) -> Any:
         ValueError: it is not, with the reason.
     """
     try:
-        found = json.loads(text, parse_int=_whole_number)
+        found = json.loads(text, parse_int=_whole_number, object_pairs_hook=_object)
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is no text: it becomes a question mark
             found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError:
         raise ValueError("too many levels") from None
-    if _is_deeper(found, DEEPEST):
-        raise ValueError(f"more than {DEEPEST} levels")
+    strict_json.check_depth(found)
     return found
 
 
@@ -345,16 +400,14 @@ def check(name: str, content: Any) -> None:
         raise ValueError(f"{place[:100]}: {first['msg']}{more}".removeprefix(": ")) from None
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):  # readers differ in which of the two they take
+        raise ValueError("an object has a key twice")
+    return found
+
+
 def _whole_number(digits: str) -> int:
     if len(digits) > 19 or abs(int(digits)) > LARGEST:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    if not isinstance(value, (dict, list)):
-        return False
-    if not levels:
-        return True
-    inner = value.values() if isinstance(value, dict) else value
-    return any(_is_deeper(one, levels - 1) for one in inner if isinstance(one, (dict, list)))

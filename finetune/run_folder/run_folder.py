@@ -161,6 +161,14 @@ class RunFolder:
         real = path.resolve()
         return safe_files.read_text(real.parent, real.name)
 
+    def read_recipe(self) -> str:
+        """The text of recipe.resolved.yaml (exit 4 where it is no text)."""
+        try:
+            return self.read_text(self.recipe.name)
+        except (OSError, ValueError) as error:
+            problem = Problem("can't be read", where=str(self.recipe), found=str(error)[:200])
+            raise UserError(problem, code=Exit.ARTEFACT) from None
+
     def read(self, name: str) -> Any:
         """The content of a JSON file of this run, in the shape that `file_shapes` has for it.
 

@@ -83,8 +83,17 @@ def search(
 
 
 def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
-    """As the run of a checkpoint was split."""
-    return with_micro_batch(batch, contract["chosen"]["train.per_device_train_batch_size"])
+    """As the run of a checkpoint was split.
+
+    Raises:
+        UserError: the checkpoint does not say it, or its batch is another one (exit 4).
+    """
+    key = "train.per_device_train_batch_size"
+    size = contract["chosen"].get(key)
+    if not size or batch.per_device * batch.accumulation % size:
+        what, fix = "the checkpoint has no micro-batch size that divides the batch", f"{key}: a number"
+        raise UserError(Problem(what, key, found=str(size), fix=fix), code=Exit.ARTEFACT)
+    return with_micro_batch(batch, size)
 
 
 def _next(trials: list[Trial], size: int) -> float:

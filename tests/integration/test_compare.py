@@ -302,7 +302,7 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
         line = {"loss": 1, "step_seconds": 0.5 if job.entrant.type == "lora" else 1.0}
         text = "".join(json.dumps({"step": step, **line}) + "\n" for step in range(1, 9))
         job.folder.write_text("metrics.jsonl", text)
-        job.folder.write(comparison_report.MARK, {"seconds": 10.0})
+        job.folder.write(comparison_report.MARK, {"identity": "", "seconds": 10.0})
         return ""
 
     monkeypatch.setattr(comparison, "run_one", run_one)

@@ -1,0 +1,160 @@
+"""Damaged and hostile run folders: a command ends with finetune's own error, and writes nothing outside."""
+
+import contextlib
+import io
+import json
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import main
+from finetune.core import safe_files
+from finetune.core.errors import UserError
+from finetune.run_folder.run_folder import RunFolder
+from support import damaged_runs
+from support.paths import MODEL
+from support.soak import soak_except
+
+SEEDS, BLOCK = 5000, 4  # damages in `make soak`, and of one test
+SECONDS = 20  # for one command on a busy machine; a hang is endless
+MADE: dict[str, Path] = {}
+MERGED = {
+    "path": "merged",
+    "dtype": "bfloat16",
+    "quantized": None,
+    "rows": {"from": "held-out", "rows": 6, "tokens": 300},
+    "scores": {"tuned": {"loss": 1.5, "exact_match": 0.0}, "merged": {"loss": 1.5, "exact_match": None}},
+    "against_tuned": {"largest": 0.1, "scale": 9.0, "kl": 0.01, "relative": 0.1, "same_top": 0.9},
+    "bytes": 1000,
+    "seconds": 1.5,
+}
+
+
+@pytest.fixture
+def whole(trained, tmp_path_factory) -> Path:
+    """A finished run with merged weights, which no test changes."""
+    if "whole" not in MADE:
+        run = shutil.copytree(trained().path, tmp_path_factory.mktemp("whole") / "run")
+        shutil.copytree(MODEL, run / "merged")
+        RunFolder(run).write("merge.json", {"merged": MERGED})
+        shutil.copy(run / "eval.json", run / "eval.other.json")
+        MADE["whole"] = run
+    return MADE["whole"]
+
+
+@contextlib.contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Interrupt what hangs, in a system call too."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"no answer in {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def answer(words: list[str]) -> int:
+    """The exit code of a command; an exception that is no UserError is raised."""
+    options = main.parse(words)
+    try:
+        with limited(SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of libraries that read odd values
+            options.command(options)
+    except UserError as error:
+        assert all(problem.what for problem in error.problems)
+        return error.code
+    return 0
+
+
+def damaged(whole: Path, place: Path, seed: int) -> tuple[Path, Path, str]:
+    """A copy of the run with one damage, a folder beside it, and what was damaged."""
+    place.mkdir()
+    run, outside = damaged_runs.copied(whole, place / "run"), place / "outside"
+    outside.mkdir()
+    return run, outside, damaged_runs.damage(run, seed, outside)
+
+
+def hold(words: Callable[[Path], list[str]], whole: Path, place: Path, seed: int) -> None:
+    """One command on one damaged run."""
+    run, outside, what = damaged(whole, place, seed)
+    before = damaged_runs.content_of(outside)
+    try:
+        code = answer(words(run))
+    except Exception as error:
+        raise AssertionError(f"{words(run)[0]} after {what}") from error
+    assert code in (0, 2, 3, 4), what
+    assert damaged_runs.content_of(outside) == before, what
+    shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("block", soak_except([0, 7], range(SEEDS // BLOCK)))
+def test_commands_on_damaged_runs_end_without_a_traceback(block: int, whole, tmp_path, capsys) -> None:
+    commands: list[Callable[[Path], list[str]]] = [
+        lambda run: ["report", str(run)],
+        lambda run: ["compare", str(run), str(whole)],
+        lambda run: ["publish", str(run), "--dry-run"],
+        lambda run: ["publish", str(run), "--dry-run", "--merged"],
+    ]
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        for number, words in enumerate(commands):
+            hold(words, whole, tmp_path / f"{seed}-{number}", seed)
+
+
+@pytest.mark.parametrize("seed", soak_except([3], range(300)))
+@pytest.mark.parametrize("command", soak_except(["evaluate"], ["evaluate", "merge", "chat"]))
+def test_commands_that_open_weights_of_damaged_runs_end_without_a_traceback(
+    command: str, seed: int, whole, tmp_path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    elsewhere = ["--output", str(tmp_path / "made")] if command == "merge" else []
+    hold(lambda run: [command, str(run), *elsewhere], whole, tmp_path / "one", seed)
+
+
+def test_report_of_a_run_with_a_damaged_file_lists_it_as_missing(whole, tmp_path, capsys) -> None:
+    """Each JSON file in turn; the page has the other files' content."""
+    for name in ("environment.json", "data_report.json", "checks.json", "eval.json", "metrics.jsonl"):
+        run = damaged_runs.copied(whole, tmp_path / name)
+        (run / name).write_text('[{"a": {"b": null}}, 1]')
+        assert answer(["report", str(run)]) == 0
+        page = (run / "report.html").read_text()
+        part = page[page.index("Missing from this folder") :].split("</ul>")[0]
+        assert name in part, name
+
+
+@pytest.mark.parametrize("name", ["eval.json", "eval.other.json"])
+def test_evaluate_with_a_damaged_earlier_result_ends_before_a_model_is_loaded(
+    name: str, whole, tmp_path, monkeypatch, capsys
+) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    content = json.loads((run / name).read_text())
+    (run / name).write_text(json.dumps({**content, "tasks": {"a": {"base": "no scores"}}}))
+    monkeypatch.setattr("finetune.models.loading.load", lambda *_: pytest.fail("a model was loaded"))
+    assert main.main(["evaluate", str(run)]) == 4
+    assert f"{name} can't be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["adapter/tokenizer.json", "merged/tokenizer_config.json"])
+def test_publish_of_a_huge_file_is_refused_before_it_is_read(name: str, whole, tmp_path, capsys) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    with (run / name).open("r+b") as file:
+        file.truncate(safe_files.LARGEST + 1)  # sparse
+    merged = ["--merged"] if name.startswith("merged") else []
+    assert main.main(["publish", str(run), "--dry-run", *merged]) == 2
+    assert "too large" in capsys.readouterr().err
+
+
+def test_read_of_an_object_with_a_key_twice_is_refused(whole, tmp_path) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    text = (run / "environment.json").read_text()
+    (run / "environment.json").write_text(text.rstrip().removesuffix("}") + ', "git": {"commit": "other"}}')
+    with pytest.raises(UserError, match="a key twice"):
+        RunFolder(run).read("environment.json")
