@@ -39,6 +39,7 @@ MAY_CHANGE = (
     "train.dataloader_persistent_workers",
     "train.dataloader_pin_memory",
     "train.dataloader_prefetch_factor",
+    "train.dataloader_timeout",
     "train.logging_first_step",
     "train.logging_steps",
     "train.project",

@@ -292,6 +292,8 @@ class Train(Section):
     save_total_limit: int | None = Field(default=2, ge=1)
     """Checkpoints that are kept, the newest; `null`: all."""
 
+    dataloader_timeout: int = Field(default=600, ge=0)
+    """Seconds to wait for a batch of a data loader worker; after it the run ends (exit 5). 0: no limit."""
     skip_nonfinite: int = Field(default=0, ge=0)
     """Steps in a row that may be left out because their gradients are not finite: no update, and the
     schedule waits; 0: the first one ends the run (exit 5)."""

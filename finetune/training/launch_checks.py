@@ -51,6 +51,13 @@ def add_repeated_check(trainer: Any, ledger: RunChecks) -> None:
     ledger.add("rows trained once", len(rows), got, how, ok=True)
 
 
+def add_loader_check(trainer: Any, ledger: RunChecks) -> None:
+    """Read back how long the run waited for a batch, if data loader workers read them."""
+    if trainer.loader is not None and trainer.loader.num_workers:
+        asked, got = f"{trainer.loader_timeout} s", f"{trainer.loader.timeout:g} s"
+        ledger.add("train.dataloader_timeout", asked, got, "torch's data loader")
+
+
 def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, steps: int) -> list[str]:
     """A note of the examples that each epoch trains twice, if the run reaches the end of one.
 

@@ -218,6 +218,7 @@ def _run(
         watching += dora_norm.refreshing(adapted, ledger)
         router = router_loss.count_experts(adapted.config)
         trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
+        trainer.loader_timeout = recipe.train.dataloader_timeout
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
         struck = (1,) if correction.changes else ()
         parts = model_setup.micro_batches(recipe, setup, batch, fast, screen, ledger, struck)
@@ -268,6 +269,7 @@ def train(
     ended_by = next((one.patience for one in validating if one.ran_out), None)
     stopping.add_steps_check(trainer.state, trainer.first_step.steps, ended_by, ledger)
     launch_checks.add_repeated_check(trainer, ledger)
+    launch_checks.add_loader_check(trainer, ledger)
     if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
         gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
     if trainer.chunked:

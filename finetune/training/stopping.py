@@ -19,6 +19,7 @@ from finetune.checkpointing import serialization
 from finetune.core import signals
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.distributed import collectives, deepspeed_zero, launch_environment
+from finetune.training import loader_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,5 +203,6 @@ def keep_workers(prepare: Any) -> Any:
 def _kept_worker(over: Any, prepare: Any, worker: int) -> None:
     for number in signals.ENDING:
         signal.signal(number, lambda *_: os._exit(0) if over.value else None)
+    loader_workers.answer_signal()
     if prepare:
         prepare(worker)

@@ -26,6 +26,7 @@ from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
 from finetune.training import (
     first_step_checks,
+    loader_workers,
     nan_detection,
     oom_recovery,
     optimizers,
@@ -66,6 +67,8 @@ class Trainer(SFTTrainer):
     epoch_rng: Any = None
     loader: Any = None
     """torch's loader of the rows to train on."""
+    loader_timeout = 0
+    """Seconds to wait for a batch of one of its workers; 0: without a limit."""
     sums: dict[str, Any]
     """What the loss has counted since the last log: tensors that are read then, not before."""
     micro_batches: oom_recovery.MicroBatches
@@ -281,13 +284,15 @@ class Trainer(SFTTrainer):
 
         Raises:
             Stopped: told to end before the last step; a checkpoint is published.
-            UserError: the same where none can be made (exit 5).
+            UserError: the same where none can be made, or a data loader worker hangs (exit 5).
             StartAgain: the first step ran out of memory, and `auto` has stronger settings.
         """
         self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
         try:
             self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         except Exception as error:  # out of memory has many types; any other error is raised again
+            if loader_workers.timed_out(error):
+                raise loader_workers.end(self.loader_timeout) from error
             if not (self.corrector and self.corrector.takes(error, first_step=self.in_first_step())):
                 raise
             no_memory = str(error)
@@ -332,6 +337,7 @@ class Trainer(SFTTrainer):
         loader: Any = super().get_train_dataloader()
         inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
         inner.worker_init_fn = stopping.keep_workers(inner.worker_init_fn)
+        inner.timeout = self.loader_timeout if inner.num_workers else 0
         # torch draws a seed for workers when they begin, in each life of a run where they persist: from this
         # one, that the generator which decides on the order of rows is where it would be without a stop
         inner.generator = torch.Generator()

@@ -1,0 +1,56 @@
+"""End a run whose data loader worker hangs, and say where the worker hangs."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+import psutil
+
+from finetune.core.errors import Exit, Problem, UserError
+
+TIMED_OUT = "DataLoader timed out after"  # torch's words (2.13, torch/utils/data/dataloader.py)
+ASK = signal.SIGUSR2  # makes a worker write its stack to stderr
+ANSWER_SECONDS = 0.5  # for one worker to do so
+
+
+def answer_signal() -> None:
+    """Have this worker write its stack to stderr on a signal, also while it hangs in a library."""
+    if sys.__stderr__:
+        faulthandler.register(ASK, file=sys.__stderr__, all_threads=False)
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether an error is that of a data loader which waited too long for a worker."""
+    return isinstance(error, RuntimeError) and str(error).startswith(TIMED_OUT)
+
+
+def end(seconds: int) -> UserError:
+    """Write where each worker stands to stderr, kill the workers, and return the error for the user.
+
+    A worker that hangs ignores SIGTERM, and Python would wait for it without an end.
+
+    Args:
+        seconds: how long the run waited.
+    """
+    found = []
+    for worker in multiprocessing.active_children():
+        if not worker.daemon or worker.pid is None:
+            continue
+        with suppress(psutil.NoSuchProcess):
+            found.append(f"worker process {worker.pid} ({psutil.Process(worker.pid).status()})")
+            print(f"data loader {found[-1]} stands at:", file=sys.stderr, flush=True)
+            os.kill(worker.pid, ASK)
+            time.sleep(ANSWER_SECONDS)
+        worker.kill()
+        worker.join()
+    what = f"a data loader worker hangs: it gave no batch within {seconds} s"
+    said = f"{', '.join(found) or 'no worker is left'}; where each stood is said above"
+    fix = "--resume goes on from the last checkpoint; dataloader_timeout: a larger number, if reading is slow"
+    problem = Problem(what, "train.dataloader_timeout", found=said, fix=fix)
+    return UserError(problem, code=Exit.TRAINING)
