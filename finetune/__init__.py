@@ -5,14 +5,17 @@ run = finetune.train(finetune.load_recipe("recipes/quickstart.yaml", ["adapter.t
 finetune.evaluate(run)
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from finetune import speed
     from finetune.api import (
         Recipe,
         Run,
         check,
         evaluate,
+        load_model,
         load_recipe,
         merge,
         plan,
@@ -20,12 +23,26 @@ if TYPE_CHECKING:
         train,
     )
 
-__all__ = ["Recipe", "Run", "check", "evaluate", "load_recipe", "merge", "plan", "publish", "train"]
+__all__ = [
+    "Recipe",
+    "Run",
+    "check",
+    "evaluate",
+    "load_model",
+    "load_recipe",
+    "merge",
+    "plan",
+    "publish",
+    "speed",
+    "train",
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import finetune` stays fast."""
+    if name == "speed":
+        return importlib.import_module("finetune.speed")
     if name in __all__:
         from finetune import api
 

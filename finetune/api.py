@@ -16,9 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from finetune.planning.planner import Plan
+    from transformers import PreTrainedModel
 
-__all__ = ["Recipe", "Run", "check", "evaluate", "load_recipe", "merge", "plan", "publish", "train"]
+    from finetune.planning.planner import Plan
+    from finetune.recipe.schema import Quantization
+
+__all__ = [
+    "Recipe",
+    "Run",
+    "check",
+    "evaluate",
+    "load_model",
+    "load_recipe",
+    "merge",
+    "plan",
+    "publish",
+    "train",
+]
 
 
 @only_user_errors("checked the recipe")
@@ -36,6 +50,51 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
 
     machine, processes = planner.planned_machine(gpu, gpus)
     return planner.make(recipe, machine, processes)
+
+
+@only_user_errors("loaded the base model")
+def load_model(
+    name: str,
+    *,
+    quantization: Quantization = "auto",
+    revision: str | None = None,
+    device: str | None = None,
+) -> PreTrainedModel:
+    """Load a base model as `finetune train` does, for TRL's SFTTrainer or your own training loop.
+
+    The weights are in bf16 on a GPU that has it, and in fp32 on a CPU, but for those that `quantization`
+    stores in fewer bits. They do not train: put an adapter on the model with `peft.get_peft_model`.
+    Attention is `sdpa`, or `eager` for models that have no `sdpa` in transformers.
+
+    Args:
+        name: Hub id or local folder.
+        quantization: as `model.quantization` in a recipe.
+        revision: branch, tag or commit of a Hub model.
+        device: such as "cuda:1"; `None`: the GPU of this process, or the CPU.
+
+    Raises:
+        UserError: the model can't be read, or not in this storage on this machine.
+    """
+    from finetune.autoconfig import attention_choice, machine_setup
+    from finetune.distributed import launch_environment
+    from finetune.models import loading, model_files
+    from finetune.preflight import choice_checks
+    from finetune.quantization import stored_weights
+    from finetune.recipe.schema import Model
+
+    section = Model(name=name, revision=revision, quantization=quantization)
+    config = model_files.read_config(section)
+    setup = machine_setup.choose(
+        attention="auto",
+        base=quantization,
+        adapter_type="lora",
+        attends=attention_choice.read(config),
+        against_fp8=lambda: choice_checks.config_against_fp8(config),
+        stored=stored_weights.read(config),
+    )
+    gpu = f"cuda:{launch_environment.said('LOCAL_RANK', '0')}"
+    loaded = loading.load(section, setup, device or ("cpu" if setup.hardware.device == "cpu" else gpu))
+    return loaded.requires_grad_(False)
 
 
 @only_user_errors("trained the model")

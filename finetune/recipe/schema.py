@@ -24,6 +24,9 @@ class Section(BaseModel):
     )
 
 
+Quantization = Literal["auto", "none", "fp8", "nf4", "fp4", "int8", "torchao_int8"]
+
+
 class Model(Section):
     name: str
     """Hub id (`meta-llama/Llama-3.1-8B`) or local folder."""
@@ -43,7 +46,7 @@ class Model(Section):
     """Attention kernel in training; `auto` chooses for this GPU, model and data, and says why. `cudnn`:
     cuDNN's SDPA, for rows that are not packed; `varlen`: torch's own FlashAttention-2. Evaluation takes
     `sdpa`, or `eager` where that was asked for."""
-    quantization: Literal["auto", "none", "fp8", "nf4", "fp4", "int8", "torchao_int8"] = "auto"
+    quantization: Quantization = "auto"
     """How the weights of the frozen base model are stored. `none`: in the launch's precision. `auto`: nf4 for
     the q-types; fp8 (e4m3) under lora, rslora, dora, adalora and ia3 where the GPU has fp8 GEMMs and the
     layers are large enough to gain; else none. nf4, fp4 and int8 are bitsandbytes'. A checkpoint that is

@@ -20,7 +20,7 @@ from torch import nn
 
 from finetune.autoconfig.compilation import MAX_RANK
 from finetune.quantization import four_bit, fp8_linear
-from finetune.speed import dora_norm
+from finetune.speed import dora_norm, lm_head_loss
 from finetune.speed.fused_lora import Stack, base_of, gated_mlp, project
 
 if TYPE_CHECKING:
@@ -59,12 +59,17 @@ class Fused:
         norms: of DoRA layers; to be made anew when the optimizer has stepped (`callbacks.RefreshNorms`).
     """
 
-    def __init__(self, model: Any, layers: list[nn.Module]) -> None:
+    def __init__(self, model: Any, layers: list[nn.Module], *, every_pass: bool = False) -> None:
         """Fuse what can be, in the decoder layers of a PEFT model.
 
         Every fused module is compared with its own forward; one that does not compute the same gets it back.
+
+        Args:
+            every_pass: make DoRA's norms anew before each pass with gradients, for a loop that does not say
+                when the optimizer has stepped.
         """
         self.left, self.worst, self.parts = Counter[str](), 0.0, Counter[str]()
+        self.every_pass = every_pass
         fast, groups = set[nn.Module](), list[Group]()
         clipped = getattr(model.config.get_text_config(), "clip_qkv", None) is not None
         every = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
@@ -77,8 +82,9 @@ class Fused:
                 groups += whole or _stacks(module, fast)
         magnitudes = [m for m in fast if getattr(m, "lora_magnitude_vector", None)]
         self.norms = dora_norm.Norms(magnitudes) if magnitudes else None
-        if groups:
-            model.register_forward_pre_hook(self.start)
+        # on the decoder: a loss in chunks calls it, and not the model
+        decoder = lm_head_loss.base_of(model).get_decoder()
+        self.hook = decoder.register_forward_pre_hook(self.start) if groups else None
         groups = self._right(groups, fast)
         self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
         self.served = sum(len(group.members) for group in groups)
@@ -88,6 +94,7 @@ class Fused:
             if isinstance(module, BaseTunerLayer) and module not in fast:
                 self.left[obstacle(module) or reason] += 1
         model.finetune_norms = self.norms
+        model.finetune_fused_by = self
 
     def start(self, *_: Any) -> None:
         """Before a forward pass: nothing of one that an error ended, norms of the weights as they are."""
@@ -98,7 +105,7 @@ class Fused:
         if self.norms and followed:
             self.norms.rebased()
         if self.norms:
-            self.norms.refresh()
+            self.norms.refresh(stepped=self.every_pass and torch.is_grad_enabled())
 
     def _right(self, groups: list[Group], fast: set[nn.Module]) -> list[Group]:
         """The groups that compute what is asked of them; the others' modules get their own forwards back.

@@ -1,0 +1,90 @@
+"""Fuse the adapters of any PEFT model, for a training loop that is not finetune's: `apply` and `remove`."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Exit, Problem, UserError, only_user_errors
+from finetune.quantization import four_bit, fp8_linear
+from finetune.speed import apply_to_model
+from finetune.speed.fused_layers import Fused
+from finetune.speed.fused_lora import Stack, base_of
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+
+log = logging.getLogger("finetune")
+
+
+@only_user_errors("fused the adapters")
+def apply(model: PeftModel) -> PeftModel:
+    """Fuse the adapters of a PEFT model in place, and return the model.
+
+    q, k and v become one product with the base weights and one with the adapters. A gated MLP becomes one
+    operation. LoRA, DoRA, AdaLoRA and IA3 have such forwards. The base weights may be in bf16, fp16, fp32,
+    fp64, fp8 (`finetune.load_model`) or 4 bits (bitsandbytes). The model keeps its modules, parameters and
+    state dict, so that `save_pretrained` writes the same adapter. Every fused layer is compared with PEFT's
+    own forward first. `logging.getLogger("finetune")` says which layers stay PEFT's, with the reason.
+
+    Call it before the first step, on a model that is on its device. Evaluation, generation, and layers whose
+    adapter is off or merged run PEFT's own forward. A second call fuses anew.
+
+    Raises:
+        UserError: the model has no adapter, or none that can be fused.
+    """
+    if not hasattr(model, "peft_config"):
+        fix = "peft.get_peft_model(model, LoraConfig(...)) first"
+        raise UserError(Problem("the model has no adapter", found=type(model).__name__, fix=fix))
+    remove(model)
+    layers = apply_to_model.decoder_layers(model)
+    if not layers:
+        what = (
+            f"finetune does not know where the layers of {type(apply_to_model.base_of(model)).__name__} are"
+        )
+        raise UserError(Problem(what, fix="train without finetune.speed.apply"), code=Exit.ENVIRONMENT)
+    fused = Fused(model, layers, every_pass=True)
+    left = "; ".join(f"{count} stay PEFT's: {reason}" for reason, count in sorted(fused.left.items()))
+    if not fused.served:
+        remove(model)
+        fix = "train without finetune.speed.apply"
+        problem = Problem(
+            "none of the adapter's layers can be fused", found=left or "no adapted layer", fix=fix
+        )
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    log.info("fused %d linear layers%s", fused.served, f"; {left}" if left else "")
+    return model
+
+
+def remove(model: PeftModel) -> PeftModel:
+    """Give every layer of `apply` its own forward back, and return the model.
+
+    Base weights that were put behind each other in memory get a tensor of their own again. A model that was
+    not fused is left as it is.
+    """
+    fused: Fused | None = vars(model).pop("finetune_fused_by", None)
+    if fused is None:
+        return model
+    if fused.hook is not None:
+        fused.hook.remove()
+    vars(model).pop("finetune_norms", None)
+    for module in model.modules():
+        vars(module).pop("finetune_norm", None)
+        if parts := vars(module).pop("finetune_fused", None):
+            vars(module).pop("forward")
+            for layer in [layer for part in parts if isinstance(part, Stack) for layer in part.layers]:
+                _own_memory(base_of(layer))
+    return model
+
+
+def _own_memory(base: Any) -> None:
+    """The weight of a linear layer (and its scale in fp8) in memory that it shares with no other layer."""
+    if four_bit.is_four_bit(base):
+        return
+    tensors: list[torch.Tensor] = [base.weight]
+    if isinstance(base, fp8_linear.Fp8Linear):
+        tensors.append(base.weight_scale)
+    for tensor in tensors:
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor.data = tensor.data.clone()
