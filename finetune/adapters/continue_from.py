@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import initialization
-from finetune.core import untrusted_files
+from finetune.core import regular_files, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
 from finetune.hub import client
@@ -50,7 +50,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
         )
         return [f"adapter.init_from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
     check_weights(folder, adapter.source)
-    saved = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    saved = regular_files.read_json(folder / "adapter_config.json", "adapter.init_from")
     problems = _source_problems(saved, adapter, base, revision)
     if problems:
         raise UserError(*problems)
@@ -232,7 +232,7 @@ def _source_file(source: str, name: str) -> Any:
         else:
             path = folder / name
         if path and Path(path).is_file():
-            return json.loads(Path(str(path)).read_text(encoding="utf-8"))
+            return regular_files.read_json(Path(str(path)), "adapter.init_from")
     return None
 
 

@@ -56,6 +56,8 @@ MAY_CHANGE = (
 # Only where something lies, or how it is called: its content must match
 IGNORED = (
     "data.cache_dir",
+    "data.max_example_bytes",
+    "data.max_uncompressed_bytes",
     "data.chat_template",
     "data.name",
     "data.validation",

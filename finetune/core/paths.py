@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.regular_files import check_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,6 +38,7 @@ def why_not_makeable(path: Path) -> str:
 
 def refuse_lfs_pointer(path: Path, key: str = "") -> None:
     """Refuse the few lines of text that Git LFS leaves in place of a large file (exit 2)."""
+    check_regular(path, key)
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
     if is_pointer:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.core.errors import Problem, UserError, first_line
+from finetune.core.regular_files import check_regular
 
 if TYPE_CHECKING:
     import pathlib
@@ -80,6 +81,8 @@ def text_of(path: pathlib.Path, what: str) -> str:
         UserError: it is too large, or not UTF-8, with the first byte that is not (exit 2).
         OSError: it can't be read.
     """
+    if not path.is_dir():  # a folder is an OSError, which says so
+        check_regular(path)
     if (size := path.stat().st_size) > MAX_BYTES:
         found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
         raise UserError(Problem(f"too large for {what}", where=str(path), found=found, expected=expected))

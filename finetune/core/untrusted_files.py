@@ -6,13 +6,12 @@ did not (tests/security/test_advisories.py), so finetune checks it before they o
 
 from __future__ import annotations
 
-import json
 import re
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import safe_files, strict_json
+from finetune.core import regular_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
-_TEXTS = (".json", ".jinja", ".txt", ".model", ".md")  # of a model's folder, which are read whole
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
 _CODE_OF = ("transformers.", "peft.")  # what `auto_mapping` of an adapter may name
 
@@ -32,12 +30,12 @@ def check_files(folder: Path, key: str) -> None:
         UserError: naming each file and what in it is refused.
     """
     problems = list(_links(sorted(folder.iterdir()), key))
-    problems += [_too_large(path, key) for path in sorted(folder.iterdir()) if _is_large_text(path)]
+    if problems:
+        raise UserError(*problems)
+    regular_files.check_folder(folder, key)
     for name, look in _LOOKS.items():
         if (folder / name).is_file():
             problems += look(folder / name, key)
-        elif (folder / name).exists():
-            problems.append(Problem("not a regular file", key, str(folder / name)))
     if problems:
         raise UserError(*problems)
 
@@ -111,15 +109,6 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
             yield Problem(what, key, str(entry), str(target), fix=fix)
 
 
-def _is_large_text(path: Path) -> bool:
-    return path.suffix in _TEXTS and path.is_file() and path.stat().st_size > safe_files.LARGEST
-
-
-def _too_large(path: Path, key: str) -> Problem:
-    found, expected = f"{path.stat().st_size:,} bytes", f"at most {safe_files.LARGEST:,} bytes"
-    return Problem("too large", key, str(path), found, expected)
-
-
 def read_object(path: Path, key: str) -> dict[str, Any]:
     """The content of a JSON file that holds an object (exit 2 where it does not)."""
     content = _read(path, key)
@@ -129,12 +118,9 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
 
 
 def _read(path: Path, key: str) -> Any:
-    real = path.resolve()
     try:
-        content = json.loads(safe_files.read_text(real.parent, real.name))
-        strict_json.check_depth(content)
-        return content
-    except (OSError, ValueError, RecursionError) as error:
+        return regular_files.read_json(path, key)
+    except ValueError as error:
         raise UserError(Problem("not JSON", key, str(path), found=str(error)[:200])) from None
 
 
@@ -176,8 +162,7 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _config(path, key)
     content = _read(path, key)
     if not isinstance(content, dict):
-        yield Problem("not an adapter's config", key, str(path))
-        return
+        return  # said above
     mapped = content.get("auto_mapping") or {}
     library = mapped.get("parent_library") or "transformers." if isinstance(mapped, dict) else repr(mapped)
     core = content.get("megatron_core") or "megatron.core"

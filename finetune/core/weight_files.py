@@ -6,10 +6,10 @@ A folder may hold more of them: `consolidated.safetensors`, shards of an older s
 
 from __future__ import annotations
 
-import json
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import regular_files
 from finetune.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ def find_weight_files(folder: Path, key: str = "model.name") -> list[Path]:
 def _files_of_index(index: Path, key: str) -> list[Path]:
     """The files that an index names, each of which exists."""
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        names = sorted(set(regular_files.read_json(index, key)["weight_map"].values()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         problem = Problem("not an index of weights", key, str(index), str(error)[:200], fix=DOWNLOAD)
         raise UserError(problem) from None
     missing = [name for name in names if not (is_plain_name(name) and (index.parent / name).is_file())]
@@ -75,8 +75,8 @@ def is_plain_name(file: Any) -> bool:
 def _expected_names(folder: Path) -> list[str]:
     """The names that `from_pretrained` looks for, the first that exists wins."""
     try:
-        config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: Any = regular_files.read_json(folder / "config.json", "model.name")
         named = config.get("transformers_weights")
-    except (OSError, ValueError, AttributeError, RecursionError):  # `read_config` reports it
+    except (OSError, ValueError, AttributeError):  # `read_config` reports it
         named = None
     return [str(named)] if named else [SINGLE, INDEX]

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import regular_files
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data.messages import REASONING_KEYS
 from finetune.data.template_sandbox import BROKEN, render
@@ -58,7 +59,7 @@ def read_template(name: str) -> str:
     path = Path(name)
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8-sig")
+            return regular_files.read_text(path, "data.chat_template", "utf-8-sig")
         except UnicodeDecodeError:
             raise UserError(Problem("not UTF-8", "data.chat_template", found=name)) from None
     known = bundled()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from finetune.autoconfig import batch_size
 from finetune.core.errors import Problem, UserError
 from finetune.data import hints, source_loading
 from finetune.data.examples import BadRow
+from finetune.data.first_rows import FirstRows
 from finetune.data.messages import ROLES
 from finetune.data.source_loading import MAX_SHOWN
 
@@ -146,21 +146,23 @@ def first_rows(data: Data, effective_batch_size: int = 1) -> list[str]:
     """
     formats, problems = dict[str, str](), list[Problem]()
     splits: dict[str, FirstExamples] = {}
+    cut: list[str] = []
     for source, key in source_loading.named(data):
         first = splits.setdefault(key, FirstExamples(key))
         if source_loading.files(source.name, key) is None:
             first.are_all = False
             continue
         try:
-            rows = source_loading.examples(source_loading.read(source, key), data, source.name, formats, {})
-            for row in islice(rows, FIRST):
+            rows = FirstRows(iter(source_loading.read(source, key)), FIRST)
+            for row in source_loading.examples(rows, data, source.name, formats, {}):
                 first.count += 1
                 wanted = formats.get(source.name, "")
                 if isinstance(row, BadRow):
                     first.bad.add(row, source.name, wanted)
                 else:
                     first.bad.of_format(source.name, wanted, wanted, row.where)
-            first.are_all &= next(rows, None) is None
+            first.are_all &= rows.are_all()
+            cut += [source.name] * rows.was_cut
         except UserError as error:
             problems += error.problems
     problems += [problem for first in splits.values() for problem in first.problems(data.expect)]
@@ -171,7 +173,8 @@ def first_rows(data: Data, effective_batch_size: int = 1) -> list[str]:
         raise UserError(*problems)
     count = sum(first.count for first in splits.values())
     said = f"checked {count:,} examples: the first {FIRST} of each source; run `finetune data` to check all"
-    return [said] if count else []
+    notes = [f"{name}: checked less than {FIRST} examples, because they are long" for name in cut]
+    return [*([said] if count else []), *notes]
 
 
 def _most_examples(data: Data, first: FirstExamples) -> int | None:

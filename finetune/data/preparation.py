@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
-from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from finetune.data import chat_templates, prepared_cache, source_loading
 from finetune.data.audit import Audit, Report
 from finetune.data.encoding import Encoded, make_encoder
 from finetune.data.examples import BadRow, Example, Row
+from finetune.data.first_rows import FirstRows
 from finetune.data.packing import best_fit
 from finetune.data.prepared_cache import cache_folder, code_digest
 
@@ -241,10 +241,11 @@ def audit_first(
         if source_loading.files(source.name, key) is None:  # on the Hub
             complete = False
             continue
-        rows, of = iter(source_loading.read(source, key)), held if key == "data.validation" else audit
-        for example, documents in audited(islice(rows, most), data, of, source_loading.title(source)):
+        first = FirstRows(iter(source_loading.read(source, key)), most)
+        of = held if key == "data.validation" else audit
+        for example, documents in audited(first, data, of, source_loading.title(source)):
             places += [example.where] * (len(documents) if of is audit else 0)
-        complete = complete and next(rows, None) is None
+        complete = complete and first.are_all()
     audit.finish(places.__getitem__, held)
     return audit, held, complete
 
@@ -371,7 +372,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
     random = data.validation_fraction is not None or any(s.weight % 1 for s in source_loading.sources(data))
     parts = {
         "data": data.model_dump(
-            exclude={"cache_dir", "template_date"}
+            exclude={"cache_dir", "template_date", "max_example_bytes", "max_uncompressed_bytes"}
         ),  # with its names: rows are known by them
         "date": dated(data, tokenizer).template_date,
         "mix": [_content(source, sources) for source in source_loading.sources(data)],

@@ -47,7 +47,7 @@ MODULES = (
     "examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates",
     "template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit",
     "example_errors", "dataset_folders", "arrow_values", "json_values",
-    "content_check",
+    "content_check", "read_limits", "limited_batches", "arrow_sizes",
 )  # fmt: skip
 
 
@@ -206,7 +206,10 @@ def _pointer(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -
     template = Path(data.chat_template or "")
     every = [*paths, *model_files, *([template] if template.is_file() else [])]
     stated = [(str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size) for path in every]
-    sections = [data.model_dump(exclude={"cache_dir"}), model.model_dump(include=MODEL_KEYS)]
+    sections = [
+        data.model_dump(exclude={"cache_dir", "max_example_bytes", "max_uncompressed_bytes"}),
+        model.model_dump(include=MODEL_KEYS),
+    ]
     parts = [*sections, seed, stated, code_digest()]
     name = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     return cache_folder(data) / POINTERS / name

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import json
 import lzma
+import re
 import tarfile
 import zlib
 from itertools import groupby, islice
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
-from finetune.data import hints
+from finetune.data import hints, read_limits
 from finetune.data.examples import BadRow, Row
 from finetune.data.json_values import DECODER, checked_row, may_hold_surrogates
+from finetune.data.read_limits import DEFAULT, ArchiveStream, Limits, RecordLines, limited_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,9 +30,9 @@ UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 Rows: TypeAlias = "Iterator[Row | BadRow]"
 
 
-def _json_lines(path: Path) -> Rows:
+def _json_lines(path: Path, limits: Limits) -> Rows:
     with path.open("rb") as file:
-        yield from json_lines(file, path)
+        yield from json_lines(limited_lines(file, path, limits), path)
 
 
 def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
@@ -51,14 +53,17 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
         offset += len(line)
 
 
-def _json(path: Path) -> Rows:
+def _json(path: Path, limits: Limits) -> Rows:
     """One array of rows; or rows as in a .jsonl file, of which a single one may go over many lines."""
+    if path.stat().st_size > limits.example:
+        yield from _large_json(path, limits)
+        return
     with path.open("rb") as file:
         lines = (line.removeprefix(BOM).strip() for line in file)
         first, *more = [*islice(filter(None, lines), 2)] or [b""]
     array, over_lines = first.startswith(b"["), first.endswith((b"{", b"["))
     if more and not (array or over_lines):
-        yield from _json_lines(path)
+        yield from _json_lines(path, limits)
         return
     content = path.read_bytes()
     try:
@@ -69,7 +74,7 @@ def _json(path: Path) -> Rows:
         values = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         if not array and (not more or getattr(error, "msg", "") == "Extra data"):
-            yield from _json_lines(path)
+            yield from _json_lines(path, limits)
             return
         number = error.lineno if isinstance(error, json.JSONDecodeError) else 0
         lines = text.split("\n")
@@ -84,14 +89,53 @@ def _json(path: Path) -> Rows:
         yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes)
 
 
-def _csv(path: Path) -> Rows:
+_ARRAY, _NEXT = re.compile(r"\s*\["), re.compile(r"\s*(,\s*|\]\s*)")
+_CHUNK = 2**20  # characters
+
+
+def _large_json(path: Path, limits: Limits) -> Rows:
+    """The same of a file that memory may not have room for: of an array one row after another."""
+    with path.open(encoding="utf-8-sig") as file:
+        text, ended = file.read(_CHUNK), False
+        start = _ARRAY.match(text)
+        if start is None:
+            yield from _json_lines(path, limits)
+            return
+        text, index = text[start.end() :].lstrip(), 0
+        while not (index == 0 and text.startswith("]")):
+            try:
+                value, end = DECODER.raw_decode(text)
+                after = _NEXT.match(text, end)
+                if after is None or (after.end() == len(text) and not ended):
+                    raise ValueError("neither , nor ] after a row")
+            except (ValueError, RecursionError) as error:
+                if len(text) > limits.example:
+                    raise read_limits.too_long(f"{path}[{index}]", limits) from None
+                if ended:
+                    what, where = f"not valid JSON: {error}", f"{path}[{index}]"
+                    raise UserError(Problem(what, where=where, found=text[:60])) from None
+                more = file.read(max(_CHUNK, len(text)))
+                text, ended = (text + more).lstrip(), not more
+                continue
+            yield checked_row(value, f"{path}[{index}]", escapes=True)
+            text, index = text[after.end() :], index + 1
+            if after[1].startswith("]"):
+                break
+        rest = (text.removeprefix("]") if index == 0 else text) + file.read(_CHUNK)
+        if rest.strip():
+            raise UserError(Problem("more text after the array", where=str(path), found=rest.strip()[:60]))
+
+
+def _csv(path: Path, limits: Limits) -> Rows:
     csv.field_size_limit(2**31 - 1)  # a text may be longer than 128 KiB
     with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
+        lines = RecordLines(file, path, limits)
+        reader = csv.reader(lines, strict=True)
         try:
             names = _header(reader, path)
             while True:
                 where = f"{path}:{reader.line_num + 1}"
+                lines.begin_record()
                 try:
                     fields = next(reader, None)
                 except csv.Error as error:  # a quote that never closes takes in all that follows
@@ -115,7 +159,7 @@ def _header(reader: Any, path: Path) -> list[str]:
         names = next(reader, [])
     except csv.Error as error:  # such as "a";"b"
         with path.open(encoding="utf-8-sig") as file:
-            names = [file.readline().rstrip()]
+            names = [file.readline(_CHUNK).rstrip()]
         what, expected, fix = hints.separator(names) or (f"not valid CSV: {error}", "", "")
         raise UserError(Problem(what, "", f"{path}:1", names[0][:60], expected, fix)) from None
     if len(set(names)) < len(names):
@@ -126,19 +170,22 @@ def _header(reader: Any, path: Path) -> list[str]:
     return names
 
 
-def _columnar(path: Path) -> Rows:
+def _columnar(path: Path, limits: Limits) -> Rows:
     """Parquet or Arrow, a batch of rows in memory at a time."""
     import pyarrow
-    from pyarrow import ipc, parquet
+    from pyarrow import ipc
 
+    from finetune.data import arrow_sizes, limited_batches
     from finetune.data.arrow_values import table_rows
 
     with _columnar_errors(path), pyarrow.memory_map(str(path)) as content:
         if path.suffix == ".parquet":
-            batches: Any = parquet.ParquetFile(content).iter_batches(batch_size=1000)
+            batches: Any = limited_batches.read_parquet(content, path, limits)
         else:
+            if arrow_sizes.expanded_bytes(content) > limits.expanded(path):
+                raise read_limits.expands(path, limits.expanded(path))
             batches = _arrow_batches(ipc, content)
-        yield from table_rows(batches, str(path))
+        yield from table_rows(limited_batches.limited(batches, path, limits), str(path))
 
 
 @contextlib.contextmanager
@@ -165,13 +212,17 @@ def _arrow_batches(ipc: Any, content: Any) -> Iterator[Any]:
     yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _tar(path: Path) -> Rows:
+def _tar(path: Path, limits: Limits) -> Rows:
     """A webdataset shard: the files that share a name up to the first dot are one row."""
     try:
-        with tarfile.open(path, "r|*") as archive:
-            for name, group in groupby(_members(archive), key=itemgetter(0)):
+        with (
+            path.open("rb") as file,
+            ArchiveStream(file, path, limits) as content,
+            tarfile.open(fileobj=content, mode="r:") as archive,
+        ):
+            for name, group in groupby(_members(archive, path, limits), key=itemgetter(0)):
                 yield _sample(group, f"{path}!{name}")
-    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+    except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RecursionError) as error:
         raise UserError(
             Problem("not a tar file, or a damaged one", where=str(path), found=str(error))
         ) from error
@@ -182,13 +233,27 @@ def _tar(path: Path) -> Rows:
             raise UserError(Problem("the file looks cut off", where=str(path)))
 
 
-def _members(archive: tarfile.TarFile) -> Iterator[tuple[str, str, bytes]]:
+MOST_WITHOUT_CONTENT = 10_000  # folders and links of an archive, one after another
+
+
+def _members(archive: Any, path: Path, limits: Limits) -> Iterator[tuple[str, str, bytes]]:
     """Name up to the first dot, kind and content of each file."""
-    for member in archive:
+    last, size, others = "", 0, 0
+    while member := archive.next():
+        archive.members.clear()  # tarfile would keep an entry for each file
         opened = archive.extractfile(member) if member.isfile() else None
+        others = 0 if opened else others + 1
+        if others > MOST_WITHOUT_CONTENT:
+            what = f"more than {MOST_WITHOUT_CONTENT:,} folders and links, and no file between them"
+            raise UserError(Problem(what, where=str(path)))
         if opened:
             stem, _, kind = Path(member.name).name.partition(".")
-            yield str(Path(member.name).parent / stem), kind, opened.read()
+            name = str(Path(member.name).parent / stem)
+            size = member.size if name != last else size + member.size
+            last = name
+            if size > limits.example:
+                raise read_limits.too_long(f"{path}!{name}", limits)
+            yield name, kind, opened.read()
 
 
 def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadRow:
@@ -204,31 +269,32 @@ def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadR
     return BadRow("unreadable", bad, where) if bad else checked_row(row, where, escapes=True)
 
 
-def _txt(path: Path) -> Rows:
+def _txt(path: Path, limits: Limits) -> Rows:
+    read_limits.check_size(path, limits)
     try:
         yield Row({"text": path.read_text(encoding="utf-8-sig")}, str(path))
     except UnicodeDecodeError:
         raise UserError(_where_not_utf8(path).problem) from None
 
 
-def read_file(path: Path) -> Rows:
+def read_file(path: Path, limits: Limits = DEFAULT) -> Rows:
     """Every row of a file, in order.
 
     Raises:
-        UserError: a Git LFS pointer, or a file that its reader cannot open (exit 2).
+        UserError: a Git LFS pointer, a file that its reader cannot open, or one over the limits (exit 2).
     """
     refuse_lfs_pointer(path)
-    yield from READERS[path.suffix](path)
+    yield from READERS[path.suffix](path, limits)
 
 
-def count_rows(path: Path) -> int:
+def count_rows(path: Path, limits: Limits = DEFAULT) -> int:
     """The rows of a file, good or bad; of parquet and arrow from their metadata."""
     refuse_lfs_pointer(path)
     if path.suffix == ".jsonl":
         with path.open("rb") as file:
-            return sum(1 for line in file if line.strip())
+            return sum(1 for line in limited_lines(file, path, limits) if line.strip())
     if path.suffix not in (".parquet", ".arrow"):
-        return sum(1 for _ in READERS[path.suffix](path))
+        return sum(1 for _ in READERS[path.suffix](path, limits))
     import pyarrow
     from pyarrow import ipc, parquet
 

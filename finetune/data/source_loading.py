@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, similar_files
-from finetune.data import hints, hub_datasets
+from finetune.core.regular_files import check_regular
+from finetune.data import hints, hub_datasets, read_limits
 from finetune.data.dataset_folders import as_name, choose_files, count_files
 from finetune.data.examples import BadRow, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
@@ -37,19 +38,29 @@ def sources(data: Data) -> list[Source]:
     """What `data.name` names, each with the revision, subset and split that hold for it."""
     named = [data.name] if isinstance(data.name, str) else data.name
     found = [Source(name=item) if isinstance(item, str) else item for item in named]
-    defaults = {"revision": data.revision, "subset": data.subset, "split": data.split}
+    defaults = {"revision": data.revision, "subset": data.subset, "split": data.split, **limits(data)}
     return [
         source.model_copy(update={key: getattr(source, key) or value for key, value in defaults.items()})
         for source in found
     ]
 
 
+def limits(data: Data) -> dict[str, int | None]:
+    """The limits of what is read at once, by a source's keys."""
+    return {
+        "max_example_bytes": data.max_example_bytes,
+        "max_uncompressed_bytes": data.max_uncompressed_bytes,
+    }
+
+
+def validation_source(data: Data) -> Source:
+    return Source(name=str(data.validation)).model_copy(update=limits(data))
+
+
 def named(data: Data) -> list[tuple[Source, str]]:
     """What is trained on and held out, each with the key that names it."""
     named = [(source, "data.name") for source in sources(data)]
-    return named + (
-        [(Source(name=data.validation), "data.validation")] if data.validation is not None else []
-    )
+    return named + ([(validation_source(data), "data.validation")] if data.validation is not None else [])
 
 
 def check_of_the_hub(data: Data) -> None:
@@ -90,7 +101,7 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
     """The validation set by source: a file of its own, or a share of the training data."""
     if data.validation is not None:
         check_disjoint(data)
-        return [(data.validation, read(Source(name=data.validation), "data.validation"))]
+        return [(data.validation, read(validation_source(data), "data.validation"))]
 
     def chosen(source: Source) -> Rows:
         rows = read(source, "data.name")
@@ -242,6 +253,7 @@ def files(name: str, key: str) -> list[Path] | None:
         if not paths:
             raise UserError(_nothing_to_read(path, key))
     for entry in paths:
+        check_regular(entry, key)
         if entry.suffix not in READERS:
             runs_code = "; such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
             expected, what = ", ".join(READERS), f"can't read {entry.name}{runs_code}"
@@ -324,7 +336,7 @@ def read(source: Source, key: str) -> Rows:
         return
     empty = True
     for path in paths:
-        for row in read_file(path):
+        for row in read_file(path, read_limits.of_source(source)):
             empty = False
             yield row
     if empty:

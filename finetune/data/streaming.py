@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
-from finetune.data import readers, source_loading
+from finetune.data import read_limits, readers, source_loading
 from finetune.data.audit import Audit
 from finetune.data.encoding import make_encoder
 from finetune.data.examples import BadRow, Row
 from finetune.data.loss_mask import IGNORED
 from finetune.data.packing import best_fit
 from finetune.data.preparation import Prepared, audit_held_out, audited
+from finetune.data.read_limits import Limits, limited_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -42,7 +43,7 @@ BLOCK = 2**20  # bytes at each end of a file that are hashed
 RAW = ["value", "bad", "source"]  # columns that encoding takes away
 AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
 
-Shard = tuple[str, int, int]  # path, first and last byte (JSONL)
+Shard = tuple[str, int, int, Limits]  # path, first and last byte (JSONL)
 
 
 def stream(
@@ -81,7 +82,7 @@ def stream(
     report = audit.finish(places.__getitem__, held)
     audit.check(data, held.report.kept)
     report.sources = source_loading.fingerprints(data, held_out=True)
-    paths = {path: Path(path) for path, _, _ in shards}
+    paths = {path: Path(path) for path, *_ in shards}
     report.sources |= {
         name: f"streamed, {path.stat().st_size:,} bytes, {_ends(path)}" for name, path in paths.items()
     }
@@ -197,7 +198,9 @@ def _shards(data: Data, seed: int) -> list[Shard]:
             size = path.stat().st_size
             cuts = [size * i // RANGES for i in range(RANGES + 1)] if path.suffix == ".jsonl" else [0, size]
             ranges = [(a, b) for a, b in pairwise(cuts) if a < b]
-            found += [(str(path), a, b) for a, b in ranges] * int(source.weight)
+            found += [(str(path), a, b, read_limits.of_source(source)) for a, b in ranges] * int(
+                source.weight
+            )
     random.Random(seed).shuffle(found)
     return found
 
@@ -231,22 +234,25 @@ def _row(value: dict[str, Any], bad: list[str], where: str) -> Row | BadRow:
 
 
 def _read(shard: Shard) -> Iterator[Row | BadRow]:
-    name, start, end = shard
+    name, start, end, limits = shard
     path = Path(name)
     if path.suffix == ".jsonl":
-        yield from _lines(path, start, end)
+        yield from _lines(path, start, end, limits)
     else:
-        yield from readers.read_file(path)
+        yield from readers.read_file(path, limits)
 
 
-def _lines(path: Path, start: int, end: int) -> Iterator[Row | BadRow]:
+def _lines(path: Path, start: int, end: int, limits: Limits) -> Iterator[Row | BadRow]:
     """Rows of the lines that begin in the bytes [start, end)."""
     refuse_lfs_pointer(path)
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
-            file.readline()  # the line that reaches in belongs to the range before
-        while (position := file.tell()) < end and (line := file.readline()):
+            next(
+                limited_lines(file, path, limits), None
+            )  # the line that reaches in belongs to the range before
+        lines = limited_lines(file, path, limits)
+        while (position := file.tell()) < end and (line := next(lines, b"")):
             for row in readers.json_lines([line], path, first=1 if position == 0 else 2):
                 where = f"{path}, byte {position}"
                 yield (

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from finetune.core import strict_yaml
+from finetune.core import regular_files, strict_yaml
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.core.packages import install_extra, installed
 
@@ -55,7 +55,7 @@ def read(path: Path) -> dict[str, Any]:
         UserError: no such file, no mapping, or a key given twice, of which the last would hold (exit 2).
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = regular_files.read_text(path)
         made = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
         problem = Problem("not an accelerate config", where=str(path), found=" ".join(str(error).split()))

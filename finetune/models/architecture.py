@@ -7,7 +7,6 @@ transformers' source. Families that this file does not know are built on the met
 from __future__ import annotations
 
 import ast
-import json
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
-from finetune.core import packages
+from finetune.core import packages, regular_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.kernels.kernel_limits import FP8_MULTIPLE
@@ -99,8 +98,8 @@ def read(model: Model) -> Architecture:
 def config_in(path: Path) -> Any:
     """A model's config.json, by `as_config` (exit 2 if it can't be read)."""
     try:
-        return as_config(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return as_config(regular_files.read_json(path, "model.name"))
+    except (OSError, ValueError, AttributeError) as error:
         problem = Problem("the folder holds no config.json that can be read", "model.name", found=str(error))
         raise UserError(problem) from error
 

@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import safe_files, verified_files
+from finetune.core import regular_files, safe_files, verified_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.verified_files import Damaged
 from finetune.models import model_class, model_files, module_names
@@ -60,7 +60,7 @@ def read(path: Path, config: Any) -> ModuleList:
     shipped = _shipped(config)
     if shipped is not None:
         return ModuleList(shipped, "the list of its family")
-    raw = json.loads(path.read_text(encoding="utf-8"))
+    raw = regular_files.read_json(path, "model.name")
     matters = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT}
     content = json.dumps([FORMAT, version("transformers"), matters], sort_keys=True)
     cache_root = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import untrusted_files
+from finetune.core import regular_files, untrusted_files
 from finetune.core.errors import Problem, UserError, stage
 from finetune.models import model_files
 from finetune.recipe import upstream_options
@@ -66,6 +65,7 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
     path = Path(model.name) / "tokenizer.json"
     if not path.is_file():
         return None
+    regular_files.check_regular(path, "model.name", regular_files.limit_of(path))
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # the library's one type for every fault of the file; loading it says which
@@ -119,7 +119,7 @@ def settings(folder: Path) -> dict[str, Any] | None:
 def _json(path: Path) -> dict[str, Any]:
     """The content of a JSON file, which may be missing or broken: loading says so."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = regular_files.read_json(path, "model.name")
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -163,11 +163,13 @@ def own_template(model: Model) -> str | dict[str, str] | None:
         name: model_files.small_file(model, name) for name in ("chat_template.jinja", "tokenizer_config.json")
     }
     if path := found["chat_template.jinja"]:
-        default = path.read_text(encoding="utf-8")
+        default = regular_files.read_text(path, "model.name")
         more = model_files.small_file(model, "additional_chat_templates/tool_use.jinja")
-        return {"default": default, "tool_use": more.read_text(encoding="utf-8")} if more else default
+        return (
+            {"default": default, "tool_use": regular_files.read_text(more, "model.name")} if more else default
+        )
     path = found["tokenizer_config.json"]
-    said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
+    said = regular_files.read_json(path, "model.name").get("chat_template") if path else None
     return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said
 
 
@@ -187,7 +189,7 @@ def declared_ends(model: Model, config: Any = None) -> set[int]:
     """
     path = model_files.small_file(model, "generation_config.json")
     if path:
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        ends = regular_files.read_json(path, "model.name").get("eos_token_id")
     else:
         ends = getattr(config or model_files.read_config(model), "eos_token_id", None)
     return {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}

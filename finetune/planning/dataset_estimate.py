@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.autoconfig.batch_size import count_steps
+from finetune.core import regular_files
 from finetune.core.errors import UserError
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.data.examples import BadRow, Example
@@ -282,6 +283,8 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
     """Of each example, 0 where its chat can't be rendered; `None` if there are chats and no template."""
     from tokenizers import Tokenizer
 
+    path = Path(tokenizer)
+    regular_files.check_regular(path, "model.name", regular_files.limit_of(path))
     backend = Tokenizer.from_file(tokenizer)
     backend.no_truncation()
     backend.no_padding()
@@ -310,7 +313,7 @@ def _characters(part: Any) -> int:
 
 def _special(config: str) -> dict[str, str]:
     """The tokenizer's special tokens, which templates name."""
-    held = json.loads(Path(config).read_text(encoding="utf-8")) if config else {}
+    held = regular_files.read_json(Path(config)) if config else {}
     found = {name: held.get(name) for name in SPECIAL}
     texts = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -319,7 +322,7 @@ def _special(config: str) -> dict[str, str]:
 def _template(model: Model) -> str:
     """The model's own chat template, if it is here."""
     if path := file_on_disk(model, "chat_template.jinja"):
-        return path.read_text(encoding="utf-8")
+        return regular_files.read_text(path)
     path = file_on_disk(model, "tokenizer_config.json")
-    said = json.loads(path.read_text(encoding="utf-8")).get("chat_template") if path else None
+    said = regular_files.read_json(path).get("chat_template") if path else None
     return said if isinstance(said, str) else ""

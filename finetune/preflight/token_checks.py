@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from
+from finetune.core import regular_files
 from finetune.core.errors import UserError
 from finetune.data import chat_templates
 from finetune.data.example_errors import FIRST
@@ -133,11 +134,11 @@ def _has_id(folder: Path, rows: int) -> bool:
     tokens may leave gaps. A vocabulary without written ids is a list in the order of the ids.
     """
     try:
-        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        text = regular_files.read_text(folder / "tokenizer.json", "model.name")
         _, found, rest = text.partition('"added_tokens":')
         added: list[dict[str, Any]] = json.JSONDecoder().raw_decode(rest.lstrip())[0] if found else []
         if any(int(token["id"]) >= rows for token in added) or re.search(rf'":\s*{rows}\b', text):
             return True
         return '"Unigram"' in text and len(json.loads(text)["model"]["vocab"]) > rows
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -68,6 +68,10 @@ class Source(Section):
     """Configuration of a Hub data set; `null`: `data.subset`."""
     split: str | None = None
     """Split of a Hub data set; `null`: `data.split`."""
+    max_example_bytes: int | None = Field(default=None, ge=1, le=2**31 - 2)
+    """Longest example of these files in bytes; `null`: `data.max_example_bytes`."""
+    max_uncompressed_bytes: int | None = Field(default=None, ge=1, le=2**53)
+    """What a compressed file may expand to; `null`: `data.max_uncompressed_bytes`."""
 
 
 class Expect(Section):
@@ -136,6 +140,11 @@ class Data(Section):
     """Read while training, for what does not fit on disk a second time; needs `train.max_steps`."""
     shuffle_buffer: int = Field(default=10_000, ge=1)
     """Rows that are shuffled (and packed) together when streaming."""
+    max_example_bytes: int = Field(default=32 * 2**20, ge=1, le=2**31 - 2)
+    """Longest example in bytes: a line, a .txt file, the files of an example in a tar. A longer one
+    is an error."""
+    max_uncompressed_bytes: int | None = Field(default=None, ge=1, le=2**53)
+    """What a compressed file (tar, parquet) may expand to; `null`: 100 times its size, at least 256 MiB."""
     cache_dir: str | None = None
     """Folder of prepared data; `null`: $FINETUNE_CACHE or ~/.cache/finetune."""
     expect: Expect = Expect()

@@ -81,7 +81,8 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     if isinstance(settings.get("general"), str):  # a file, whose content is in `data`
         settings["general"] = Path(settings["general"]).name
     settings["max_new_tokens"] = recipe.eval.max_new_tokens
-    data = recipe.data.model_dump(exclude={"name", "validation", "cache_dir", "expect", "chat_template"})
+    left_out = {"name", "validation", "cache_dir", "expect", "chat_template"}
+    data = recipe.data.model_dump(exclude=left_out | {"max_example_bytes", "max_uncompressed_bytes"})
     template = Path(recipe.data.chat_template).name if recipe.data.chat_template else None
     return {
         "hardware": f"{machine['count']} x {machine['name']}, {machine['cpu_cores']} cores, "

@@ -15,6 +15,7 @@ from finetune.cli import main
 from finetune.core.errors import Problem, UserError
 from finetune.data import example_errors, streaming
 from finetune.data.examples import Row
+from finetune.data.read_limits import DEFAULT
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe.schema import Data, Expect, Model
 from finetune.run_folder.run_folder import RunFolder
@@ -88,7 +89,7 @@ def test_ranges_of_bytes_share_the_lines(lines, ranges, end, tmp_path_factory) -
     path.write_text("\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines) + end)
     size = path.stat().st_size
     cuts = [size * i // ranges for i in range(ranges + 1)]
-    found = [row for a, b in pairwise(cuts) for row in streaming._lines(path, a, b)]
+    found = [row for a, b in pairwise(cuts) for row in streaming._lines(path, a, b, DEFAULT)]
     assert [row.value["text"] for row in found if isinstance(row, Row)] == lines
 
 

@@ -14,6 +14,7 @@ from pyarrow import ipc, parquet
 from finetune.core.errors import UserError
 from finetune.data import source_loading, streaming
 from finetune.data.examples import BadRow, Row
+from finetune.data.read_limits import DEFAULT
 from finetune.recipe.schema import Source
 
 ARGUMENTS: list[Any] = [{"time": "x"}, {"time": 5}, {"when": [1, "a", None], "deep": {"a": None}}, {}]
@@ -74,7 +75,7 @@ def test_read_tool_arguments_of_several_types_gives_those_of_the_jsonl(kind: str
 
 def test_streaming_decodes_json_columns_too(tmp_path: Path) -> None:
     path = saved(mixed(tmp_path), tmp_path, "parquet")
-    rows = streaming._read((str(path), 0, path.stat().st_size))
+    rows = streaming._read((str(path), 0, path.stat().st_size, DEFAULT))
     assert [row.value for row in rows if isinstance(row, Row)] == values(tmp_path / "mixed.jsonl")
 
 

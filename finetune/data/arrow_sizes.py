@@ -1,0 +1,89 @@
+"""What the batches of an Arrow file expand to, from the headers of its messages.
+
+The format: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
+pyarrow shows no size of a compressed buffer before it has decompressed it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DICTIONARY, BATCH = 2, 3  # kinds of messages
+EACH = 8  # bytes of a value that takes none, such as a null
+
+
+def expanded_bytes(content: Any) -> int:
+    """The bytes that all batches of a file or stream have in memory, its rows counted with `EACH`.
+
+    Raises:
+        ValueError: a message that is damaged.
+    """
+    import pyarrow
+    from pyarrow import ipc
+
+    content.seek(0)
+    content.seek(8 if content.read(8).startswith(b"ARROW1") else 0)
+    reader, total = ipc.MessageReader.open_stream(content), 0
+    while True:
+        try:
+            message = reader.read_next_message()
+        except (StopIteration, EOFError):
+            break
+        except pyarrow.ArrowException as error:
+            raise ValueError(str(error)) from error
+        if message.body is not None:
+            try:
+                total += _of_message(memoryview(message.metadata), memoryview(message.body))
+            except (struct.error, IndexError) as error:
+                raise ValueError("a message is damaged") from error
+    content.seek(0)
+    return total
+
+
+def _of_message(header: memoryview, body: memoryview) -> int:
+    table = _follow(header, 0)
+    kind, at = _field(header, table, 1), _field(header, table, 2)
+    if not kind or not at or header[kind] not in (DICTIONARY, BATCH):
+        return 0
+    batch = _follow(header, at)
+    if header[kind] == DICTIONARY:
+        inner = _field(header, batch, 1)
+        if not inner:
+            return 0
+        batch = _follow(header, inner)
+    rows = _field(header, batch, 0)
+    total = EACH * struct.unpack_from("<q", header, rows)[0] if rows else 0
+    is_compressed = bool(_field(header, batch, 3))
+    for start, length in _buffers(header, batch):
+        expanded = struct.unpack_from("<q", body, start)[0] if is_compressed and length >= 8 else -1
+        total += length if expanded == -1 else expanded
+        if expanded < -1 or length < 0:
+            raise ValueError("a buffer has a negative length")
+    return total
+
+
+def _buffers(header: memoryview, batch: int) -> Iterator[tuple[int, int]]:
+    """Start and length of each buffer of a batch."""
+    if at := _field(header, batch, 2):
+        vector = _follow(header, at)
+        (count,) = struct.unpack_from("<I", header, vector)
+        for index in range(min(count, len(header) // 16)):
+            yield struct.unpack_from("<qq", header, vector + 4 + 16 * index)
+
+
+def _follow(buffer: memoryview, at: int) -> int:
+    """Where a relative offset of a flatbuffer leads."""
+    return at + struct.unpack_from("<I", buffer, at)[0]
+
+
+def _field(buffer: memoryview, table: int, number: int) -> int:
+    """Where a field of a flatbuffer's table is; 0: it has the default."""
+    names = table - struct.unpack_from("<i", buffer, table)[0]
+    if 4 + 2 * number >= struct.unpack_from("<H", buffer, names)[0]:
+        return 0
+    offset = struct.unpack_from("<H", buffer, names + 4 + 2 * number)[0]
+    return table + offset if offset else 0
