@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from typing import TYPE_CHECKING, Any
 
@@ -84,14 +83,6 @@ def read_json(path: Path, key: str = "") -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     return content
-
-
-def is_path(text: str) -> bool:
-    """Whether the operating system takes a text for a path: it has no NUL, and can be encoded."""
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
 
 
 def _kind(mode: int) -> str:

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 DICTIONARY, BATCH = 2, 3  # kinds of messages
+NODES, BUFFERS = 1, 2  # fields of a batch
 EACH = 8  # bytes of a value that takes none, such as a null
 
 
 def expanded_bytes(content: Any) -> int:
-    """The bytes that all batches of a file or stream have in memory, its rows counted with `EACH`.
+    """The bytes that all batches of a file or stream have in memory, each value counted with `EACH`.
 
     Raises:
         ValueError: a message that is damaged.
@@ -55,10 +56,9 @@ def _of_message(header: memoryview, body: memoryview) -> int:
         if not inner:
             return 0
         batch = _follow(header, inner)
-    rows = _field(header, batch, 0)
-    total = EACH * struct.unpack_from("<q", header, rows)[0] if rows else 0
+    total = EACH * sum(max(0, length) for length, _ in _pairs(header, batch, NODES))
     is_compressed = bool(_field(header, batch, 3))
-    for start, length in _buffers(header, batch):
+    for start, length in _pairs(header, batch, BUFFERS):
         expanded = struct.unpack_from("<q", body, start)[0] if is_compressed and length >= 8 else -1
         total += length if expanded == -1 else expanded
         if expanded < -1 or length < 0:
@@ -66,9 +66,9 @@ def _of_message(header: memoryview, body: memoryview) -> int:
     return total
 
 
-def _buffers(header: memoryview, batch: int) -> Iterator[tuple[int, int]]:
-    """Start and length of each buffer of a batch."""
-    if at := _field(header, batch, 2):
+def _pairs(header: memoryview, batch: int, number: int) -> Iterator[tuple[int, int]]:
+    """Length and nulls of each array of a batch, or start and length of each buffer."""
+    if at := _field(header, batch, number):
         vector = _follow(header, at)
         (count,) = struct.unpack_from("<I", header, vector)
         for index in range(min(count, len(header) // 16)):

@@ -65,10 +65,20 @@ def _decoder(kind: pyarrow.DataType, name: str, column: str) -> Decoder | None:
     if types.is_map(kind):
         decode = _field_decoder(kind.item_field, name, column)
         return (lambda value: {key: _apply(decode, part) for key, part in value.items()}) if decode else None
+    if _shares_values(kind):
+        raise _not_read(f"type {kind}", name, column)
     if types.is_nested(kind) and hasattr(kind, "value_field"):  # every kind of list
         decode = _field_decoder(kind.value_field, name, column)
         return (lambda value: [_apply(decode, part) for part in value]) if decode else None
     return None
+
+
+def _shares_values(kind: Any) -> bool:
+    """Whether one value may stand in every row of an array, which fills memory from a small file."""
+    from pyarrow import types
+
+    views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    return views or types.is_run_end_encoded(kind) or types.is_union(kind)
 
 
 def _extension_decoder(kind: Any, name: str, column: str) -> Decoder | None:
@@ -81,13 +91,13 @@ def _extension_decoder(kind: Any, name: str, column: str) -> Decoder | None:
     vector = isinstance(kind, pyarrow.FixedShapeTensorType) and len(kind.shape) == 1
     if vector or isinstance(kind, pyarrow.Bool8Type) or kind.extension_name.startswith(ARRAYS):
         return None
-    raise _not_read(kind.extension_name, name, column)
+    raise _not_read(f"extension type {kind.extension_name}", name, column)
 
 
 def _field_decoder(field: pyarrow.Field, name: str, column: str) -> Decoder | None:
     unknown = (field.metadata or {}).get(EXTENSION, b"").decode()
     if unknown and not unknown.startswith(ARRAYS):
-        raise _not_read(unknown, name, column)
+        raise _not_read(f"extension type {unknown}", name, column)
     return _decoder(field.type, name, column)
 
 
@@ -104,6 +114,6 @@ def _apply(decode: Decoder | None, value: Any) -> Any:
 
 
 def _not_read(kind: str, name: str, column: str) -> UserError:
-    what = f"the column {column} has the Arrow extension type {kind}, which is not read"
+    what = f"the column {column} has the Arrow {kind}, which is not read"
     fix = f'take the column away, or cast it to text: table.drop_columns(["{column.partition(".")[0]}"])'
     return UserError(Problem(what, where=name, fix=fix))

@@ -47,7 +47,7 @@ MODULES = (
     "examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates",
     "template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit",
     "example_errors", "dataset_folders", "arrow_values", "json_values",
-    "content_check", "read_limits", "limited_batches", "arrow_sizes",
+    "content_check", "read_limits", "limited_batches", "arrow_sizes", "page_sizes",
 )  # fmt: skip
 
 

@@ -19,13 +19,8 @@ if TYPE_CHECKING:
 
 EXAMPLE_BYTES = 32 * 2**20
 EXPANSION, LEAST = 100, 2**28  # times a file's size, and bytes that each may expand to
+XZ_MEMORY = 2**28  # bytes of a decoder of xz, whose dictionary may have 4 GiB; `xz -9` needs 65 MiB
 _BLOCK = 2**20
-_DECOMPRESS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
-    (b"\x1f\x8b", gzip.open),
-    (b"BZh", bz2.BZ2File),
-    (b"\xfd7zXZ\0", lzma.LZMAFile),
-    (b"\x5d\0\0\x80", lzma.LZMAFile),
-)
 
 
 class Limits(NamedTuple):
@@ -101,6 +96,36 @@ def expands(path: Path, limit: int) -> UserError:
     what, expected = "the file expands to too many bytes", f"at most {limit:,} bytes"
     fix = f"data.max_uncompressed_bytes: {10 * limit}, if the file is meant to be so"
     return UserError(Problem(what, where=str(path), expected=expected, fix=fix))
+
+
+class XzFile:
+    """The uncompressed content of an .xz or .lzma file; the limit of memory is what `lzma.LZMAFile` lacks."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file, self.decoder = file, lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+
+    def read(self, size: int) -> bytes:
+        found = bytearray()
+        while len(found) < size:
+            if self.decoder.eof:  # files that were compressed on their own may follow each other
+                more = (self.decoder.unused_data or self.file.read(_BLOCK)).lstrip(b"\0")
+                if not more:
+                    break
+                self.decoder = lzma.LZMADecompressor(memlimit=XZ_MEMORY)
+            else:
+                more = self.file.read(_BLOCK) if self.decoder.needs_input else b""
+                if self.decoder.needs_input and not more:
+                    raise EOFError("the compressed file is cut off")
+            found += self.decoder.decompress(more, size - len(found))
+        return bytes(found)
+
+
+_DECOMPRESS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
+    (b"\x1f\x8b", gzip.open),
+    (b"BZh", bz2.BZ2File),
+    (b"\xfd7zXZ\0", XzFile),
+    (b"\x5d\0\0\x80", XzFile),
+)
 
 
 class ArchiveStream(io.RawIOBase):

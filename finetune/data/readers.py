@@ -89,7 +89,7 @@ def _json(path: Path, limits: Limits) -> Rows:
         yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes)
 
 
-_ARRAY, _NEXT = re.compile(r"\s*\["), re.compile(r"\s*(,\s*|\]\s*)")
+_ARRAY, _NEXT = re.compile(r"\s*\[\s*"), re.compile(r"\s*(?:([,\]])\s*)?")
 _CHUNK = 2**20  # characters
 
 
@@ -101,29 +101,41 @@ def _large_json(path: Path, limits: Limits) -> Rows:
         if start is None:
             yield from _json_lines(path, limits)
             return
-        text, index = text[start.end() :].lstrip(), 0
-        while not (index == 0 and text.startswith("]")):
-            try:
-                value, end = DECODER.raw_decode(text)
-                after = _NEXT.match(text, end)
-                if after is None or (after.end() == len(text) and not ended):
-                    raise ValueError("neither , nor ] after a row")
-            except (ValueError, RecursionError) as error:
-                if len(text) > limits.example:
-                    raise read_limits.too_long(f"{path}[{index}]", limits) from None
-                if ended:
-                    what, where = f"not valid JSON: {error}", f"{path}[{index}]"
-                    raise UserError(Problem(what, where=where, found=text[:60])) from None
-                more = file.read(max(_CHUNK, len(text)))
-                text, ended = (text + more).lstrip(), not more
+        at, index, separator = start.end(), 0, ","
+        while separator == ",":
+            value, end, separator, fault = _next_of_array(text, at)
+            if end - at > limits.example:
+                raise read_limits.too_long(f"{path}[{index}]", limits)
+            if end == len(text) and not ended:  # the example may go on
+                more = file.read(max(_CHUNK, end - at))
+                text, at, ended, separator = (text[at:] + more).lstrip(), 0, not more, ","
                 continue
+            if fault:
+                what, where = f"not valid JSON: {fault}", f"{path}[{index}]"
+                raise UserError(Problem(what, where=where, found=text[at : at + 60]))
             yield checked_row(value, f"{path}[{index}]", escapes=True)
-            text, index = text[after.end() :], index + 1
-            if after[1].startswith("]"):
-                break
-        rest = (text.removeprefix("]") if index == 0 else text) + file.read(_CHUNK)
-        if rest.strip():
-            raise UserError(Problem("more text after the array", where=str(path), found=rest.strip()[:60]))
+            at, index = end, index + 1
+        rest = (text[at:] + file.read(_CHUNK)).strip()
+        if rest:
+            raise UserError(Problem("more text after the array", where=str(path), found=rest[:60]))
+
+
+def _next_of_array(text: str, at: int) -> tuple[Any, int, str, str]:
+    """A value, where the text after it goes on, the separator between, and what is wrong.
+
+    What is wrong at the text's end may become right with more text.
+    """
+    try:
+        value, end = DECODER.raw_decode(text, at)
+        after = _NEXT.match(text, end)
+        if after and after[1]:
+            return value, after.end(), after[1], ""
+        raise json.JSONDecodeError("neither , nor ] after an example", text, after.end() if after else end)
+    except json.JSONDecodeError as error:
+        is_cut = error.pos > len(text) - 10 or error.msg.startswith("Unterminated string")
+        return None, len(text) if is_cut else at, ",", error.msg
+    except (ValueError, RecursionError) as error:
+        return None, at, ",", str(error)
 
 
 def _csv(path: Path, limits: Limits) -> Rows:
@@ -173,18 +185,14 @@ def _header(reader: Any, path: Path) -> list[str]:
 def _columnar(path: Path, limits: Limits) -> Rows:
     """Parquet or Arrow, a batch of rows in memory at a time."""
     import pyarrow
-    from pyarrow import ipc
 
-    from finetune.data import arrow_sizes, limited_batches
+    from finetune.data import limited_batches
     from finetune.data.arrow_values import table_rows
 
     with _columnar_errors(path), pyarrow.memory_map(str(path)) as content:
-        if path.suffix == ".parquet":
-            batches: Any = limited_batches.read_parquet(content, path, limits)
-        else:
-            if arrow_sizes.expanded_bytes(content) > limits.expanded(path):
-                raise read_limits.expands(path, limits.expanded(path))
-            batches = _arrow_batches(ipc, content)
+        is_parquet = path.suffix == ".parquet"
+        read = limited_batches.read_parquet if is_parquet else limited_batches.read_arrow
+        batches = read(content, path, limits)
         yield from table_rows(limited_batches.limited(batches, path, limits), str(path))
 
 
@@ -200,16 +208,6 @@ def _columnar_errors(path: Path) -> Iterator[None]:
         kind = "a parquet" if path.suffix == ".parquet" else "an arrow"
         what = f"not {kind} file, or a damaged one"
         raise UserError(Problem(what, where=str(path), found=found)) from error
-
-
-def _arrow_batches(ipc: Any, content: Any) -> Iterator[Any]:
-    try:
-        reader = ipc.open_file(content)
-    except ValueError:  # the streaming format has no footer
-        content.seek(0)
-        yield from ipc.open_stream(content)
-        return
-    yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
 def _tar(path: Path, limits: Limits) -> Rows:
@@ -296,12 +294,14 @@ def count_rows(path: Path, limits: Limits = DEFAULT) -> int:
     if path.suffix not in (".parquet", ".arrow"):
         return sum(1 for _ in READERS[path.suffix](path, limits))
     import pyarrow
-    from pyarrow import ipc, parquet
+    from pyarrow import parquet
+
+    from finetune.data import limited_batches
 
     with _columnar_errors(path), pyarrow.memory_map(str(path)) as content:
         if path.suffix == ".parquet":
             return parquet.ParquetFile(content).metadata.num_rows
-        return sum(batch.num_rows for batch in _arrow_batches(ipc, content))
+        return sum(batch.num_rows for batch in limited_batches.read_arrow(content, path, limits))
 
 
 READERS = {

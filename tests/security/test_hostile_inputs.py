@@ -10,13 +10,15 @@ import os
 import shutil
 import socket
 import tarfile
+import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from support.limited_commands import LimitedCommands
 from support.paths import MODEL, QUICKSTART
+from support.soak import soak_except
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -176,6 +178,18 @@ def tar_xz(path: Path) -> None:
     archive(path, lzma.compress, 64 * MIB, 64)
 
 
+def tar_xz_memory(path: Path) -> None:
+    """A small archive whose decoder would reserve 4 GiB."""
+    with tarfile.open(path, "w:xz") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"))
+    content = bytearray(path.read_bytes())
+    header = content[12 : 12 + 4 * (content[12] + 1)]
+    header[header.index(b"\x21\x01") + 2] = 39  # the size of the dictionary
+    header[-4:] = zlib.crc32(header[:-4]).to_bytes(4, "little")
+    content[12 : 12 + len(header)] = header
+    path.write_bytes(content)
+
+
 def tar_header(path: Path) -> None:
     """A header of the pax format that would be read whole."""
     header = tarfile.TarInfo("a")
@@ -248,6 +262,31 @@ def parquet_text(path: Path) -> None:
     )
 
 
+def parquet_lying(path: Path) -> None:
+    """Three texts of 300 MB, of which the footer says that they have 100 bytes."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    text = pa.array(["a" * 300_000_000])
+    parquet.write_table(
+        pa.table({"text": text, "a": text, "b": text}), path, compression="zstd", use_dictionary=False
+    )
+    group = parquet.ParquetFile(path).metadata.row_group(0)
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    for size in (group.column(0).total_uncompressed_size, group.total_byte_size):
+        number = varint(2 * size)
+        said = bytes([0x80 | (200 & 0x7F), 0x81]).ljust(len(number) - 1, b"\x80") + b"\0"
+        content = content[:start] + content[start:].replace(number, said)
+    path.write_bytes(content)
+    assert parquet.ParquetFile(path).metadata.row_group(0).column(0).total_uncompressed_size == 100
+
+
+def varint(number: int) -> bytes:
+    low, rest = number & 0x7F, number >> 7
+    return bytes([low | 0x80]) + varint(rest) if rest else bytes([low])
+
+
 def arrow_zstd(path: Path) -> None:
     """A compressed batch that expands to 600 MB."""
     import pyarrow as pa
@@ -266,6 +305,67 @@ def arrow_dictionary(path: Path) -> None:
     table = pa.table({"text": values})
     with pa.ipc.new_stream(path, table.schema) as file:
         file.write_table(table)
+
+
+def write_arrow(path: Path, column: Any) -> None:
+    import pyarrow as pa
+
+    batch = pa.record_batch([column], names=["text"])
+    with pa.ipc.new_file(path, batch.schema) as file:
+        file.write_batch(batch)
+
+
+def arrow_runs(path: Path) -> None:
+    import pyarrow as pa
+
+    runs = pa.RunEndEncodedArray.from_arrays(pa.array([100_000], pa.int32()), pa.array(["a" * 30_000_000]))
+    write_arrow(path, runs)
+
+
+def arrow_views(path: Path) -> None:
+    """A hundred thousand rows that all show one text."""
+    import numpy as np
+    import pyarrow as pa
+
+    views = np.zeros((100_000, 4), dtype=np.int32)
+    views[:, 0], views[:, 1] = 30_000_000, int.from_bytes(b"aaaa", "little")
+    buffers = [None, pa.py_buffer(views), pa.py_buffer(b"a" * 30_000_000)]
+    write_arrow(path, pa.Array.from_buffers(pa.string_view(), len(views), buffers))
+
+
+def arrow_list_views(path: Path) -> None:
+    import numpy as np
+    import pyarrow as pa
+
+    starts, sizes = pa.array([0] * 100_000, pa.int32()), pa.array([10**6] * 100_000, pa.int32())
+    write_arrow(path, pa.ListViewArray.from_arrays(starts, sizes, pa.array(np.zeros(10**6, np.int8))))
+
+
+def arrow_union(path: Path) -> None:
+    import pyarrow as pa
+
+    kinds, starts = pa.array([0] * 100_000, pa.int8()), pa.array([0] * 100_000, pa.int32())
+    write_arrow(path, pa.UnionArray.from_dense(kinds, starts, [pa.array(["a" * 30_000_000])]))
+
+
+def arrow_offsets(path: Path) -> None:
+    """Texts that begin after their end."""
+    import numpy as np
+    import pyarrow as pa
+
+    starts = np.zeros(100_001, dtype=np.int32)
+    starts[1::2] = 30_000_000
+    buffers = [None, pa.py_buffer(starts), pa.py_buffer(b"a" * 30_000_000)]
+    write_arrow(path, pa.Array.from_buffers(pa.string(), 100_000, buffers))
+
+
+def arrow_list_of_nulls(path: Path) -> None:
+    import numpy as np
+    import pyarrow as pa
+
+    starts = pa.py_buffer(np.array([0, 500_000_000], dtype=np.int32))
+    column = pa.Array.from_buffers(pa.list_(pa.null()), 1, [None, starts], children=[pa.nulls(500_000_000)])
+    write_arrow(path, column)
 
 
 def arrow_nulls(path: Path) -> None:
@@ -303,10 +403,31 @@ BOMBS = [
     ("a.arrow", arrow_zstd),
     ("a.arrow", arrow_dictionary),
     ("a.arrow", arrow_nulls),
+    ("a.tar", tar_xz_memory),
+    ("a.parquet", parquet_lying),
+    ("a.arrow", arrow_runs),
+    ("a.arrow", arrow_views),
+    ("a.arrow", arrow_list_views),
+    ("a.arrow", arrow_union),
+    ("a.arrow", arrow_offsets),
+    ("a.arrow", arrow_list_of_nulls),
 ]
 
 
-@pytest.mark.parametrize(("name", "make"), BOMBS)
+IN_CI = [
+    *BOMBS[:1],
+    ("a.json", deep_line),
+    ("a.csv", csv_quote),
+    ("a.tar", tar_gz),
+    ("a.arrow", arrow_zstd),
+    ("a.arrow", arrow_views),
+    ("a.arrow", arrow_offsets),
+    ("a.arrow", arrow_list_of_nulls),
+    ("a.tar", tar_xz_memory),
+]
+
+
+@pytest.mark.parametrize(("name", "make"), soak_except([*IN_CI, ("a.parquet", parquet_dictionary)], BOMBS))
 def test_data_that_would_fill_memory_is_refused(name: str, make: Callable, tmp_path, commands) -> None:
     make(tmp_path / name)
     ended = commands.run("check", str(QUICKSTART), f"data.name={tmp_path / name}")

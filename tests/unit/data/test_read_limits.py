@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
+import random
 import tarfile
+from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from finetune.core.errors import UserError
-from finetune.data import read_limits, readers, source_loading
+from finetune.data import page_sizes, read_limits, readers, source_loading
 from finetune.data.examples import Row
 from finetune.data.read_limits import Limits
 from finetune.recipe.schema import Data, Source
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 TEXTS = ["a", "b\n, ]", "c" * 300, "\u00e9", ""]
@@ -92,6 +97,69 @@ def test_values_of_a_dictionary_count_in_each_row(tmp_path) -> None:
         list(readers.read_file(tmp_path / "a.parquet", limits))
 
 
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize(
+    "compress",
+    [partial(lzma.compress, format=kind) for kind in (lzma.FORMAT_XZ, lzma.FORMAT_ALONE)],
+)
+def test_archive_of_xz_is_read_whole(pieces: int, compress: Callable[[bytes], bytes], tmp_path) -> None:
+    texts = [random.Random(number).randbytes(40_000).hex() for number in range(4)]
+    with tarfile.open(tmp_path / "plain", "w") as archive:
+        for number, text in enumerate(texts):
+            (tmp_path / "one").write_text(text)
+            archive.add(tmp_path / "one", f"{number}.txt")
+    plain = (tmp_path / "plain").read_bytes()
+    cuts = [len(plain) * piece // pieces for piece in range(pieces + 1)]
+    path = tmp_path / "a.tar"
+    path.write_bytes(b"".join(compress(plain[a:b]) for a, b in pairwise(cuts)))
+    assert [row.value["text"] for row in readers.read_file(path) if isinstance(row, Row)] == texts
+    path.write_bytes(path.read_bytes()[:-50_000])
+    with pytest.raises(UserError, match=r"cut off|damaged"):
+        list(readers.read_file(path))
+
+
+def test_texts_of_views_count_in_each_row(tmp_path) -> None:
+    """Arrow's string_view, in which polars writes: many rows may share one text."""
+    import numpy as np
+    import pyarrow as pa
+
+    text = b"x" * 10_000
+    views = np.zeros((5000, 4), dtype=np.int32)
+    views[:, 0], views[:, 1] = len(text), int.from_bytes(text[:4], "little")
+    shared = pa.Array.from_buffers(pa.string_view(), 5000, [None, pa.py_buffer(views), pa.py_buffer(text)])
+    for count, column in ((5000, shared), (3, pa.array(["a", None, "b" * 20], pa.string_view()))):
+        batch = pa.record_batch([column], names=["text"])
+        with pa.ipc.new_file(tmp_path / f"{count}.arrow", batch.schema) as file:
+            file.write_batch(batch)
+    rows = list(readers.read_file(tmp_path / "3.arrow"))
+    assert [row.value for row in rows if isinstance(row, Row)] == [{"text": "a"}, {}, {"text": "b" * 20}]
+    with pytest.raises(UserError, match="expands to too many bytes"):
+        list(readers.read_file(tmp_path / "5000.arrow", Limits(uncompressed=2 * 10**6)))
+
+
+def test_pages_of_a_parquet_file_have_the_sizes_of_the_footer(tmp_path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    table = pa.table(
+        {
+            "text": [f"{n}" * (n % 700) for n in range(20_000)],
+            "n": list(range(20_000)),
+            "b": [None, True] * 10_000,
+        }
+    )
+    path = tmp_path / "a.parquet"
+    for version, codec in (("1.0", "zstd"), ("2.0", "snappy"), ("2.0", "none")):
+        parquet.write_table(table, path, data_page_version=version, compression=codec, write_statistics=False)
+        with pa.memory_map(str(path)) as content:
+            group = parquet.ParquetFile(content).metadata.row_group(0)
+            for number in range(3):
+                column = group.column(number)
+                pages = page_sizes.of_column(content, column)
+                headers = column.total_uncompressed_size - sum(pages)  # the footer counts them too
+                assert 0 < headers < 60 * len(pages) and (number or len(pages) > 5)
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 10_000])
 def test_a_large_array_is_read_as_a_small_one(indent: int | None, chunk: int, tmp_path, monkeypatch) -> None:
@@ -108,6 +176,25 @@ def test_a_large_array_that_is_broken_is_refused(text: str, tmp_path, monkeypatc
     path.write_text(text + " " * 100)
     with pytest.raises(UserError, match=r"a\.json"):
         list(readers.read_file(path, Limits(example=50)))
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("{'a': 1}", "property name"),
+        ('{"a" 1}', "delimiter"),
+        ('{"a": 1, "a": 2}', "two values"),
+        ('{"a": ' + "[" * 5000, "recursion"),
+        ("{} x", "neither"),
+    ],
+)
+def test_a_fault_in_a_large_array_is_named_with_its_place(fault: str, what: str, tmp_path) -> None:
+    """Not as an example that is too long."""
+    path = tmp_path / "a.json"
+    path.write_text('[{"text": "a"}, ' + fault + ', {"text": "b"}' * 3000 + "]")
+    with pytest.raises(UserError, match=what) as raised:
+        list(readers.read_file(path, Limits(example=30_000)))
+    assert f"{path}[1]" in str(raised.value)
 
 
 def test_default_limits_let_a_compressed_file_expand_a_hundred_times(tmp_path) -> None:
