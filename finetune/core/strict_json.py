@@ -10,7 +10,8 @@ from typing import Any
 
 DEEPEST = 40  # nested lists and objects of a file
 SPELT = ("nan", "inf", "-inf")
-SCORES = ("base", "tuned", "difference", "tasks", "sources", "examples")  # parts of eval.json that hold numbers
+# parts of eval.json that hold numbers
+SCORES = ("base", "tuned", "difference", "tasks", "sources", "examples")
 LOSSES = ("base_loss", "tuned_loss")
 TEXTS = ("source", "settings", "verdict")  # among them
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,25 @@ from finetune.models import architecture
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
 
 if TYPE_CHECKING:
-    from finetune.autoconfig.batch_size import Batch
     from finetune.models.architecture import Architecture
-    from finetune.planning.adapter_size import Adapted
+    from finetune.planning.planned_run import PlannedRun
     from finetune.planning.sharding_cost import Share
-    from finetune.recipe.schema import Eval, Speed, Train
+    from finetune.recipe.schema import Eval
 
 HOST = "CPU memory"  # what leaves the GPU, beside the phases
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen for the memory of a planned run."""
+
+    kept: Keeps
+    memory: memory_estimate.Memory
+    checkpointing: str
+    share: Share
+    usable: float
+    """GiB of a device."""
+    graphs: bool
 
 
 def of_process(found: Architecture, storage: str, precision: str, share: Share, *, full: bool) -> float:
@@ -51,25 +64,17 @@ def outside(found: Architecture, precision: str) -> float:
     return (found.parameters - size) * architecture.BYTES[DTYPES[precision]] / GIB
 
 
-def keeps(
-    found: Architecture,
-    has: Adapted,
-    *,
-    full: bool,
-    fused: bool,
-    compiled: bool,
-    attention: str,
-    storage: str,
-) -> Keeps:
+def keeps(run: PlannedRun, *, fused: bool, compiled: bool) -> Keeps:
     """What backward keeps, in `memory_estimate`'s terms."""
+    found, has, storage = run.model, run.adapter, run.storage
     linear, layers = found.linear, found.config.get_text_config().num_hidden_layers
     dropped = sum(linear[name][1] for name in has.names) // layers if has.dropout else 0
-    repeated = attention in ("sdpa", "eager")
+    repeated = run.attention in ("sdpa", "eager")
     return Keeps(
         # an MLP without adapters runs fused for the sake of rounding to fp8 alone
         fused and has.fusable and (has.mlps or storage == "fp8"),
         compiled,
-        not full,
+        not run.full,
         has.columns,
         dropped,
         repeated,
@@ -80,83 +85,95 @@ def keeps(
     )
 
 
-def phases(
-    found: Architecture,
-    has: Adapted,
-    kept: Keeps,
-    plan: memory_estimate.Memory,
-    checkpointing: str,
-    *,
-    tokens: int,
-    batch: Batch,
-    storage: str,
-    precision: str,
-    sections: tuple[Train, Speed, Eval],
-    share: Share,
-    longest: int,
-    usable: float,
-    graphs: bool = False,
-) -> dict[str, dict[str, float]]:
+def phases(run: PlannedRun, chosen: Chosen) -> dict[str, dict[str, float]]:
     """GiB of each kind in each phase of one process: load, step, evaluation, save, merge."""
-    train, speed, evaluation = sections
-    full = not kept.adapted
-    config = found.config
-    base, trained = architecture.weights(found, storage, precision) / GIB, has.trained / GIB
-    part = of_process(found, storage, precision, share, full=full)
-    own = {"weights": part, "adapters": 0.0 if full else 4 * trained / share.weights}
-    offloaded, known = (
-        speed.offload in ("optimizer", "all"),
-        optimizer_choice.known_bytes(optimizer_choice.asked(train)),
+    found, has, share, full = run.model, run.adapter, chosen.share, run.full
+    base = architecture.weights(found, run.storage, run.target.precision) / GIB
+    part = of_process(found, run.storage, run.target.precision, share, full=full)
+    own = {"weights": part, "adapters": 0.0 if full else 4 * has.trained / GIB / share.weights}
+    held = {**own, "optimizer": _optimizer(run, share)}
+    step, pool = _largest_moment(run, chosen, held)
+    own |= pool if run.recipe.eval.eval_steps else {}
+    buffers = {"buffers": share.gathered + share.outside}
+    evaluated = _evaluation(
+        {**own, **buffers}, found, run.recipe.eval, run.recipe.data.max_length, chosen.usable
     )
-    each = (
-        0.0
-        if offloaded
-        else optimizer_choice.state_bytes(optimizer_choice.asked(train), speed) + 4 * share.half
-    )
-    state = each * trained / share.states + (memory_estimate.AVERAGES * trained if has.allocates else 0.0)
-    entry = 2 * tokens * memory_estimate.widths(config).hidden * (2 if full else 1) / GIB
-    gone = {"activations": leaving(plan, checkpointing, entry)}
-    if offloaded:  # torchao keeps weights and gradients there too
-        gone["optimizer"] = (8 + (8.0 if known is None else known)) * trained
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
-    autocast = full and precision != "no" and share.weights == 1 and not share.half
-    copies = 2 * sum(map(prod, found.linear.values())) / GIB if autocast else 0.0
+    read = base if run.storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
+    made = {
+        "load": {"weights": read, "buffers": biggest * architecture.BYTES[DTYPES[run.target.precision]]},
+        "step": step,
+        "evaluation": {**own, **buffers, **evaluated},
+        "save": held,
+    }
+    gone = _on_the_cpu(run, chosen)
+    if any(gone.values()):
+        made[HOST] = gone
+    if not full:
+        stored = base if run.storage in QUANTISED and run.storage != "fp8" else 0.0
+        made["merge"] = {
+            "weights": 4 * found.parameters / GIB + stored,
+            "adapters": 4 * has.trained / GIB,
+        }
+    return made
+
+
+def _optimizer(run: PlannedRun, share: Share) -> float:
+    """GiB of the optimizer's state in one process, and of AdaLoRA's averages."""
+    train, speed, trained = run.recipe.train, run.recipe.speed, run.adapter.trained / GIB
+    if _offloads_optimizer(run):
+        each = 0.0
+    else:
+        each = optimizer_choice.state_bytes(optimizer_choice.asked(train), speed) + 4 * share.half
+    averages = memory_estimate.AVERAGES * trained if run.adapter.allocates else 0.0
+    return each * trained / share.states + averages
+
+
+def _offloads_optimizer(run: PlannedRun) -> bool:
+    return run.recipe.speed.offload in ("optimizer", "all")
+
+
+def _on_the_cpu(run: PlannedRun, chosen: Chosen) -> dict[str, float]:
+    """GiB that leave one process's GPU for the CPU's memory."""
+    hidden = memory_estimate.widths(run.model.config).hidden
+    entry = 2 * run.tokens * hidden * (2 if run.full else 1) / GIB
+    gone = {"activations": leaving(chosen.memory, chosen.checkpointing, entry)}
+    if _offloads_optimizer(run):  # torchao keeps weights and gradients there too
+        known = optimizer_choice.known_bytes(optimizer_choice.asked(run.recipe.train))
+        gone["optimizer"] = (8 + (8.0 if known is None else known)) * (run.adapter.trained / GIB)
+    return gone
+
+
+def _largest_moment(
+    run: PlannedRun, chosen: Chosen, held: dict[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """GiB of each kind at the moment of a step that takes most, and what graphs keep between steps."""
+    config, share, kept, plan, full = run.model.config, chosen.share, chosen.kept, chosen.memory, run.full
+    trained, tokens = run.adapter.trained / GIB, run.tokens
+    autocast = full and run.target.precision != "no" and share.weights == 1 and not share.half
+    copies = 2 * sum(map(prod, run.model.linear.values())) / GIB if autocast else 0.0
     buckets = 4 * trained if share.buckets else 0.0
     gradients = 4 * trained / share.states
-    held = {**own, "optimizer": state}
-    at_loss, at_backward = memory_estimate.at_once(plan, checkpointing)
+    at_loss, at_backward = memory_estimate.at_once(plan, chosen.checkpointing)
     loss = memory_estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full or kept.head)
     passing = memory_estimate.backward_gib(config, tokens, kept)
     if plan.away:  # a layer's input that leaves, and one that comes
         passing += 2 * tokens * memory_estimate.widths(config).hidden * 2 / GIB
-    some = 0.0 if full and batch.accumulation == 1 else gradients
+    some = 0.0 if full and run.batch.accumulation == 1 else gradients
     # at the loss no layer is whole, and in backward the head no longer, unless they train
     layers, ends = share.gathered, share.outside
     at_head, in_layers = (layers + ends,) * 2 if full else (ends * head_share(config), layers)
     first, then = (whole + copies + buckets for whole in (at_head, in_layers))
     # what graphs keep and work in no other takes meanwhile
-    beside, pool = ({"CUDA graphs": gib} if graphs else {} for gib in (plan.graphs, at_backward + passing))
+    beside, pool = (
+        {"CUDA graphs": gib} if chosen.graphs else {} for gib in (plan.graphs, at_backward + passing)
+    )
     moments = [
         {**held, "gradients": some, "activations": at_loss, "logits": loss, "buffers": first, **beside},
         {**held, "gradients": some, "activations": at_backward, "buffers": passing + then, **beside},
         {**held, "gradients": gradients, "buffers": buckets, **pool},
     ]
-    step = max(moments, key=lambda moment: sum(moment.values()))
-    own |= pool if evaluation.eval_steps else {}
-    evaluated = _evaluation({**own, "buffers": layers + ends}, found, evaluation, longest, usable)
-    read = base if storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
-    made = {
-        "load": {"weights": read, "buffers": biggest * architecture.BYTES[DTYPES[precision]]},
-        "step": step,
-        "evaluation": {**own, "buffers": layers + ends, **evaluated},
-        "save": held,
-    }
-    if any(gone.values()):
-        made[HOST] = gone
-    if not full:
-        stored = base if storage in QUANTISED and storage != "fp8" else 0.0
-        made["merge"] = {"weights": 4 * found.parameters / GIB + stored, "adapters": 4 * trained}
-    return made
+    return max(moments, key=lambda moment: sum(moment.values())), pool
 
 
 def head_share(config: Any) -> float:

@@ -9,28 +9,20 @@ from finetune.autoconfig.batch_size import short_of_peak
 from finetune.planning import dataset_estimate, step_time
 
 if TYPE_CHECKING:
-    from finetune.models.architecture import Architecture
-    from finetune.planning.adapter_size import Adapted
-    from finetune.planning.dataset_estimate import Rows
-    from finetune.recipe.schema import Data, Eval, Train
+    from finetune.planning.planned_run import PlannedRun
+    from finetune.recipe.schema import Data, Eval
 
 IN_A_HOST = 8  # GPUs that NVLink joins, at most
 
 
-def of_recipe(
-    found: Architecture,
-    has: Adapted,
-    sections: tuple[Data, Train, Eval],
-    rows: Rows | None,
-    steps: int | None,
-    too_large: bool,
-) -> list[str]:
+def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
     """Of the model, the data and the sections that train and evaluate it.
 
     Args:
         too_large: whether evaluation does not fit.
     """
-    data, train, evaluation = sections
+    found, has, rows, steps = run.model, run.adapter, run.rows, run.steps
+    data, train, evaluation = run.recipe.data, run.recipe.train, run.recipe.eval
     what = f"not known: {found.unknown}; weights are counted, what backward keeps is taken for Llama's"
     said = [what] if found.unknown else []
     said += [has.unknown] if has.unknown else []

@@ -22,22 +22,20 @@ from finetune.preflight import choice_checks
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
     from finetune.models.architecture import Architecture
-    from finetune.planning.adapter_size import Adapted
-    from finetune.planning.sharding_cost import Sharding, Share
-    from finetune.recipe.schema import Recipe, Speed
+    from finetune.planning.planned_run import PlannedRun, Target
+    from finetune.planning.sharding_cost import Share
+    from finetune.recipe.schema import Recipe
 
 CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
 CPU_GIB = 1.5  # of a process with the libraries imported
 
 
-def storage_and_attention(
-    recipe: Recipe, found: Architecture, precision: str, machine: Hardware, by: Sharding
-) -> tuple[Choice, Choice]:
+def storage_and_attention(recipe: Recipe, found: Architecture, target: Target) -> tuple[Choice, Choice]:
     """How the base would be stored and what attends, as `choice_checks.setup_of` asks it for a run."""
     flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
     against = partial(choice_checks.against_fp8, recipe, found.config)
+    by, precision, machine = target.by, target.precision, target.machine
     launched = sharding_cost.launched(by, 1, precision)
     if kept := base_quantization.whole_base(launched):
         against = partial(str, kept)
@@ -50,77 +48,66 @@ def storage_and_attention(
     return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))
 
 
-def fused(
-    recipe: Recipe, machine: Hardware, storage: str, by: Sharding, has: Adapted, precision: str
-) -> Choice:
+def fused(run: PlannedRun) -> Choice:
     """Whether adapters run fused; `speed.apply.choose_fused` for a model that is not there.
 
     Raises:
         UserError: asked for, and no layer of it can be (exit 2 or 3).
     """
-    asked, rounds, full = recipe.speed.fused, recipe.speed.qat is not None, recipe.adapter.type == "full"
-    if by.weights and not full and asked == "auto":
+    speed, by, storage = run.recipe.speed, run.target.by, run.storage
+    if by.weights and not run.full and speed.fused == "auto":
         return Choice("off", f"{by.name} splits the weights that fast forwards hold whole")
     # bitsandbytes' and ours leave what they don't store in codes in the launch's dtype
     plain = (
-        mixed_precision.DTYPES[precision]
+        mixed_precision.DTYPES[run.target.precision]
         if storage in adapter_types.QUANTISED
         else mixed_precision.STORED[storage]
     )
-    made = compilation.choose_fused(asked, machine, adapted=not full, dtype=plain, rounding=rounds)
-    obstacle = has.obstacle
+    made = compilation.choose_fused(
+        speed.fused, run.target.machine, adapted=not run.full, dtype=plain, rounding=speed.qat is not None
+    )
+    obstacle = run.adapter.obstacle
     if storage in ("int8", "torchao_int8"):
         obstacle = f"the base is stored in {storage}"
     if made.value == "off" or not obstacle:
         return made
-    if asked is True:
+    if speed.fused is True:
         what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
         raise UserError(Problem(what, "speed.fused", found=obstacle, fix=fix), code=Exit.ENVIRONMENT)
     return Choice("off", f"auto: {obstacle}")
 
 
-def compiled(
-    recipe: Recipe,
-    work: float,
-    steps: int | None,
-    machine: Hardware,
-    by: Sharding,
-    has: Adapted,
-    fused: Choice,
-    storage: str,
-) -> Choice:
+def compiled(run: PlannedRun, fused: Choice, work: float) -> Choice:
     """Whether layers would be compiled.
 
     Args:
+        fused: what `fused` chose.
         work: FLOPs of a step.
     """
+    has, asked = run.adapter, run.recipe.speed.compile
     dora = has.columns and has.rank > 0 and fused.value != "on"  # by PEFT's forward, which breaks the graph
-    plain = recipe.adapter.type != "full" and storage in mixed_precision.STORED
-    with launch_environment.under(dict(by.variables)):
+    plain = not run.full and run.storage in mixed_precision.STORED
+    with launch_environment.under(dict(run.target.by.variables)):
         eager = launch_environment.eager(plain=plain)
-    kind = "DoRA" if dora else adapter_types.find(recipe.adapter.type).peft
+    kind = "DoRA" if dora else adapter_types.find(run.recipe.adapter.type).peft
     kind = "experts' adapters" if has.experts else kind
     if dora or has.experts or kind in adapter_types.BREAKING:
         broken = f"PEFT's forward of {kind} breaks the graph"
-        if problem := compilation.against_breaks(recipe.speed.compile, broken):
+        if problem := compilation.against_breaks(asked, broken):
             raise UserError(problem, code=Exit.ENVIRONMENT)
         eager = eager or broken
-    asked = compilation.Work(0, work * (steps or 0), eager=eager)
-    return compilation.choose_compile(recipe.speed.compile, asked if steps or eager else None, machine)
+    whole = compilation.Work(0, work * (run.steps or 0), eager=eager)
+    return compilation.choose_compile(asked, whole if run.steps or eager else None, run.target.machine)
 
 
 def recomputed(
-    speed: Speed,
-    memory: memory_estimate.Memory,
-    machine: Hardware,
-    processes: int,
-    by: Sharding,
-    graphs: Choice,
+    run: PlannedRun, memory: memory_estimate.Memory, graphs: Choice
 ) -> tuple[Choice, Choice, Choice, memory_estimate.Memory]:
     """What would be made again, what would leave the GPU and whether layers are graphs beside that, as a run
     chooses it, and the memory plan so."""
+    speed, machine, by = run.recipe.speed, run.target.machine, run.target.by
     if machine.host_gib is not None:
-        memory = memory._replace(host=machine.host_gib / processes)
+        memory = memory._replace(host=machine.host_gib / run.target.processes)
     asked = speed.activation_checkpointing
     asked = "none" if by.once and asked == "auto" else asked  # as model_setup.make_fast
     again, offload, graphs, memory = cuda_graphs.beside(graphs, speed, asked, memory, machine)
@@ -130,48 +117,34 @@ def recomputed(
     return again, offload, graphs, memory
 
 
-def graphed(
-    recipe: Recipe,
-    found: Architecture,
-    machine: Hardware,
-    processes: int,
-    by: Sharding,
-    compile: Choice,
-    attention: str,
-    storage: str,
-    tokens: int,
-    *,
-    searched: bool,
-) -> Choice:
-    """Whether compiled layers would be CUDA graphs, in passes of `tokens` tokens of full rows."""
-    given = recipe.data, recipe.adapter, recipe.speed, found.config
-    kind = "full" if recipe.adapter.type == "full" else "fp8" if storage == "fp8" else "adapter"
-    with launch_environment.under(dict(by.variables)):
-        alone = cuda_graphs.alone(processes)
-    kinds = {"attention": attention, "storage": storage}
-    return cuda_graphs.choose(
-        recipe.speed.compile,
-        compile,
-        differs=cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds),
-        products=cuda_graphs.products(found.config, tokens, machine.peak_flops, kind=kind),
-        kind=kind,
+def graphed(run: PlannedRun, compile: Choice, *, searched: bool) -> Choice:
+    """Whether compiled layers would be CUDA graphs, in passes of full rows."""
+    recipe, config = run.recipe, run.model.config
+    kind = "full" if run.full else "fp8" if run.storage == "fp8" else "adapter"
+    with launch_environment.under(dict(run.target.by.variables)):
+        alone = cuda_graphs.alone(run.target.processes)
+    differs = cuda_graphs.differs(
+        recipe.data,
+        recipe.adapter,
+        recipe.speed,
+        config,
+        alone=alone,
+        searched=searched,
+        attention=run.attention,
+        storage=run.storage,
     )
+    products = cuda_graphs.products(config, run.tokens, run.target.machine.peak_flops, kind=kind)
+    return cuda_graphs.choose(recipe.speed.compile, compile, differs=differs, products=products, kind=kind)
 
 
 def room(
-    recipe: Recipe,
-    machine: Hardware,
-    found: Architecture,
-    has: Adapted,
-    kept: memory_estimate.Keeps,
-    storage: str,
-    precision: str,
-    tokens: int,
-    share: Share,
+    run: PlannedRun, kept: memory_estimate.Keeps, share: Share
 ) -> tuple[memory_estimate.Memory, float, float]:
     """The memory plan as a run makes it once its model is loaded, GiB that all of it may take, and of these
     the GiB that a step leaves free where weights are split."""
-    held = memory_by_phase.of_process(found, storage, precision, share, full=not kept.adapted)
+    recipe, machine, found, has = run.recipe, run.target.machine, run.model, run.adapter
+    precision = run.target.precision
+    held = memory_by_phase.of_process(found, run.storage, precision, share, full=not kept.adapted)
     held += 4 * has.trained / memory_estimate.GIB / share.weights if kept.adapted else 0.0
     held += share.gathered + share.more + share.outside
     system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB + share.nccl
@@ -183,7 +156,7 @@ def room(
     each = 4 + 4 * share.buckets + state + (memory_estimate.AVERAGES if has.allocates else 0)
     memory = memory_estimate.activations(
         found.config,
-        tokens,
+        run.tokens,
         kept,
         free=free,
         trained=has.trained // share.states,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from finetune.autoconfig import machine_setup, memory_estimate, mixed_precision, optimizer_choice
@@ -32,12 +31,12 @@ from finetune.planning import (
     sharding_cost,
     step_time,
 )
+from finetune.planning.planned_run import PlannedRun, Target
 from finetune.planning.sharding_cost import DDP, FSDP2, ONE, Sharding
 from finetune.preflight import choice_checks, launch_conflicts
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
-    from finetune.planning.dataset_estimate import Rows
     from finetune.recipe.schema import Recipe
 
 COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
@@ -169,17 +168,9 @@ def make(
     made = split if split and (split.fits or split.peak < whole.peak) else whole
     parts = (split.peak if split.fits else split.needed) if split else None
     storage, fp8 = made.choices["quantization"].value, not mixed_precision.fp8_missing(machine, "bf16")
-    reason = sharding_cost.reason(
-        processes,
-        machine.memory_gib,
-        whole.peak,
-        parts,
-        made.usable,
-        storage,
-        recipe.adapter.type,
-        fp8=fp8,
-        refused=refused,
-    )
+    sizes_gib = sharding_cost.Sizes(machine.memory_gib, made.usable, whole.peak, parts)
+    smaller = sharding_cost.smaller(storage, recipe.adapter.type, fp8=fp8)
+    reason = sharding_cost.reason(processes, sizes_gib, smaller, refused)
     reason = f"{fewer}; {reason}" if fewer else reason
     launch = Choice(sharding_cost.config_name(made.by, storage), reason)
     return replace(made, choices={"launch": launch, **made.choices})
@@ -287,71 +278,30 @@ def at_once(
     searched: bool = False,
 ) -> Plan:
     """The plan of a recipe under a launch, its batch split as the recipe says, or by a search for it."""
-    found, precision = (
-        architecture.read(recipe.model),
-        by.precision or mixed_precision.launch(machine).precision,
-    )
-    base, attention = planned_choices.storage_and_attention(recipe, found, precision, machine, by)
-    batch = split_batch(recipe.train, processes // by.sharing)
-    rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device, recipe.train.seed)
-    steps = dataset_estimate.known_steps(recipe.train, rows, batch, processes // by.sharing)
-    refused = dataset_estimate.refused(rows, recipe.data, batch)
-    has = adapter_size.adapted(recipe.adapter, recipe.model, found, steps or 100)
-    full, length = recipe.adapter.type == "full", recipe.data.max_length
-    tokens = batch.per_device * length // by.sharing
-    fused = planned_choices.fused(recipe, machine, base.value, by, has, precision)
-    each = rows.tokens if rows else length  # as in a run, which knows its rows
-    work = step_time.flops(found, has, full) * batch.per_device * each / by.sharing * batch.accumulation
-    compile = planned_choices.compiled(recipe, work, steps, machine, by, has, fused, base.value)
-    how = {"full": full, "fused": fused.value == "on", "compiled": compile.value == "on"}
-    attends = "cudnn" if by.sharing > 1 else attention.value  # SDPA has no mask there
-    kept = memory_by_phase.keeps(found, has, **how, attention=attends, storage=base.value)
-    gathered = partial(memory_by_phase.gathered, found, base.value, precision)
-    outside = memory_by_phase.outside(found, precision)
-    depth = memory_estimate.widths(found.config).layers
-    whole = depth if sharding_cost.keeps_layers(by) else sharding_cost.WHOLE_LAYERS
-    share = sharding_cost.share(by, processes, gathered(full=full, layers=whole), outside, found.parameters)
-    graphs = planned_choices.graphed(
-        recipe, found, machine, processes, by, compile, attends, base.value, tokens, searched=searched
-    )
-    kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
-    given = recipe, machine, found, has, kept, base.value, precision, tokens, share
-    memory, usable, kept_free = planned_choices.room(*given)
-    chosen = planned_choices.recomputed(recipe.speed, memory, machine, processes, by, graphs)
-    checkpointing, offload, graphs, memory = chosen
-    phases = memory_by_phase.phases(
-        found, has, kept, memory, checkpointing.value, tokens=tokens, batch=batch, storage=base.value,
-        precision=precision, sections=(recipe.train, recipe.speed, recipe.eval), share=share,
-        longest=length, usable=usable, graphs=graphs.value == "on",
-    )  # fmt: skip
+    run, fixed = planned_run(recipe, machine, processes, by)
+    refused = dataset_estimate.refused(run.rows, recipe.data, run.batch)
+    chosen, choices, kept_free = _choose(run, searched=searched)
+    phases = memory_by_phase.phases(run, chosen)
     if adapter_types.unmerged(recipe.adapter.type, recipe.adapter.options()):
         phases.pop("merge", None)
-    every = (gathered(full=False, layers=memory.layers) + outside) * memory_estimate.GIB
-    step = _step(recipe, rows, batch, memory, checkpointing, base.value, by, processes, every, phases, graphs)
-    parts, source, link = step_time.of_step(found, has, kept, step, machine, attends, cpu_rate)
-    notes = _notes(recipe, found, has, rows, steps, phases, usable, machine, processes, refused)
-    moved = sum(sharding_cost.sent(by, processes, step.base, has.trained, batch.accumulation))
-    moved += step_time.shared_rows(step, memory_estimate.widths(found.config)) * step.passes
-    choices = {"quantization": base, "attention": attention, "fused": fused, "compile": compile}
+    step = _step(run, chosen, phases)
+    parts, source, link = step_time.of_step(run, chosen.kept, step, cpu_rate)
+    moved = sum(sharding_cost.sent(by, processes, step.base, run.adapter.trained, run.batch.accumulation))
+    moved += step_time.shared_rows(step, memory_estimate.widths(run.model.config)) * step.passes
     return Plan(
         machine=machine,
         processes=processes,
-        choices={
-            **choices,
-            "CUDA graphs": graphs,
-            "activation checkpointing": checkpointing,
-            "offload": offload,
-        },
-        batch=batch,
-        tokens=tokens,
-        steps=steps,
+        choices={**fixed, **choices},
+        batch=run.batch,
+        tokens=run.tokens,
+        steps=run.steps,
         phases=phases,
-        usable=usable,
-        parts={} if found.unknown else parts,
-        row_tokens=each,
-        trained=has.trained,
+        usable=chosen.usable,
+        parts={} if run.model.unknown else parts,
+        row_tokens=run.row_tokens,
+        trained=run.adapter.trained,
         source=source,
-        notes=notes,
+        notes=_notes(run, phases, chosen.usable, refused),
         by=by,
         refused=refused,
         sent=(moved, link) if processes > 1 else (0.0, 0.0),
@@ -359,69 +309,111 @@ def at_once(
     )
 
 
+def planned_run(
+    recipe: Recipe, machine: Hardware, processes: int, by: Sharding
+) -> tuple[PlannedRun, dict[str, Choice]]:
+    """What is known of a run, and the choices that it needs: how the base is stored, and what attends."""
+    model = architecture.read(recipe.model)
+    target = Target(machine, processes, by, by.precision or mixed_precision.launch(machine).precision)
+    base, attention = planned_choices.storage_and_attention(recipe, model, target)
+    batch = split_batch(recipe.train, processes // by.sharing)
+    rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device, recipe.train.seed)
+    steps = dataset_estimate.known_steps(recipe.train, rows, batch, processes // by.sharing)
+    run = PlannedRun(
+        recipe=recipe,
+        target=target,
+        model=model,
+        adapter=adapter_size.adapted(recipe.adapter, recipe.model, model, steps or 100),
+        storage=base.value,
+        attention="cudnn" if by.sharing > 1 else attention.value,  # SDPA has no mask there
+        batch=batch,
+        rows=rows,
+        steps=steps,
+    )
+    return run, {"quantization": base, "attention": attention}
+
+
+def _choose(run: PlannedRun, *, searched: bool) -> tuple[memory_by_phase.Chosen, dict[str, Choice], float]:
+    """What a run would choose for speed and memory, and the GiB that a step leaves free."""
+    by, found = run.target.by, run.model
+    fused = planned_choices.fused(run)
+    of_row = run.batch.per_device * run.row_tokens / by.sharing  # as in a run, which knows its rows
+    work = step_time.flops(found, run.adapter, run.full) * of_row * run.batch.accumulation
+    compile = planned_choices.compiled(run, fused, work)
+    kept = memory_by_phase.keeps(run, fused=fused.value == "on", compiled=compile.value == "on")
+    kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
+    share = _share(run)
+    graphs = planned_choices.graphed(run, compile, searched=searched)
+    memory, usable, kept_free = planned_choices.room(run, kept, share)
+    checkpointing, offload, graphs, memory = planned_choices.recomputed(run, memory, graphs)
+    on = graphs.value == "on"
+    chosen = memory_by_phase.Chosen(kept, memory, checkpointing.value, share, usable, on)
+    choices = {
+        "fused": fused,
+        "compile": compile,
+        "CUDA graphs": graphs,
+        "activation checkpointing": checkpointing,
+        "offload": offload,
+    }
+    return chosen, choices, kept_free
+
+
+def _share(run: PlannedRun) -> sharding_cost.Share:
+    """What one process holds of the weights, and what it gathers."""
+    by, found, precision = run.target.by, run.model, run.target.precision
+    depth = memory_estimate.widths(found.config).layers
+    whole = depth if sharding_cost.keeps_layers(by) else sharding_cost.WHOLE_LAYERS
+    gathered = memory_by_phase.gathered(found, run.storage, precision, full=run.full, layers=whole)
+    outside = memory_by_phase.outside(found, precision)
+    return sharding_cost.share(by, run.target.processes, gathered, outside, found.parameters)
+
+
 def _step(
-    recipe: Recipe,
-    rows: Rows | None,
-    batch: Batch,
-    memory: memory_estimate.Memory,
-    checkpointing: Choice,
-    storage: str,
-    by: Sharding,
-    processes: int,
-    base: float,
-    phases: dict[str, dict[str, float]],
-    graphs: Choice,
+    run: PlannedRun, chosen: memory_by_phase.Chosen, phases: dict[str, dict[str, float]]
 ) -> step_time.Step:
     """What a process computes in a pass, computes again, and sends away.
 
     Args:
-        base: bytes of all weights as they are gathered.
         phases: GiB of full rows, of which some leave the GPU.
     """
+    memory, by, rows, data = chosen.memory, run.target.by, run.rows, run.recipe.data
+    precision = run.target.precision
+    every = memory_by_phase.gathered(run.model, run.storage, precision, full=False, layers=memory.layers)
+    every += memory_by_phase.outside(run.model, precision)
     gone = phases.get(memory_by_phase.HOST, {})
-    length = recipe.data.max_length
-    row = max(1, round(rows.padded)) if rows else length
-    whole, mlps = memory_estimate.split(checkpointing.value, memory.layers)
+    row = max(1, round(rows.padded)) if rows else data.max_length
+    whole, mlps = memory_estimate.split(chosen.checkpointing, memory.layers)
     halves = (mlps if memory.mlps else 0) / memory.layers
     return step_time.Step(
-        tokens=batch.per_device * row // by.sharing,
-        length=max(1, round(rows.attended)) if rows else length,
-        passes=batch.accumulation,
-        storage=storage,
-        full=recipe.adapter.type == "full",
+        tokens=run.batch.per_device * row // by.sharing,
+        length=max(1, round(rows.attended)) if rows else data.max_length,
+        passes=run.batch.accumulation,
+        storage=run.storage,
+        full=run.full,
         recomputed=whole / memory.layers,
         halves=halves,
-        processes=processes,
-        flat=recipe.data.packing or recipe.data.padding_free,
+        processes=run.target.processes,
+        flat=data.packing or data.padding_free,
         by=by,
-        base=base,
-        leaving=gone.get("activations", 0.0) * memory_estimate.GIB * row / length,
+        base=every * memory_estimate.GIB,
+        leaving=gone.get("activations", 0.0) * memory_estimate.GIB * row / data.max_length,
         stepped="optimizer" in gone,
-        rounded=(1 - halves) * checkpointing.value.startswith("mlp_int8"),
-        graphs=graphs.value == "on",
+        rounded=(1 - halves) * chosen.checkpointing.startswith("mlp_int8"),
+        graphs=chosen.graphs,
     )
 
 
 def _notes(
-    recipe: Recipe,
-    found: architecture.Architecture,
-    has: adapter_size.Adapted,
-    rows: Rows | None,
-    steps: int | None,
-    phases: dict[str, dict[str, float]],
-    usable: float,
-    machine: Hardware,
-    processes: int,
-    refused: str,
+    run: PlannedRun, phases: dict[str, dict[str, float]], usable: float, refused: str
 ) -> tuple[str, ...]:
     """What else there is to say of the plan: of the recipe, why a run would refuse its rows, of merging, of
     the CPU's memory."""
-    sections, crowded = (recipe.data, recipe.train, recipe.eval), sum(phases["evaluation"].values()) > usable
-    notes = plan_notes.of_recipe(found, has, sections, rows, steps, crowded)
+    machine = run.target.machine
+    notes = plan_notes.of_recipe(run, too_large=sum(phases["evaluation"].values()) > usable)
     notes += [refused] if refused and refused not in notes else []
     notes += plan_notes.of_merge(phases, usable, machine.device)
     gone = phases.get(memory_by_phase.HOST, {})
-    return *notes, *plan_notes.of_machine(gone, machine.host_gib, processes, machine.device)
+    return *notes, *plan_notes.of_machine(gone, machine.host_gib, run.target.processes, machine.device)
 
 
 def cpu_rate(recipe: Recipe) -> float:

@@ -221,49 +221,50 @@ def split_config(by: Sharding, storage: str, processes: int) -> Sharding:
     )[0]
 
 
-def reason(
-    count: int,
-    memory: float,
-    whole: float,
-    split: float | None,
-    usable: float,
-    storage: str,
-    kind: str,
-    *,
-    fp8: bool,
-    refused: str = "",
-) -> str:
+class Sizes(NamedTuple):
+    """GiB that decide whether each GPU holds the whole base, or a part of it."""
+
+    memory: float
+    """Of a GPU."""
+    usable: float
+    """Of it."""
+    whole: float
+    """That training takes with the base whole on each GPU."""
+    split: float | None
+    """With a part of it on each; `None`: not asked, or refused."""
+
+
+def reason(count: int, gib: Sizes, smaller: str, refused: str = "") -> str:
     """Why each GPU holds the whole base, or a part of it.
 
     Each GPU with the whole base exchanges an adapter's gradients alone, a few MB a step; splitting the base
     (FSDP2, ZeRO-3) moves all of it over the wires in each pass, so it is for what does not fit.
 
     Args:
-        memory: GiB of a GPU; `usable` of it.
-        whole: GiB that training takes with the base whole on each GPU.
-        split: with a part of it on each; `None`: not asked, or refused.
+        smaller: what takes less memory than a split base.
+        refused: why it can't be split.
+    """
+    text = f"{count} GPUs: training needs about {gib.whole:.0f} GiB of a GPU's {gib.memory:.0f}"
+    if refused:
+        return f"{text}: each holds the whole base (DDP), which may not fit, for FSDP2 is refused: {refused}"
+    if gib.split is None:
+        return f"{text}, so each holds the whole base (DDP)"
+    if gib.split > gib.usable and gib.split >= gib.whole:
+        text += f", and split (FSDP2) {gib.split:.0f}: each holds the whole base (DDP), which may not fit"
+    else:
+        text += f" with the whole base on it, so it is split: {gib.split:.0f} GiB each (FSDP2)"
+        text += "; that may not fit either" if gib.split > gib.usable else ""
+    return f"{text}: {smaller}" if gib.split > gib.usable else text
+
+
+def smaller(storage: str, kind: str, *, fp8: bool) -> str:
+    """What takes less memory than a split base.
+
+    Args:
         storage: of the base, where it is split.
         kind: `adapter.type`.
         fp8: whether the GPUs have fp8 GEMMs.
-        refused: why it can't be split.
     """
-    text = f"{count} GPUs: training needs about {whole:.0f} GiB of a GPU's {memory:.0f}"
-    if refused:
-        return f"{text}: each holds the whole base (DDP), which may not fit, for FSDP2 is refused: {refused}"
-    if split is None:
-        return f"{text}, so each holds the whole base (DDP)"
-    if split > usable and split >= whole:
-        text += f", and split (FSDP2) {split:.0f}: each holds the whole base (DDP), which may not fit"
-    else:
-        text += f" with the whole base on it, so it is split: {split:.0f} GiB each (FSDP2)"
-        text += "; that may not fit either" if split > usable else ""
-    if split > usable:
-        text += f": {_smaller(storage, kind, fp8=fp8)}"
-    return text
-
-
-def _smaller(storage: str, kind: str, *, fp8: bool) -> str:
-    """What takes less memory than a split base."""
     offload, quantised = "--accelerate fsdp2_8_offload", f"q{kind}"
     if kind == "full":
         return offload

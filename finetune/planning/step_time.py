@@ -15,9 +15,9 @@ from finetune.planning import measured_rates, sharding_cost
 
 if TYPE_CHECKING:
     from finetune.autoconfig.memory_estimate import Keeps, Widths
-    from finetune.hardware.detection import Hardware
     from finetune.models.architecture import Architecture
     from finetune.planning.adapter_size import Adapted
+    from finetune.planning.planned_run import PlannedRun
 
 # Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
 PRODUCT = cuda_graphs.SHARE  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
@@ -144,22 +144,17 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
 
 
 def of_step(
-    found: Architecture,
-    has: Adapted,
-    kept: Keeps,
-    step: Step,
-    machine: Hardware,
-    attention: str,
-    cpu_rate: float | None,
+    run: PlannedRun, kept: Keeps, step: Step, cpu_rate: float | None
 ) -> tuple[dict[str, float], str, float]:
     """Seconds of a step by what they go into, where the rates come from, and bytes/s between GPUs."""
+    found, has, machine = run.model, run.adapter, run.target.machine
     if machine.device == "cpu":
         if cpu_rate is None:
             return {}, "not known: this CPU has not been timed", 0.0
         whole = flops(found, has, step.full) * step.tokens * step.passes
         made = {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}
         return made, of_cpu(memory_estimate.widths(found.config)), 0.0
-    rates = rates_of(machine.name, attention, step, memory_estimate.widths(found.config))
+    rates = rates_of(machine.name, run.attention, step, memory_estimate.widths(found.config))
     if rates is None:
         return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
     made = seconds(found.config, has, found.linear, kept, step, rates)

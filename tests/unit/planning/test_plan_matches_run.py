@@ -17,9 +17,8 @@ from finetune.core.console import Console
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
-from finetune.models import architecture, loading
+from finetune.models import loading
 from finetune.planning import (
-    adapter_size,
     memory_by_phase,
     plan_report,
     planned_choices,
@@ -172,19 +171,15 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     """As model_setup.work_of: autocast's of the linear layers, and DDP's of all gradients."""
     given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
     loaded = loader.load(large, given)
-    found = architecture.read(loaded.model)
-    has = adapter_size.adapted(loaded.adapter, loaded.model, found, 100)
-    kept = memory_by_phase.keeps(
-        found, has, full=True, fused=False, compiled=True, attention="cudnn", storage="fp32"
-    )
     machine, _ = planner.planned_machine("b200", 2)
+    run, _ = planner.planned_run(loaded, machine, 2, sharding_cost.DDP)
+    kept, found = memory_by_phase.keeps(run, fused=False, compiled=True), run.model
     linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096
 
     def left(precision: str, by: sharding_cost.Sharding) -> float:
         shared = sharding_cost.share(by, 2, 0.0, 0.0, 0)
-        return planned_choices.room(loaded, machine, found, has, kept, "fp32", precision, 4096, shared)[
-            0
-        ].room
+        asked = replace(run, storage="fp32", target=replace(run.target, precision=precision))
+        return planned_choices.room(asked, kept, shared)[0].room
 
     whole = left("no", sharding_cost.ONE)
     assert whole - left("bf16", sharding_cost.ONE) == pytest.approx(2 * linear / 2**30)

@@ -71,9 +71,8 @@ def test_auto_starts_no_fsdp2_that_would_be_refused(seventy: Path, given: list[s
 )
 def test_advice_of_a_launch_is_not_refused(seventy: Path, kind: str, gpu: str, advice: str) -> None:
     full, fp8 = 900.0, gpu != "a100-40gb"
-    said = sharding_cost.reason(
-        2, 80, full, full / 2, 70, "fp32" if kind == "full" else "bf16", kind, fp8=fp8
-    )
+    smaller = sharding_cost.smaller("fp32" if kind == "full" else "bf16", kind, fp8=fp8)
+    said = sharding_cost.reason(2, sharding_cost.Sizes(80, 70, full, full / 2), smaller)
     assert f"may not fit either: {advice}" in said
     change = advice.split()[0].rstrip(",")
     if not change.startswith("--"):
@@ -166,10 +165,8 @@ def test_mlps_are_whole_in_a_plan_where_they_are_in_a_run(
     real = AutoModelForCausalLM.from_config(config)
     adapted = attach.attach(real, loaded.adapter, 9, RunChecks())
     assert fused_layers.Fused(adapted, real.model.layers).mlps == whole
-    found = architecture.read(loaded.model)
-    has = adapter_size.adapted(loaded.adapter, loaded.model, found, 9)
-    given: dict[str, Any] = {"full": False, "fused": True, "compiled": True, "attention": "sdpa"}
-    assert memory_by_phase.keeps(found, has, **given, storage="bf16").fused == bool(whole)
+    run, _ = planner.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
+    assert memory_by_phase.keeps(run, fused=True, compiled=True).fused == bool(whole)
 
 
 def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:

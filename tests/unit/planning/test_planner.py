@@ -124,8 +124,9 @@ def test_a_plan_asks_what_a_run_asks() -> None:
     for kind in ("lora", "dora", "ia3", "full"):
         real, counted, found = adapted(f"adapter.type={kind}", "train.learning_rate=1e-3")
         live = apply_to_model.memory(real, 4096, detection.detect(), fused=False, compiled=False)
-        how = {"full": kind == "full", "fused": False, "compiled": False, "storage": "fp32"}
-        kept = memory_by_phase.keeps(found, counted, **how, attention="sdpa")
+        loaded = loader.load(QUICKSTART, [f"adapter.type={kind}", "train.learning_rate=1e-3"])
+        run, _ = planner.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
+        kept = memory_by_phase.keeps(run, fused=False, compiled=False)
         without = memory_estimate.activations(
             found.config, 4096, kept, free=8, trained=counted.trained, offload="none"
         )
