@@ -180,24 +180,25 @@ def remember(data: Data, seed: int, model: Model, model_files: Iterable[Path], f
 
 
 def recall(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> Path | None:
-    """The folder of a recipe's prepared data, unless a file has changed since; `reports` verifies it."""
+    """The folder of a recipe's prepared data, unless a file has changed since; `reports` verifies it.
+
+    Raises:
+        Damaged: the file that names the folder does not verify; `train` writes it anew.
+    """
     pointer = _pointer(data, seed, model, model_files)
-    try:
-        noted = verified_files.read_signed(pointer)
-    except Damaged:  # `train` writes it anew
+    if not os.path.lexists(pointer):
         return None
-    whole = noted.get("recipe") == pointer.name and _KEY.fullmatch(str(noted.get("key")))
-    folder = cache_folder(data) / str(noted.get("key"))
-    return folder if whole and folder.is_dir() else None
+    noted = verified_files.read_signed(pointer)
+    if noted.get("recipe") != pointer.name or not _KEY.fullmatch(str(noted.get("key"))):
+        raise Damaged(f"{pointer.name} is of another recipe")
+    folder = cache_folder(data) / str(noted["key"])
+    return folder if os.path.lexists(folder) else None
 
 
 @cache  # a plan and each of its changes ask
 def reports(folder: Path) -> dict[str, Any] | None:
-    """What `read` gives, once for a process; `None` also for damage, of which `train` prints a note."""
-    try:
-        return read(folder)
-    except (Damaged, UserError):
-        return None
+    """What `read` gives, once for a process; see there for what it raises."""
+    return read(folder)
 
 
 def _pointer(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.autoconfig.batch_size import count_steps
 from finetune.core import regular_files
 from finetune.core.errors import UserError
+from finetune.core.verified_files import Damaged
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.data.examples import BadRow, Example
 from finetune.data.readers import count_rows, read_file
@@ -54,9 +55,28 @@ def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> 
     """
     if data.streaming:
         return None
-    prepared = None if seed is None else prepared_cache.recall(data, seed, model, tokenizer_files(model))
-    if prepared and prepared_cache.reports(prepared):
+    prepared, unused = _prepared(data, model, seed)
+    if prepared:
         return _prepared_rows(prepared, data.packing, at_once, apart=not data.padding_free)
+    rows = _sampled_rows(data, model, at_once)
+    return rows._replace(how=f"{rows.how}; {unused}") if rows and unused else rows
+
+
+def _prepared(data: Data, model: Model, seed: int | None) -> tuple[Path | None, str]:
+    """The folder of a recipe's prepared data, which verifies; and why one that is there is not used."""
+    if seed is None:
+        return None, ""
+    try:
+        folder = prepared_cache.recall(data, seed, model, tokenizer_files(model))
+        return (folder if folder and prepared_cache.reports(folder) else None), ""
+    except Damaged as damage:
+        return None, f"the prepared data is not used, because {damage}; train prepares it again"
+    except UserError as error:  # of another user
+        return None, f"the prepared data is not used, because {error.problems[0].what}"
+
+
+def _sampled_rows(data: Data, model: Model, at_once: int) -> Rows | None:
+    """Rows of local files: counted, and their tokens from a sample; `None`: of other sources."""
     every = dict[Path, float]()
     shared = 1.0
     for source in source_loading.sources(data):

@@ -5,20 +5,26 @@ import os
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pytest
+from transformers import AutoConfig
 
+from finetune.autoconfig.memory_estimate import Widths
 from finetune.core import verified_files
 from finetune.core.errors import UserError
 from finetune.data import preparation, prepared_cache
+from finetune.models import architecture, module_lists
 from finetune.models.tokenizer_setup import load_tokenizer
-from finetune.planning import dataset_estimate
+from finetune.planning import dataset_estimate, measured_rates
+from finetune.recipe.loader import load
 from finetune.recipe.schema import Data, Model
-from support.paths import DATA, MODEL
+from finetune.training import load_data
+from support.paths import DATA, MODEL, QUICKSTART
 
 OPTIONS = {"plain": {}, "packed": {"packing": True}, "with a validation set": {"validation_fraction": 0.2}}
 NOBODY = 65534
@@ -177,28 +183,78 @@ def test_whole_data_of_another_process_is_not_replaced(data, tokenizer, tmp_path
     assert folder.stat().st_ino == first
 
 
-def test_plan_does_not_use_damaged_prepared_data(data, tokenizer) -> None:
-    def how() -> str:
+def test_plan_does_not_use_prepared_data_of_another_key(data, tokenizer) -> None:
+    """A pointer that verifies leads to no other folder."""
+    prepared, model = preparation.prepare(data, tokenizer, 0, None), Model(name=str(MODEL))
+    files = dataset_estimate.tokenizer_files(model)
+    assert prepared.path
+    prepared_cache.remember(data, 0, model, files, prepared.path)
+    (pointer,) = (Path(data.cache_dir or "") / "recipes").iterdir()
+    pointer.write_text(verified_files.signed({"recipe": pointer.name, "key": "../../elsewhere"}))
+    rows = dataset_estimate.rows_of(data, model, 1, 0)
+    assert rows and "the prepared data is not used, because" in rows.how
+
+
+def fill_cache(cache: Path, data: Path) -> dict[str, Callable[[], tuple[Any, str]]]:
+    """Fill a cache folder with each kind of file; returns a reader of each: its result, and its note."""
+    recipe = load(str(QUICKSTART), [f"data.name={data}", f"model.name={MODEL}", "data.validation=null"])
+    config = AutoConfig.for_model("stablelm", hidden_size=32, num_hidden_layers=1, intermediate_size=64)
+    config.save_pretrained(cache.parent / "model")
+    path, widths = cache.parent / "model" / "config.json", Widths(64, 128, 64, 96, 1, 100)
+    rates = {"product": 1e12, "forward": 1e12, "backward": 1e12, "bandwidth": 1e11, "layer": 1e12}
+    held = {"device": "CPU", "torch": "2", "date": "2026-01-01", "shapes": "hidden 64, intermediate 128"}
+    file = measured_rates.file_of("CPU", widths)
+
+    def write_rates() -> None:
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.write_text(verified_files.signed({"of": file.name, **held, **rates}))
+
+    def rows() -> tuple[Any, str]:
+        prepared = load_data.prepare_data(recipe)[1]
+        return content(prepared), "; ".join(prepared.report["train"].notes)
+
+    def plan() -> tuple[Any, str]:
         dataset_estimate._prepared_rows.cache_clear()
         prepared_cache.reports.cache_clear()
-        found = dataset_estimate.rows_of(data, Model(name=str(MODEL)), 1, 0)
-        assert found
-        return found.how
+        found = dataset_estimate.rows_of(recipe.data, recipe.model, 1, recipe.train.seed)
+        load_data.prepare_data(recipe)  # which writes it anew
+        return None, found.how if found and found.how != "prepared data" else ""
 
-    prepared = preparation.prepare(data, tokenizer, 0, None)
-    folder, files = Path(data.cache_dir or ""), dataset_estimate.tokenizer_files(Model(name=str(MODEL)))
-    assert prepared.path
-    prepared_cache.remember(data, 0, Model(name=str(MODEL)), files, prepared.path)
-    assert how() == "prepared data"
-    (pointer,) = (folder / "recipes").iterdir()
-    for path in (pointer, prepared.path / "rows.arrow", prepared.path / "report.json"):
-        held = path.read_bytes()
-        for offset in offsets(len(held), 2):
-            flip(path, offset)
-            assert how() != "prepared data", (path, offset)
-            path.write_bytes(held)
-    pointer.write_text(verified_files.signed({"recipe": pointer.name, "key": "../../elsewhere"}))
-    assert how() != "prepared data"
+    def names() -> tuple[Any, str]:
+        found = module_lists.read(path, architecture.config_in(path))
+        return found.names, found.note
+
+    def measured() -> tuple[Any, str]:
+        found, said = measured_rates.read_for("CPU", widths)
+        if said:  # `doctor --measure` writes it anew
+            write_rates()
+        return (None if said else found), said
+
+    write_rates()
+    readers = {"rows": rows, "recipes": plan, "modules": names, "ceilings": measured}
+    for read in readers.values():
+        read()
+    return readers
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(40, marks=pytest.mark.soak)])
+def test_flipped_byte_in_each_file_of_a_cache_is_found(tmp_path, monkeypatch, count: int) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
+    lines = (DATA / "train.jsonl").read_text().splitlines()[:12]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
+    readers = fill_cache(tmp_path / "cache", tmp_path / "a.jsonl")
+    whole = {kind: read() for kind, read in readers.items()}
+    assert not any(said for _, said in whole.values())
+    files = [path for path in sorted((tmp_path / "cache").rglob("*")) if path.is_file()]
+    kinds = [path.parent.name if path.parent.name in readers else "rows" for path in files]
+    assert set(kinds) == readers.keys() and len(files) == 5, "every file of the cache is tried"
+    for path, kind in zip(files, kinds, strict=True):
+        for offset in offsets(path.stat().st_size, count):
+            flip(path, offset, random.Random(offset).choice([1, 32, 128]))
+            found, said = readers[kind]()
+            assert said, (path, offset)
+            assert found in (whole[kind][0], None), (path, offset)
+            assert readers[kind]() == whole[kind], f"{path} is as it was, and nothing is said again"
 
 
 def test_run_on_a_damaged_cache_has_the_losses_of_the_first_one(train, tmp_path, capsys) -> None:

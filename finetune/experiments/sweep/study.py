@@ -101,11 +101,11 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
     with study_storage.opened(
         asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
     ) as study:
-        hold(study, asked.folder, search_space.identity(recipe, found.space, found.content))
         deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
         job = Job(asked, recipe, found.space, found, study, screen, deadline, Told(), [])
-        screen.say(*[f"note: {note}" for note in found.notes])
         try:
+            hold(study, asked.folder, search_space.identity(recipe, found.space, found.content))
+            screen.say(*[f"note: {note}" for note in found.notes])
             content = search(job)
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
             raise study_storage.unreachable(error, asked.url) from None
@@ -162,8 +162,9 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
     """Hold a study to what it was begun with.
 
     Raises:
-        UserError: it is of another recipe or space (exit 2).
+        UserError: it is of another recipe or space (exit 2), or damaged (exit 4).
     """
+    study_storage.verify(study, str(folder))
     began = study.user_attrs.get("identity", own)
     other = [key for key in {**began, **own} if began.get(key) != own.get(key)]
     if other:
@@ -173,6 +174,7 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
         raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
     if "identity" not in study.user_attrs:
         study.set_user_attr("identity", own)
+        study.set_user_attr(study_storage.HASHED, True)
 
 
 def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import platform
 import re
 import shlex
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 import psutil
 import sqlalchemy
+from optuna.distributions import distribution_to_json
 from optuna.trial import TrialState
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
@@ -26,6 +29,10 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 JOURNAL = "journal:"
+HASH, HASHED = "sha256 of trial", "hashed"  # a study's attributes: of one trial; whether all have one
+# What Optuna raises where a record holds something else than it wrote
+UNREADABLE = (ValueError, TypeError, LookupError, AssertionError, AttributeError, RuntimeError)
+SHOWN = 100  # characters of what Optuna says of a damaged study
 SILENT = 120.0  # seconds after which a trial whose worker says nothing may be lost
 WATCHED = 30.0  # seconds in which a worker that is alive gives a sign of life
 ROUNDED = 2.0  # seconds in which the times of one process may differ: a boot's is known to the second
@@ -96,7 +103,11 @@ def _asked(url: str, stack: contextlib.ExitStack, ask: Callable[[Any], Any]) -> 
             time.sleep(0.5)
         except ImportError as error:
             raise _no_driver(error, url) from None
-        except (OSError, ValueError) as error:
+        except UNREADABLE as error:
+            if isinstance(error, ValueError) and url.startswith(JOURNAL):
+                raise _no_journal(error, url) from None
+            raise _damaged(f"--storage {shown(url)}", [_unreadable(error)]) from None
+        except OSError as error:
             if not url.startswith(JOURNAL):
                 raise
             raise _no_journal(error, url) from None
@@ -145,6 +156,11 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
     made = optuna.storages.RDBStorage(full, engine_kwargs={"pool_pre_ping": True, **options})
     stack.callback(made.engine.dispose)
     stack.callback(made.remove_session)
+    if url.startswith("sqlite"):
+        with made.engine.connect() as connection:
+            said = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
+        if said != "ok":  # a page that lost a row, say
+            raise ValueError(said)
     return made
 
 
@@ -160,15 +176,66 @@ def _began(process: psutil.Process) -> float:
 
 
 def tell(study: Study, trial: optuna.Trial, value: float | None, state: TrialState) -> None:
-    """How a trial ended.
+    """How a trial ended; the study keeps a hash of it.
 
     Raises:
         UpdateFinishedTrialError: another worker has said so before.
     """
+    told = study.get_trials(deepcopy=False)[trial.number]
+    study.set_user_attr(f"{HASH} {trial.number}", _hash(told, value, state))
     try:
         study.tell(trial, value, state=state)
     except ValueError as error:  # as `tell` has it, which looks before it writes
         raise optuna.exceptions.UpdateFinishedTrialError(str(error)) from None
+
+
+def verify(study: Study, where: str) -> None:
+    """Compare the finished trials with the hashes that `tell` left.
+
+    A trial that has a hash and is not finished is run again: its worker ended while it told the study.
+
+    Raises:
+        UserError: a trial, or the study, is not as it was told (exit 4).
+    """
+    try:
+        trials = {one.number: one for one in study.get_trials(deepcopy=False)}
+        kept = {name: value for name, value in study.user_attrs.items() if name.startswith(HASH)}
+        if not kept and not study.user_attrs.get(HASHED):
+            return  # of a release that kept no hashes
+        hashes = {int(name.removeprefix(HASH)): value for name, value in kept.items()}
+        told = {number for number, one in trials.items() if one.state.is_finished() and not is_lost(one)}
+        missing = hashes.keys() - trials.keys()
+        wrong = [number for number in told if hashes.get(number) != _hash(trials[number])]
+        damaged = [f"trial {number}" for number in sorted({*missing, *wrong})]
+    except UNREADABLE as error:
+        damaged = [_unreadable(error)]
+    if damaged:
+        raise _damaged(where, damaged)
+
+
+def _unreadable(error: Exception) -> str:
+    return f"Optuna can't read it ({type(error).__name__}: {first_line(error)[:SHOWN]})"
+
+
+def _damaged(where: str, parts: list[str]) -> UserError:
+    found = f"not as finetune wrote it: {', '.join(parts[:10])}"
+    fix = "--output with a new name, or the study's storage from a backup"
+    return UserError(Problem("the study is damaged", where=where, found=found, fix=fix), code=Exit.ARTEFACT)
+
+
+def _hash(trial: FrozenTrial, value: float | None = None, state: TrialState | None = None) -> str:
+    """A hash of what a search takes from a finished trial.
+
+    Args:
+        value, state: of a trial that is being told.
+    """
+    state = state or trial.state
+    value = (trial.value if value is None else value) if state == TrialState.COMPLETE else None
+    kinds = {name: distribution_to_json(kind) for name, kind in trial.distributions.items()}
+    told = [trial.params, kinds, trial.user_attrs, trial.intermediate_values]
+    parts = [trial.number, state.name, value, *told]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_lost(trial: FrozenTrial) -> bool:

@@ -1,0 +1,96 @@
+"""A study of a sweep with a flipped byte: an error, or a study that is read as before; never other values."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
+
+from finetune.core.errors import Exit, UserError
+from finetune.experiments.sweep import study, study_storage, sweep_report
+
+IDENTITY = {"adapter.r": "8", "data": "of one content"}
+STATES = (TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+STORAGES = {"sqlite:///": "study.db", "journal:": "study.log"}
+
+
+def search(url: str) -> None:
+    """A study with a trial of each kind, told as a sweep tells it."""
+    with study_storage.opened(url, "s") as found:
+        study.hold(found, Path("study"), IDENTITY)
+        for number, state in enumerate(STATES):
+            trial = found.ask()
+            study_storage.describe(trial)
+            rate = trial.suggest_float("rate", 1e-5, 1e-1, log=True)
+            kind = trial.suggest_categorical("kind", ["lora", "dora", None])
+            trial.set_user_attr("values", {"train.learning_rate": rate, "adapter.type": kind})
+            trial.report(number + 0.5, 1)
+            trial.set_user_attr("seconds", 1.5)
+            if state == TrialState.FAIL:
+                trial.set_user_attr("reason", "exit 3")
+            study_storage.tell(found, trial, rate if state == TrialState.COMPLETE else None, state)
+
+
+def read(url: str) -> str:
+    """All that a sweep takes from a study."""
+    with study_storage.opened(url, "s") as found:
+        study.hold(found, Path("study"), IDENTITY)
+        trials = [[one.params, str(one.distributions)] for one in found.get_trials(deepcopy=False)]
+        return json.dumps([sweep_report.trials(found), found.direction.name, trials])
+
+
+@pytest.fixture(autouse=True)
+def one_try(monkeypatch) -> None:
+    monkeypatch.setattr(study_storage, "TRIES", 1)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_study_with_a_flipped_byte_gives_no_other_values(tmp_path, storage: str, count: int) -> None:
+    path = tmp_path / STORAGES[storage]
+    url, draw = f"{storage}{path}", random.Random(count)
+    search(url)
+    content, whole = path.read_bytes(), read(url)
+    used = [offset for offset, byte in enumerate(content) if byte]  # most pages of SQLite are empty
+    refused = 0
+    for offset in draw.sample(used, count):
+        held = bytearray(content)
+        held[offset] ^= 1 << draw.randrange(8)
+        path.write_bytes(held)
+        try:
+            assert read(url) == whole, offset
+        except UserError as error:
+            assert error.code in (Exit.INPUT, Exit.ENVIRONMENT, Exit.ARTEFACT)
+            refused += 1
+        except (SQLAlchemyError, optuna.exceptions.StorageInternalError):  # `study.run` puts them into words
+            refused += 1
+    assert refused > count / 4
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_study_with_another_value_is_refused(tmp_path, storage: str) -> None:
+    """A change that Optuna can't notice: each of them is of a value that decides on the best recipe."""
+    url = f"{storage}{tmp_path / STORAGES[storage]}"
+    search(url)
+    text = (tmp_path / STORAGES[storage]).read_bytes()
+    for old, new in ((b"dora", b"Dora"), (b"exit 3", b"exit 5"), (b"1.5", b"9.5")):
+        changed = text.replace(old, new)
+        assert changed != text
+        (tmp_path / STORAGES[storage]).write_bytes(changed)
+        with pytest.raises(UserError, match="the study is damaged") as raised:
+            read(url)
+        assert raised.value.code == Exit.ARTEFACT and "--output" in str(raised.value)
+
+
+def test_study_of_a_release_without_hashes_goes_on(tmp_path) -> None:
+    url = f"sqlite:///{tmp_path}/study.db"
+    with study_storage.opened(url, "s") as found:
+        found.set_user_attr("identity", IDENTITY)
+        found.tell(found.ask(), 1.0)
+    assert '"state": "complete"' in read(url)
