@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -340,6 +341,7 @@ def refusals(
         NotImplementedError,
         RuntimeError,
         AttributeError,
+        re.error,  # of a pattern in the config of a saved adapter
         SafetensorError,
     ) as error:
         if should_reduce_batch_size(error):

@@ -70,21 +70,26 @@ def unmatched(
 ) -> list[Problem]:
     """A problem for each target that matches nothing, with the nearest name and the names there are."""
     available = list(dict.fromkeys(map(short, names)))
-    found = []
-    for index, (target, count) in enumerate(target_modules.match(targets, names).items()):
-        if count:
-            continue
-        place = f"adapter.{key}" if isinstance(targets, str) else f"adapter.{key}.{index}"
-        what = f'"{target}" matches no module of this model'
-        fix = nearest(target, available)
-        parts = _listed(target, available)
-        if parts and isinstance(targets, str):
-            fix = f"[{', '.join(parts)}]: a text is a regular expression for whole names"
-        elif len(parts) > 1:
-            others = [other for other in targets if other != target]
-            fix = f"{key}: [{', '.join(dict.fromkeys([*others, *parts]))}]"
-        found.append(Problem(what, place, found=", ".join(available), fix=fix))
-    return found
+    return [_no_module(target, targets, available, key) for target in _without_match(targets, names)]
+
+
+def _without_match(targets: str | Iterable[str], names: Collection[str]) -> list[str]:
+    return [target for target, count in target_modules.match(targets, names).items() if not count]
+
+
+def _no_module(
+    target: str, targets: str | Iterable[str], available: list[str], key: str = "target_modules"
+) -> Problem:
+    """The problem of one of the targets, which matches nothing."""
+    listed = [] if isinstance(targets, str) else list(targets)
+    place = f"adapter.{key}.{listed.index(target)}" if listed else f"adapter.{key}"
+    fix, parts = nearest(target, available), _listed(target, available)
+    if parts and not listed:
+        fix = f"[{', '.join(parts)}]: a text is a regular expression for whole names"
+    elif len(parts) > 1:
+        others = [other for other in listed if other != target]
+        fix = f"{key}: [{', '.join(dict.fromkeys([*others, *parts]))}]"
+    return Problem(f'"{target}" matches no module of this model', place, found=", ".join(available), fix=fix)
 
 
 def _listed(target: str, available: Collection[str]) -> list[str]:
@@ -160,9 +165,9 @@ def _targets(
             return []
         what = f"PEFT has no default modules of {peft} for {names.family}"
         return [Problem(what, key, fix=_suggested(peft, names))]
-    lost = unmatched(targets, names.linear if targets == target_modules.EVERYTHING else list(names.kinds))
-    if lost:
-        return [_with_names(problem, names, adaptable, options, peft) for problem in lost]
+    everything = targets == target_modules.EVERYTHING
+    if lost := _without_match(targets, names.linear if everything else list(names.kinds)):
+        return [_no_target(target, names, adaptable, options, peft) for target in lost]
     if not picked and not options.get("target_parameters"):
         what = "no module is left for an adapter after the exclusions"
         limits = ("exclude_modules", "modules_to_save", "layers_to_transform")
@@ -190,16 +195,13 @@ def _one_of_each(unfit: Mapping[str, str]) -> dict[str, str]:
     return {name: kind for (_, kind), name in {(short(n), k): n for n, k in unfit.items()}.items()}
 
 
-def _with_names(
-    problem: Problem, names: Names, adaptable: list[str], options: Mapping[str, Any], peft: str
+def _no_target(
+    target: str, names: Names, adaptable: list[str], options: Mapping[str, Any], peft: str
 ) -> Problem:
-    """Return the problem with only the names that the adapter type supports."""
-    experts = _expert_parameters(names)
-    target = problem.what.split('"')[1]
-    available = list(dict.fromkeys(map(short, adaptable)))
-    known = problem.fix in available or "[" in problem.fix
-    fix = problem.fix if known else nearest(target, available)
-    found = ", ".join(available) or "no layer that this type adapts"
+    """The problem of a target that matches nothing, with the names that the adapter type supports."""
+    available, experts = list(dict.fromkeys(map(short, adaptable))), _expert_parameters(names)
+    problem = _no_module(target, options["target_modules"], available)
+    found, fix = problem.found or "no layer that this type adapts", problem.fix
     if experts and _means_experts(target, experts):
         fix = _experts_instead(options, names, peft)
         found += f"; parameters of experts: {', '.join(experts)}"
@@ -393,10 +395,7 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
 
 def _ends(name: str, pattern: str) -> bool:
     """Whether a regular expression is the end of a name (PEFT's `get_pattern_key`)."""
-    try:
-        return bool(re.match(rf"(.*\.)?({pattern})$", name))
-    except re.error:
-        return False
+    return bool(re.match(rf"(.*\.)?({pattern})$", name))
 
 
 def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> list[Problem]:

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from finetune.core.errors import Problem, UserError
 from finetune.models import module_names
 from finetune.recipe import adapter_types
 
@@ -28,11 +27,7 @@ def match(targets: str | Iterable[str], names: Collection[str]) -> dict[str, int
     if targets == EVERYTHING:
         return {EVERYTHING: len(names)}
     if isinstance(targets, str):
-        try:
-            return {targets: sum(bool(re.fullmatch(targets, name)) for name in names)}
-        except re.error as error:
-            problem = Problem(f"not a regular expression: {error}", "adapter.target_modules", found=targets)
-            raise UserError(problem) from None
+        return {targets: sum(bool(re.fullmatch(targets, name)) for name in names)}
     return {t: sum(is_suffix(t, name) for name in names) for t in targets}
 
 
@@ -76,8 +71,8 @@ def _layer_of(name: str, patterns: str | list[str] | None) -> int | None:
     patterns = [patterns] if isinstance(patterns, str) and patterns else patterns or [r"[^.]*"]
     for pattern in patterns:
         start = r".*?\." if pattern == r"[^.]*" else r"(?:^|.*?\.)"
-        if found := re.match(rf"{start}{pattern}\.(\d+)\.", name):
-            return int(found[1])
+        if found := re.match(rf"{start}{pattern}\.(?P<idx>\d+)\.", name):
+            return int(found["idx"])
     return None
 
 

@@ -29,9 +29,10 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
         The rows, and what is worth knowing of them.
     """
     kept, other = folder.file(run_folder.HELD_OUT), overridden(recipe)
-    ends = tokenizer_setup.declared_ends(recipe.model)
-    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer)
-    token_limits.apply(tokenizer, model_files.read_config(recipe.model), rows)
+    config = model_files.read_config(recipe.model)
+    ends = tokenizer_setup.declared_ends(recipe.model, config)
+    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
+    token_limits.apply(tokenizer, config, rows)
     chosen = (
         recipe.eval.eval_steps
         and recipe.eval.load_best_model_at_end

@@ -17,7 +17,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.distributed import collectives
 from finetune.evaluation import reopen
 from finetune.export import torchao_quantization
-from finetune.models import architecture, model_class
+from finetune.models import model_class
 from finetune.quantization import fp8_loading
 from finetune.speed.lm_head_loss import base_of
 from finetune.training import load_data
@@ -137,7 +137,7 @@ def reopened(
         raise UserError(Problem(what, found=", ".join(wrong[:6])), code=Exit.ARTEFACT)
     head, embedding = opened.get_output_embeddings(), opened.get_input_embeddings()
     same = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
-    if architecture.has_tied_head(opened.config) and not same:
+    if model_class.has_tied_head(opened.config) and not same:
         what, found = "the output head is no longer the embeddings", "two tensors, where the config says one"
         raise UserError(Problem(what, found=found), code=Exit.ARTEFACT)
     scores = score(opened)

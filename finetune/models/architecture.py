@@ -7,6 +7,7 @@ transformers' source. Families that this file does not know are built on the met
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -107,20 +108,25 @@ def config_in(path: Path) -> Any:
 def as_config(raw: dict[str, Any]) -> Any:
     """A config.json as attributes, completed with transformers' defaults for its family."""
     family = raw.get("model_type") or ""
-    values: dict[str, Any] = {"tie_word_embeddings": True, **_defaults(family), **raw}
+    unknown = _class_of(family) is None  # transformers 5 asks a class that does not say it for False
+    values: dict[str, Any] = {"tie_word_embeddings": unknown, **_defaults(family), **raw}
     for name, other in _other_names(family).items():
         values[name] = values[other] = raw.get(other, raw.get(name, values.get(other, values.get(name))))
     config = SimpleNamespace(**{**values, "model_type": family})
     inner = raw.get("text_config")
     text = as_config(inner) if isinstance(inner, dict) else config
     config.get_text_config = lambda: text
+    # The class of the whole model holds the head, and asks its own config (transformers 5)
+    if text is not config and _asks_text_config(family):
+        config.tie_word_embeddings = config.tie_word_embeddings or text.tie_word_embeddings
+    text.tie_word_embeddings = config.tie_word_embeddings
     return config
 
 
-def has_tied_head(config: Any) -> bool:
-    """Whether the output head is the embedding. Some text models leave it to the model around them."""
-    own = getattr(config.get_text_config(), "tie_word_embeddings", None)
-    return bool(getattr(config, "tie_word_embeddings", False) if own is None else own)
+def _asks_text_config(family: str) -> bool:
+    """Whether a config class also ties the head if its text config says so, as files did before version 5."""
+    node = _class_of(family)
+    return bool(node and re.search(r"self\.text_config(\.|, ')tie_word_embeddings", ast.unparse(node)))
 
 
 def _defaults(family: str) -> dict[str, Any]:

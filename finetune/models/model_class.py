@@ -56,9 +56,14 @@ def unsupported(config: Any) -> str:
     if family in NO_BASE_MODEL:
         return "its class names no part of it without the output head, which finetune's loss needs"
     headless = re.search(r"Model$", named) and not GENERATES_TEXT.search(named)
-    if headless and not text.tie_word_embeddings:
+    if headless and not has_tied_head(config):
         return "its checkpoint has no output head"
     return "" if headless or GENERATES_TEXT.search(named) else "it has another head than a language model's"
+
+
+def has_tied_head(config: Any) -> bool:
+    """Whether the output head is the embedding, by the config of the whole model."""
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def auto_class(config: Any) -> Any:

@@ -31,7 +31,7 @@ from finetune.models.module_names import Names
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT = 2  # of the lists on disk: raise it if `Names` or what it is made of changes
+FORMAT = 3  # of the lists on disk: raise it if `Names` or what it is made of changes
 SHIPPED = Path(__file__).parent / "module_lists.json"
 # Keys of a config.json that change no module
 _WITHOUT_EFFECT = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -63,6 +63,15 @@ class Names:
         """The same of the layers that no text runs through."""
         return _linear_shapes(self.tower_kinds, self.tower_shapes, "")
 
+    def with_rows(self, rows: int) -> Names:
+        """The names after the embeddings and the head have grown to this number of tokens."""
+        ends = {f"{name}.weight" for name in (self.embedding, self.head)}
+        grown = {
+            name: (max(shape[0], rows), *shape[1:]) if name in ends else shape
+            for name, shape in self.shapes.items()
+        }
+        return replace(self, shapes=grown)
+
     @cached_property
     def layers(self) -> int:
         """The number of layers: one more than the highest number in a name."""
@@ -108,8 +117,11 @@ def _name_of(named: list[tuple[str, Any]], module: Any) -> str:
 def kind_of(module: Any) -> str:
     """The class that PEFT takes a module for: one of `KINDS`, or the name of its own class.
 
-    An embedding that is called with something else than token ids, and a router that returns more than one
-    tensor, are none of `KINDS`: an adapter's forward would compute nonsense there, or fail.
+    Some modules are none of `KINDS`, because an adapter's forward would compute nonsense there, or fail:
+
+    - an embedding that is called with something else than token ids
+    - a router that returns more than one tensor
+    - a linear layer or a convolution in groups
     """
     from torch import nn
     from transformers.pytorch_utils import Conv1D
@@ -121,7 +133,8 @@ def kind_of(module: Any) -> str:
         first = list(inspect.signature(type(module).forward).parameters)[1]
         return "Embedding" if first.startswith("input") else name
     if isinstance(module, nn.Linear):
-        return name if "Router" in name else "Linear"
+        grouped = getattr(module, "n_groups", 1) > 1  # DeepSeek-V4's output projection
+        return f"grouped {name}" if grouped else name if "Router" in name else "Linear"
     if getattr(module, "groups", 1) > 1:  # an adapter's rank would have to be a multiple of their number
         return f"grouped {name}"
     for kind in (Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention):

@@ -76,6 +76,15 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
     return tokenizer
 
 
+def read_added_tokens(model: Model) -> list[int] | None:
+    """Ids of a local model's `model.add_tokens`, without transformers; `None`: as `read_vocabulary`, or the
+    tokenizer does not take one of them."""
+    vocabulary = read_vocabulary(model) if model.add_tokens else {}
+    if vocabulary is None or not vocabulary.keys() >= set(model.add_tokens):
+        return None
+    return [vocabulary[token] for token in model.add_tokens]
+
+
 def check(model: Model) -> list[str]:
     """Load the tokenizer of a local model, unless its files leave no doubt that it loads.
 
@@ -200,7 +209,7 @@ def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [int(tokenizer.get_vocab()[token]) for token in model.add_tokens]
 
 
-def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase) -> int:
+def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase, config: Any) -> int:
     """Rows of the model's embedding, from its config and the tokens that are added to it."""
-    rows = model_files.read_config(model).get_text_config().vocab_size
+    rows = config.get_text_config().vocab_size
     return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.autoconfig import memory_estimate, optimizer_choice
 from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, GIB, LARGEST_BATCH, Keeps
@@ -162,7 +162,8 @@ def _largest_moment(
     some = 0.0 if full and run.batch.accumulation == 1 else gradients
     # at the loss no layer is whole, and in backward the head no longer, unless they train
     layers, ends = share.gathered, share.outside
-    at_head, in_layers = (layers + ends,) * 2 if full else (ends * head_share(config), layers)
+    head = ends if found.names.tied else ends / 2  # the rest are the embeddings
+    at_head, in_layers = (layers + ends,) * 2 if full else (head, layers)
     first, then = (whole + copies + buckets for whole in (at_head, in_layers))
     # what graphs keep and work in no other takes meanwhile
     beside, pool = (
@@ -174,11 +175,6 @@ def _largest_moment(
         {**held, "gradients": gradients, "buffers": buckets, **pool},
     ]
     return max(moments, key=lambda moment: sum(moment.values())), pool
-
-
-def head_share(config: Any) -> float:
-    """Of the weights outside of layers, the head's share: half, or the embeddings are the head."""
-    return 1.0 if config.get_text_config().tie_word_embeddings else 0.5
 
 
 def leaving(plan: memory_estimate.Memory, checkpointing: str, entry: float) -> float:

@@ -11,13 +11,13 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.models import module_lists
+from finetune.models import module_lists, tokenizer_setup
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.recipe.schema import Recipe
+    from finetune.recipe.schema import Model, Recipe
 
 # Types and options that `name_problems` and the schema check in full
 _CHECKED_TYPES = frozenset({"lora", "adalora", "ia3", "ln_tuning", "prompt_tuning", "p_tuning"})
@@ -47,8 +47,8 @@ def is_needed(recipe: Recipe) -> bool:
     return kind.peft not in _CHECKED_TYPES or not options.keys() <= _CHECKED or unset or other_norms
 
 
-def problems(recipe: Recipe, folder: Path) -> list[Problem]:
-    """What PEFT refuses, and what fails in a forward pass. A type that reads weights is left to the run.
+def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
+    """What PEFT refuses, and what fails in a forward pass; `None`: PEFT needs the weights to try it.
 
     Args:
         folder: of the base model.
@@ -65,12 +65,27 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem]:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             model: Any = module_lists.build_without_weights(folder)
+            added = _add_rows(model, recipe.model)
             inputs = gradient_probe.inputs_on_meta(model)
-            adapted = attach.attach(model, recipe.adapter, steps, RunChecks(), added=())
+            adapted = attach.attach(model, recipe.adapter, steps, RunChecks(), added=added)
             return gradient_probe.problems_on_meta(adapted, recipe.adapter, inputs) if inputs else []
     except UserError as error:
-        return [one for one in error.problems if "meta tensor" not in one.found.lower()]
-    except Exception:  # of a type that reads weights, which are not here
-        return []
+        return None if gradient_probe.needs_values(error.__cause__) else list(error.problems)
+    except (RuntimeError, TypeError) as error:  # of a check of the adapter, which reads a value
+        if gradient_probe.needs_values(error):
+            return None
+        raise
     finally:
         logging.disable(logging.NOTSET)
+
+
+def _add_rows(model: Any, section: Model) -> list[int]:
+    """Give a model without weights the rows of `model.add_tokens`; returns their ids."""
+    if not section.add_tokens:
+        return []
+    added = tokenizer_setup.read_added_tokens(section)
+    if added is None:
+        added = tokenizer_setup.added_tokens(section, tokenizer_setup.load_tokenizer(section))
+    rows = max(len(model.get_input_embeddings().weight), max(added) + 1)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    return added

@@ -128,13 +128,17 @@ def _trial(recipe: Recipe) -> list[str]:
     folder = Path(recipe.model.name)
     if not folder.is_dir() or not adapter_trial.is_needed(recipe):
         return []
-    if problems := adapter_trial.problems(recipe, folder):
+    problems = adapter_trial.problems(recipe, folder)
+    if problems:
         raise UserError(*problems)
+    if problems is None:
+        return ["adapter: PEFT needs the weights to try its options, so that only the run can do it"]
     return ["adapter: PEFT tried its options on the model without weights, which takes some seconds"]
 
 
 def _machine(recipe: Recipe) -> list[str]:
-    """What `train` would refuse on this machine. The run may be meant for another one, so it is a note.
+    """What `train` would refuse on this machine or under this launch. The run may be meant for another one,
+    so it is a note.
 
     Only what was asked for by name can be refused, so that most recipes need no torch here.
     """
@@ -153,9 +157,9 @@ def _machine(recipe: Recipe) -> list[str]:
     try:
         choice_checks.setup_of(recipe)
     except UserError as error:
-        if error.code == Exit.ENVIRONMENT:
-            said = [f"{one.key}: {one.what} ({one.found or one.fix})" for one in error.problems]
-            return [f"train would stop on this machine: {one}" for one in said]
+        place = "on this machine" if error.code == Exit.ENVIRONMENT else "under this launch"
+        said = [(one.key, f"{one.what} ({one.found or one.fix})") for one in error.problems]
+        return [f"train would stop {place}: {': '.join(filter(None, one))}" for one in said]
     return []
 
 

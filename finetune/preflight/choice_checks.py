@@ -16,7 +16,7 @@ from finetune.autoconfig import (
 )
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.hardware import detection
-from finetune.models import architecture, model_class, model_files, module_names
+from finetune.models import architecture, model_class, model_files, module_names, tokenizer_setup
 from finetune.preflight import launch_conflicts
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules, adapter_types
@@ -47,7 +47,6 @@ def setup_of(recipe: Recipe) -> Setup:
     launch_conflicts.against_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
-    config = model_files.read_config(recipe.model)
     model_class.check(config)
     setup = machine_setup.choose(
         attention=recipe.model.attention,
@@ -128,8 +127,11 @@ def against_names(recipe: Recipe, names: Names) -> list[Problem]:
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
     if recipe.adapter.source or not kind.peft:
         return []
-    if recipe.model.add_tokens:  # the rows of new tokens come when the model loads
+    added = tokenizer_setup.read_added_tokens(recipe.model)
+    if added is None:  # the run knows the rows of the new tokens
         options = {key: value for key, value in options.items() if key != "trainable_token_indices"}
+    elif added:
+        names = names.with_rows(max(added) + 1)
     found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
     return found + against_rows(recipe, names) + against_storage(recipe.model.quantization, names)
 

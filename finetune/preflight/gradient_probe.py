@@ -42,7 +42,7 @@ def check(adapted: Any, adapter: Adapter, setup: Setup, ledger: RunChecks) -> No
     """
     trained = trainable_parameters.trainable(adapted)
     if setup.launch.sharded:
-        lost = _not_called_on_meta(adapted, trained)
+        lost = _unreached_on_meta(adapted, trained)
         how = "a forward pass of the same model on the meta device"
     else:
         try:
@@ -84,8 +84,13 @@ def problems_on_meta(adapted: Any, adapter: Adapter, inputs: dict[str, Any]) -> 
     try:
         lost = unreached(adapted, trained, "eager", inputs)
     except Exception as error:  # of the adapter, for the model ran without it
-        return [] if "meta" in str(error).lower() else [_failing(adapted, adapter, error)]
+        return [] if needs_values(error) else [_failing(adapted, adapter, error)]
     return _problems(adapted, lost, adapter) if lost else []
+
+
+def needs_values(error: BaseException | None) -> bool:
+    """Whether an error says that a tensor on the meta device has no values, or an operator no shapes."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error).lower()
 
 
 def unreached(
@@ -197,13 +202,30 @@ def _leaves(output: torch.Tensor) -> set[int]:
     return found
 
 
-def _not_called_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
-    """The same of a model whose weights are in parts, by the modules that its class calls."""
+def _unreached_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
+    """The same of a model whose weights are in parts, by its class on the meta device, without the adapter.
+
+    An adapter trains where the model calls its layer. Parameters of the base model train where it reads them.
+    """
     base = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
     with torch.device("meta"):
         config = copy.deepcopy(base.config)  # a model that is built may change its config's attention
-        names = module_lists.of_meta_model(type(base)(config).to(torch.bfloat16))
-    return [name for name in trained if _module_of(adapted, name) in names.not_called]
+        plain: Any = type(base)(config).to(torch.bfloat16)
+        not_called = set(module_lists.of_meta_model(plain).not_called)
+        inputs, parameters = inputs_on_meta(plain), dict(plain.named_parameters())
+        unread = set(unreached(plain, parameters, "eager", inputs)) if inputs else set[str]()
+    lost = list[str]()
+    for name in trained:
+        own = _name_in_base(name)
+        if own in unread or (own not in parameters and _module_of(adapted, name) in not_called):
+            lost.append(name)
+    return lost
+
+
+def _name_in_base(tensor: str) -> str:
+    """The name of a parameter before PEFT wrapped its module."""
+    plain = tensor.removeprefix("base_model.model.").replace(".base_layer.", ".")
+    return plain.replace(".modules_to_save.default.", ".")
 
 
 def _module_of(adapted: Any, tensor: str) -> str:

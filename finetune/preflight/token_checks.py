@@ -98,13 +98,13 @@ def _template(recipe: Recipe) -> str | None:
 def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[int], str]:
     """The tokenizer, held to its model's limits, the rows of the model's embedding, the model's ends of an
     answer, and a note if the padding token had to change."""
-    tokenizer = load_with_template(recipe)
+    tokenizer, config = load_with_template(recipe), model_files.read_config(recipe.model)
     if recipe.adapter.source:
-        held = model_files.read_config(recipe.model).get_text_config().vocab_size
+        held = config.get_text_config().vocab_size
         continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer.get_vocab(), held)
-    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer)
-    note = token_limits.apply(tokenizer, model_files.read_config(recipe.model), rows)
-    return tokenizer, rows, tokenizer_setup.declared_ends(recipe.model), note
+    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
+    note = token_limits.apply(tokenizer, config, rows)
+    return tokenizer, rows, tokenizer_setup.declared_ends(recipe.model, config), note
 
 
 def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -112,8 +112,8 @@ def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
     The evaluation itself counts the texts that it cuts.
     """
-    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer)
-    limit = token_limits.text_limit(model_files.read_config(recipe.model))
+    config = model_files.read_config(recipe.model)
+    rows, limit = tokenizer_setup.vocabulary(recipe.model, tokenizer, config), token_limits.text_limit(config)
     text_limits.check(recipe.eval, tokenizer, rows, limit, recipe.data.template_date)
 
 

@@ -33,6 +33,16 @@ _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
 # the live model decides
 _CODED = re.compile(r"(proj|c_attn|c_fc|query_key_value|dense|fc\d|w\d)$")
 _UNCODED = re.compile("embed|head|norm|wte")
+# Options that are regular expressions, and what PEFT puts around them (peft 0.21.2, tuners/tuners_utils.py,
+# check_target_module_exists, and utils/other.py, get_pattern_key). Lists of the first three hold plain names
+_WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")
+_PATTERNS = {
+    **dict.fromkeys(_WHOLE, "{}"),
+    "modules_to_save": r"(^|.*\.){}($|\..*)",
+    "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
+    "rank_pattern": r"(.*\.)?({})$",
+    "alpha_pattern": r"(.*\.)?({})$",
+}
 # Names of embeddings and heads in transformers' models, for rules that know the recipe alone
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings", "tokens_embed", "w")
 HEADS = ("lm_head", "embed_out", "head", "output_projection")
@@ -60,6 +70,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         if adapter.get(key) is not None and adapter[key] is not False:
             found.append((f"adapter.{key}", why, {"found": str(adapter[key]), "fix": "drop it"}))
     if kind.peft:
+        found += _patterns(adapter)
         found += _init(str(name), kind, adapter, quantization, bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
         found += _other_files(adapter, model.get("name"))
@@ -100,6 +111,27 @@ def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
     if named is not None and str(named).removeprefix("./") != here and not here.endswith(f"/{named}"):
         texts = {"found": str(named), "expected": str(model), "fix": f"tokenizer_name_or_path: {model}"}
         found.append(("adapter.tokenizer_name_or_path", "is not the model's tokenizer", texts))
+    return found
+
+
+def _patterns(adapter: Mapping[str, Any]) -> Found:
+    """Options that PEFT reads as regular expressions, and that are none."""
+    asked = list[tuple[str, str, str]]()
+    for key, around in _PATTERNS.items():
+        value = adapter.get(key)
+        whole = isinstance(value, str)
+        if whole or key not in _WHOLE:
+            values = [value] if whole else value if isinstance(value, list | dict) else ()
+            asked += [(key, one, around) for one in values if isinstance(one, str)]
+    found: Found = []
+    for key, pattern, around in asked:
+        try:
+            re.compile(around.replace("{}", pattern))
+        except (re.error, OverflowError, RecursionError) as error:
+            names = re.findall(r"[^\W\d]\w*", pattern)
+            fix = f"[{', '.join(names)}]" if key in _WHOLE else max(names, key=len, default="drop it")
+            what = f"not a regular expression: {getattr(error, 'msg', error)}"
+            found.append((f"adapter.{key}", what, {"found": pattern, "fix": fix}))
     return found
 
 

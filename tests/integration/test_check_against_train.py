@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from finetune.core.errors import Problem, UserError
-from finetune.preflight import checker
+from finetune.preflight import checker, choice_checks
 from finetune.recipe import loader
 from finetune.training import pipeline
 from support import small_tasks
@@ -219,6 +219,19 @@ def test_check_notes_an_option_that_this_machine_cannot_train(good: list[str], t
             "train would stop on this machine: model.attention" in note for note in checker.check(recipe)
         )
         assert said
+
+
+def test_check_notes_what_the_launch_excludes(
+    good: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    recipe = recipe_of("model.quantization=torchao_int8", good, tmp_path)
+    code, said = verdict(lambda: choice_checks.setup_of(recipe))
+    assert code == 2 and said
+    notes = [
+        note for note in checker.check(recipe) if note.startswith("train would stop under this launch: ")
+    ]
+    assert any("model.quantization: FSDP" in note for note in notes)
 
 
 def test_check_of_a_folder_with_a_run_is_a_note(good: list[str], tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ CASES = (  # of public reports
     Cell("ctrl", "ia3", "all-linear"), Cell("jamba", "prefix_tuning", "default"),
     Cell("falcon", "cartridge", "default"), Cell("rwkv", "prefix_tuning", "default"),
     Cell("llama", "unilora", "default"), Cell("mamba", "unilora", "default"),
+    Cell("llama", "shira", "default"), Cell("llama", "adamss", "default"), Cell("gpt2", "shira", "default"),
 )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def verdicts(case: Case, folder: Path) -> tuple[str, str]:
         return str(error), "the recipe does not load"
     names = module_lists.read(path, architecture.config_in(path)).names
     found = refused_by_check(recipe, names, folder)
-    return "\n".join(map(str, found)), "" if found else why_not_trained(recipe, config)
+    return "\n".join(map(str, found or ())), "" if found else why_not_trained(recipe, config)
 
 
 def disagreements(asked: list[Case], folder: Path) -> list[str]:

@@ -34,6 +34,11 @@ TYPES: dict[str, dict[str, Any]] = {
     "ln_tuning": {}, "trainable_tokens": {"token_indices": [3, 5]},
     "prompt_tuning": {"num_virtual_tokens": 3}, "full": {},
 }  # fmt: skip
+# Of the other types, sizes that fit into two layers of width 32
+SMALL: dict[str, dict[str, Any]] = {
+    "shira": {"r": 4}, "miss": {"r": 4}, "psoft": {"r": 4}, "road": {"group_size": 16},
+    "fourierft": {"n_frequency": 10}, "waveft": {"n_frequency": 10},
+}  # fmt: skip
 SPELLINGS = (
     "default", "all-linear", "suffixes", "commas", "regex", "wide regex", "full name", "wrong name", "head",
     "embedding", "router", "expert parameters", "old experts", "container", "norm", "excluded", "saved head",
@@ -96,7 +101,7 @@ def options_of(cell: Cell, names: Names) -> dict[str, Any]:
         "convolution": {"target_modules": [short(convolutions[0]) if convolutions else "conv1d"]},
         "rows": {"trainable_token_indices": [3, 96]},
     }  # fmt: skip
-    return {**TYPES.get(cell.kind, {}), **found[cell.spelling]}
+    return {**TYPES.get(cell.kind, {}), **SMALL.get(cell.kind, {}), **found[cell.spelling]}
 
 
 @cache
@@ -121,18 +126,22 @@ def verdicts(cell: Cell, folder: Path) -> tuple[str, str] | None:
         recipe = loader.load(path, ["train.max_steps=20"])
     except UserError:
         return None
-    by_check = "\n".join(
-        f"{p.what} [{p.found}]" for p in refused_by_check(recipe, names, folder / cell.family)
-    )
+    found = refused_by_check(recipe, names, folder / cell.family)
     config = AutoConfig.for_model(cell.family, **CONFIGS[cell.family])
-    return by_check, why_not_trained(recipe, config)
+    by_train = why_not_trained(recipe, config)
+    if found is None:
+        return by_train, by_train
+    return "\n".join(f"{p.what} [{p.found}]" for p in found), by_train
 
 
-def refused_by_check(recipe: Recipe, names: Names, model: Path) -> list[Problem]:
-    """What `check` says of a recipe's adapter: from the names, and from a trial where it makes one."""
+def refused_by_check(recipe: Recipe, names: Names, model: Path) -> list[Problem] | None:
+    """What `check` says of a recipe's adapter: from the names, and from a trial where it makes one.
+
+    `None`: `check` says that only the run can try the adapter.
+    """
     found = choice_checks.against_names(recipe, names)
     if not found and adapter_trial.is_needed(recipe):
-        found = adapter_trial.problems(recipe, model)
+        return adapter_trial.problems(recipe, model)
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from finetune.autoconfig import memory_estimate
 from finetune.core.errors import Exit, UserError
-from finetune.models import architecture
+from finetune.models import architecture, model_class
 from finetune.recipe.schema import Model
 from support.plans import LLAMA_8B, planned
 
@@ -40,6 +40,33 @@ def test_a_config_s_vision_tower_is_in_the_memory(tmp_path, monkeypatch) -> None
     alone = architecture.read(Model(name=str(tmp_path / "text")))
     assert found.of_text == alone.parameters < found.parameters and not found.unknown
     assert len(found.stored) > len(found.linear) == 14
+
+
+@pytest.mark.parametrize("text", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize(
+    ("family", "inner"),
+    [
+        ("qwen2_vl", "qwen2_vl_text"), ("qwen2_5_vl", "qwen2_5_vl_text"), ("qwen3_vl", "qwen3_vl_text"),
+        ("glm4v", "glm4v_text"), ("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("llava", "llama"),
+    ],
+)  # fmt: skip
+def test_head_of_a_text_model_is_tied_as_in_transformers(
+    family: str, inner: str, outer: dict[str, bool], text: dict[str, bool]
+) -> None:
+    from transformers import AutoConfig
+
+    real = AutoConfig.for_model(family, text_config={"model_type": inner, **text}, **outer)
+    tied = real.tie_word_embeddings
+    read = architecture.as_config(
+        {"model_type": family, **outer, "text_config": {"model_type": inner, **text}}
+    )
+    assert read.get_text_config().tie_word_embeddings == tied
+    assert model_class.has_tied_head(read) == model_class.has_tied_head(real) == tied
+    named = f"{type(real).__name__.removesuffix('Config')}Model"  # a checkpoint without a head
+    for config in (read, real):
+        config.architectures = [named]
+        assert ("no output head" in model_class.unsupported(config)) != tied
 
 
 @pytest.mark.parametrize(

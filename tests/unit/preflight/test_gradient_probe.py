@@ -58,6 +58,32 @@ def test_expert_that_no_token_reaches_is_no_fault() -> None:
     assert unreached(model) == set()
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mamba", None),  # full fine-tuning
+        ("bamba", None),
+        ("mamba", {"target_modules": ["in_proj", "dt_proj"], "bias": "all"}),
+        ("mamba", {"target_modules": ["in_proj"], "modules_to_save": ["dt_proj"]}),
+        ("mamba", {"target_modules": ["in_proj"], "trainable_token_indices": [1, 2]}),
+        ("jamba", {"target_modules": ["dt_proj"], "bias": "lora_only", "modules_to_save": ["lm_head"]}),
+    ],
+)
+def test_probe_of_sharded_weights_finds_what_the_probe_of_whole_weights_finds(
+    family: str, options: dict[str, Any] | None
+) -> None:
+    """The weight of Mamba's `dt_proj` trains although the layer is not called; an adapter there does not."""
+    if options is None:
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **CONFIGS[family]))
+    else:
+        model = adapted(family, **options)
+    trained = trainable_parameters.trainable(model)
+    found = gradient_probe._unreached_on_meta(model, trained)
+    assert set(found) == set(gradient_probe.unreached(model, trained, "sdpa"))
+    adapters_there = options is not None and "dt_proj" in options["target_modules"]
+    assert all(".lora_" in name for name in found) and bool(found) == adapters_there
+
+
 def test_probe_leaves_the_random_stream_and_gradients_as_they_were() -> None:
     model = adapted("llama", target_modules=["q_proj"], lora_dropout=0.5)
     model.train()

@@ -374,3 +374,35 @@ def test_what_is_written_reads_back(value: object) -> None:
 )
 def test_option_with_which_peft_does_not_train_is_an_error(kind: str, change: str, key: str) -> None:
     assert key in problems(QUICKSTART, f"adapter.type={kind}", change)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "fix"),
+    [
+        ("adapter.target_modules=.*\\.(q_proj|v_proj", "adapter.target_modules", "[q_proj, v_proj]"),
+        ("adapter.exclude_modules=(q_proj", "adapter.exclude_modules", "[q_proj]"),
+        ("adapter.exclude_modules=a{99999999999}", "adapter.exclude_modules", "[a]"),
+        ("adapter.modules_to_save=['(lm_head']", "adapter.modules_to_save", "lm_head"),
+        ("adapter.modules_to_save=['(?i)lm_head']", "adapter.modules_to_save", "lm_head"),
+        ("adapter.layers_pattern=[layers, '(h']", "adapter.layers_pattern", "h"),
+        ("adapter.layers_pattern='(layers'", "adapter.layers_pattern", "layers"),
+        ("adapter.layers_pattern='(?P<idx>layers)'", "adapter.layers_pattern", "layers"),
+        ("adapter.rank_pattern={'(q_proj': 4}", "adapter.rank_pattern", "q_proj"),
+        ("adapter.alpha_pattern={'*': 4}", "adapter.alpha_pattern", "drop it"),
+    ],
+)
+def test_pattern_that_is_no_regular_expression_is_an_error_of_its_key(
+    change: str, key: str, fix: str
+) -> None:
+    said = problems(QUICKSTART, change)[key]
+    assert f"{key}: not a regular expression" in said and said.endswith(f"try:       {fix}")
+
+
+def test_pattern_of_the_names_of_layers_may_have_groups() -> None:
+    from finetune.adapters import target_modules
+
+    options = {"target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": "(layers|h)"}
+    assert [target_modules.is_targeted(options, f"model.layers.{layer}.q") for layer in (0, 1)] == [
+        False,
+        True,
+    ]
