@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     asked = plan_report.Asked(None, None, None, options.accelerate)
     plan_report.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
-    again = shlex.join(["finetune", *arguments.train_again(options), *launched])
+    again = shlex.join(launcher.command_line([*arguments.train_again(options), *launched]))
     then = f"it would go on after step {found.step}; " if found else ""
     unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(found and not here)
     if unseen:

@@ -102,7 +102,7 @@ def train(options: argparse.Namespace) -> None:
             with memory_errors():
                 folder = pipeline.run(recipe, quiet=options.quiet, command=True, **asked)
         except Stopped as stopped:
-            again = shlex.join(["finetune", *arguments.go_on(options, stopped.folder)])
+            again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
             raise Stopped(f"{stopped}\n  go on with: {again}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             publishing.after_training(recipe, folder, Console(quiet=options.quiet))

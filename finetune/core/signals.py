@@ -6,8 +6,10 @@ No torch here: a search, which only starts runs, listens too.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,13 @@ if TYPE_CHECKING:
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 TOGETHER = 1.0  # seconds in which a second signal is the first again: launchers pass on what all were sent
+PR_SET_PDEATHSIG = 1  # of prctl, in <linux/prctl.h>
+
+
+def end_with_parent() -> None:
+    """Send this process SIGTERM when the process that started it ends, also by SIGKILL. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager

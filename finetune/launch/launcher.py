@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ import psutil
 
 from finetune.autoconfig.batch_size import most_processes
 from finetune.autoconfig.mixed_precision import default_precision
-from finetune.core import shipped_files
+from finetune.core import shipped_files, signals
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import ACCELERATE
@@ -63,10 +64,11 @@ def if_needed(
     if os.environ.get(STOPPED):
         sys.exit(Exit.STOPPED)
     if launched():
+        signals.end_with_parent()  # a launcher that is killed can tell nobody
         refuse_second(config)
         return check_the_launchers()
     extra: list[str] = []
-    named = {ACCELERATE: config} if config else {}
+    named = {ACCELERATE: config or ""}
     if config is None:
         machine = detect()
         if machine.count < 2:
@@ -85,6 +87,30 @@ def if_needed(
     print(shlex.join(["accelerate", "launch", *command]), flush=True)
     os.environ |= named | accelerate_config.environment(Path(config))
     os.execv(sys.executable, [sys.executable, "-m", "finetune.launch", *command])
+
+
+def command_line(words: list[str]) -> list[str]:
+    """How a user types a `finetune train` that runs in the same processes: with the launcher of this one."""
+    own = sys.argv[1:]
+    launcher = _launcher_of(own) if words[0] == "train" else []
+    return [*launcher, *(words if own[:1] == ["train"] else words[1:])] if launcher else ["finetune", *words]
+
+
+def _launcher_of(own: list[str]) -> list[str]:
+    """The command line of the launcher that started this process, up to `own` arguments; empty: the command
+    launched itself, or nothing did."""
+    if ACCELERATE in os.environ or not launched() or not own:
+        return []
+    try:
+        given = psutil.Process(os.getppid()).cmdline()
+    except psutil.Error:
+        return []
+    if given[-len(own) :] != own:
+        return []
+    script = Path(given[1])
+    found = shutil.which(script.name)
+    on_the_path = found is not None and script.is_file() and Path(found).samefile(script)
+    return [script.name, *given[2 : -len(own)]] if on_the_path else given[: -len(own)]
 
 
 def data_parallel(train: Train, machine: Hardware) -> Start:

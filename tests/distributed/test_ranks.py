@@ -195,6 +195,50 @@ def test_a_signal_to_the_launcher_saves_and_ends_resumable(small, two_layers, tm
     checkpoints.verify(step)
 
 
+LAUNCHES = [
+    ["accelerate", "launch", "--config_file", "accelerate_configs/cpu_2.yaml", "scripts/train.py"],
+    [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "finetune", "train"],
+]
+
+
+@pytest.mark.usefixtures("the_only_launch")
+@pytest.mark.soak
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_line_that_resumes_a_launch_runs_as_it_is_printed(
+    launch: list[str], small, two_layers, tmp_path
+) -> None:
+    run = tmp_path / "run"
+    words = short(small, two_layers, "train.max_steps=2", f"train.output_dir={run}", "--until=1")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    options: Any = {"env": {**os.environ, **own}, "cwd": ROOT, "capture_output": True, "text": True}
+    stopped = subprocess.run([*launch, *words[1:]], timeout=120, check=False, **options)
+    said = stopped.stdout + stopped.stderr
+    (line,) = [line.partition("go on with: ")[2] for line in said.splitlines() if "go on with: " in line]
+    resumed = subprocess.run(line, shell=True, timeout=120, check=False, **options)
+    assert resumed.returncode == 0, line + resumed.stderr
+    assert (run / "adapter" / "adapter_config.json").exists()
+
+
+@pytest.mark.usefixtures("the_only_launch")
+def test_ranks_of_a_killed_launcher_save_and_end(small, two_layers, tmp_path) -> None:
+    run = tmp_path / "run"
+    given = [f"train.output_dir={run}", "train.max_steps=5000", f"model.name={two_layers}", *small]
+    with two_processes("-m", "finetune", "train", str(QUICKSTART), *given) as process:
+        log, until = run / "metrics.jsonl", time.monotonic() + 120
+        while not log.exists() and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.1)
+        ranks = psutil.Process(process.pid).children()
+        process.kill()
+        _, alive = psutil.wait_procs(ranks, timeout=60)
+        for rank in alive:
+            rank.kill()
+        said = process.communicate(timeout=60)[1]
+    assert len(ranks) == 2 and not alive, said
+    (step,) = checkpoints.published(run / "checkpoints")
+    checkpoints.verify(step)
+
+
 def runs(*commands: list[str], fault: str = "") -> None:
     """Each to its `--until`; all but the first meet the fault, and where they go on they do not."""
     for number, words in enumerate(commands):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import math
 import multiprocessing
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import safe_files
+from finetune.core import safe_files, signals
 from finetune.core.errors import Exit
 from finetune.run_folder.run_folder import RunFolder
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 POLL = 0.1  # seconds
 AGAIN_AFTER, KILL_AFTER = 5.0, 60.0  # seconds from a SIGTERM to the next (leave now), and to SIGKILL
-DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 GROUPS, OWN_GROUPS = (
     Path("/sys/fs/cgroup"),
     Path("/proc/self/cgroup"),
@@ -178,8 +176,7 @@ def write_to(log: str) -> None:
 
 def tie() -> None:
     """Let this process end with the one that made it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGTERM)
+    signals.end_with_parent()
     above = multiprocessing.parent_process()
     if above is not None and not above.is_alive():  # it ended before that
         os._exit(Exit.STOPPED)

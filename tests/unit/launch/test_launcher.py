@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
 import sys
 from typing import TYPE_CHECKING
 
@@ -221,3 +223,49 @@ def test_a_gpu_without_workers_waits_for_none(monkeypatch: pytest.MonkeyPatch) -
         loaded.train, loaded.data, setup, split_batch(loaded.train, 1)
     )
     assert (made.dataloader_num_workers, made.dataloader_persistent_workers) == (0, False)
+
+
+SCRIPT = """
+import sys
+from finetune.cli import arguments, main
+from finetune.launch import launcher
+words = sys.argv[1:] if sys.argv[1] == "train" else ["train", *sys.argv[1:]]
+print(launcher.command_line(arguments.go_on(main.parse(words), "runs/a")))
+"""
+LAUNCHER = """import subprocess, sys
+sys.exit(subprocess.run([sys.executable, "SCRIPT", *sys.argv[sys.argv.index("SCRIPT") + 1 :]]).returncode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("own", "variables", "expected"),
+    [
+        (["a.yaml", "train.seed=1"], {}, ["a.yaml", "train.seed=1"]),
+        (["train", "a.yaml"], {}, ["train", "a.yaml"]),
+        (["a.yaml"], {ACCELERATE: "cpu_2"}, None),
+    ],
+)
+def test_line_that_resumes_begins_with_the_launcher(
+    own: list[str], variables: dict[str, str], expected: list[str] | None, tmp_path
+) -> None:
+    script, launch = tmp_path / "train.py", tmp_path / "accelerate"
+    script.write_text(SCRIPT)
+    launch.write_text(f"#!{sys.executable}\n" + LAUNCHER.replace("SCRIPT", str(script)))
+    launch.chmod(0o755)
+    folder = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT), "ACCELERATE_MIXED_PRECISION": "no", **variables}
+    command = [str(launch), "launch", "--num_processes", "2", str(script), *own]
+    done = subprocess.run(command, env=folder, capture_output=True, text=True, check=True)
+    after = ["train.output_dir=runs/a", "--resume=auto"]
+    if expected is None:  # `finetune train --accelerate cpu_2` launched itself
+        assert ast.literal_eval(done.stdout) == [
+            "finetune",
+            "train",
+            *own,
+            after[0],
+            "--accelerate",
+            "cpu_2",
+            after[1],
+        ]
+    else:
+        start = ["accelerate", "launch", "--num_processes", "2", str(script)]
+        assert ast.literal_eval(done.stdout) == [*start, *expected, *after]
