@@ -162,7 +162,7 @@ def _largest_moment(
     some = 0.0 if full and run.batch.accumulation == 1 else gradients
     # at the loss no layer is whole, and in backward the head no longer, unless they train
     layers, ends = share.gathered, share.outside
-    head = ends if found.names.tied else ends / 2  # the rest are the embeddings
+    head = ends if run.model.names.tied else ends / 2  # the rest are the embeddings
     at_head, in_layers = (layers + ends,) * 2 if full else (head, layers)
     first, then = (whole + copies + buckets for whole in (at_head, in_layers))
     # what graphs keep and work in no other takes meanwhile
