@@ -98,18 +98,19 @@ def _listed(target: str, available: Collection[str]) -> list[str]:
     return list(dict.fromkeys(parts)) if all(parts) else []
 
 
-def describe_not_called(
+def describe_without_gradient(
     lost: Collection[str], picked: Collection[str], options: Mapping[str, Any], peft: str
 ) -> Problem:
-    """The problem of modules that no gradient reaches: the model reads their weight itself.
+    """The problem of modules that no gradient reaches.
 
     Args:
         lost: full names of the modules.
         picked: full names of all modules that get an adapter.
     """
     layers = ", ".join(_endings(lost, picked))
-    what = f"{layers} would never be trained: the model reads the weight there and does not call "
-    what += "the layer, so that no gradient reaches an adapter"
+    what = (
+        f"{layers} would never be trained: the model does not call the layer, or only chooses by its output"
+    )
     found = f"{len(lost)} modules, such as {sorted(lost)[0]}"
     fix = _leave_out(lost, picked, options, peft)
     return Problem(what, "adapter.target_modules", found=found, fix=fix)
@@ -246,7 +247,7 @@ def _suggested(peft: str, names: Names) -> str:
         short(name)
         for name in names.linear
         if names.kinds[name] in kinds
-        and name not in names.not_called
+        and name not in names.without_gradient
         and not short(name).isdecimal()  # as in a Sequential: a decoder layer has such a name too
         and not _is_read_by_mamba(name, names, peft)
     )
@@ -269,8 +270,8 @@ def _mamba(names: Names, peft: str, picked: list[str], targets: Any) -> list[Pro
 
 
 def _never_called(names: Names, picked: list[str], options: Mapping[str, Any], peft: str) -> list[Problem]:
-    lost = [name for name in picked if name in names.not_called or names.kinds[name] in _FUSED_NORMS]
-    return [describe_not_called(lost, picked, options, peft)] if lost else []
+    lost = [name for name in picked if name in names.without_gradient or names.kinds[name] in _FUSED_NORMS]
+    return [describe_without_gradient(lost, picked, options, peft)] if lost else []
 
 
 def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:

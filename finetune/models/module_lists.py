@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.core import regular_files, safe_files, verified_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.verified_files import Damaged
-from finetune.models import model_class, model_files, module_names
+from finetune.models import autograd_graph, model_class, model_files, module_names
 from finetune.models.module_names import Names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FORMAT = 3  # of the lists on disk: raise it if `Names` or what it is made of changes
+FORMAT = 4  # of the lists on disk: raise it if `Names` or what it is made of changes
 SHIPPED = Path(__file__).parent / "module_lists.json"
 # Keys of a config.json that change no module
 _WITHOUT_EFFECT = (
@@ -100,7 +100,7 @@ def _kept(path: Path) -> tuple[Names | None, str]:
 def _from_json(held: dict[str, Any]) -> Names:
     for key in ("shapes", "tower_shapes"):
         held[key] = {str(name): tuple(map(int, shape)) for name, shape in held[key].items()}
-    names = Names(**{**held, "not_called": tuple(held["not_called"])})
+    names = Names(**{**held, "without_gradient": tuple(held["without_gradient"])})
     if not names.kinds or not all(isinstance(kind, str) for kind in names.kinds.values()):
         raise ValueError("holds no modules")
     return names
@@ -140,40 +140,55 @@ def build_without_weights(folder: Path) -> Any:
 
 
 def of_meta_model(model: Any) -> Names:
-    """The names of a model on the meta device, with the modules that its forward does not call."""
+    """The names of a model on the meta device, with the modules that no gradient reaches."""
     names = module_names.of_model(model)
-    return replace(names, not_called=_not_called(model, names))
+    return replace(names, without_gradient=_without_gradient(model, names))
 
 
-def _not_called(model: Any, names: Names) -> tuple[str, ...]:
-    """Modules whose weight is read without a call to their forward, seen in one forward pass without memory.
+def run_without_values(model: Any) -> None:
+    """Choose computations of attention and experts that do not depend on values: meta tensors have none."""
+    with contextlib.suppress(ValueError):  # of a model without attention
+        model.set_attn_implementation("eager")
+    model.set_experts_implementation("batched_mm")
 
-    The empty tuple: all are called, or the model cannot run on the meta device. The run looks at the real
-    model once more before its first step (`preflight.gradient_probe`).
+
+def _without_gradient(model: Any, names: Names) -> tuple[str, ...]:
+    """Modules in which no gradient reaches an adapter, seen in one forward pass without memory.
+
+    The model reads their weight without a call to their forward, or only chooses by their output. The empty
+    tuple: there are none, or the model cannot run on the meta device. The run looks at the real model once
+    more before its first step (`preflight.gradient_probe`).
     """
     called = set[str]()
     hooks = [
         module.register_forward_hook(lambda *_, name=name: called.add(name))
         for name, module in model.named_modules()
     ]
-    with contextlib.suppress(ValueError):  # of a model without attention
-        model.set_attn_implementation("eager")
-    ran = any(_runs(model, use_cache=cached) for cached in (False, True))
+    run_without_values(model)
+    runs = (_logits(model, use_cache=cached) for cached in (False, True))
+    logits = next((found for found in runs if found is not None), None)
     for hook in hooks:
         hook.remove()
-    return tuple(name for name in names.modules if name not in called) if ran else ()
+    if logits is None:
+        return ()
+    read = autograd_graph.parameters(logits)
+    weights = {name: model.get_submodule(name).weight for name in names.modules if ".experts." not in name}
+    return tuple(
+        name
+        for name, weight in weights.items()
+        if name not in called or (weight.requires_grad and id(weight) not in read)
+    )
 
 
-def _runs(model: Any, **options: bool) -> bool:
-    """Whether the forward of training ends without an error on the meta device."""
+def _logits(model: Any, **options: bool) -> Any:
+    """The logits of training's forward on the meta device; `None`: it ends in an error."""
     import torch
 
     try:
-        with torch.no_grad(), torch.device("meta"):
-            model.train()(input_ids=torch.ones(1, 8, dtype=torch.long), **options)
+        with torch.enable_grad(), torch.device("meta"):
+            return model.train()(input_ids=torch.ones(1, 8, dtype=torch.long), **options).logits
     except Exception:  # of a forward that needs real values, such as masks; the run looks again
-        return False
-    return True
+        return None
 
 
 @cache

@@ -33,8 +33,8 @@ class Names:
     """The module that `get_output_embeddings()` returns; the empty string: it has none."""
     tied: bool = False
     """The head has the embeddings' weight."""
-    not_called: tuple[str, ...] = ()
-    """Modules whose weight the model reads without a call to their forward. Known from a config only."""
+    without_gradient: tuple[str, ...] = ()
+    """Modules that the model does not call, or by whose output it only chooses. Known from a config only."""
     tower_kinds: dict[str, str] = field(default_factory=dict)
     """The same as `kinds`, of the modules of a multimodal model that no text runs through."""
     tower_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)

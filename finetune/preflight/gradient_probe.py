@@ -20,7 +20,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from finetune.adapters import name_problems, trainable_parameters
 from finetune.core.errors import Problem, UserError, first_line
-from finetune.models import module_lists
+from finetune.models import autograd_graph, module_lists
 from finetune.recipe import adapter_types
 from finetune.speed import packing_isolation
 
@@ -67,8 +67,7 @@ def check(adapted: Any, adapter: Adapter, setup: Setup, ledger: RunChecks) -> No
 
 def inputs_on_meta(model: Any) -> dict[str, Any] | None:
     """The first inputs that a model takes on the meta device; `None`: its forward needs real values."""
-    with contextlib.suppress(ValueError):  # of a model without attention
-        model.set_attn_implementation("eager")
+    module_lists.run_without_values(model)
     ids = _tokens(model)
     mask = torch.ones_like(ids)
     for inputs in ({"attention_mask": mask, "use_cache": False}, {"use_cache": False}, {"use_cache": True}):
@@ -116,7 +115,7 @@ def unreached(
             hook = layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
             hooks.callback(hook.remove)
         logits = model(**(inputs or _inputs(model))).logits
-    found = _leaves(logits)
+    found = autograd_graph.parameters(logits)
     lost = [name for name, tensor in trained.items() if id(tensor) not in found]
     lost += [f"{name}.base_layer.weight" for name in sharing if name not in called]
     return [name for name in lost if ".experts." not in name]
@@ -187,21 +186,6 @@ def _no_vectors(adapter: Adapter, said: str) -> Problem:
     return Problem(what, "adapter.type", found=said, fix="adapter.type: prompt_tuning")
 
 
-def _leaves(output: torch.Tensor) -> set[int]:
-    """Ids of the parameters in a tensor's autograd graph."""
-    found, seen = set[int](), set[Any]()
-    stack: list[Any] = [output.grad_fn]
-    while stack:
-        function = stack.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if hasattr(function, "variable"):  # AccumulateGrad, one for each parameter
-            found.add(id(function.variable))
-        stack += [inner for inner, _ in function.next_functions]
-    return found
-
-
 def _unreached_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
     """The same of a model whose weights are in parts, by its class on the meta device, without the adapter.
 
@@ -211,13 +195,13 @@ def _unreached_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
     with torch.device("meta"):
         config = copy.deepcopy(base.config)  # a model that is built may change its config's attention
         plain: Any = type(base)(config).to(torch.bfloat16)
-        not_called = set(module_lists.of_meta_model(plain).not_called)
+        without_gradient = set(module_lists.of_meta_model(plain).without_gradient)
         inputs, parameters = inputs_on_meta(plain), dict(plain.named_parameters())
         unread = set(unreached(plain, parameters, "eager", inputs)) if inputs else set[str]()
     lost = list[str]()
     for name in trained:
         own = _name_in_base(name)
-        if own in unread or (own not in parameters and _module_of(adapted, name) in not_called):
+        if own in unread or (own not in parameters and _module_of(adapted, name) in without_gradient):
             lost.append(name)
     return lost
 
@@ -255,7 +239,7 @@ def _problems(adapted: Any, lost: list[str], adapter: Adapter) -> list[Problem]:
     found = list[Problem]()
     if left := [name for name in modules if name not in saved]:
         picked = getattr(adapted, "targeted_module_names", [])
-        found.append(name_problems.describe_not_called(left, picked, options, kind.peft))
+        found.append(name_problems.describe_without_gradient(left, picked, options, kind.peft))
     if saved:
         what = "would never be trained: the model's forward does not use them"
         fix = f"modules_to_save without {', '.join(whole)}"

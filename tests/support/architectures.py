@@ -21,6 +21,14 @@ _LATENT = {
     **_ROUTED, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 8,
 }  # fmt: skip
+_INDEXED = {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4}
+_LINEAR_ATTENTION = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_MAMBA_2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_expand": 2, "mamba_chunk_size": 8,
+}  # fmt: skip
 _STATE = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "expand": 2}
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -77,8 +85,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "bamba": {
-        **_PLAIN, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8,
-        "mamba_expand": 2, "mamba_chunk_size": 8,
+        **_PLAIN, **_MAMBA_2, "attn_layer_indices": [1],
     },
     "recurrent_gemma": {
         **_WIDE, "lru_width": 32, "attention_window_size": 64, "block_types": ["recurrent", "attention"],
@@ -89,9 +96,33 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "lfm2": {**_PLAIN, "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "qwen3_next": {
-        **_WIDE, **_SMALL_EXPERTS, "shared_expert_intermediate_size": 16, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention", "full_attention"],
+        **_WIDE, **_SMALL_EXPERTS, **_LINEAR_ATTENTION, "shared_expert_intermediate_size": 16,
     },
+    "qwen3_5_text": {**_WIDE, **_LINEAR_ATTENTION},
     "minimax": {**_WIDE, **_LOCAL, "block_size": 8},
+    **{key: {**_PLAIN, **_INDEXED} for key in ("deepseek_v32", "glm_moe_dsa")},
+    **{key: {**_PLAIN, **_LATENT} for key in ("glm4_moe_lite", "minicpm3")},
+    "deepseek_v4": {
+        **_PLAIN, "num_key_value_heads": 1, "head_dim": 16, "q_lora_rank": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_layer_types": ["moe", "moe"],
+        "layer_types": ["sliding_attention", "compressed_sparse_attention"], "o_groups": 2, "o_lora_rank": 8,
+        "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "sliding_window": 16, "qk_rope_head_dim": 8,
+        "partial_rotary_factor": 0.5, "hc_mult": 2,
+    },
+    "dbrx": {
+        **_TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 32},
+    },
+    "kimi_linear": {
+        **_PLAIN, **_LATENT, "num_experts": 4, "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 4, "linear_head_dim": 8,
+    },
+    "granitemoehybrid": {
+        **_PLAIN, **_LOCAL, **_MAMBA_2, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 16,
+    },
+    "falcon_h1": {**_PLAIN, **_MAMBA_2, "mamba_d_ssm": 64},
+    "lfm2_moe": {
+        **_PLAIN, **_SMALL_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
+    },
 }  # fmt: skip

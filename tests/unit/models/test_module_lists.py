@@ -111,19 +111,29 @@ def test_names_on_the_meta_device_equal_those_of_the_model(family: str, tmp_path
     config = AutoConfig.for_model(family, **CONFIGS[family])
     found = read(tmp_path / "m", config).names
     live = module_names.of_model(AutoModelForCausalLM.from_config(config))
-    assert replace(found, not_called=()) == live
+    assert replace(found, without_gradient=()) == live
     assert found.linear and found.embedding in found.modules
 
 
-def test_layers_that_mamba_does_not_call_are_known_from_its_config() -> None:
-    found = on_meta(AutoConfig.for_model("mamba", **CONFIGS["mamba"]))
-    assert {module_names.short(name) for name in found.not_called} == {"conv1d", "dt_proj"}
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("mamba", {"conv1d", "dt_proj"}),  # read, and not called
+        ("qwen3_next", {"conv1d"}),  # beside experts
+        ("deepseek_v32", {"weights_proj", "wk", "wq_b", "k_norm"}),  # choose the tokens of attention
+        ("llama", set()),
+        ("qwen3_moe", set()),
+    ],
+)
+def test_layers_that_no_gradient_reaches_are_known_from_the_config(family: str, layers: set[str]) -> None:
+    found = on_meta(AutoConfig.for_model(family, **CONFIGS[family]))
+    assert {module_names.short(name) for name in found.without_gradient} == layers
 
 
 def test_layers_that_a_model_does_not_call_in_training_alone_are_known() -> None:
     """Gemma 3n calls them in evaluation, and reads their weights in training."""
     found = on_meta(AutoConfig.for_model("gemma3n_text", **CONFIGS["gemma3n_text"]))
-    assert {module_names.short(name) for name in found.not_called} == {"correction_coefs"}
+    assert {module_names.short(name) for name in found.without_gradient} == {"correction_coefs"}
 
 
 def test_model_that_transformers_does_not_know_is_refused(tmp_path, monkeypatch) -> None:
