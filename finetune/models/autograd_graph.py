@@ -1,20 +1,22 @@
-"""Which parameters an output depends on."""
+"""Which functions and parameters an output depends on."""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def parameters(output: Any) -> set[int]:
-    """Ids of the parameters in a tensor's autograd graph."""
-    found, seen = set[int](), set[Any]()
+def functions(output: Any) -> set[Any]:
+    """The functions that a tensor was computed by."""
+    found = set[Any]()
     stack: list[Any] = [output.grad_fn]
     while stack:
         function = stack.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        if hasattr(function, "variable"):  # AccumulateGrad, one for each parameter
-            found.add(id(function.variable))
-        stack += [inner for inner, _ in function.next_functions]
+        if function is not None and function not in found:
+            found.add(function)
+            stack += [inner for inner, _ in function.next_functions]
     return found
+
+
+def parameters(of: set[Any]) -> set[int]:
+    """Ids of the parameters that such functions read."""
+    return {id(function.variable) for function in of if hasattr(function, "variable")}  # AccumulateGrad

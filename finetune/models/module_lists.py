@@ -171,7 +171,7 @@ def _without_gradient(model: Any, names: Names) -> tuple[str, ...]:
         hook.remove()
     if logits is None:
         return ()
-    read = autograd_graph.parameters(logits)
+    read = autograd_graph.parameters(autograd_graph.functions(logits))
     weights = {name: model.get_submodule(name).weight for name in names.modules if ".experts." not in name}
     return tuple(
         name

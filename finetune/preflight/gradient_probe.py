@@ -97,11 +97,11 @@ def unreached(
 ) -> list[str]:
     """Trained tensors that the logits do not depend on. An expert that no token reaches is no fault.
 
-    Layers may share a tensor, which a gradient then reaches through any of them. Of those that the model does
-    not call, their own weight is named.
+    Layers may share a tensor, which a gradient then reaches through any of them. Of those whose output the
+    logits do not depend on, their own weight is named.
     """
     device, sharing = model.device, _sharing_layers(model)
-    called = set[str]()
+    outputs = {name: list[Any]() for name in sharing}
     with (
         contextlib.ExitStack() as hooks,
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -112,12 +112,15 @@ def unreached(
             if hasattr(module, "module_dropout"):  # of LoHa and LoKr: leaves out whole layers in training
                 module.eval()
         for name, layer in sharing.items():
-            hook = layer.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+            hook = layer.register_forward_hook(
+                lambda *made, name=name: outputs[name].append(made[-1].grad_fn)
+            )
             hooks.callback(hook.remove)
         logits = model(**(inputs or _inputs(model))).logits
-    found = autograd_graph.parameters(logits)
-    lost = [name for name, tensor in trained.items() if id(tensor) not in found]
-    lost += [f"{name}.base_layer.weight" for name in sharing if name not in called]
+    used = autograd_graph.functions(logits)
+    read = autograd_graph.parameters(used)
+    lost = [name for name, tensor in trained.items() if id(tensor) not in read]
+    lost += [f"{name}.base_layer.weight" for name, made in outputs.items() if used.isdisjoint(made)]
     return [name for name in lost if ".experts." not in name]
 
 
