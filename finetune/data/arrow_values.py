@@ -31,10 +31,25 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
     start = 0
     for batch in batches:
         decode = _struct_decoder(batch.schema, name, "")
-        for index, value in enumerate(batch.to_pylist(maps_as_pydicts="strict"), start=start):
-            where, found = f"{name}[{index}]", without_nulls(value)
+        for index, value in enumerate(_values(batch), start=start):
+            where = f"{name}[{index}]"
+            if isinstance(value, Exception):
+                yield BadRow("unreadable", f"a value that can't be read: {value}", where)
+                continue
+            found = without_nulls(value)
             yield _decoded(decode, found, where) if decode else Row(found, where)
         start += batch.num_rows
+
+
+def _values(batch: Any) -> list[Any]:
+    """Each row of a batch as a mapping, or the error that says why Python has no value for it."""
+    errors = (KeyError, ValueError, OverflowError)  # a key twice, no UTF-8, a year after 9999
+    try:
+        return batch.to_pylist(maps_as_pydicts="strict")
+    except errors as error:
+        if batch.num_rows == 1:
+            return [error]
+    return [value for index in range(batch.num_rows) for value in _values(batch.slice(index, 1))]
 
 
 def without_nulls(value: Any) -> Any:

@@ -29,7 +29,8 @@ def checked_row(value: Any, where: str, escapes: bool) -> Row | BadRow:
         return BadRow("unreadable", "a row must be a JSON object", where, found[:60], fix=fix)
     if escapes:
         try:
-            json.dumps(value, ensure_ascii=False).encode()
+            # Columns of Arrow tables may hold values and keys that JSON has no form for
+            json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
         except UnicodeEncodeError as error:
             found = ascii(error.object[error.start])
             return BadRow("unreadable", "half of a surrogate pair, which is no character", where, found=found)

@@ -2,6 +2,7 @@
 
 import json
 import uuid
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -179,3 +180,43 @@ def test_hub_dataset_gives_the_same_rows_as_its_files(tmp_path: Path, datasets_h
     source = Source(name="me/mixed", split="train")
     rows = [row.value for row in source_loading._hub(source) if isinstance(row, Row)]
     assert rows == values(tmp_path / "mixed.jsonl")
+
+
+def test_read_json_beside_values_that_json_has_no_form_for_is_a_row(tmp_path: Path) -> None:
+    when = pyarrow.array([datetime(2024, 1, 2)], pyarrow.timestamp("us"))
+    days = pyarrow.map_(pyarrow.date32(), pyarrow.int64())
+    columns = {"when": when, "blob": pyarrow.array([b"a"]), "days": pyarrow.array([[(3, 4)]], days)}
+    table = of_type(pyarrow.json_(), ['{"a": 1}'])
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    (row,) = values(saved(table, tmp_path, "parquet"))
+    assert row["column"] == {"a": 1} and row["when"] == datetime(2024, 1, 2) and row["blob"] == b"a"
+
+
+KEY_TWICE = pyarrow.array([[("a", 1)], [("a", 1), ("a", 2)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+LATE_YEAR = pyarrow.array([0, 2**50], pyarrow.timestamp("ms"))
+NO_UTF_8 = pyarrow.StringArray.from_buffers(
+    2, pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"a\xff")
+)
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        (KEY_TWICE, "duplicate key was 'a'"),
+        (LATE_YEAR, "date value out of range"),
+        (NO_UTF_8, "codec can't decode"),
+    ],
+)
+def test_read_value_that_python_cannot_hold_is_a_bad_row(column: Any, said: str, tmp_path: Path) -> None:
+    path = saved(pyarrow.table({"text": ["a", "b"], "column": column}), tmp_path, "arrow file")
+    good, bad = source_loading.read(Source(name=str(path)), "data.name")
+    assert isinstance(good, Row) and isinstance(bad, BadRow)
+    assert (bad.kind, bad.problem.where) == ("unreadable", f"{path}[1]") and said in bad.problem.what
+
+
+def test_hub_dataset_with_a_late_year_gives_a_bad_row(tmp_path: Path, datasets_hub) -> None:
+    path = saved(pyarrow.table({"text": ["a", "b"], "column": LATE_YEAR}), tmp_path, "parquet")
+    datasets_hub.add("me/late", **{"train.parquet": path.read_bytes()})
+    good, bad = source_loading._hub(Source(name="me/late", split="train"))
+    assert isinstance(good, Row) and isinstance(bad, BadRow) and "can't be read" in bad.problem.what
