@@ -190,7 +190,7 @@ def _search(parts: list[Part], text: str) -> list[Part]:
     def order(number: int) -> tuple[bool, bool, int]:
         part = parts[number]
         twice = part.kind == "reasoning" and often[part.text] > 1
-        return part.message == ANYWHERE, twice, -len(part.text)
+        return part.message == ANYWHERE, twice, -len("".join(part.text.split()))
 
     for number in sorted(range(len(parts)), key=order):
         part = parts[number]

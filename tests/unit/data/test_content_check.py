@@ -193,3 +193,12 @@ def test_search_time_is_linear_in_the_number_of_turns() -> None:
         ]
         text += f"<|im_start|>assistant\nanswer {number} of a long chat<|im_end|>\n"
     assert len(content_check.find_missing(parts, text)) == 4000
+
+
+def test_a_text_of_many_spaces_takes_no_place_from_a_longer_one() -> None:
+    """The order of the search is that of lengths without whitespace, by which the parts are compared."""
+    spaced, answer = f"not{' ' * 40}yet", "It is not yet time."
+    parts = [content_check.Part("assistant", answer, 1), content_check.Part("user", spaced, 2)]
+    text = "assistant: It is not yet time.\nuser: not yet\n"
+    assert content_check.find_missing(parts, text) == []
+    assert content_check.find_missing(parts, text.replace("not yet\n", "no\n")) == [parts[1]]
