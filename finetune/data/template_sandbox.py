@@ -432,15 +432,16 @@ def _by_turns(rendered: Any, messages: list[Any], tools: Any, after_turn: str) -
 
     for number, turn in enumerate(turns):
         if number >= EXACT_TURNS:
-            last = turns[number - 1]
-            context = _context(messages, last)
-            known = rendered([*context, messages[last]], tools)[0].removesuffix(after_turn)
-            prompt, whole = ends([*context, *messages[last:turn]], turn)
-            start, added = spans[-1][1], whole[len(known) :]
-            begins = whole.startswith(prompt) and prompt.startswith(known)
-            if begins and text.startswith(added, start):
-                spans.append([start + len(prompt) - len(known), start + len(added)])
-                continue
+            with contextlib.suppress(Exception):  # a template may refuse the few messages, and take all
+                last = turns[number - 1]
+                context = _context(messages, last)
+                known = rendered([*context, messages[last]], tools)[0].removesuffix(after_turn)
+                prompt, whole = ends([*context, *messages[last:turn]], turn)
+                start, added = spans[-1][1], whole[len(known) :]
+                begins = whole.startswith(prompt) and prompt.startswith(known)
+                if begins and text.startswith(added, start):
+                    spans.append([start + len(prompt) - len(known), start + len(added)])
+                    continue
         prompt, whole = ends(messages[:turn], turn)
         if not (whole.startswith(prompt) and text.startswith(whole)):
             raise _Refused("the template neither marks the assistant's tokens nor renders turn by turn")

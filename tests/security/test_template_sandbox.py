@@ -214,3 +214,16 @@ def test_the_child_imports_little() -> None:
     program += "print(_import_upstream().__name__, len({'torch', 'huggingface_hub'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["transformers.utils.chat_template_utils", "0"]
+
+
+FEW = "{% if messages | length in (4, 5) %}{{ raise_exception('too few') }}{% endif %}"
+
+
+@pytest.mark.parametrize("refusal", [FEW, FEW.replace("raise_exception('too few')", "1 + 'a'")])
+def test_a_template_that_refuses_a_shortened_chat_renders_the_whole_chat(refusal: str) -> None:
+    """A late turn is looked for in a shortened chat first."""
+    messages = turns(30)
+    late = refusal.replace("%}{{", " and messages[1].content != '1 Maria did.' %}{{", 1)
+    ((text, spans, error),) = template_sandbox.render(late + CHATML, {}, "turns", [(messages, None)])
+    own = [f"{message['content']}</s>\n" for message in messages[1::2]]
+    assert not error and [text[start:end] for start, end in spans] == own
