@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data import hints
 from finetune.data.examples import BadRow, Example, Message, Row, short
-from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, tools
+from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, system_text, tools
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data
@@ -55,7 +55,9 @@ def digest(row: Row, seed: int, data: Data) -> int:
     """64 bits that tell rows apart by the columns that are read, shuffled by `seed`."""
     columns = {*(column for needed in COLUMNS.values() for column in needed), *OPTIONAL}
     columns |= set(data.columns.values())
-    content = json.dumps({k: row.value[k] for k in row.value if k in columns}, sort_keys=True, default=str)
+    content = json.dumps(
+        {k: row.value[k] for k in row.value if k in columns}, sort_keys=True, default=str, skipkeys=True
+    )
     hashed = hashlib.blake2b(content.encode(), digest_size=8, salt=seed.to_bytes(8))
     return int.from_bytes(hashed.digest())
 
@@ -178,16 +180,12 @@ def convert(row: Row, data: Data, format: str) -> Example:
     roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
     messages, trained = read(_turns(value, format, data, row), roles, data.reasoning == "cut", row.where)
     if value.get("system"):
-        messages = _with_system(messages, value["system"], row)
+        messages = _with_system(messages, system_text(value["system"], row.where))
     return Example(row.where, messages, tools(value.get("tools"), row.where), trained)
 
 
-def _with_system(messages: list[Message], column: Any, row: Row) -> list[Message]:
+def _with_system(messages: list[Message], column: str) -> list[Message]:
     """A chat with the text of its `system` column, before that of a system message of its own."""
-    if not isinstance(column, str):
-        raise BadRow(
-            "malformed", "content must be text", row.where, short(column), expected="a text in system"
-        )
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": column}, *messages] if column.strip() else messages
     own = messages[0]["content"]

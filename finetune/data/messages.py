@@ -44,6 +44,17 @@ def read(
     return messages, tuple(_wanted(turn, where) for message, turn in both if message["role"] == "assistant")
 
 
+def system_text(column: Any, where: str) -> str:
+    """The text of a `system` column, which may be in parts as the content of a message."""
+    if isinstance(column, list):
+        column, reasoning, calls = _parts(column, where)
+        column = None if reasoning or calls else column
+    if not isinstance(column, str):
+        expected = "a text in system"
+        raise BadRow("malformed", "content must be text", where, short(column), expected=expected)
+    return column
+
+
 def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
     """The row's tools, each wrapped as templates expect it; a column may hold them as JSON text."""
     if not given:

@@ -274,3 +274,16 @@ def test_a_system_column_and_a_system_turn_become_one_message(value: dict[str, A
 def test_a_system_column_stands_in_for_a_blank_system_turn() -> None:
     found = read(row(messages=[{"role": "system", "content": " "}, *CHAT], system="Be brief."))
     assert found.messages == [{"role": "system", "content": "Be brief."}, *CHAT]
+
+
+def test_a_system_column_in_parts_is_text_as_the_content_of_a_message() -> None:
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    for column in ("Be brief.", parts, ["Be ", "brief."]):
+        found = read(row(messages=CHAT, system=column))
+        assert found.messages == [{"role": "system", "content": "Be brief."}, *CHAT]
+    for column in (5, [5], [{"type": "image_url"}], [{"type": "reasoning", "text": "hm"}]):
+        wrong = bad(row(messages=CHAT, system=column))
+        assert wrong.kind == "malformed" and wrong.problem.what in (
+            "content must be text",
+            "no such part of a content",
+        )
