@@ -22,6 +22,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.data.readers import READERS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 Splits: TypeAlias = "dict[str, list[Path]]"
@@ -63,12 +64,7 @@ def choose_files(folder: Path, key: str) -> FolderFiles:
     Raises:
         UserError: a manifest that names missing files, or no split to read (exit 2).
     """
-    splits = _splits_of_dict(folder, key)
-    if splits is None:
-        splits = _splits_of_readme(folder, key)
-    if splits is None:
-        splits = _splits_by_name(folder, key)
-    return _choose_split(folder, key, splits)
+    return _choose_split(folder, key, _with_standard_names(_splits_of(folder, key)))
 
 
 def all_splits(folder: Path, key: str, config: str | None = None) -> Splits:
@@ -80,12 +76,16 @@ def all_splits(folder: Path, key: str, config: str | None = None) -> Splits:
     Raises:
         UserError: a manifest that names missing files, or several configs and none is named (exit 2).
     """
+    splits = _splits_of(folder, key, config)
+    return {split or "train": paths for split, paths in splits.items() if split not in NEVER_READ and paths}
+
+
+def _splits_of(folder: Path, key: str, config: str | None = None) -> Splits:
+    """Each split of a folder, by its manifests or by the names of its files."""
     splits = _splits_of_dict(folder, key)
     if splits is None:
         splits = _splits_of_readme(folder, key, config)
-    if splits is None:
-        splits = _splits_by_name(folder, key)
-    return {split or "train": paths for split, paths in splits.items() if split not in NEVER_READ and paths}
+    return _splits_by_name(folder, key) if splits is None else splits
 
 
 def _choose_split(folder: Path, key: str, splits: Splits) -> FolderFiles:
@@ -172,15 +172,18 @@ def _splits_of_dict(folder: Path, key: str) -> Splits | None:
             path for path in sorted((folder / name).iterdir()) if _is_data(path) and path not in listed
         ]
         found[NOT_LISTED] = [*found.get(NOT_LISTED, []), *unlisted]
-    return _with_standard_names(found)
+    return found
 
 
 def _with_standard_names(splits: Splits) -> Splits:
-    """The same with `validation` for `dev`, unless there are both."""
-    return {
-        name if _standard_name(name) in splits else _standard_name(name): paths
-        for name, paths in splits.items()
-    }
+    """The same with `validation` for `dev`; of several names of a split, the first in KEYWORDS is renamed."""
+    standard_names = {}
+    for standard, words in KEYWORDS.items():
+        names = [name for name in splits if name.lower() in words]
+        if names:
+            first = min(names, key=lambda name: (words.index(name.lower()), name != name.lower()))
+            standard_names[first] = standard
+    return {standard_names.get(name, name): paths for name, paths in splits.items()}
 
 
 def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Splits | None:
@@ -198,7 +201,7 @@ def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Spli
         fix = f"{key}: {as_name(first.get('train') or _all(first))}"
         raise UserError(Problem(what, key, str(folder / "README.md"), names, fix=fix))
     chosen = next(iter(default or by_config))
-    splits = _with_standard_names(by_config.pop(chosen))
+    splits = by_config.pop(chosen)
     others = [path for found in by_config.values() for path in _all(found) if path not in _all(splits)]
     return {**splits, OTHER_CONFIGS: list(dict.fromkeys(others))}
 
@@ -234,10 +237,42 @@ def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
         split = str(entry.get("split")) if isinstance(entry, dict) else "train"
         patterns = entry.get("path") if isinstance(entry, dict) else entry
         for pattern in patterns if isinstance(patterns, list) else [patterns]:
-            matches = glob.glob(str(pattern), root_dir=base, recursive=True) if _stays_below(pattern) else []
-            files = [path for path in map(base.joinpath, sorted(matches)) if _is_data(path)]
+            matches = match_paths(str(pattern), base) if _stays_below(pattern) else []
+            files = [path for path in matches if _is_data(path)]
             found[split] = list(dict.fromkeys([*found.get(split, []), *files]))
     return found
+
+
+def match_paths(pattern: str, base: Path) -> list[Path]:
+    """The paths that a pattern names, in order; of links, `**` reads the folder that they lead to once."""
+    parts = PurePosixPath(pattern).parts
+    if "**" not in parts:
+        return [base / match for match in sorted(glob.glob(pattern, root_dir=base))]
+    index = parts.index("**")
+    before, after = parts[:index], parts[index + 1 :] or ("*",)
+    found: list[Path] = []
+    seen: set[Path] = set()
+    for top in match_paths(str(PurePosixPath(*before)), base) if before else [base]:
+        for folder in _folders_below(top, seen):
+            found += match_paths(str(PurePosixPath(*after)), folder)
+    return sorted(dict.fromkeys(found))
+
+
+def _folders_below(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """A folder and all below it, less hidden ones and those that were seen."""
+    real = folder.resolve()
+    if real in seen or not folder.is_dir():
+        return
+    seen.add(real)
+    yield folder
+    below = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
+    for entry in sorted(below, key=_links_last):
+        yield from _folders_below(entry, seen)
+
+
+def _links_last(entry: Path) -> tuple[bool, Path]:
+    """Sorts links to folders behind all other paths."""
+    return entry.is_symlink() and entry.is_dir(), entry
 
 
 def _stays_below(path: Any) -> bool:
@@ -249,7 +284,7 @@ def _stays_below(path: Any) -> bool:
 def _splits_by_name(folder: Path, key: str) -> Splits:
     """The splits that names say. A file in a folder below counts where no file above is of its split."""
     found: Splits = {}
-    for path, split in _labeled(folder, folder, key).items():
+    for path, split in _labeled(folder, folder, key, set()).items():
         found.setdefault(split, []).append(path)
     top = {split: [path for path in paths if path.parent == folder] for split, paths in found.items()}
     kept = {split: top[split] or paths for split, paths in found.items()}
@@ -260,15 +295,20 @@ def _splits_by_name(folder: Path, key: str) -> Splits:
     return {**kept, BELOW: [path for path in _all(found) if path not in read]}
 
 
-def _labeled(folder: Path, root: Path, key: str) -> dict[Path, str]:
-    """Each data file in a folder and in those below it -> its split, or why it has none."""
+def _labeled(folder: Path, root: Path, key: str, seen: set[Path]) -> dict[Path, str]:
+    """Each data file in a folder and in those below it -> its split, or why it has none.
+
+    Args:
+        seen: the folders that were read, without links. Links may lead to one folder several times.
+    """
     found, listed = {}, _listed_in_state(folder, key)
-    for entry in sorted(folder.iterdir()):
+    seen.add(folder.resolve())
+    for entry in sorted(folder.iterdir(), key=_links_last):
         if entry.name.startswith((".", "__")):
             continue
         if entry.is_dir():
             deep = len(entry.relative_to(root).parts) > DEEPEST
-            found |= _labeled(entry, root, key) if not deep else {}
+            found |= _labeled(entry, root, key, seen) if not (deep or entry.resolve() in seen) else {}
         elif _is_data(entry):
             unlisted = _is_map_cache(entry) if listed is None else entry not in listed
             found[entry] = NOT_LISTED if unlisted else _split_of(root, entry)

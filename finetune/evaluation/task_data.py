@@ -6,7 +6,6 @@ finetune finds local files with known suffixes and reads them with its own reade
 
 from __future__ import annotations
 
-import glob
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -123,9 +122,8 @@ def _files(place: Path, pattern: str) -> list[Path]:
     path = place / Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    if not any(mark in pattern for mark in "*?["):
-        return []
-    return [match for match in map(Path, sorted(glob.glob(str(path), recursive=True))) if match.is_file()]
+    matches = dataset_folders.match_paths(str(path), Path()) if any(mark in pattern for mark in "*?[") else []
+    return [match for match in matches if match.is_file()]
 
 
 def _check_suffixes(paths: list[Path], suffixes: tuple[str, ...], where: Path) -> None:

@@ -349,3 +349,38 @@ def test_check_and_data_say_what_of_a_folder_is_not_read(tmp_path: Path, recipe_
         assert (
             f"note: {folder}: data files that are not read: test: 1 file with 1 example (test.jsonl)" in said
         )
+
+
+def test_saved_dataset_dict_with_two_validation_splits_reads_one_and_counts_the_other(tmp_path: Path) -> None:
+    """`val` and `dev` both mean `validation`; neither may get lost."""
+    splits = {name: Dataset.from_list([text(name)]) for name in ("train", "val", "dev", "eval")}
+    DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+    assert read(tmp_path / "saved", "data.validation") == ["dev"]
+    (note,) = source_loading.notes_on_folders(Data(name=str(tmp_path / "saved")))
+    assert all(f"{name}: 1 file" in note for name in ("validation", "val", "test"))
+    assert set(dataset_folders.all_splits(tmp_path / "saved", "dataset_path")) == set(splits)
+
+
+def test_card_with_two_validation_splits_reads_one_and_counts_the_other(tmp_path: Path) -> None:
+    write(tmp_path, "a.jsonl", "b.jsonl", "c.jsonl")
+    listed = "".join(
+        f"  - split: {split}\n    path: {file}.jsonl\n"
+        for split, file in (("train", "a"), ("valid", "b"), ("dev", "c"))
+    )
+    card(tmp_path, f"- config_name: default\n  data_files:\n{listed}")
+    assert read(tmp_path, "data.validation") == ["b.jsonl"]
+    (note,) = source_loading.notes_on_folders(Data(name=str(tmp_path)))
+    assert "validation: 1 file" in note and "dev: 1 file" in note
+
+
+def test_folder_with_links_into_itself_reads_each_file_once(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "parts/a.jsonl", "parts/more/b.jsonl")
+    (folder / "parts" / "loop").symlink_to(folder)
+    (folder / "again").symlink_to(folder / "parts")
+    (folder / "parts" / "more" / "up").symlink_to("..")
+    names = ["parts/a.jsonl", "parts/more/b.jsonl"]
+    assert read(folder) == names
+    found = source_loading.files(f"{folder}/**/*.jsonl", "data.name")
+    assert found is not None and [path.name for path in found] == ["a.jsonl", "b.jsonl"]
+    card(folder, '- config_name: default\n  data_files: "**/*.jsonl"\n')
+    assert read(folder) == names
