@@ -81,7 +81,7 @@ def row(folder: RunFolder) -> dict[str, Any]:
     kind, _, seed = folder.path.name.rpartition("-seed")
     metric, value, higher = main_metric(result)
     settings = result.get("settings", {})
-    score = bool(higher) and value is not None and value <= 1
+    score, least = bool(higher) and value is not None and value <= 1, verdicts.smallest(settings)
     count = settings.get("rows") if metric == "exact match" else None
     general = result.get("tasks", {}).get("general_text", {}).get("difference", {}).get("loss")
     return {
@@ -93,7 +93,8 @@ def row(folder: RunFolder) -> dict[str, Any]:
         "higher_is_better": higher,
         "quality": value,
         "resolution": 1 / count if score and count else 0.0,
-        "least": verdicts.smallest(settings)["score" if score else "loss"] if score or not higher else 0.0,
+        "least": least["score" if score else "loss"] if score or not higher else 0.0,
+        "least_loss": least["loss"],
         "loss": result.get("tuned", {}).get("loss"),
         **medians,
         "train_seconds": steps * (medians["step_seconds"] or 0.0),
@@ -129,11 +130,7 @@ def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> di
     folders = [RunFolder(place / name) for name in settings["runs"] if (place / name / MARK).exists()]
     rows, strangers = [row(folder) for folder in folders], not_comparable(folders, not timed)
     ranked = [found for found in rows if found["run"] not in strangers]
-    level = len(ranked) > 1 and len({found["quality"] for found in ranked}) == 1  # no run matched once, say
-    if level and all(found["loss"] is not None for found in ranked):
-        for found in ranked:
-            found |= {"metric": "validation loss", "quality": found["loss"], "higher_is_better": False}
-            found |= {"resolution": 0.0, "least": verdicts.SMALLEST["loss"]}
+    rank_level_runs_by_loss(ranked)
     types = {
         kind: entrant | averages([found for found in ranked if found["type"] == kind])
         for kind, entrant in settings["entrants"].items()
@@ -152,6 +149,15 @@ def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> di
         "not_comparable": strangers,
         "failed": failed,
     }
+
+
+def rank_level_runs_by_loss(rows: list[dict[str, Any]]) -> None:
+    """Let the validation loss decide between runs of one quality, such as of no right answer."""
+    level = len(rows) > 1 and len({found["quality"] for found in rows}) == 1
+    if level and all(found["loss"] is not None for found in rows):
+        for found in rows:
+            found |= {"metric": "validation loss", "quality": found["loss"], "higher_is_better": False}
+            found |= {"resolution": 0.0, "least": found["least_loss"]}
 
 
 def averages(rows: list[dict[str, Any]]) -> dict[str, Any]:

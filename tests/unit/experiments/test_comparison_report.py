@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from finetune.experiments.comparison import comparison_report
-from finetune.run_folder import comparability
+from finetune.run_folder import comparability, run_folder
 
 
 def of(runs: int = 3, **types: tuple[float, float | None, float]) -> dict:
@@ -138,3 +138,20 @@ def test_the_front_is_what_nothing_beats_in_both() -> None:
     types = of(a=(0.9, 0, 5), b=(0.8, 0, 1), c=(0.7, 0, 3), d=(0.9, 0, 7))
     assert comparison_report.front(types, "bytes", True) == ["a", "b"]
     assert comparison_report.front(types, "bytes", False) == ["b", "c"]
+
+
+def test_level_runs_rank_by_loss_with_the_recipes_smallest_difference(tmp_path) -> None:
+    """No run answers anything right: the loss decides, by `eval.min_loss_difference` of the recipe."""
+    rows = []
+    for name, loss in (("lora-seed1", 1.0), ("dora-seed1", 1.1)):
+        folder = run_folder.RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        settings = {"rows": 10, "min_loss_difference": 0.25}
+        tuned = {"loss": loss, "exact_match": 0.0}
+        folder.write("eval.json", {"settings": settings, "tuned": tuned, "tasks": {}})
+        folder.write(comparison_report.MARK, {"seconds": 1.0, "host_memory_before_gib": 0.0})
+        rows.append(comparison_report.row(folder))
+    assert {row["metric"] for row in rows} == {"exact match"}
+    comparison_report.rank_level_runs_by_loss(rows)
+    assert {row["metric"] for row in rows} == {"validation loss"}
+    assert [(row["quality"], row["least"]) for row in rows] == [(1.0, 0.25), (1.1, 0.25)]
