@@ -43,12 +43,6 @@ POINTERS = "recipes"  # the folder of the small files
 ROWS, REPORT = "rows.arrow", "report.json"
 TRIES = 5  # to give prepared data its name, while other processes do so too
 _KEY = re.compile("[0-9a-f]{24}")
-MODULES = (
-    "examples", "messages", "formats", "hints", "source_loading", "readers", "chat_templates",
-    "template_sandbox", "encoding", "loss_mask", "packing", "preparation", "arrow_store", "audit",
-    "example_errors", "dataset_folders", "arrow_values", "json_values",
-    "content_check", "read_limits", "limited_batches", "arrow_sizes", "page_sizes",
-)  # fmt: skip
 
 
 def cache_folder(data: Data) -> Path:
@@ -73,7 +67,7 @@ def not_makeable(folder: Path, reason: str) -> Problem:
 def code_digest() -> str:
     """A hash of the code that prepares data."""
     here = Path(__file__).parent
-    files = [*(here / f"{name}.py" for name in MODULES), *sorted((here / "templates").glob("*.jinja"))]
+    files = sorted([*here.glob("*.py"), *(here / "templates").glob("*.jinja")])
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
