@@ -88,7 +88,7 @@ class Report:
     positions: int = 0
     """The model's positions, where examples were too long for them and not for `data.max_length`."""
     longest_prompt: int = 0
-    """Tokens before the last answer, of the example with most of them."""
+    """Tokens of the longest prompt that an evaluation asks."""
     seen: int = 0
     """Rows this is about, where the data is streamed and only the first ones were looked at; else 0."""
     seconds: float = 0.0
@@ -201,8 +201,6 @@ class Audit:
             if self.vocabulary and max(ids) >= self.vocabulary and len(self.beyond) < MAX_SHOWN:
                 self.beyond.append(f"{where} (id {max(ids)})")
         last = documents[-1]
-        if example.messages or example.prompt is not None:
-            report.longest_prompt = max(report.longest_prompt, last.trained[-1][0])
         report.longest = max(report.longest, sum(len(document.ids) for document in documents) + last.cut)
         report.cut_tokens += last.cut
         encoder = self.encoder_for(bool(example.messages))

@@ -53,6 +53,11 @@ class Example:
         """What the model should say last."""
         return self.messages[-1]["content"] if self.messages else self.completion
 
+    @property
+    def asks(self) -> bool:
+        """Whether there is something to answer; plain text and an empty prompt ask nothing."""
+        return bool(self.messages) or bool(self.prompt)
+
     def characters(self) -> int:
         """About how long it is."""
         return (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
-from finetune.evaluation import lm_eval_harness, paired_differences, scoring, tasks
+from finetune.evaluation import lm_eval_harness, paired_differences, tasks
 from finetune.hub import client
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def content(
         result["difference"] = differences(base, tuned, groups)
         result["examples"] = per_example(base, tuned, groups)
         result["sources"] = by_source(rows, base, tuned)
-        asked = [index for index, row in enumerate(rows) if scoring.asks(row)]
+        asked = [index for index, row in enumerate(rows) if row.example.asks]
         shown = asked[: settings.samples if settings.generate else 0]
         result["samples"] = [_sample(rows, base, tuned, index) for index in shown]
         result["worst"] = worst(rows, base, tuned)

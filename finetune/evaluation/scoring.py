@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.data.encoding import Encoder
-    from finetune.data.examples import Example
     from finetune.recipe.schema import Data, Eval
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
@@ -107,9 +105,13 @@ def score(
         answers: `False`: losses alone.
     """
     encoder = encoding.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
-    asked = [index for index, row in enumerate(rows) if answers and asks(row)]
+    asked = [index for index, row in enumerate(rows) if answers and row.example.asks]
     wanted = dict(zip(asked, references([rows[index] for index in asked], tokenizer, data), strict=True))
     mine, own = _own(range(len(rows))), _own(asked)
+    # Each process makes all prompts: an error in one of them stops all processes
+    prompts = dict(zip(asked, encoder.prompts([rows[index].example for index in asked]), strict=True))
+    positions = token_limits.positions(model.config)
+    token_limits.room_for_answer(max(map(len, prompts.values()), default=0), positions, settings)
     with inference(model):
         losses = row_losses(
             model, [rows[index].documents for index in mine], tokenizer.pad_token_id, settings
@@ -117,7 +119,7 @@ def score(
         said: list[tuple[str, bool]] = []
         if asked:
             longest = max(len(tokens) for _, tokens in wanted.values())
-            said = generate(model, encoder, [rows[index].example for index in own], longest, settings)
+            said = generate(model, tokenizer, [prompts[index] for index in own], longest, settings)
     found, answered = _of_all(mine, losses), _of_all(own, said)
     order = range(len(rows))
     texts = [answered[index][0] if index in answered else "" for index in order]
@@ -125,11 +127,6 @@ def score(
     ends = [answered[index][1] if index in answered else None for index in order]
     sums, counts = [loss for loss, _ in found.values()], [count for _, count in found.values()]
     return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
-
-
-def asks(row: HeldOut) -> bool:
-    """Whether there is something to answer; plain text asks nothing."""
-    return bool(row.example.messages) or row.example.prompt is not None
 
 
 def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
@@ -278,14 +275,15 @@ def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def generate(
-    model: Any, encoder: Encoder, rows: list[Example], longest: int, settings: Eval
+    model: Any, tokenizer: Any, prompts: list[list[int]], longest: int, settings: Eval
 ) -> list[tuple[str, bool]]:
-    """The greedy answer to each row, stripped, and whether it ended by itself."""
-    prompts = encoder.prompts(rows)
+    """The greedy answer to each prompt, stripped, and whether it ended by itself.
+
+    Args:
+        longest: tokens of the longest reference answer.
+    """
     room = settings.max_new_tokens or longest + ANSWER_MARGIN
-    positions = token_limits.positions(model.config)
-    token_limits.room_for_answer(max(map(len, prompts), default=0), positions, settings)
-    run = partial(greedy_answers, model, encoder.tokenizer, prompts, room)
+    run = partial(greedy_answers, model, tokenizer, prompts, room)
     return fitting(run, settings.batch_size) if prompts else []
 
 

@@ -65,6 +65,17 @@ def check(
     return notes
 
 
+def check_metric(settings: Eval, longest_prompt: int) -> None:
+    """Refuse exact match as the metric of the best model if no validation example has a prompt (exit 2)."""
+    key = "eval.metric_for_best_model"
+    if (
+        settings.eval_steps is not None
+        and settings.metric_for_best_model == "exact_match"
+        and not longest_prompt
+    ):
+        raise UserError(Problem("no validation example asks for an answer", key, fix=f"{key}: loss"))
+
+
 def longest_texts(settings: Eval) -> list[tuple[str, int]]:
     """Return each text of an evaluation with the number of further tokens, for an answer or chat markers."""
     found = [(text, SPECIAL) for text in tasks.general_texts(settings)]

@@ -75,17 +75,19 @@ def apply(tokenizer: PreTrainedTokenizerBase, config: Any, rows: int) -> str:
 
 
 def room_for_answer(longest_prompt: int, longest: int | None, settings: Eval) -> None:
-    """Refuse `eval.max_new_tokens` that no position is left for (exit 2).
+    """Refuse answers that the model has no positions for (exit 2).
 
     Args:
         longest_prompt: tokens of the longest prompt that is answered.
         longest: positions of the model.
     """
-    asked = settings.max_new_tokens
-    if not (settings.generate and asked and longest and longest_prompt) or longest_prompt + asked <= longest:
+    asked = settings.max_new_tokens or 1
+    if not (settings.generate and longest and longest_prompt) or longest_prompt + asked <= longest:
         return
     room = longest - longest_prompt
+    if room <= 0:
+        what = f"a prompt of {longest_prompt} tokens leaves none of the model's {longest} positions"
+        raise UserError(Problem(f"{what} for an answer", "eval.generate", fix="eval.generate: false"))
     what = f"a prompt of {longest_prompt} tokens leaves {room} of the model's {longest} positions"
-    fix = f"eval.max_new_tokens: {room}" if room > 0 else "eval.generate: false"
-    expected = f"at most {room}"
+    fix, expected = f"eval.max_new_tokens: {room}", f"at most {room}"
     raise UserError(Problem(what, "eval.max_new_tokens", found=str(asked), expected=expected, fix=fix))

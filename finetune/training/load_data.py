@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.data import prepared_cache
+from finetune.evaluation import text_limits
 from finetune.models import model_files, token_limits
 from finetune.preflight import token_checks
 
@@ -26,6 +27,7 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     prompt = prepared.report["validation"].longest_prompt
     longest = token_limits.positions(model_files.read_config(recipe.model))
     token_limits.room_for_answer(prompt, longest, recipe.eval)
+    text_limits.check_metric(recipe.eval, prompt)
     if prepared.path:
         files = model_files.tokenizer_files(recipe.model)
         prepared_cache.remember(recipe.data, recipe.train.seed, recipe.model, files, prepared.path)

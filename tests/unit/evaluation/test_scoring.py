@@ -7,16 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LlamaConfig
 
 from finetune.autoconfig import memory_estimate
+from finetune.core.errors import UserError
 from finetune.data import chat_templates, encoding
 from finetune.data.examples import Row
 from finetune.data.formats import convert
 from finetune.data.preparation import HeldOut
 from finetune.evaluation import scoring, tasks
 from finetune.models.tokenizer_setup import load_tokenizer
-from finetune.recipe.schema import Data, Model
+from finetune.recipe.schema import Data, Eval, Model
 from support.paths import MODEL
 
 USER = {"role": "user", "content": "Hi there"}
@@ -101,3 +102,16 @@ def test_batches_hold_each_row_once_and_stay_small() -> None:
         len(b) * max(lengths[i] for i in b) <= memory_estimate.EVALUATED_TOKENS or len(b) == 1
         for b in batches
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_score_prompt_without_room_stops_every_process(rank: int, monkeypatch) -> None:
+    """Process 0 alone would answer it. If it stopped alone, the others would wait for it."""
+    tokenizer, data = load_tokenizer(Model(name=str(MODEL))), Data(name="-")
+    long = {"role": "user", "content": "Who came, and who went? " * 12}
+    rows = [held_out(tokenizer, [asked, HELLO], data)[1] for asked in (long, USER)]
+    share = SimpleNamespace(process_index=rank, num_processes=2)
+    monkeypatch.setattr(scoring, "PartialState", lambda: share)
+    config = LlamaConfig(max_position_embeddings=64)
+    with pytest.raises(UserError, match="leaves none of the model's 64 positions"):
+        scoring.score(SimpleNamespace(config=config), tokenizer, rows, data, Eval())
