@@ -117,26 +117,30 @@ class FirstExamples:
     are_all: bool = True
     """Whether the sources hold no more examples than were read."""
 
-    def problems(self, expect: Expect) -> list[Problem]:
-        """Bad examples that `expect` does not allow; a share counts only where all examples were read."""
+    def problems(self, data: Data) -> list[Problem]:
+        """Bad examples that `data.expect` does not allow; a share counts only if all examples are known."""
+        is_share_known = self.are_all and data.validation_fraction is None
         return [
             problem
             for kind in dict.fromkeys(kind for kind, _ in self.bad.first)
-            if self._exceeds(kind, expect)
+            if self._exceeds(kind, data.expect, is_share_known)
             for problem in self.bad.problems(kind)
         ]
 
-    def _exceeds(self, kind: str, expect: Expect) -> bool:
+    def _exceeds(self, kind: str, expect: Expect, is_share_known: bool) -> bool:
         count, is_dropped = self.bad.count(kind), kind == "unanswered"
         limit = expect.dropped if is_dropped else getattr(expect, kind)
         if not limit and not is_dropped:
             return True
         share = limit if self.key == "data.name" else 1.0
-        return self.are_all and (count > share * self.count or count == self.count)
+        return is_share_known and (count > share * self.count or count == self.count)
 
 
-def first_rows(data: Data, effective_batch_size: int = 1) -> list[str]:
+def first_rows(data: Data, at_least: int = 0) -> list[str]:
     """Read the first rows of each source that lies in files, as far as can be without a tokenizer.
+
+    Args:
+        at_least: training examples that a step takes; 0: their number is checked elsewhere.
 
     Returns:
         A note of how many were read, if any is on this machine.
@@ -165,10 +169,10 @@ def first_rows(data: Data, effective_batch_size: int = 1) -> list[str]:
             cut += [source.name] * rows.was_cut
         except UserError as error:
             problems += error.problems
-    problems += [problem for first in splits.values() for problem in first.problems(data.expect)]
+    problems += [problem for first in splits.values() for problem in first.problems(data)]
     most = _most_examples(data, splits["data.name"])
-    if most is not None and most < effective_batch_size and not problems:
-        problems.append(batch_size.too_few(most, effective_batch_size))
+    if most is not None and most < at_least and not problems:
+        problems.append(batch_size.too_few(most, at_least))
     if problems:
         raise UserError(*problems)
     count = sum(first.count for first in splits.values())
@@ -178,13 +182,15 @@ def first_rows(data: Data, effective_batch_size: int = 1) -> list[str]:
 
 
 def _most_examples(data: Data, first: FirstExamples) -> int | None:
-    """The training examples, of which encoding may drop or pack some; `None`: their number is not known."""
+    """Most training examples; `None`: their number is not known.
+
+    Encoding may drop or pack some, and a validation set is drawn from them. `preparation.check_first` counts
+    exactly, with the tokenizer.
+    """
     weighted = any(source.weight != 1 for source, key in source_loading.named(data) if key == first.key)
     if not first.are_all or weighted or data.too_long == "split":
         return None
-    count = first.count - first.bad.rows.total()
-    fraction = data.validation_fraction
-    return count - (max(1, round(count * fraction)) if fraction is not None else 0)
+    return first.count - first.bad.rows.total()
 
 
 def row_of(where: str) -> str:

@@ -203,9 +203,16 @@ def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list
     """
     rows = list(audited_held_out(data, drawn, seed, audit))
     audit.check_held_out(data)
-    if any(row.messages for row, _ in rows):
-        audit.encoder_for(True).prompt_texts([row for row, _ in rows])
+    measure_prompts([row for row, _ in rows], audit)
     return [row.where for row, documents in rows for _ in documents]
+
+
+def measure_prompts(examples: list[Example], audit: Audit) -> None:
+    """Note the tokens of the longest prompt that the evaluation asks; each must be rendered (exit 2)."""
+    asked = [example for example in examples if example.asks]
+    if asked:
+        prompts = audit.encoder_for(any(example.messages for example in asked)).prompts(asked)
+        audit.report.longest_prompt = max(map(len, prompts))
 
 
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
@@ -225,29 +232,106 @@ def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> lis
     return [encoded] if trained else "nothing_trained"
 
 
-def audit_first(
-    data: Data, tokenizer: PreTrainedTokenizerBase, vocabulary: int, declared: Collection[int], most: int
-) -> tuple[Audit, Audit, bool]:
-    """The audits of the first training and validation examples, and whether these are all.
+class First(NamedTuple):
+    """What the first examples of each source tell."""
+
+    train: Audit
+    validation: Audit
+    is_all_validation: bool
+    """Whether there are no more validation examples."""
+    sequences: int | None
+    """The training sequences of an epoch; `None`: not all examples were read, or they are streamed."""
+
+
+def check_first(
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    vocabulary: int,
+    declared: Collection[int],
+    most: int,
+) -> First:
+    """Check the first training and validation examples as `prepare` checks all of them.
 
     Args:
         most: examples of each source.
+
+    Raises:
+        UserError: examples that `prepare` would refuse (exit 2).
     """
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit, held = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
-    places = list[str]()  # of each document that is trained on
-    complete = data.validation_fraction is None
-    for source, key in source_loading.named(data):
-        if source_loading.files(source.name, key) is None:  # on the Hub
-            complete = False
-            continue
-        first = FirstRows(iter(source_loading.read(source, key)), most)
-        of = held if key == "data.validation" else audit
-        for example, documents in audited(first, data, of, source_loading.title(source)):
-            places += [example.where] * (len(documents) if of is audit else 0)
-        complete = complete and first.are_all()
+    first = _first_rows(data, most)
+    partial = {key for _, key, _, is_all in first if not is_all}
+    drawn = source_loading.draw_held_out(data, seed) if not partial else set[int]()
+    places, times, validation = list[str](), list[Any](), list[Any]()
+    for source, key, rows, _ in first:
+        name, documents = source_loading.title(source), len(audit.lengths)
+        sides = {True: list[Any](), False: list[Any]()}
+        for row in rows:
+            held_out = key == "data.validation" or source_loading.is_held_out(row, data, drawn, seed)
+            sides[held_out].append(row)
+        validation += audited(sides[True], data, held, name)
+        for example, encoded in audited(sides[False], data, audit, name):
+            places += [example.where] * len(encoded)
+        times.append(_times(source.weight, audit.digests[documents:], seed))
     audit.finish(places.__getitem__, held)
-    return audit, held, complete
+    held.finish([example.where for example, encoded in validation for _ in encoded].__getitem__)
+    is_all_validation = ("data.name" if data.validation is None else "data.validation") not in partial
+    if is_all_validation:
+        held.check_held_out(data)
+    else:
+        held.check_rows(data)
+    measure_prompts([example for example, _ in validation], held)
+    if partial:
+        audit.check_rows(data)
+        return First(audit, held, is_all_validation, None)
+    audit.check(data, held.report.kept)
+    number = None if data.streaming else len(sequences(data, audit, times).counts)
+    return First(audit, held, is_all_validation, number)
+
+
+def _first_rows(data: Data, most: int) -> list[tuple[Source, str, list[Any], bool]]:
+    """Each source, its key, its first rows, and whether it holds no more; of one on the Hub no rows."""
+    found = []
+    for source, key in source_loading.named(data):
+        if source_loading.files(source.name, key) is None:
+            found.append((source, key, [], False))
+            continue
+        rows = FirstRows(iter(source_loading.read(source, key)), most)
+        found.append((source, key, list(rows), rows.are_all()))
+    return found
+
+
+class Sequences(NamedTuple):
+    """What a training sequence holds."""
+
+    order: NDArray[np.int64]
+    """The documents of all sequences, one after the other."""
+    counts: NDArray[np.int64]
+    """How many documents each sequence has."""
+    fill: float
+    """The share of `data.max_length` that packed sequences use; 1 without packing."""
+
+
+def sequences(data: Data, audit: Audit, times: list[NDArray[np.int64]]) -> Sequences:
+    """The training sequences of an epoch.
+
+    Args:
+        times: how often each document is used, by source.
+
+    Raises:
+        UserError: the weights leave none (exit 2).
+    """
+    order = np.repeat(np.arange(len(audit.lengths)), np.concatenate(times))
+    if not len(order):
+        raise UserError(Problem("no row is used", "data.name", fix="larger weights"))
+    if not data.packing:
+        return Sequences(order, np.ones_like(order), 1.0)
+    lengths = np.frombuffer(audit.lengths, np.int32)[order]
+    rows = best_fit(lengths.tolist(), data.max_length)
+    fill = float(lengths.sum()) / (len(rows) * data.max_length)
+    return Sequences(order[np.concatenate(rows)], np.array([len(row) for row in rows]), fill)
 
 
 def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iterator[tuple[Any, Any]]:
@@ -342,17 +426,12 @@ def _build(
             audit.report.mix[name] = {"weight": source.weight, **shares}
     report = audit.finish(documents.place, held)
     audit.check(data, held.report.kept)
+    rows = report.rows - report.counts.get("unreadable", 0)
+    report.notes += source_loading.note_on_share(data, rows + held.report.rows, held.report.rows)
     report.sources = sources
-    order = np.repeat(np.arange(len(documents.lengths)), np.concatenate(times))
-    if not len(order):
-        raise UserError(Problem("no row is used", "data.name", fix="larger weights"))
-    counts = np.ones_like(order)
+    order, counts, fill = sequences(data, audit, times)
     if data.packing:
-        lengths = np.frombuffer(documents.lengths, np.int32)[order]
-        rows = best_fit(lengths.tolist(), data.max_length)
-        counts, order = np.array([len(row) for row in rows]), order[np.concatenate(rows)]
-        fill = float(lengths.sum()) / (len(rows) * data.max_length)
-        report.packing = {"rows": len(rows), "budget": data.max_length, "fill": fill}
+        report.packing = {"rows": len(counts), "budget": data.max_length, "fill": fill}
     documents.write_rows(folder / prepared_cache.ROWS, order, counts, data.packing)
     documents.remove()
     report.seconds = time.perf_counter() - started

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 from array import array
 from collections import Counter
@@ -16,7 +15,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, similar_files
 from finetune.core.regular_files import check_regular
 from finetune.data import hints, hub_datasets, read_limits
-from finetune.data.dataset_folders import as_name, choose_files, count_files
+from finetune.data.dataset_folders import as_name, choose_files, count_files, match_paths
 from finetune.data.examples import BadRow, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
 from finetune.data.readers import READERS, count_rows, read_file
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
+FAR = 0.1  # of the validation examples that are asked for: such a difference is reported
 COUNTED = 2**26  # bytes of a file whose rows are counted for a note
 
 
@@ -91,10 +91,12 @@ def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
     Raises:
         UserError: a file that is missing, empty or of a kind that is not read (exit 2).
     """
-    rows = read(source, "data.name")
-    if not held_out:
-        return rows
-    return (row for row in rows if isinstance(row, BadRow) or digest(row, seed, data) not in held_out)
+    return (row for row in read(source, "data.name") if not is_held_out(row, data, held_out, seed))
+
+
+def is_held_out(row: Row | BadRow, data: Data, held_out: set[int], seed: int) -> bool:
+    """Whether a row is one of those that `draw_held_out` drew."""
+    return bool(held_out) and isinstance(row, Row) and digest(row, seed, data) in held_out
 
 
 def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Rows]]:
@@ -104,8 +106,7 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
         return [(data.validation, read(validation_source(data), "data.validation"))]
 
     def chosen(source: Source) -> Rows:
-        rows = read(source, "data.name")
-        return (row for row in rows if isinstance(row, Row) and digest(row, seed, data) in held_out)
+        return (row for row in read(source, "data.name") if is_held_out(row, data, held_out, seed))
 
     return [(title(source), chosen(source)) for source in sources(data)] if held_out else []
 
@@ -113,8 +114,9 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
 def draw_held_out(data: Data, seed: int) -> set[int]:
     """Digests of the rows that `data.validation_fraction` holds out.
 
-    Rows of equal content go together, and so do the rows of one conversation. A conversation that is larger
-    than the validation set stays in training. An id or a first turn of half of the rows is no conversation.
+    Rows of equal content go together, and so do the rows of one conversation. A conversation that is much
+    larger than the validation set stays in training. An id or a first turn of half of the rows is no
+    conversation.
     """
     if data.validation_fraction is None:
         return set()
@@ -126,7 +128,7 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
                 owners.append(digests[-1])
                 keys.append(key)
     digests = sorted(digests)
-    count = max(1, round(len(digests) * data.validation_fraction))
+    count = count_held_out(len(digests), data.validation_fraction)
     groups = _groups(owners, keys, len(digests) // 2)
     drawn = (_draw_whole(digests, groups, count) if groups else set()) or set(digests[:count])
     if digests and len(drawn) == len(set(digests)):
@@ -139,6 +141,27 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
         found = f"{number} different row{'s' * (number != 1)}"
         raise UserError(Problem(what, "data.validation_fraction", found=found, fix=_one_text(data)))
     return drawn
+
+
+def count_held_out(rows: int, fraction: float) -> int:
+    """How many of so many rows `data.validation_fraction` asks for."""
+    return max(1, round(rows * fraction))
+
+
+def note_on_share(data: Data, rows: int, held_out: int) -> list[str]:
+    """That the validation set is far from as large as asked, since rows of one conversation stay together.
+
+    Args:
+        rows: of the dataset.
+        held_out: those of them in the validation set.
+    """
+    if data.validation_fraction is None:
+        return []
+    asked = count_held_out(rows, data.validation_fraction)
+    if abs(held_out - asked) <= FAR * asked:
+        return []
+    why = "examples of one conversation or of equal content stay together"
+    return [f"data.validation_fraction asks for {asked:,} validation examples, and {held_out:,} are: {why}"]
 
 
 def _groups(owners: array[int], keys: array[int], many: int) -> dict[int, set[int]]:
@@ -162,6 +185,8 @@ def _groups(owners: array[int], keys: array[int], many: int) -> dict[int, set[in
     for one, other in zip(
         sorted_owners[:-1][shared].tolist(), sorted_owners[1:][shared].tolist(), strict=True
     ):
+        if one in groups and groups[one] is groups.get(other):
+            continue
         large, small = sorted((groups.get(one, {one}), groups.get(other, {other})), key=len, reverse=True)
         large |= small
         groups |= dict.fromkeys((*small, one, other), large)
@@ -169,8 +194,12 @@ def _groups(owners: array[int], keys: array[int], many: int) -> dict[int, set[in
 
 
 def _draw_whole(digests: list[int], groups: dict[int, set[int]], count: int) -> set[int]:
-    """The first digests, up to so many rows, each with all of its conversation or not at all."""
+    """The first digests, up to about so many rows, each with all of its conversation or not at all.
+
+    The smallest conversation that does not fit is drawn too if that comes closer to the number.
+    """
     rows, drawn, looked_at, total = Counter(digests), set[int](), set[int](), 0
+    too_large: list[tuple[int, int]] = []  # rows of a conversation, one of its digests
     for one in digests:
         if total >= count:
             break
@@ -181,6 +210,11 @@ def _draw_whole(digests: list[int], groups: dict[int, set[int]], count: int) -> 
             if total + size <= count:
                 drawn |= group
                 total += size
+            else:
+                too_large.append((size, one))
+    size, one = min(too_large, default=(0, 0))
+    if size and abs(total + size - count) < count - total:
+        drawn |= groups.get(one, {one})
     return drawn
 
 
@@ -242,7 +276,7 @@ def files(name: str, key: str) -> list[Path] | None:
         return None
     matches = [path]
     if any(mark in name for mark in "*?[") and not path.exists():  # notes[1].jsonl is a file's name too
-        matches = [Path(match) for match in sorted(glob.glob(name, recursive=True))]
+        matches = match_paths(os.path.expanduser(name), Path())
     missing = [entry for entry in matches if not entry.exists()]
     if missing or not matches:
         found = f"looked in {Path.cwd()} and beside the recipe"

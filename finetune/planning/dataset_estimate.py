@@ -91,8 +91,8 @@ def _sampled_rows(data: Data, model: Model, at_once: int) -> Rows | None:
     # of each file as large a share as it has of the rows
     share = min(shared, SAMPLED / max(1.0, *every.values()))
     sampled = {path: max(1, round(own * share)) for path, own in every.items()}
-    if data.validation_fraction is not None:  # as `source_loading.draw_held_out` draws them
-        lines -= max(1, round(lines * data.validation_fraction))
+    if data.validation_fraction is not None:
+        lines -= _held_out(stamped(every), data.model_dump_json(), seed or 0, lines)
     most = float(data.max_length)
     lengths, how = lengths_in_tokens(data, model, sampled)
     if not lengths:
@@ -183,7 +183,7 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
 def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
     """What is wrong with the first rows, if a run would refuse them."""
     try:
-        example_errors.first_rows(Data.model_validate_json(asked), 0)  # `refused` counts them
+        example_errors.first_rows(Data.model_validate_json(asked))  # `refused` counts them
     except UserError as error:
         first = error.problems[0]
         return f"{first.what} ({first.where or first.key}); `finetune check` says all"
@@ -232,8 +232,23 @@ def _count(path: Path, changed: int, size: int) -> int:
     return lines + (last != b"\n")  # the last line may have no end
 
 
+@cache  # a plan and each of its changes ask
+def _held_out(paths: tuple[tuple[str, int], ...], asked: str, seed: int, rows: int) -> int:
+    """Rows that `data.validation_fraction` takes, of many rows about."""
+    data = Data.model_validate_json(asked)
+    about = source_loading.count_held_out(rows, data.validation_fraction or 0)
+    if rows > DRAWN or any(source.weight != 1 for source in source_loading.sources(data)):
+        return about
+    try:
+        drawn = source_loading.draw_held_out(data, seed)
+        return sum(1 for _, found in source_loading.validation(data, drawn, seed) for _ in found)
+    except UserError:  # `refused` reports a fault of the rows
+        return about
+
+
 CHARACTERS = 4  # of a token, in text that is not tokenised here
 SAMPLED = 500  # rows of the largest file
+DRAWN = 10_000  # rows of which the validation set is drawn as in a run; of more it is estimated
 TOKENISED = 10**6  # characters, which take about a second
 READ = {"format", "columns", "role_map", "reasoning", "train_on"}  # of `data:`, what decides on an example
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")

@@ -99,7 +99,9 @@ def check(recipe: Recipe) -> list[str]:
 
 def _first_examples(recipe: Recipe) -> list[str]:
     notes = source_loading.notes_on_folders(recipe.data)
-    notes += example_errors.first_rows(recipe.data, recipe.train.effective_batch_size)
+    counts_exactly = Path(recipe.model.name).is_dir() or recipe.data.streaming
+    at_least = 0 if counts_exactly else recipe.train.effective_batch_size
+    notes += example_errors.first_rows(recipe.data, at_least)
     return notes + token_checks.check(recipe)
 
 
@@ -224,7 +226,10 @@ def _steps(recipe: Recipe) -> list[str]:
     """Of rows that are streamed the recipe alone says how many steps they make."""
     batch_size.check_warm_up(recipe.train, recipe.train.max_steps)
     if recipe.data.streaming:
+        from finetune.data import streaming  # it imports numpy, which takes a tenth of a second
+
         batch_size.steps_of_stream(recipe.train)
+        streaming.check(recipe.data)
     return []
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from
+from finetune.autoconfig import batch_size
 from finetune.core import regular_files
 from finetune.core.errors import UserError
 from finetune.data import chat_templates
@@ -43,7 +44,7 @@ def check(recipe: Recipe) -> list[str]:
         UserError: more bad examples than `data.expect` allows (exit 2).
     """
     folder = Path(recipe.model.name)
-    if not folder.is_dir() or recipe.data.streaming:
+    if not folder.is_dir():
         return []
     config = architecture.config_in(folder / "config.json")
     if model_class.unsupported(config):  # which another check says
@@ -75,15 +76,16 @@ def _audit(recipe: Recipe, tokenizer: Any, rows: int, ends: set[int], longest: i
     """Render and encode the first examples as training does; returns a note on those that are too long."""
     from finetune.data import preparation
 
-    audit, held, complete = preparation.audit_first(recipe.data, tokenizer, rows, ends, FIRST)
-    if complete:
-        audit.check(recipe.data, held.report.kept)
-        held.check_held_out(recipe.data)
-    else:
-        audit.check_rows(recipe.data)
-        held.check_rows(recipe.data)
-    token_limits.room_for_answer(held.report.longest_prompt, longest, recipe.eval)
-    return [said for one in (audit, held) for kind, said in one.report.noted() if kind == "too_long"]
+    settings, effective = recipe.eval, recipe.train.effective_batch_size
+    first = preparation.check_first(recipe.data, tokenizer, recipe.train.seed, rows, ends, FIRST)
+    prompt = first.validation.report.longest_prompt
+    token_limits.room_for_answer(prompt, longest, settings)
+    if first.is_all_validation:
+        text_limits.check_metric(settings, prompt)
+    if first.sequences is not None and first.sequences < effective:
+        raise UserError(batch_size.too_few(first.sequences, effective))
+    audits = (first.train, first.validation)
+    return [said for one in audits for kind, said in one.report.noted() if kind == "too_long"]
 
 
 def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:

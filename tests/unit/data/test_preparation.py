@@ -10,13 +10,14 @@ from pyarrow import parquet
 
 from finetune.cli import main
 from finetune.core.errors import UserError
-from finetune.data import source_loading
+from finetune.data import prepared_cache, source_loading
 from finetune.data.chat_templates import read_template
 from finetune.data.examples import Row
 from finetune.data.preparation import prepare
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe import loader
 from finetune.recipe.schema import Data, Model, Source
+from finetune.training import load_data
 from support.paths import ASSETS, MODEL
 
 
@@ -251,3 +252,40 @@ def test_two_subsets_of_one_hub_set_are_two_sources(tmp_path, tokenizer, monkeyp
     report = made.report["train"]
     assert report.kept == 2 and len(report.formats) == len(report.mix) == 2, report
     assert [*report.mix] == ["org/rows a train", "org/rows b train"]
+
+
+def test_a_cache_that_can_only_be_read_and_holds_the_data_serves_a_run(tmp_path, recipe_file) -> None:
+    """Nobody can write the small file that names a recipe's data for `plan`."""
+    name, cache = write(tmp_path / "a.jsonl", "Maria.", "Omar."), tmp_path / "cache"
+    text = (
+        f"model: {{name: '{MODEL}'}}\ndata: {{name: '{name}', cache_dir: '{cache}'}}\nadapter: {{type: lora}}"
+    )
+    recipe = loader.load(recipe_file(text))
+    load_data.prepare_data(recipe)
+    shutil.rmtree(cache / prepared_cache.POINTERS)
+    (cache / prepared_cache.POINTERS).write_text("no folder can be made here")
+    _, prepared = load_data.prepare_data(recipe)
+    assert prepared.cached
+
+
+def test_the_code_of_every_module_of_data_decides_on_what_is_prepared(tmp_path, monkeypatch) -> None:
+    """A module that is new needs no entry in a list."""
+    here = Path(shutil.copytree(Path(prepared_cache.__file__).parent, tmp_path / "data"))
+    monkeypatch.setattr(prepared_cache, "__file__", str(here / "prepared_cache.py"))
+    digests = [prepared_cache.code_digest.__wrapped__()]
+    (here / "a_new_module.py").write_text("x = 1")
+    digests.append(prepared_cache.code_digest.__wrapped__())
+    assert digests[0] == prepared_cache.code_digest() and digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("options", [{"train_on": "all"}, {"too_long": "truncate_prompt", "max_length": 40}])
+def test_the_longest_prompt_is_the_one_that_is_asked(options, tmp_path, tokenizer) -> None:
+    held_out = tmp_path / "held.jsonl"
+    asked = {"role": "user", "content": "Who came, and who went? " * 12}
+    held_out.write_text(json.dumps({"messages": [asked, {"role": "assistant", "content": "Omar."}]}) + "\n")
+    name = write(tmp_path / "a.jsonl", "Maria.")
+    data = Data.model_validate(
+        {"name": name, "validation": str(held_out), "cache_dir": str(tmp_path / "c"), **options}
+    )
+    whole = tokenizer.apply_chat_template([asked], add_generation_prompt=True)["input_ids"]
+    assert prepare(data, tokenizer, 0, None).report["validation"].longest_prompt == len(whole) > 40

@@ -10,6 +10,8 @@ import pickle
 import random
 import shutil
 import tarfile
+import time
+from array import array
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -473,3 +475,41 @@ def test_one_conversation_for_all_is_split_by_rows_and_counted(tmp_path: Path) -
         report = prepare(data, tokenizer_with(), 0, None).report["train"]
         assert report.counts["same_conversation"] == shared
         assert any("share a conversation" in remark for remark in report.remarks())
+
+
+def test_groups_of_one_large_conversation_take_linear_time() -> None:
+    """Each row has two keys of its conversation: the second pass over it must not merge it with itself."""
+    rows = 20_000
+    owners = array("Q", (row for row in range(rows) for _ in range(2)))
+    keys = array("Q", (key for _ in range(rows) for key in (1, 2)))
+    started = time.process_time()
+    groups = source_loading._groups(owners, keys, rows + 1)
+    assert len(groups) == rows and all(group is groups[0] for group in groups.values())
+    assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held_out", "is_noted"),
+    [
+        ([3] * 100, 30, False),
+        ([33] * 9, 33, False),
+        ([45] * 6 + [1] * 30, 30, False),
+        ([100] * 2 + [90] + [1] * 10, 10, True),
+        ([48] * 6 + [4] * 3, 12, True),
+    ],
+)
+def test_a_split_of_large_conversations_comes_close_or_is_reported(
+    sizes: list[int], held_out: int, is_noted: bool, tmp_path: Path
+) -> None:
+    rows = [
+        conversation(f"question {number}", 1000 * number + turn)
+        for number, size in enumerate(sizes)
+        for turn in range(size)
+    ]
+    file = written(tmp_path, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    data = Data(name=str(file), validation_fraction=0.1, cache_dir=str(tmp_path / "cache"))
+    report = prepare(data, tokenizer_with(), 0, None).report
+    assert report["validation"].rows == held_out
+    assert "same_conversation" not in report["train"].counts
+    noted = [remark for remark in report["train"].remarks() if "data.validation_fraction asks for" in remark]
+    assert bool(noted) == is_noted and all(f"and {held_out} are" in remark for remark in noted)

@@ -267,3 +267,20 @@ def test_rows_of_prepared_data_are_exact(kind: str, options: dict, tmp_path: Pat
     assert made.steps == count_steps(loaded.train, len(prepared.train), made.batch, 1)
     path.touch()  # the file may be another one now
     assert dataset_estimate.rows_of(loaded.data, loaded.model, 4, loaded.train.seed) != found
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5])
+@pytest.mark.parametrize("content", ["repeated", "conversations"])
+def test_rows_less_the_validation_set_are_those_of_the_run(
+    content: str, fraction: float, tmp_path: Path, recipe_file
+) -> None:
+    """Equal examples and those of one conversation stay together: a share of the rows is not what is left."""
+    pairs = [(0, n % 3) if content == "repeated" else (n // 6, n) for n in range(24)]
+    rows = [{"prompt": f"Question {one}?", "completion": f"Answer {two}."} for one, two in pairs]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = {"validation_fraction": fraction, "expect": {"duplicates": 1.0}, "name": "rows.jsonl"}
+    said["cache_dir"] = str(tmp_path / "cache")
+    text = f"model: {{name: '{MODEL}'}}\ndata: {json.dumps(said)}\nadapter: {{type: lora}}\n"
+    loaded = loader.load(recipe_file(f"{text}train: {{effective_batch_size: 4}}\n"))
+    found = dataset_estimate.rows_of(loaded.data, loaded.model, 4, loaded.train.seed)
+    assert found and found.number == len(load_data.prepare_data(loaded)[1].train)
