@@ -43,7 +43,7 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
 
 def _values(batch: Any) -> list[Any]:
     """Each row of a batch as a mapping, or the error that says why Python has no value for it."""
-    errors = (KeyError, ValueError, OverflowError)  # a key twice, no UTF-8, a year after 9999
+    errors = (KeyError, ValueError, OverflowError)  # a key twice, a year after 9999
     try:
         return batch.to_pylist(maps_as_pydicts="strict")
     except errors as error:

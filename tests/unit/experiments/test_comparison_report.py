@@ -149,7 +149,8 @@ def test_level_runs_rank_by_loss_with_the_recipes_smallest_difference(tmp_path) 
         settings = {"rows": 10, "min_loss_difference": 0.25}
         tuned = {"loss": loss, "exact_match": 0.0}
         folder.write("eval.json", {"settings": settings, "tuned": tuned, "tasks": {}})
-        folder.write(comparison_report.MARK, {"seconds": 1.0, "host_memory_before_gib": 0.0})
+        mark = {"identity": "one", "seconds": 1.0, "host_memory_before_gib": 0.0}
+        folder.write(comparison_report.MARK, mark)
         rows.append(comparison_report.row(folder))
     assert {row["metric"] for row in rows} == {"exact match"}
     comparison_report.rank_level_runs_by_loss(rows)
