@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -331,9 +332,14 @@ def read_contract(path: Path) -> dict[str, Any]:
             raise ValueError("not as it was written")
     except (OSError, ValueError) as error:
         last = next(iter(published(path)), None) if path.is_dir() else None
-        fix = f"cp {last / CONTRACT} {path / CONTRACT}" if last else "a new train.output_dir"
+        copy = shlex.join(["cp", str(last / CONTRACT), str(path / CONTRACT)]) if last else ""
         said = " ".join(str(error).split())[:200]
-        problem = Problem(f"{CONTRACT} can't be used", where=str(path / CONTRACT), found=said, fix=fix)
+        problem = Problem(
+            f"{CONTRACT} can't be used",
+            where=str(path / CONTRACT),
+            found=said,
+            fix=copy or "a new train.output_dir",
+        )
         raise UserError(problem, code=Exit.ARTEFACT) from None
     return renames.current_contract({"recipe": {}, "facts": {}, "chosen": {}, **content})
 

@@ -78,6 +78,7 @@ def run(
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
     trained_for, plain = recipe.speed.qat, unrounded(recipe)
     report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
+    left = note_interrupted(target)
     with staging(target) as (whole, packed), located(folder):
         asked = recipe if quantized else plain  # rounded in forward if that is how they will be stored
         tuned, base, report["scores"]["tuned"] = verify_merge.trained(folder, asked, rows, score)
@@ -104,6 +105,8 @@ def run(
             report["bytes"] = size(packed)
             verify_merge.refuse_drowned(report, folder)
         report["scores"] = {name: found for name, found in report["scores"].items() if found}
+        if notes := [*left, *report.get("notes", [])]:
+            report["notes"] = notes
         report["seconds"] = round(time.monotonic() - started, 1)
         publish(packed if quantized else whole, target, folder, report)
     return report
@@ -142,6 +145,15 @@ def free_target(folder: RunFolder, quantized: str | None, output: str | None) ->
     if not target.absolute().parent.is_dir():
         raise UserError(Problem("no such folder", where=str(target.parent), fix=f"mkdir -p {target.parent}"))
     return target
+
+
+def note_interrupted(target: Path) -> list[str]:
+    """A note on what merges that were killed left beside the target: it takes room on the disk."""
+    left = sorted(target.absolute().parent.glob(f".{target.name}.*.tmp"))
+    if not left:
+        return []
+    said = "a merge that was killed, or that still runs, left"
+    return [f"{said} {', '.join(map(str, left[:3]))}; delete it if no other merge runs"]
 
 
 def write_merged(
@@ -289,11 +301,12 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
     """The proven folder under its name, and its report beside those of others in merge.json."""
     with writing(target):
         where = target.absolute().parent
-        safe_files.rename(where, str(staged.relative_to(where)), target.name)  # over an empty folder too
         reports = folder.found("merge.json")
-        inside = target.absolute().parent == folder.path.absolute()
+        inside = where == folder.path.absolute()
         name = target.name if inside else str(target.absolute())  # a relative one would be inside of the run
+        # The report comes first: a merge that is killed here leaves no weights without one
         folder.write("merge.json", {**reports, name: report})
+        safe_files.rename(where, str(staged.relative_to(where)), target.name)  # over an empty folder too
 
 
 def show(screen: Console, report: dict[str, Any]) -> None:

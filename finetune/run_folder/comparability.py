@@ -88,7 +88,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         "hardware": f"{machine['count']} x {machine['name']}, {machine['cpu_cores']} cores, "
         f"{machine['memory_gib']:.0f} GiB",
         "processes": launch["processes"],
-        "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
+        "threads": launch.get("environment", {}).get("OMP_NUM_THREADS", "not set"),
         "precision": launch["precision"],
         **environment["packages"],
         **{f"{name} files": sorted(set(report[name].get("sources", {}).values())) for name in report},

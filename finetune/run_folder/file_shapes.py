@@ -179,6 +179,27 @@ Step = Annotated[Scores, AfterValidator(_has_step)]
 """A line of metrics.jsonl: of a training step (`loss`) or of an evaluation in training."""
 
 
+class MeasuredStep(Shape):
+    """A training step of a run that an experiment measures."""
+
+    step: Count
+    loss: float
+    tokens: float
+    tokens_per_second: float
+    step_seconds: float
+    mfu: float | None
+    gpu_memory_gib: float | None
+    host_memory_gib: float
+    cpu_seconds: float | None = None
+
+
+def _check_alike(steps: list[MeasuredStep]) -> list[MeasuredStep]:
+    for key in ("mfu", "gpu_memory_gib", "cpu_seconds"):
+        if len({getattr(step, key) is None for step in steps}) > 1:
+            raise ValueError(f"only some steps have {key}")
+    return steps
+
+
 class Difference(Shape):
     value: float
     low: float
@@ -247,6 +268,12 @@ class Examples(Shape):
     tokens: list[int]
     base: PerExample
     tuned: PerExample
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Examples:
+        if len({len(part) for part in (self.group, self.tokens, self.base.loss, self.tuned.loss)}) > 1:
+            raise ValueError("lists of another length")
+        return self
 
 
 class Evaluation(Compared):
@@ -335,6 +362,7 @@ class Mark(Shape):
     seconds: float
     failed: str = ""
     date: str = ""
+    host_memory_before_gib: float = 0.0
 
 
 class Comparison(Shape):
@@ -350,6 +378,7 @@ SHAPES: dict[str, Any] = {
     "data_report.json": DataReport,
     "checks.json": list[Check],
     "metrics.jsonl": list[Step],
+    "measured steps": Annotated[list[MeasuredStep], AfterValidator(_check_alike)],
     "eval.json": Evaluation,
     "eval.other.json": Evaluation,
     "merge.json": dict[str, Merge],
@@ -361,6 +390,7 @@ SHAPES: dict[str, Any] = {
     "ladder.json": Ladder,
     "ablate.json": Mark,
     "compare.json": Mark | Comparison,
+    "mark": Mark,
 }
 
 

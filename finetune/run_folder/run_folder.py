@@ -137,7 +137,7 @@ class RunFolder:
         """Write `value` as JSON, whole or not at all; a number that is not finite as its name."""
         text = json.dumps(strict_json.spelt(value), indent=1, allow_nan=False) + "\n"
         try:
-            _usable(name, text)
+            _usable(name, text, name)
         except ValueError as error:  # the run is worth more than one file of it
             said = f"note: {name} is not in the shape that later commands read ({error}): please report it"
             print(said, file=sys.stderr)
@@ -169,15 +169,18 @@ class RunFolder:
             problem = Problem("can't be read", where=str(self.recipe), found=str(error)[:200])
             raise UserError(problem, code=Exit.ARTEFACT) from None
 
-    def read(self, name: str) -> Any:
+    def read(self, name: str, shape: str = "") -> Any:
         """The content of a JSON file of this run, in the shape that `file_shapes` has for it.
+
+        Args:
+            shape: a name of `file_shapes.SHAPES`, if it is not the name of the file.
 
         Raises:
             UserError: it is missing or damaged (exit 4); a link, or not a regular file (exit 2).
         """
         path = self.file(name)
         try:
-            return _usable(name, self.read_text(name), old=path.name != name)
+            return _usable(name, self.read_text(name), shape or name, old=path.name != name)
         except FileNotFoundError:
             problem = Problem(f"{path.name} is missing", where=str(path), fix=_REPAIR.get(name, ""))
         except (OSError, ValueError) as error:
@@ -189,17 +192,27 @@ class RunFolder:
         """What `read` gives; of a file that is not there an empty mapping."""
         return self.read(name) if self.file(name).exists() else {}
 
-    def steps(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are of training steps."""
+    def measured_steps(self) -> list[dict[str, Any]]:
+        """`steps` with numbers in place of their names, and with all that an experiment calculates with."""
+        lines = self.steps("measured steps")
+        return [{key: strict_json.number(value) for key, value in line.items()} for line in lines]
+
+    def steps(self, shape: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl that are of training steps.
+
+        Raises:
+            UserError: a line is damaged (exit 4).
+        """
         path = self.path / "metrics.jsonl"
         try:
             lines = self.read_text(path.name).splitlines() if path.exists() else []
-            found = [read_step(line) for line in lines]
+            found = [line for line in map(read_step, lines) if "loss" in line]
+            _check_steps(shape, found)
         except (OSError, ValueError) as error:
             what, fix = "metrics.jsonl can't be used", "restore it, or delete the lines that are not JSON"
             said = " ".join(str(error).split())[:200]
             raise UserError(Problem(what, where=str(path), found=said, fix=fix), code=Exit.ARTEFACT) from None
-        return [line for line in found if "loss" in line]
+        return found
 
 
 def read_step(line: str) -> dict[str, Any]:
@@ -213,8 +226,15 @@ def read_step(line: str) -> dict[str, Any]:
     record = file_shapes.parse(line)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    file_shapes.check("metrics.jsonl", [{key: strict_json.number(value) for key, value in record.items()}])
+    _check_steps("metrics.jsonl", [record])
     return record
+
+
+def _check_steps(shape: str, records: list[dict[str, Any]]) -> None:
+    from finetune.run_folder import file_shapes
+
+    numbers = [{key: strict_json.number(value) for key, value in record.items()} for record in records]
+    file_shapes.check(shape, numbers)
 
 
 def _parse(text: str) -> Any:
@@ -223,7 +243,7 @@ def _parse(text: str) -> Any:
     return file_shapes.parse(text)
 
 
-def _usable(name: str, text: str, *, old: bool = False) -> Any:
+def _usable(name: str, text: str, shape: str, *, old: bool = False) -> Any:
     """The content of a JSON file with its numbers.
 
     Args:
@@ -241,7 +261,7 @@ def _usable(name: str, text: str, *, old: bool = False) -> Any:
         found = strict_json.scores(found) if name in EVALUATIONS else found
     except (TypeError, AttributeError) as error:
         raise ValueError(str(error)) from None
-    file_shapes.check(name, found)
+    file_shapes.check(shape, found)
     return found
 
 

@@ -1,6 +1,7 @@
 """A run that is stopped and resumed is the run itself: every adapter, every way to feed it, every step."""
 
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -424,3 +425,41 @@ def differing_at(one: Path, other: Path, step: int) -> dict[str, list[str]]:
     found = differing(one, other, step)
     found.pop("metrics.jsonl", None)
     return found
+
+
+def test_a_flipped_bit_in_any_file_of_a_checkpoint_is_found(straight, tmp_path) -> None:
+    """At 40 places of each file, its first and last byte among them; the contract of the run too."""
+    folder = tmp_path / "flipped" / "checkpoints"
+    shutil.copytree(straight("lora").path / "checkpoints" / "step-3", folder / "step-3")
+    checkpoints.write_contract(folder, checkpoints.read_contract(folder / "step-3"))
+    assert checkpoints.named(folder, "step-3").contract == checkpoints.read_contract(folder)
+    names = sorted(path.name for path in (folder / "step-3").iterdir())
+    assert len(names) >= 7
+    chance = random.Random(0)
+    for name in [*(f"step-3/{name}" for name in names), checkpoints.CONTRACT]:
+        whole = (folder / name).read_bytes()
+        places = {0, len(whole) - 1, *(chance.randrange(len(whole)) for _ in range(40))}
+        for place in sorted(places):
+            flipped = bytearray(whole)
+            flipped[place] ^= 1 << chance.randrange(8)
+            (folder / name).write_bytes(flipped)
+            with pytest.raises(UserError) as raised:
+                checkpoints.read_contract(checkpoints.named(folder, "step-3").path.parent)
+            assert raised.value.code == 4, (name, place)
+        (folder / name).write_bytes(whole)
+
+
+def test_resume_with_a_damaged_contract_of_the_run_names_the_command_that_repairs_it(
+    straight, stopped_after, train, tmp_path, capsys
+) -> None:
+    given = stopped_after("lora", 3)
+    folder = tmp_path / "lora-3" / "checkpoints"
+    checkpoints.write_contract(folder, checkpoints.read_contract(folder / "step-3"))
+    path = folder / checkpoints.CONTRACT
+    path.write_bytes(path.read_bytes().replace(b'"recipe"', b'"recipf"'))
+    train(*given, "--until=4", code=4)
+    said = capsys.readouterr().err
+    shown = re.search(r"try: +(cp .*)", said)
+    assert shown, said
+    assert os.system(shown[1]) == 0
+    train(*given, "--until=4", code=75)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import random
 import shutil
 import signal
 import warnings
@@ -14,12 +15,14 @@ import pytest
 from finetune.cli import main
 from finetune.core import safe_files
 from finetune.core.errors import UserError
+from finetune.experiments.comparison import comparison_report
+from finetune.experiments.runner import measured_run
 from finetune.run_folder.run_folder import RunFolder
 from support import damaged_runs
 from support.paths import MODEL
 from support.soak import soak_except
 
-SEEDS, BLOCK = 5000, 4  # damages in `make soak`, and of one test
+SEEDS, BLOCK = 5000, 2  # damages in `make soak`, and of one test
 SECONDS = 20  # for one command on a busy machine; a hang is endless
 MADE: dict[str, Path] = {}
 MERGED = {
@@ -158,3 +161,39 @@ def test_read_of_an_object_with_a_key_twice_is_refused(whole, tmp_path) -> None:
     (run / "environment.json").write_text(text.rstrip().removesuffix("}") + ', "git": {"commit": "other"}}')
     with pytest.raises(UserError, match="a key twice"):
         RunFolder(run).read("environment.json")
+
+
+@pytest.mark.parametrize("block", soak_except([0], range(40)))
+def test_figures_of_damaged_runs_of_an_experiment_are_refused(block: int, whole, tmp_path) -> None:
+    """What `ablate`, `sweep` and `compare` calculate of runs that an earlier start left."""
+    run = damaged_runs.copied(whole, tmp_path / "ia3-seed42")
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps if "loss" in one))
+    for name in (measured_run.MARK, comparison_report.MARK):
+        RunFolder(run).write(name, {"identity": "a", "seconds": 1.5, "failed": "", "date": "2026-01-02"})
+    assert measured_run.figures(run, 0)["losses"] and comparison_report.row(RunFolder(run))["loss"]
+    names = [
+        "metrics.jsonl",
+        "eval.json",
+        "environment.json",
+        "data_report.json",
+        "ablate.json",
+        "compare.json",
+    ]
+    for seed in range(block * 50, (block + 1) * 50):
+        chance = random.Random(seed)
+        file = run / chance.choice(names)
+        before = file.read_bytes()
+        damage = chance.choice([damaged_runs.change_value, damaged_runs.change_bytes])
+        what = damage(file, run, chance, tmp_path)
+        for calculate in (
+            lambda: measured_run.figures(run, 0),
+            lambda: comparison_report.row(RunFolder(run)),
+        ):
+            try:
+                calculate()
+            except UserError as error:
+                assert error.code in (2, 4), (what, str(error))
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {file.name}: {what}") from error
+        file.write_bytes(before)

@@ -273,7 +273,7 @@ def make_way(job: Job, screen: Console, head: str) -> bool:
     path, todo = job.folder.path, True
     if PartialState().is_main_process and path.exists() and any(path.iterdir()):
         finished = (path / MARK).exists()
-        if finished and job.folder.read(MARK)["identity"] == job.identity:
+        if finished and job.folder.read(MARK, "mark")["identity"] == job.identity:
             screen.say(f"{head} kept: {comparison_report.line(job.folder)}")
             todo = False
         else:
@@ -396,7 +396,7 @@ def measure(
         steps = collectives.from_main(pilot.folder.steps)
         seconds[job.entrant.type] = statistics.median(line["step_seconds"] for line in steps[-PILOT_TIMED:])
         if besides is None:
-            whole = collectives.from_main(lambda folder=pilot.folder: folder.read(MARK)["seconds"])
+            whole = collectives.from_main(lambda folder=pilot.folder: folder.read(MARK, "mark")["seconds"])
             besides = whole - sum(line["step_seconds"] for line in steps)
     clear(place)
     spent = collectives.from_main(lambda: time.monotonic() - started)

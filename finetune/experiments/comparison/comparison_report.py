@@ -69,7 +69,8 @@ AXES = {"train_seconds": "training, seconds", "memory_gib": "peak memory, GiB", 
 
 def row(folder: RunFolder) -> dict[str, Any]:
     """The figures of one finished run; `None` where it has none."""
-    lines, result, mark = folder.steps(), folder.found("eval.json"), folder.read(MARK)
+    lines, result = folder.measured_steps(), folder.found("eval.json")
+    mark = {"host_memory_before_gib": 0.0, **folder.read(MARK, "mark")}
     steady = lines[1:] or lines  # the first one has the warm-up of kernels and loaders
     medians = {
         key: statistics.median(line[key] for line in steady) if steady else None
@@ -109,8 +110,9 @@ def main_metric(result: Mapping[str, Any]) -> tuple[str, float | None, bool]:
     """The ranking metric: the first named task (not forgetting), else exact match, else validation loss."""
     for name, task in result.get("tasks", {}).items():
         if task.get("asked", True) and not task.get("forgetting"):  # a group's subtasks stand before it
-            main = task["main"]
-            return f"{name} {main}", task["tuned"].get(main), task["higher_is_better"][main]
+            main = task.get("main")
+            higher = bool(task.get("higher_is_better", {}).get(main))
+            return f"{name} {main}", task.get("tuned", {}).get(main), higher
     tuned = result.get("tuned", {})
     if tuned.get("exact_match") is not None:
         return "exact match", tuned["exact_match"], True

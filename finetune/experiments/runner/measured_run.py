@@ -163,8 +163,8 @@ def make(job: Job, *, cpu: bool) -> bool:
     """
     own, place = identity(job), RunFolder(job.folder)
     if (job.folder / MARK).exists():
-        mark = place.read(MARK)
-        if mark["identity"] == own and not mark["failed"]:  # what made it fail may be gone
+        mark = place.read(MARK, "mark")
+        if mark["identity"] == own and not mark.get("failed"):  # what made it fail may be gone
             return False
         set_aside(job.folder)
     elif job.folder.exists():  # was not finished
@@ -284,8 +284,8 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         tokens_per_cpu_second (where the CPU trains), machine.
     """
     place = RunFolder(folder)
-    mark = place.read(MARK)
-    lines = [] if mark["failed"] else place.steps()
+    mark = {"failed": "", "date": "", **place.read(MARK, "mark")}
+    lines = [] if mark["failed"] else place.measured_steps()
     steady = lines[warm_up:]
     if not steady:
         failed = mark["failed"] or "no step after the warm-up"
@@ -294,7 +294,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None
         for key in ("tokens_per_second", "step_seconds", "mfu")
     }
-    each = itertools.pairwise(lines[max(0, warm_up - 1) :] if "cpu_seconds" in lines[0] else [])
+    each = itertools.pairwise(lines[max(0, warm_up - 1) :] if lines[0].get("cpu_seconds") is not None else [])
     rates = [
         (b["tokens"] - a["tokens"]) / (b["cpu_seconds"] - a["cpu_seconds"])
         for a, b in each
@@ -351,13 +351,13 @@ def machine(place: RunFolder) -> dict[str, str]:
     here, launch = found["hardware"], found["launch"]
     recipe = load_recipe(place.recipe, (), place.format_version)
     held_out = {str(Path(recipe.data.validation).resolve())} if recipe.data.validation else set()
-    sources = place.read("data_report.json")["train"]["sources"]
+    sources = place.read("data_report.json")["train"].get("sources", {})
     files = sorted({digest for path, digest in sources.items() if path not in held_out})
     size = f"{here['cpu_cores']} cores, {here['memory_gib']:.0f} GiB"
     return {
         "hardware": f"{here['count']} x {here['name']}, {size}",
         "processes": str(launch["processes"]),
-        "threads": launch["environment"].get("OMP_NUM_THREADS", "not set"),
+        "threads": launch.get("environment", {}).get("OMP_NUM_THREADS", "not set"),
         "model": model_of(recipe.model),
         "checkpoints": saves(recipe.train),
         "train files": hashlib.sha256(json.dumps(files).encode()).hexdigest()[:12],

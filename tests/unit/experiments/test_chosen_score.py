@@ -48,8 +48,9 @@ def test_assess_reads_the_trials_folders(tmp_path: Path) -> None:
     for row in rows:
         (tmp_path / row["folder"]).mkdir()
         folder = RunFolder(tmp_path / row["folder"])
-        folder.write("eval.json", {"examples": {**examples, "tuned": {"loss": [2 * row["value"]] * 3}}})
-        folder.write("data_report.json", {"validation": {"kept": 50}})
+        scores = {"base": {"loss": [9.0] * 3}, "tuned": {"loss": [2 * row["value"]] * 3}}
+        folder.write("eval.json", {"examples": {**examples, **scores}})
+        folder.write("data_report.json", {"train": {}, "validation": {"kept": 50}})
     found = chosen_score.assess(tmp_path, rows, rows[0], "loss")
     assert found == {"fresh": 1.0, "examples": 3, "trials": 2}
     assert "scored on the other, the loss is 1:" in chosen_score.described(found)
