@@ -138,6 +138,16 @@ class Report:
         return [said for _, said in self.noted()]
 
 
+def new_token_hash() -> hashlib.blake2b:
+    """A hash to which `add_tokens` adds documents."""
+    return hashlib.blake2b(digest_size=8)
+
+
+def add_tokens(found: hashlib.blake2b, document: Encoded) -> None:
+    """Add a document's token ids, and which of them are trained on, to a hash."""
+    found.update(array("i", [*document.ids, -1, *chain.from_iterable(document.trained), -1]))
+
+
 class Audit:
     """Counts rows as they pass, then compares with what the recipe expects."""
 
@@ -153,7 +163,7 @@ class Audit:
             array("q"),
         )  # of conversations, the number of a document
         self.beyond: list[str] = []
-        self.token_ids = hashlib.blake2b(digest_size=8)
+        self.token_ids = new_token_hash()
 
     def count(self, kind: str, where: str) -> None:
         self.report.counts[kind] = self.report.counts.get(kind, 0) + 1
@@ -191,7 +201,7 @@ class Audit:
         self.members.extend([len(self.lengths)] * len(example.conversations))
         for number, document in enumerate(documents):
             ids, trained = document.ids, sum(end - max(start, 1) for start, end in document.trained)
-            self.token_ids.update(array("i", [*ids, -1, *chain.from_iterable(document.trained), -1]))
+            add_tokens(self.token_ids, document)
             report.tokens += len(ids)
             report.trained_tokens += trained
             self.trained_by[_speaker(example, self.train_on)] += trained

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 
-from finetune.core.errors import Problem, UserError
-from finetune.data import preparation, source_loading
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.verified_files import Damaged
+from finetune.data import audit, preparation, source_loading
 from finetune.data.examples import Example
 from finetune.models import model_files, token_limits, tokenizer_setup
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from finetune.data.preparation import HeldOut
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
@@ -40,16 +43,53 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     )
     notes = [CHOSEN] if chosen and not other else []
     if kept.exists() and not other:
-        lines = folder.read_text(run_folder.HELD_OUT).split("\n")  # splitlines would also end one at U+2028
-        kept_rows = [json.loads(line) for line in lines if line]
-        examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept_rows]
-        return preparation.encode_held_out(examples, recipe.data, tokenizer, ends), notes
+        try:
+            return read_kept(folder, recipe, tokenizer), notes
+        except Damaged as damage:
+            check_present(recipe, damage, kept)
+            notes.append(f"{damage}: finetune reads the validation set from the data again")
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
     rows = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends)
     if PartialState().is_main_process and not other:
         lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
         folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))
     return rows, notes
+
+
+def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> list[HeldOut]:
+    """The validation set in a run's folder, with the token ids that the run counted.
+
+    Raises:
+        Damaged: it cannot be read, or has other token ids.
+    """
+    name, ends = run_folder.HELD_OUT, tokenizer_setup.declared_ends(recipe.model)
+    try:
+        lines = folder.read_text(name).split("\n")  # splitlines would also end one at U+2028
+        kept = [json.loads(line) for line in lines if line]
+        examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept]
+        rows = preparation.encode_held_out(examples, recipe.data, tokenizer, ends)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{name} can't be read ({type(error).__name__})") from None
+    except UserError as error:
+        raise Damaged(f"{name} can't be used ({error.problems[0].what})") from None
+    found = audit.new_token_hash()
+    for document in (document for row in rows for document in row.documents):
+        audit.add_tokens(found, document)
+    report = folder.found("data_report.json")
+    stated = (report.get("validation") or {}).get("token_ids") if isinstance(report, dict) else None
+    if stated and stated != found.hexdigest():
+        raise Damaged(f"{name} has other token ids than the run counted")
+    return rows
+
+
+def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
+    """Refuse a damaged validation set that cannot be read from the data again (exit 4)."""
+    try:
+        source_loading.fingerprints(recipe.data, held_out=True)
+    except UserError as error:
+        what, fix = f"{damage}, and the data is not here", "a copy of the file, or data.validation=PATH"
+        problem = Problem(what, where=str(kept), fix=fix)
+        raise UserError(problem, *error.problems, code=Exit.ARTEFACT) from None
 
 
 def overridden(recipe: Recipe) -> bool:
