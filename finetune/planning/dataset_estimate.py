@@ -58,7 +58,7 @@ def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> 
     prepared, unused = _prepared(data, model, seed)
     if prepared:
         return _prepared_rows(prepared, data.packing, at_once, apart=not data.padding_free)
-    rows = _sampled_rows(data, model, at_once)
+    rows = _sampled_rows(data, model, at_once, seed or 0)
     return rows._replace(how=f"{rows.how}; {unused}") if rows and unused else rows
 
 
@@ -75,7 +75,7 @@ def _prepared(data: Data, model: Model, seed: int | None) -> tuple[Path | None, 
         return None, f"the prepared data is not used, because {error.problems[0].what}"
 
 
-def _sampled_rows(data: Data, model: Model, at_once: int) -> Rows | None:
+def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | None:
     """Rows of local files: counted, and their tokens from a sample; `None`: of other sources."""
     every = dict[Path, float]()
     shared = 1.0
@@ -92,7 +92,7 @@ def _sampled_rows(data: Data, model: Model, at_once: int) -> Rows | None:
     share = min(shared, SAMPLED / max(1.0, *every.values()))
     sampled = {path: max(1, round(own * share)) for path, own in every.items()}
     if data.validation_fraction is not None:
-        lines -= _held_out(stamped(every), data.model_dump_json(), seed or 0, lines)
+        lines -= _held_out(stamped(every), data.model_dump_json(), seed, lines)
     most = float(data.max_length)
     lengths, how = lengths_in_tokens(data, model, sampled)
     if not lengths:
