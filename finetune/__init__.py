@@ -5,10 +5,10 @@ run = finetune.train(finetune.load_recipe("recipes/quickstart.yaml", ["adapter.t
 finetune.evaluate(run)
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # nothing is imported here: `python -m finetune` looks in the working directory first
 if TYPE_CHECKING:
+    from typing import Any
+
     from finetune import speed
     from finetune.api import (
         Recipe,
@@ -39,9 +39,11 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a public name on first use, so that `import finetune` stays fast."""
     if name == "speed":
+        import importlib
+
         return importlib.import_module("finetune.speed")
     if name in __all__:
         from finetune import api

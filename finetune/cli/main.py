@@ -26,7 +26,7 @@ from finetune.cli import (
     sweep,
     train,
 )
-from finetune.core import privacy, standard_streams
+from finetune.core import import_paths, privacy, standard_streams
 from finetune.core.errors import Exit, Stopped, UserError, explain, nearest
 from finetune.distributed import launch_environment
 from finetune.recipe import renames
@@ -41,6 +41,7 @@ def main(given: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. A user's error is one message, with no traceback."""
     privacy.switch_off_telemetry()
     if given is None:  # the process is the command's: what ends it is shown masked too
+        import_paths.leave_working_directory()
         sys.excepthook = privacy.excepthook
         standard_streams.allow_closing()
     options = parse(given)

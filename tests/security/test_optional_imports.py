@@ -1,0 +1,136 @@
+"""Files named like packages, in the working directory and in folders of others: none of them is imported."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.core import import_paths, packages
+from support.paths import DATA, MODEL, ROOT
+
+NAMES = """accelerate argparse bitsandbytes datasets evaluate jinja2 json kernels lm_eval mlflow numpy peft
+pydantic random rich tensorboard torch torchao trackio transformers trl triton typing vllm wandb yaml"""
+PACKAGES = ("flash_attn", "deepspeed", "finetune", "comet_ml")
+MARK = "imported"
+RECIPE = """
+model: {{name: "{model}"}}
+data: {{name: "{data}"}}
+adapter: {{type: lora}}
+train: {{max_steps: 1, report_to: {tracker}, output_dir: run}}
+"""
+
+
+def plant(folder: Path) -> None:
+    """A module for each name, which leaves a mark when it is imported."""
+    code = f"open({str(folder / MARK)!r}, 'a').write(__name__ + '\\n')\n"
+    for name in NAMES.split():
+        (folder / f"{name}.py").write_text(code)
+    for name in PACKAGES:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(code)
+        (folder / name / "__main__.py").write_text(code)
+
+
+def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    given = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    given |= {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, cwd=folder, env=given, capture_output=True, text=True, check=False)
+
+
+def console_script(*words: str) -> list[str]:
+    """What pip makes of the entry point: a file in a folder of its own, which comes first in sys.path."""
+    code = "import sys; from finetune.cli.main import main; sys.exit(main())"
+    return [sys.executable, "-P", "-c", code, *words]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A recipe in a folder of somebody else."""
+    (tmp_path / "theirs").mkdir()
+    text = RECIPE.format(model=MODEL, data=DATA / "train.jsonl", tracker="none")
+    (tmp_path / "theirs" / "recipe.yaml").write_text(text)
+    return tmp_path / "theirs"
+
+
+@pytest.mark.parametrize(
+    "words", [["check", "recipe.yaml"], pytest.param(["plan", "recipe.yaml"], marks=pytest.mark.soak)]
+)
+def test_command_in_a_folder_with_modules_imports_none(folder: Path, words: list[str]) -> None:
+    plant(folder)
+    done = run(console_script(*words), folder)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / MARK).exists(), (folder / MARK).read_text()
+
+
+def test_module_in_a_folder_with_modules_imports_none(folder: Path) -> None:
+    """`python -m finetune`, whose own rule is to look in the working directory first."""
+    plant(folder)
+    for name in ("finetune", "typing"):  # what Python itself has imported when finetune begins
+        (folder / name).rename(folder / f"{name}-") if name in PACKAGES else (folder / f"{name}.py").unlink()
+    done = run([sys.executable, "-m", "finetune", "check", "recipe.yaml"], folder)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / MARK).exists(), (folder / MARK).read_text()
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow", "trackio"])
+def test_tracker_in_the_working_directory_is_not_installed(folder: Path, tracker: str) -> None:
+    if packages.installed(tracker):
+        pytest.skip(f"{tracker} is installed")
+    plant(folder)
+    (folder / "recipe.yaml").write_text(
+        RECIPE.format(model=MODEL, data=DATA / "train.jsonl", tracker=tracker)
+    )
+    done = run(console_script("check", "recipe.yaml"), folder)
+    assert done.returncode == 3 and tracker in done.stderr
+    assert not (folder / MARK).exists()
+
+
+CHILDREN = """
+import subprocess, sys
+from finetune.core import import_paths
+sys.path.append("")  # as DeepSpeed's launcher does
+import_paths.leave_working_directory()
+try:
+    import wandb
+except ImportError:
+    pass
+started = ["-m", "finetune", "--help"], ["-m", "finetune.launch", "--help"], ["-c", "import json, finetune"]
+for words in started:
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+"""
+
+
+@pytest.mark.parametrize("place", [str(ROOT), f"{ROOT}:"])
+def test_processes_of_a_command_import_nothing_from_the_working_directory(folder: Path, place: str) -> None:
+    """Workers, launchers and evaluations are `python -m` and `-c`; an open end of PYTHONPATH is `.`."""
+    plant(folder)
+    for name in ("argparse", "json", "random", "typing"):  # Python itself would begin with these, before us
+        (folder / f"{name}.py").unlink()
+    done = run([sys.executable, "-P", "-c", CHILDREN], folder, PYTHONPATH=place)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / MARK).exists(), (folder / MARK).read_text()
+
+
+def test_module_added_to_a_checkout_is_not_imported(monkeypatch, tmp_path: Path) -> None:
+    """A checkout is where finetune is imported from; what somebody put beside it is not."""
+    monkeypatch.setattr(import_paths, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.chdir(tmp_path)
+    import_paths.leave_working_directory()
+    assert str(tmp_path) in sys.path
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    import_paths.leave_working_directory()
+    assert str(tmp_path) not in sys.path
+
+
+@pytest.mark.soak
+def test_training_in_a_folder_with_modules_imports_none(folder: Path) -> None:
+    plant(folder)
+    done = run(console_script("train", "recipe.yaml"), folder)
+    assert done.returncode == 0, done.stderr
+    assert not (folder / MARK).exists(), (folder / MARK).read_text()
