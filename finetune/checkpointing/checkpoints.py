@@ -16,13 +16,12 @@ import os
 import re
 import shlex
 import shutil
-import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import fault_injection, safe_files, strict_json, verified_files
+from finetune.core import fault_injection, safe_files, standard_streams, strict_json, verified_files
 from finetune.core.errors import FULL, Exit, Problem, UserError
 from finetune.core.verified_files import Damaged
 from finetune.hub import client
@@ -110,7 +109,7 @@ class Writer:
         self.thread.shutdown()
         running, self.running = self.running, None
         if running is not None and (error := running.exception()):
-            print(error, file=sys.stderr)
+            standard_streams.say(*str(error).split("\n"), error=True)
 
 
 def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> Path:

@@ -132,9 +132,10 @@ def compare(
         rows = [("", "checkpoint", "now"), *((key, _short(was), _short(value)) for key, was, value in wrong)]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
-        what, table = "this is another training than the one that is there", ("\n" + " " * 13).join(lines)
+        what, (head, *table) = "this is another training than the one that is there", lines
         fix = "the values it had; or a new train.output_dir, and adapter.init_from to continue an adapter"
-        raise UserError(Problem(what, where=str(path), found=table, fix=fix), code=Exit.ARTEFACT)
+        problem = Problem(what, where=str(path), found=head, fix=fix, more="\n".join(table))
+        raise UserError(problem, code=Exit.ARTEFACT)
     return [
         f"{key}: {_short(was)} in the checkpoint, now {_short(value)}{_remark(key)}"
         for key, was, value in differing

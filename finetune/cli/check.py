@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from finetune.cli.inputs import load, located
+from finetune.core import standard_streams
 from finetune.core.formatting import labelled
 
 CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -38,7 +39,7 @@ def check(options: argparse.Namespace) -> None:
         notes = checker.check(recipe)
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
-        print(*map(labelled, notes), f"fine: {options.recipe}: {what}", sep="\n")
+        standard_streams.say(*map(labelled, notes), f"fine: {options.recipe}: {what}")
     if options.verify_resume or options.rehearse:
         from finetune.core.console import Console
         from finetune.experiments.runner import rehearsal, verify_resume

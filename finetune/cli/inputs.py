@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.cli import arguments
+from finetune.core import standard_streams
 from finetune.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def opened(options: argparse.Namespace) -> RunFolder:
     arguments.check_read(options.command.__name__, getattr(options, "overrides", []))
     run = open_run(options.run)
     if str(run.path) != str(Path(options.run)) and not options.quiet and os.environ.get("RANK", "0") == "0":
-        print(f"note: {options.run} is in {run.path}; what is made of it goes there")
+        standard_streams.say(f"note: {options.run} is in {run.path}; what is made of it goes there")
     return run
 
 

@@ -28,6 +28,8 @@ from finetune.cli import (
 )
 from finetune.core import import_paths, privacy, standard_streams
 from finetune.core.errors import Exit, Stopped, UserError, explain, nearest
+from finetune.core.privacy import masked
+from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
 from finetune.recipe import renames
 
@@ -58,7 +60,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
         return failed("\n".join(map(str, error.problems)), error.code)
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
-            print(stopped, file=sys.stderr)
+            standard_streams.say(*str(stopped).split("\n"), error=True)
         else:
             time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
         return Exit.STOPPED
@@ -72,7 +74,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
     except KeyboardInterrupt:
         if options.debug:
             raise
-        print("interrupted before it was done", file=sys.stderr)
+        standard_streams.say("interrupted before it was done", error=True)
         return 130
     return Exit.DONE
 
@@ -83,7 +85,7 @@ def failed(said: str, code: Exit) -> Exit:
     if rank:
         time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
     launch_environment.report(said, now)
-    print(f"rank {rank}: {said}" if rank else said, file=sys.stderr)
+    standard_streams.say(*(f"rank {rank}: {said}" if rank else said).split("\n"), error=True)
     return code
 
 
@@ -141,7 +143,7 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
         given = [word.partition("=")[0] for word in extra]
         renamed = [f"{old} is {new} now" for old, new in renames.OPTIONS.items() if old in given]
         what = "; ".join([f"unrecognized arguments: {' '.join(extra)}", *renamed])
-        (commands.get(words[0]) or top).error(what)
+        (commands.get(words[0]) or top).error(visible(masked(what)))
     if extra:
         options.overrides += extra
     return options

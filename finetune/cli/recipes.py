@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from finetune.core import standard_streams
 from finetune.core.errors import Problem, UserError
 
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -23,12 +24,12 @@ def recipes(options: argparse.Namespace) -> None:
         listed = [
             f"{name:<24} {shipped_files.purpose(path)}" for name, path in shipped_files.recipes().items()
         ]
-        print("\n".join([*listed, "", "copy one to change it: finetune recipes NAME --copy ."]))
+        standard_streams.say(*listed, "", "copy one to change it: finetune recipes NAME --copy .")
     elif options.name is None or options.copy is None:
         fix = f"finetune recipes {options.name or 'NAME'} --copy {options.copy or '.'}"
         raise UserError(Problem("say which recipe to copy, and where", fix=fix))
     else:
         with paths.writing(Path(options.copy)):
             written = shipped_files.copy(options.name, Path(options.copy))
-        print("\n".join(f"wrote {path}" for path in written))
-        print(f"next: finetune train {shlex.quote(str(written[0]))}")
+        standard_streams.say(*(f"wrote {path}" for path in written))
+        standard_streams.say(f"next: finetune train {shlex.quote(str(written[0]))}")

@@ -1,5 +1,7 @@
 """What a person sees: tables and progress on the terminal, plain lines elsewhere, all of it in log.txt.
 
+Everything goes through here, so nothing is printed or logged with a secret, or with characters of others that
+act on a terminal. Each string that is said is one line: a line break in it is shown, not made.
 Only rank 0 speaks. Messages of other libraries go to log.txt, since the user can't act on them.
 """
 
@@ -17,6 +19,7 @@ from rich.text import Text
 
 from finetune.core import safe_files
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
+from finetune.core.visible_text import continued, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -26,51 +29,58 @@ PLAIN_WIDTH = 120
 PLAIN_LINES = 20  # about so many progress lines in a run when there is no terminal
 
 
-class Masked(logging.Formatter):
-    """Records of libraries without secrets."""
+class LibraryRecords(logging.Formatter):
+    """Records of libraries: without secrets, and with no line that looks like a message of finetune."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return masked(super().format(record))
+        return continued(masked(super().format(record)))
 
 
 class Console:
     """The terminal and, once the run folder exists, its log.txt."""
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.console = RichConsole(quiet=quiet, highlight=False)
+        plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+        self.console = RichConsole(quiet=quiet, **plain)
         if not self.console.is_terminal:
-            self.console = RichConsole(quiet=quiet, highlight=False, width=PLAIN_WIDTH)
+            self.console = RichConsole(quiet=quiet, width=PLAIN_WIDTH, **plain)
         self._log: RichConsole | None = None
         self._handler: logging.StreamHandler[Any] | None = None
         self._progress: Progress | None = None
         self._started = 0.0
         self._done = 0
 
-    def say(self, *renderables: Any) -> None:
-        """Print, and write to log.txt once there is one."""
-        for given in renderables:
-            renderable = masked(given) if isinstance(given, str) else given
-            plain: Any = {"soft_wrap": isinstance(renderable, str), "markup": False}
+    def say(self, *lines: str | Table, style: str = "") -> None:
+        """Print lines and tables, and write them to log.txt once there is one."""
+        for line in lines:
+            shown = Text(visible(masked(line)), style) if isinstance(line, str) else line
+            plain: Any = {"soft_wrap": isinstance(line, str)}
             if not self.console.quiet:  # which else would lay it out, and drop it
-                self.console.print(renderable, **plain)
+                self.console.print(shown, **plain)
             if self._log:
-                self._log.print(renderable, **plain)
+                self._log.print(shown, **plain)
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
         known = secrets()
-        table = Table(
-            title=masked(title, known), title_justify="left", title_style="bold", box=None, pad_edge=False
-        )
-        for index, column in enumerate(columns):
-            table.add_column(masked(column, known), overflow="fold", header_style="dim", no_wrap=index == 0)
-        for row in rows:
-            table.add_row(*(Text(masked(str(cell), known)) for cell in row))
-        self.say("", table)
 
-    def log(self, text: str) -> None:
-        """Into log.txt only."""
+        def shown(text: Any) -> Text:
+            return Text(visible(masked(str(text), known)))
+
+        table = Table(box=None, pad_edge=False)
+        for index, column in enumerate(columns):
+            table.add_column(shown(column), overflow="fold", header_style="dim", no_wrap=index == 0)
+        for row in rows:
+            table.add_row(*map(shown, row))
+        self.say("")
+        if title:  # on a line of its own: a table would wrap it
+            self.say(title, style="bold")
+        self.say(table)
+
+    def log(self, *lines: str) -> None:
+        """Write lines into log.txt only."""
         if self._log:
-            self._log.print(masked(text), markup=False)
+            for line in lines:
+                self._log.print(Text(visible(masked(line))))
 
     def flush(self) -> None:
         """Write what was said to the terminal and to log.txt now."""
@@ -82,16 +92,16 @@ class Console:
         """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
         write_to = safe_files.open_append if again else safe_files.open_new
         file = write_to(path.parent, path.name)
-        self._log = RichConsole(file=file, width=140, highlight=False)
+        self._log = RichConsole(file=file, width=140, highlight=False, markup=False, emoji=False)
         self._handler = logging.StreamHandler(file)
-        self._handler.setFormatter(Masked("%(levelname)s %(name)s: %(message)s"))
+        self._handler.setFormatter(LibraryRecords("%(levelname)s %(name)s: %(message)s"))
         logging.getLogger().addHandler(self._handler)
 
     def start(self, total: int, done: int = 0) -> None:
         """Begin the training display of `total` steps, some of which may be done."""
         self._started, self._done = time.monotonic(), done
         if self.console.is_terminal and not self.console.quiet:
-            text = TextColumn("{task.description}")
+            text = TextColumn("{task.description}", markup=False)
             columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
             self._progress = Progress(*columns, console=self.console, transient=True)
             self._progress.start()
@@ -99,12 +109,13 @@ class Console:
 
     def step(self, step: int, total: int, line: str) -> None:
         """Show one logged step; the log file has each of them."""
+        line = visible(line)
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=step, description=line)
         left = (time.monotonic() - self._started) / (step - self._done) * (total - step)
         text = f"step {step}/{total}  {line}  {left:.0f}s left"
         if not self._progress and (step in (1, total) or step % max(1, total // PLAIN_LINES) == 0):
-            self.console.print(text, markup=False)
+            self.console.print(text)
         self.log(text)
 
     def stop(self) -> None:

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.core.privacy import masked
+from finetune.core.visible_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+_LABELLED = re.compile(r"  (found|expected|try): +(.*)")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
 
 
@@ -54,28 +56,34 @@ class Problem:
     found: str = ""
     expected: str = ""
     fix: str = ""
+    more: str = ""
+    """Further lines of `found`: of a table or of a log."""
 
     def __str__(self) -> str:
         key = re.sub(r"(\.\d+)+$", "", self.key)  # an item's place is its own, its name the list's
         head = f"error: {key}: {self.what}" if key else f"error: {self.what}"
         lines = [f"{head} ({self.where})" if self.where else head]
-        for label, text in (("found", self.found), ("expected", self.expected), ("try", self.fix)):
-            if text:
-                lines.append(f"  {label + ':':<10} {text}")
-        return masked("\n".join(lines))
+        texts = [("found:", self.found), *(("", line) for line in self.more.split("\n"))]
+        texts += [("expected:", self.expected), ("try:", self.fix)]
+        lines += [f"  {label:<10} {text}" for label, text in texts if text]
+        return "\n".join(visible(masked(line)) for line in lines)
 
 
 class UserError(Exception):
     """All problems found at one point, raised together."""
 
     def __init__(self, *said: Problem | str, code: Exit = Exit.INPUT) -> None:
-        # torch raises a loader worker's error again with its traceback as text; its last part is ours
-        problems = tuple(
-            Problem(p.rpartition("UserError: error: ")[2].strip()) if isinstance(p, str) else p for p in said
-        )
+        problems = tuple(_printed(p) if isinstance(p, str) else p for p in said)
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
         self.code = code
+
+
+def _printed(text: str) -> Problem:
+    """The problem that a text ends with, as printed: torch raises a loader worker's error again so."""
+    what, *lines = text.rpartition("UserError: error: ")[2].strip().split("\n")
+    labels = {match[1]: match[2] for line in lines if (match := _LABELLED.fullmatch(line))}
+    return Problem(what, "", "", labels.get("found", ""), labels.get("expected", ""), labels.get("try", ""))
 
 
 def first_line(error: BaseException | str) -> str:

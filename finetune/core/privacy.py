@@ -1,35 +1,89 @@
-"""What nobody asked to have shown or sent: secrets in messages and logs, telemetry of the libraries.
+"""Secrets in messages, files and uploads, and the telemetry of the libraries.
 
-Secrets come from the environment alone (recipes with one are refused), so what has to be masked is known:
-the values of its variables that are called token, key or password, `hf auth login`'s token, and whatever has
-the form of a key. Everything that is printed or logged goes through `masked`.
+Secrets come from the environment alone, because recipes with one are refused. So some secrets are known: the
+values of variables that are called token, key or password, and the token of `hf auth login`. They are found
+as they are, and as they stand in JSON, in HTML, in an address and in base64. All others are found by their
+form. Everything that is printed or logged goes through `masked`.
 """
 
 from __future__ import annotations
 
+import base64
+import html
+import json
+import math
 import os
 import re
 import sys
 import traceback
+from collections import Counter
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote
 
+from finetune.core.visible_text import continued, visible_lines
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
-SECRET = re.compile(  # has the form of one, whatever it is called
-    r"(?<![A-Za-z0-9])(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,}"
-    r"|github_pat_[A-Za-z0-9_]{22,}|A[KS]IA[A-Z0-9]{16}(?![A-Za-z0-9]))"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-    r"|(?i:wandb_?api_?key\W{1,6})[0-9a-f]{40}|(?i:aws_?secret_?access_?key\W{1,6})[A-Za-z0-9/+=]{40}"
+# A key begins where no word goes on: after the `\\n` of JSON or the `%3D` of an address it does begin
+_BEGIN = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
+_KEYS = (  # by the prefix that the service gives its keys
+    r"hf_[A-Za-z0-9]{16,}",
+    r"api_org_[A-Za-z0-9]{20,}",
+    r"sk-[A-Za-z0-9_-]{16,}",
+    r"[rs]k_(?:live|test)_[A-Za-z0-9]{16,}",
+    r"gh[pousr]_[A-Za-z0-9]{20,}",
+    r"github_pat_[A-Za-z0-9_]{22,}",
+    r"gl(?:pat|dt|rt|ptt|agent|soat|cbt)-[A-Za-z0-9_.-]{20,}",
+    r"A[KS]IA[A-Z0-9]{16}(?![A-Za-z0-9])",
+    r"xox[a-z]-[A-Za-z0-9-]{10,}",
+    r"xapp-[0-9]-[A-Za-z0-9-]{10,}",
+    r"hooks\.slack\.com/services/[A-Za-z0-9/]{20,}",
+    r"AIza[A-Za-z0-9_-]{35}",
+    r"ya29\.[A-Za-z0-9_-]{20,}",
+    r"eyJ[A-Za-z0-9_-]{6,}\.eyJ[A-Za-z0-9_-]{6,}(?:\.[A-Za-z0-9_-]*)?",  # a JSON web token
+    r"wandb_v1_[A-Za-z0-9_-]{20,}",
+    r"npm_[A-Za-z0-9]{36}",
+    r"pypi-[A-Za-z0-9_-]{50,}",
+    r"dckr_pat_[A-Za-z0-9_-]{20,}",
+    r"SG\.[A-Za-z0-9_-]{16,}\.[A-Za-z0-9_-]{16,}",
+    r"nvapi-[A-Za-z0-9_-]{40,}",
+    r"r8_[A-Za-z0-9]{37}",
+    r"gsk_[A-Za-z0-9]{40,}",
 )
+_PEM = (
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----(?:(?:\\[nr]|\s)*[A-Za-z0-9+/=]{16,})*"
+    r"(?:(?:\\[nr]|\s)*-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)?"
+)
+_IN_PLACE = (  # what stands before a secret, and the secret
+    r"(?P<user>://[^\s/:@\"'<>\\]*:)[^\s/@\"'<>\\]+(?=@)",
+    r"(?P<header>(?i:authorization)\\?[\"']?\s*[:=]\s*\\?[\"']?(?:[A-Za-z]{3,12}\s+)?)[A-Za-z0-9._~+/=-]{8,}",
+    r"(?P<bearer>\b(?i:bearer)\s+)(?=[^\s\"']*\d)[A-Za-z0-9._~+/=-]{16,}",
+    r"(?P<query>[?&](?i:[a-z-]*(?:token|signature|secret|password|credential)|sig|api_?key|key)=)[^&\s\"'<>*\\]{6,}",
+    r"(?P<wandb>(?i:wandb)\w{0,20}\W{1,6})[0-9a-f]{40}(?![0-9a-f])",
+    r"(?P<aws>(?i:aws_?secret_?access_?key|account_?key|shared_?access_?key)\W{1,6})[A-Za-z0-9+/=]{40,}",
+)
+SECRET = re.compile("|".join([f"{_BEGIN}(?:{'|'.join(_KEYS)})", _PEM, *_IN_PLACE]))  # whatever it is called
+_GIVEN = re.compile(  # a name that says what its value is, as it stands in JSON, YAML and shell lines
+    r"(?P<name>(?i:api_?key|secret|passw(?:or)?d|credential|(?:auth|access|api|hub|hf)_?token|private_?key)"
+    r"\w{0,20}\W{1,6})(?P<value>[A-Za-z0-9+/=._-]{16,})"
+)
+_RUN = re.compile(r"[A-Za-z0-9]{20,}")  # letters and digits without anything between
+_DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NAMED = re.compile(
     r"(^|_)(TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY"
     r"|CONNECTION_STRING)(_|$)"
 )
 _A_PLACE = re.compile(r"_(PATH|FILE|DIR|HOME|URI|URL)$")
 SHORTEST = 8  # characters; a shorter value is in many a word
+SHORTEST_CODED = 12  # bytes of one that is looked for in base64 too
+# Of 20 and more random letters and digits, tests/security/test_secrets.py: found of 1,000 keys, and in run
+# folders
+CHANGES, ENTROPY = 0.3, 3.4
 
 # Documented switches: huggingface_hub's (TRL reports each run, libraries say what they are), donottrack.sh's
 # (huggingface_hub, MLflow), and transformers' request that the Hub converts a repository without safetensors.
@@ -43,19 +97,91 @@ def switch_off_telemetry() -> None:
         os.environ.setdefault(name, value)
 
 
+class Secret(NamedTuple):
+    """Where a secret stands in a text."""
+
+    start: int
+    end: int
+
+
 def masked(text: str, known: list[str] | None = None) -> str:
-    """A text without the secrets of this process (`known`, or asked for here), which become `****`."""
+    """A text without secrets, which become `****`.
+
+    Args:
+        known: `secrets()`, where a caller has asked for them already.
+    """
     for value in secrets() if known is None else known:
         text = text.replace(value, "****")
-    return SECRET.sub("****", text)
+    return _GIVEN.sub(_masked_value, SECRET.sub(lambda found: f"{_before(found)}****", text))
+
+
+def find_secrets(text: str, known: list[str]) -> list[Secret]:
+    """Each secret in a text, in its order: `known` ones and those with the form of one."""
+    found = [Secret(match.start() + len(_before(match)), match.end()) for match in SECRET.finditer(text)]
+    found += [Secret(*match.span("value")) for match in _GIVEN.finditer(text) if is_random(match["value"])]
+    for value in known:
+        found += [Secret(*match.span()) for match in re.finditer(re.escape(value), text)]
+    return sorted(found)
+
+
+def masked_setting(value: str) -> str:
+    """A value of the environment as it may be written to a file: nothing in it has the form of a secret."""
+    return "****" if masked(value) != value or is_random(value) else value
+
+
+def is_random(text: str) -> bool:
+    """Whether a text holds a run of letters and digits that looks drawn at random.
+
+    Kinds of characters change in it as often as in a key, not as in words, and few characters repeat. Hashes
+    are no secrets: a run of hexadecimal digits alone stays.
+    """
+    return any(_is_random(run) for run in _RUN.findall(text) if not _DIGEST.fullmatch(run))
+
+
+def _is_random(run: str) -> bool:
+    kinds = ["d" if sign.isdigit() else "U" if sign.isupper() else "l" for sign in run]
+    pairs = list(pairwise(kinds))
+    changes = sum(a != b and (a, b) != ("U", "l") for a, b in pairs)  # Names Begin With A Capital Letter
+    counts = Counter(run).values()
+    entropy = -sum(count / len(run) * math.log2(count / len(run)) for count in counts)
+    return len({*kinds}) > 1 and changes / len(pairs) >= CHANGES and entropy >= ENTROPY
+
+
+def _before(found: re.Match[str]) -> str:
+    """What stays of a match of SECRET: the name or address before the secret."""
+    return next((part for part in found.groups() if part), "")
+
+
+def _masked_value(found: re.Match[str]) -> str:
+    return f"{found['name']}****" if is_random(found["value"]) else found[0]
 
 
 def secrets() -> list[str]:
-    """The secrets this process knows, the longest first, as they are and as they stand in an address."""
+    """The secrets that this process knows, the longest first, in each form in which they may stand."""
     held = {value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)}
     held |= {logged_in()}
-    forms = {form for value in held if len(value) >= SHORTEST for form in (value, quote(value, safe=""))}
+    forms = {form for value in held if len(value) >= SHORTEST for form in _forms(value)}
     return sorted(forms, key=len, reverse=True)
+
+
+@lru_cache(maxsize=256)
+def _forms(value: str) -> frozenset[str]:
+    """A secret as it is, in an address, in JSON, in HTML, as bytes in Python and in base64."""
+    plain = value.encode("utf-8", "surrogateescape")
+    forms = {value, quote(plain, safe=""), quote(plain), html.escape(value)}
+    forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
+    if len(plain) >= SHORTEST_CODED:
+        forms |= {plain.hex(), *_in_base64(plain)}
+    return frozenset(forms)
+
+
+def _in_base64(plain: bytes) -> Iterator[str]:
+    """The characters of base64 that a secret alone decides, wherever it begins in a longer text."""
+    for offset in range(3):
+        padded = b"\0" * offset + plain
+        whole = base64.b64encode(padded[: len(padded) // 3 * 3]).decode()[(offset * 8 + 5) // 6 :]
+        yield whole
+        yield whole.replace("+", "-").replace("/", "_")
 
 
 def logged_in() -> str:
@@ -72,4 +198,11 @@ def logged_in() -> str:
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A traceback as Python prints it, masked: libraries put what they were given into their errors."""
-    sys.stderr.write(masked("".join(traceback.format_exception(kind, error, trace))))
+    parts = traceback.format_exception(kind, error, trace)
+    said = [part if part.startswith((" ", "Traceback", "\n")) else _message(part) for part in parts]
+    sys.stderr.write(visible_lines(masked("".join(said))))
+
+
+def _message(part: str) -> str:
+    """What an exception says, with no line that could be taken for a message of finetune."""
+    return continued(part.removesuffix("\n")) + "\n"

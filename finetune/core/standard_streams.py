@@ -1,4 +1,4 @@
-"""Standard output and error that a reader may close, as `finetune doctor | head` does."""
+"""Standard output and error: lines that show what is in them, and streams that a reader may close."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import io
 import os
 import sys
 
+from finetune.core.privacy import masked
+from finetune.core.visible_text import visible
+
 
 class _Closable(io.FileIO):
-    """A stream whose reader may leave. The command continues, and its later output is discarded."""
+    """A stream whose reader may leave, as in `finetune doctor | head`.
+
+    The command continues, and its later output is discarded.
+    """
 
     def write(self, data: object) -> int:
         try:
@@ -16,6 +22,16 @@ class _Closable(io.FileIO):
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # for all later output, of C code too
             return super().write(data)  # type: ignore[arg-type] (a buffer: FileIO's own type is private)
+
+
+def say(*lines: object, error: bool = False) -> None:
+    """Print each line without secrets. A line break in a line is shown, not made.
+
+    Args:
+        error: print on standard error.
+    """
+    stream = sys.stderr if error else sys.stdout
+    print(*(visible(masked(str(line))) for line in lines), sep="\n", file=stream, flush=True)
 
 
 def allow_closing() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from rich.text import Text
 
 from finetune.core import html_pages, safe_files
+from finetune.core.visible_text import visible_lines
 from finetune.data.audit import DROPPED
 from finetune.data.loss_mask import IGNORED
 
@@ -34,11 +35,6 @@ STYLES = {
     "masked": "dim",
     "special-trained": "bold green underline",
     "special-masked": "dim underline",
-}
-ACTING = (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
-SIGNS = {  # for what can't be seen, or would act on a terminal or on the order of the text
-    **{code: f"\\u{code:04x}" for code in ACTING},
-    **{ord("\n"): "↵\n", ord("\t"): "⇥\t"},
 }
 
 
@@ -126,7 +122,7 @@ def _trained(labels: list[int]) -> int:
 
 def visible(text: str) -> str:
     """Text with a sign for each character that has no picture of its own."""
-    return text.translate(SIGNS)
+    return visible_lines(text).replace("\n", "↵\n").replace("\t", "⇥\t")
 
 
 def chosen(prepared: Prepared, count: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
+from finetune.distributed import recorded_variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -166,8 +167,11 @@ def offloads_to(device: str) -> bool:
 
 def ways() -> dict[str, str]:
     """How this launch splits, shares and rounds, by variable; but places of a machine."""
-    names = [name for name in os.environ if name.startswith(_WAYS) and not name.endswith("_PATH")]
-    return {name: said(name) for name in sorted(names)}
+    return {
+        name: value.strip().lower()
+        for name, value in recorded_variables.recorded().items()
+        if name.startswith(_WAYS)
+    }
 
 
 def timeout_seconds() -> int:

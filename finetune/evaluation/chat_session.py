@@ -18,6 +18,7 @@ from rich.text import Text
 from transformers import GenerationConfig
 
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.visible_text import visible, visible_lines
 from finetune.data import encoding
 from finetune.data.examples import Example
 from finetune.evaluation import reopen, scoring
@@ -105,10 +106,11 @@ def run(
             *reopen.storage_note(recipe),
             *tokenizer_setup.foreign_template(recipe.model, tokenizer),
         ):
-            console.print(f"note: {note}", markup=False)
+            console.print(visible(f"note: {note}"), markup=False, emoji=False)
         if sys.stdin.isatty():
             drawn = "greedy" if not temperature else f"drawn at temperature {temperature:g}"
-            console.print(f"{recipe.model.name} and {folder.path}; answers are {drawn}", markup=False)
+            who = visible(f"{recipe.model.name} and {folder.path}")
+            console.print(f"{who}; answers are {drawn}", markup=False, emoji=False)
             if not chats:
                 console.print(
                     "trained on plain text: what you type is the whole prompt, and nothing before it"
@@ -118,7 +120,7 @@ def run(
             if line in ("/quit", "/exit"):
                 break
             if line and (said := reply(talk, line)):
-                console.print(said, markup=False, soft_wrap=True)
+                console.print(visible_lines(said), markup=False, emoji=False, soft_wrap=True)
 
 
 def lines() -> Iterator[str]:
@@ -188,7 +190,8 @@ def answer(talk: Talk, text: str) -> None:
 
             said[voice.name] = respond(talk, voice, [*given, *voice.history, asked], heard)
             if not live:
-                talk.console.print(f"{voice.name}: {said[voice.name]}", markup=False, soft_wrap=True)
+                answered = f"{voice.name}: {visible_lines(said[voice.name])}"
+                talk.console.print(answered, markup=False, emoji=False, soft_wrap=True)
     for voice in voices:
         voice.history += [asked, {"role": "assistant", "content": said[voice.name]}]
 
@@ -255,5 +258,5 @@ def side_by_side(said: dict[str, str]) -> Table:
     table = Table(box=None, expand=True, pad_edge=False)
     for name in said:
         table.add_column(name, ratio=1, overflow="fold", header_style="bold")
-    table.add_row(*(Text(text) for text in said.values()))
+    table.add_row(*(Text(visible_lines(text)) for text in said.values()))
     return table

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 
 from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.memory_estimate import LARGEST_BATCH
-from finetune.core import packages
+from finetune.core import packages, standard_streams
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data.template_sandbox import render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
@@ -307,7 +307,7 @@ def heard() -> Iterator[None]:
         logger.handlers, logger.propagate = before, propagates
     for message, times in said.items():
         if PartialState().is_main_process and not EXPECTED.search(message):
-            print(f"note: lm-eval, {times} times: {message}", file=sys.stderr)
+            standard_streams.say(f"note: lm-eval, {times} times: {message}", error=True)
 
 
 def of_task(settings: Eval, task: str) -> Eval:

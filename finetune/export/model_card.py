@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from finetune.core import markdown
 from finetune.core.paths import DATA_SUFFIXES
+from finetune.core.visible_text import visible
 from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
 from finetune.run_folder.run_folder import RunFolder
@@ -40,7 +43,7 @@ def make(
         merge: what `finetune merge` reported of these weights, if they are merged.
     """
     merge = merge or {}
-    name = repo.rpartition("/")[2]
+    name = visible(repo.rpartition("/")[2])
     run = RunFolder(staged)  # an older one may lack some of its files
     config = run.found("adapter_config.json") if kind == "adapter" else {}
     results, report = run.found("eval.json"), run.found("data_report.json")
@@ -48,7 +51,7 @@ def make(
     stored = after_merging(merge)
     data = metadata(recipe, base, kind, name, report, measured(results, of, stored))
     parts = [
-        f"# {name}",
+        f"# {markdown.plain(name)}",
         summary(recipe, base, kind, report),
         verdict(results.get("verdict", {}), of),
         "## Use",
@@ -61,7 +64,7 @@ def make(
         training(run, recipe, report),
         "## Run checks",
         "Settings read back from the running system. The run stops at a check that fails.",
-        table(
+        markdown.table(
             ("option", "expected", "actual", "passed"),
             [
                 (r["option"], r["expected"], r["actual"], "yes" if r["passed"] else "NO")
@@ -158,7 +161,7 @@ def _beside(results: dict[str, Any], metric: Any) -> str:
 
 def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> str:
     at = f" at revision `{base.revision}`" if base.revision else ""
-    on = f"[{base.name}](https://huggingface.co/{base.name}){at}" if base.on_hub else f"`{base.name}`"
+    on = f"[{base.name}](https://huggingface.co/{base.name}){at}" if base.on_hub else markdown.code(base.name)
     rows = report.get("train", {}).get("kept")
     method = recipe.adapter.type
     what = {
@@ -171,9 +174,10 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
     lines = [f"{what}; supervised fine-tuning on {rows or 'some'} rows."]
     if not base.on_hub:
         lines.append(
-            f"The base, `{base.name}`, is a folder of the machine that trained, not a model of the Hub."
+            f"The base, {markdown.code(base.name)}, is a folder of the machine that trained, "
+            "not a model of the Hub."
         )
-        lines += [f"- `{file}` sha256 `{digest}`" for file, digest in base.hashes.items()]
+        lines += [f"- {markdown.code(file)} sha256 `{digest}`" for file, digest in base.hashes.items()]
     if not base.licence_from:
         lines.append("The licence of the base is not known; look it up before you use or share this model.")
     return "\n".join(lines)
@@ -182,7 +186,9 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
 def verdict(said: dict[str, Any], of_merged: str) -> str:
     """Better or worse, why, and what was forgotten."""
     before = f"The {of_merged}, before merging: " if of_merged else ""
-    return f"{before}**{verdicts.title(said)}**: {verdicts.reasons(said)}" if said.get("why") else ""
+    if not said.get("why"):
+        return ""
+    return f"{before}**{markdown.plain(verdicts.title(said))}**: {markdown.plain(verdicts.reasons(said))}"
 
 
 def usage(
@@ -197,7 +203,7 @@ def usage(
     at = f", revision={json.dumps(base.revision)}" if base.revision else ""
     if kind != "adapter":
         lines = [f"model = AutoModelForCausalLM.from_pretrained({json.dumps(repo)})"]
-        serve = f"vLLM: `vllm serve {repo}`"
+        serve = f"vLLM: {markdown.code(f'vllm serve {shlex.quote(repo)}')}"
     else:
         lines = [f"base = AutoModelForCausalLM.from_pretrained({quoted}{at})"]
         if recipe.model.add_tokens:
@@ -221,7 +227,7 @@ def by_torchao(merge: dict[str, Any]) -> str:
     """What opens quantised weights."""
     if not merge.get("quantized"):
         return ""
-    how = merge.get("storage", merge["quantized"])
+    how = markdown.plain(merge.get("storage", merge["quantized"]))
     return f"The weights are quantised by torchao ({how}); to open them, also `pip install torchao`."
 
 
@@ -244,9 +250,11 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
             way = f"use it with PEFT, which {unmerged}"
         return f"vLLM does not serve {why} beside a base: {way}."
     name = repo.rpartition("/")[2]
-    where = base.name if base.on_hub else f"path/to/{base.name}"
-    line = f"vllm serve {where} --enable-lora --max-lora-rank {rank} --lora-modules {name}={repo}"
-    return f"vLLM:\n\n```sh\n{line}\n```"
+    words = ["vllm", "serve", base.name if base.on_hub else f"path/to/{base.name}", "--enable-lora"]
+    words += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={repo}"]
+    line = visible(shlex.join(words))
+    block = markdown.block(f"{line}\n", "sh")
+    return f"vLLM:\n\n{block}"
 
 
 def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
@@ -255,7 +263,7 @@ def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
         return ""
     before, after = stored["before"], stored["after"]
     rows = [(title, number(before.get(key)), number(after.get(key))) for key, title in HELD_OUT.items()]
-    return "These weights, on the validation set:\n\n" + table(
+    return "These weights, on the validation set:\n\n" + markdown.table(
         ("", f"{of_merged} before", "these weights"), rows
     )
 
@@ -281,15 +289,17 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
     held_out = settings.get("rows", report.get("validation", {}).get("kept", 0))
     said = [f"Base and {of_merged}, as measured before merging."] if of_merged else []
     said += [f"On {held_out} validation examples; answers are greedy."] if held_out else []
-    said += [f"Note: {note}." for note in settings.get("notes", [])]
+    said += [f"Note: {markdown.plain(note)}." for note in settings.get("notes", [])]
     columns = ("", "base", of_merged or "tuned", "difference, 95 % interval")
-    return "\n\n".join([*filter(None, [" ".join(said)]), table(columns, rows)])
+    return "\n\n".join([*filter(None, [" ".join(said)]), markdown.table(columns, rows)])
 
 
 def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
     """Data, the numbers that matter, and the whole recipe."""
     train = report.get("train", {})
-    rows: Table = [(f"data `{name}`", digest) for name, digest in train.get("sources", {}).items()]
+    rows: Table = [
+        (f"data {markdown.code(name)}", digest) for name, digest in train.get("sources", {}).items()
+    ]
     rows += [("rows", f"{train.get('kept')} of {train.get('rows')}")] if train else []
     rows += [("tokens with loss", f"{train.get('trained_tokens', 0):,} of {train.get('tokens', 0):,}")]
     rows += [(key, f"{value}") for key, value in recipe.adapter.options().items()]
@@ -301,14 +311,14 @@ def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
     machine = run.found("environment.json").get("hardware", {})
     rows += [("machine", f"{machine.get('count', 1)} x {machine['name']}")] if "name" in machine else []
     text = run.recipe.read_text(encoding="utf-8")
-    whole = f"<details><summary>The recipe</summary>\n\n```yaml\n{text}```\n\n</details>"
-    return f"{table(('', ''), rows)}\n\n{whole}"
+    whole = f"<details><summary>The recipe</summary>\n\n{markdown.block(text, 'yaml')}\n\n</details>"
+    return f"{markdown.table(('', ''), rows)}\n\n{whole}"
 
 
 def versions(run: RunFolder) -> str:
     found = run.found("environment.json")
     packages = {"python": found.get("python"), **found.get("packages", {})}
-    return table(("package", "version"), [(name, text) for name, text in packages.items() if text])
+    return markdown.table(("package", "version"), [(name, text) for name, text in packages.items() if text])
 
 
 def number(value: Any) -> str:
@@ -321,12 +331,3 @@ def interval(difference: Any) -> str:
         return ""
     low, high = number(difference.get("low")), number(difference.get("high"))
     return f"{number(difference.get('value'))} [{low}, {high}] {difference.get('verdict', '')}".strip()
-
-
-def table(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
-    """A table in Markdown."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = (" ".join(str(cell).split()).replace("|", "\\|") for cell in row)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)

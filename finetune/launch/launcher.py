@@ -20,7 +20,7 @@ import psutil
 
 from finetune.autoconfig.batch_size import most_processes
 from finetune.autoconfig.mixed_precision import default_precision
-from finetune.core import shipped_files, signals
+from finetune.core import shipped_files, signals, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import ACCELERATE
@@ -74,7 +74,7 @@ def if_needed(
         if machine.count < 2:
             return
         start = choose(machine)
-        print(f"note: {start.reason}", flush=True)
+        standard_streams.say(f"note: {start.reason}")
         if not start.config:
             return
         config = str(shipped_files.folder("accelerate_configs") / f"{start.config}.yaml")
@@ -84,7 +84,7 @@ def if_needed(
     check(Path(config))
     check_count(Path(config), extra, arguments)
     command = ["--config_file", config, *extra, "-m", "finetune", *arguments]
-    print(shlex.join(["accelerate", "launch", *command]), flush=True)
+    standard_streams.say(shlex.join(["accelerate", "launch", *command]))
     os.environ |= named | accelerate_config.environment(Path(config))
     os.execv(sys.executable, [sys.executable, "-m", "finetune.launch", *command])
 
@@ -254,10 +254,10 @@ def main(given: list[str]) -> int:
         begin_again(asked, config)
         launch_command(asked)
     except ValueError as error:  # what Accelerate says of its options
-        print(Problem("Accelerate can't start this launch", found=str(error)), file=sys.stderr)
+        _say_problems(Problem("Accelerate can't start this launch", found=str(error)))
         return Exit.INPUT
     except UserError as error:
-        print("\n".join(map(str, error.problems)), file=sys.stderr)
+        _say_problems(*error.problems)
         return error.code
     except ChildFailedError as error:
         rank, failure = first(error.failures)
@@ -265,16 +265,20 @@ def main(given: list[str]) -> int:
             return Exit.STOPPED
         if failure.exitcode == -signal.SIGABRT:
             what = f"rank {rank} was ended by SIGABRT, as NCCL does where another one does not answer in time"
-            print(Problem(what, fix=f"what stands above; {launch_environment.TIMEOUT}"), file=sys.stderr)
+            _say_problems(Problem(what, fix=f"what stands above; {launch_environment.TIMEOUT}"))
             return Exit.TRAINING
         if isinstance(failure.message, str) and not failure.message.startswith("To enable traceback"):
-            print(f"rank {rank} failed first:\n{failure.message}", file=sys.stderr)
+            standard_streams.say(f"rank {rank} failed first:", *failure.message.split("\n"), error=True)
         else:
-            print(f"rank {rank} failed first, with the traceback above", file=sys.stderr)
+            standard_streams.say(f"rank {rank} failed first, with the traceback above", error=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except CalledProcessError as error:  # one process, which has said why itself
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     return 0
+
+
+def _say_problems(*problems: Problem) -> None:
+    standard_streams.say(*(line for one in problems for line in str(one).split("\n")), error=True)
 
 
 def check_shares(asked: Any, config: dict[str, Any]) -> None:

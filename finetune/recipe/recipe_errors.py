@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import privacy
 from finetune.core.errors import Problem, nearest
-from finetune.core.privacy import SECRET, masked
+from finetune.core.privacy import masked
 from finetune.recipe import adapter_keys, adapter_rules, command_line_overrides, qat_rules, train_rules
 from finetune.recipe.renames import KEYS, RENAMED, current, current_value, owner_of
 
@@ -86,10 +86,9 @@ def secrets(
 
 def secrets_in(text: str, token: str) -> list[tuple[int, str]]:
     """Line of each secret in a text, and its first characters; `token` is known beside the environment's."""
-    found = [match.span() for match in SECRET.finditer(text)]
-    for value in {token, *privacy.secrets()} - {""}:
-        found += [match.span() for match in re.finditer(re.escape(value), text)]
-    return [(text.count("\n", 0, start) + 1, f"{text[start : start + 3]}****") for start, _ in sorted(found)]
+    known = [*{token, *privacy.secrets()} - {""}]
+    found = privacy.find_secrets(text, known)
+    return [(text.count("\n", 0, one.start) + 1, f"{text[one.start : one.start + 3]}****") for one in found]
 
 
 def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.core import html_pages, safe_files
 from finetune.core.console import Console
 from finetune.core.paths import writing
+from finetune.core.visible_text import CONTINUED, visible_lines
 from finetune.data import preview
+from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
 from finetune.reporting import run_files, scores
 from finetune.reporting.plots import Curve, curves, smoothed
@@ -55,7 +57,9 @@ def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdi
 
 
 def show(page: Path, verdict: Verdict, *, quiet: bool) -> None:
-    Console(quiet=quiet).say(f"{verdict.title}. {verdict.why}", *verdict.doubts, f"wrote {page}")
+    first, *more = f"{verdict.title}. {verdict.why}".split("\n")
+    said = [f"{CONTINUED}{line}" for line in more]  # of the run's log
+    Console(quiet=quiet).say(first, *said, *verdict.doubts, f"wrote {page}")
 
 
 def after(path: Path, screen: Console) -> None:
@@ -191,7 +195,7 @@ def _known(values: list[Any]) -> list[float]:
 def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     """What to do next: why, and the command."""
     name, found = shlex.quote(run.path.resolve().name), []
-    again = f"finetune train {name}/recipe.resolved.yaml train.output_dir=runs/again"
+    again = f"finetune {_train_again(run)}"
     rate, losses = run.get("train.learning_rate"), training_loss(run)
     slower = f"{again} train.learning_rate={number(rate / 5)}" if rate else ""
     if rate == 0:
@@ -216,10 +220,16 @@ def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     return found
 
 
+def _train_again(run: Run) -> str:
+    """`train` by a run's recipe, which publishes nothing."""
+    alone = " publish.repo=null" if run.get("publish.repo") else ""
+    name = shlex.quote(run.path.resolve().name)
+    return f"train {name}/recipe.resolved.yaml train.output_dir=runs/again{alone}"
+
+
 def reproduce(run: Run) -> tuple[str, list[str]]:
     """The command that makes this run again, and what it needs."""
-    launch, name = run.environment.get("launch", {}), shlex.quote(run.path.resolve().name)
-    train = f"train {name}/recipe.resolved.yaml train.output_dir=runs/again"
+    launch, train = run.environment.get("launch", {}), _train_again(run)
     processes, needs = launch.get("processes", 1), []
     command = f"finetune {train}"
     if processes > 1:
@@ -251,7 +261,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     if launch:
         how = f"{launch.get('launcher')}, processes: {launch.get('processes')}"
         rows.append(("launched by", f"{how}, precision {launch.get('precision')}"))
-        rows += list((launch.get("environment") or {}).items())
+        rows += list(recorded_variables.recorded(launch.get("environment") or {}).items())
     if git:
         dirty = ", with changes that were not committed" if git.get("dirty") else ""
         rows.append(("code", f"commit {git.get('commit')}{dirty}"))
@@ -284,8 +294,7 @@ def render(run: Run, verdict: Verdict) -> str:
 
 
 def shown(text: Any) -> str:
-    """A text of the data: no character that would act on the page's order, and not all of a long one."""
+    """A text of the run, and of a long one only the beginning."""
     text = str(text)
-    acting = {code: sign for code, sign in preview.SIGNS.items() if code not in (ord("\n"), ord("\t"))}
     cut = f" ... {len(text) - run_files.LONGEST:,} more characters" if len(text) > run_files.LONGEST else ""
-    return text[: run_files.LONGEST].translate(acting) + cut
+    return visible_lines(text[: run_files.LONGEST]) + cut

@@ -13,6 +13,8 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from finetune.core.visible_text import visible_lines
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -351,7 +353,7 @@ def _svg(figure: Figure, alt: str) -> str:
     text = ElementTree.tostring(root, encoding="unicode")
     for name, stand_in in STAND_INS.items():
         text = text.replace(stand_in, f"var(--{name})" if not name.isdigit() else f"var(--series-{name})")
-    return text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'")
+    return visible_lines(text.replace("'DejaVu Sans'", "system-ui, 'DejaVu Sans'"))
 
 
 def _keep_ids(root: ElementTree.Element, own: str) -> None:

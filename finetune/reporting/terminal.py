@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from finetune.autoconfig.batch_size import short_of_peak
 from finetune.core import formatting
 from finetune.core.formatting import is_share, labelled
@@ -82,7 +80,7 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
         rows += [_score_row(f"{name} {metric}", metric, task) for metric in task["higher_is_better"]]
     if rows:
         screen.table("result", ("", "base", "tuned", "difference, 95 %", ""), rows)
-    screen.say(Text(verdicts.sentence(result["verdict"]), style="bold"))
+    screen.say(verdicts.sentence(result["verdict"]), style="bold")
     for note in result["settings"]["notes"]:
         screen.say(f"note: {note}")
     for sample in result["samples"]:
@@ -91,7 +89,13 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
             ("asked", prompt),
             *((name, sample[name][:400]) for name in ("reference", "base", "tuned")),
         ]
-        screen.table("", ("", ""), rows)
+        screen.table("", ("", ""), [line for name, text in rows for line in _lines_of(name, text)])
+
+
+def _lines_of(name: str, text: str) -> list[tuple[str, str]]:
+    """A text of several lines as rows of a table: its name beside the first, a mark beside the others."""
+    lines = text.split("\n")
+    return list(zip((name, *["|"] * len(lines)), lines, strict=False))
 
 
 def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
@@ -107,7 +111,9 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
 
 def show_next(screen: Console, folder: RunFolder) -> None:
     path = shlex.quote(str(folder.path))
-    screen.say("", Text(f"the run is in {folder.path}", style="bold"), "next:")
+    screen.say("")
+    screen.say(f"the run is in {folder.path}", style="bold")
+    screen.say("next:")
     screen.say(f"  open {path}/report.html in a browser")
     screen.say(f"  finetune evaluate {path}")
     screen.say(f"  finetune chat {path}")

@@ -32,6 +32,7 @@ from finetune.core import safe_files
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
+from finetune.core.visible_text import visible
 from finetune.distributed import (
     collectives,
     deepspeed_zero,
@@ -358,7 +359,8 @@ def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
     folder = RunFolder(Path(collectives.from_main(lambda: where)))
     collectives.on_one_disk(folder.path)
     arguments.output_dir = str(folder.staging)
-    arguments.run_name = arguments.run_name or folder.path.name  # as trackers call it
+    arguments.run_name = trackers.safe_name(arguments.run_name or folder.path.name)
+    arguments.project = trackers.safe_name(arguments.project)
     return folder
 
 
@@ -388,13 +390,13 @@ def recording(
         ended = str(error)
         raise
     except Exception as error:  # of whatever kind: the page tells a crash from a run that goes on
-        ended = f"error: {type(error).__name__}: {error}"
+        ended = visible(f"error: {type(error).__name__}: {error}")
         raise
     finally:
         # On a disk that is full nothing more can be left, and why is on its way already
         with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
             if ended:
-                screen.log(ended)
+                screen.log(*ended.split("\n"))
             if setup.launch.main and over:
                 folder.write("checks.json", ledger.as_json())
                 html_report.after(folder.path, screen)

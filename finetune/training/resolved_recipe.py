@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import attach
 from finetune.autoconfig import optimizer_choice
+from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
     """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
-    launcher_env = {
-        k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_", "OMP_NUM"))
-    }
     return {
         "format_version": run_folder.FORMAT_VERSION,
         "python": platform.python_version(),
@@ -38,7 +35,7 @@ def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
         "packages": run_folder.packages(),
         "git": _git(),
         "hardware": asdict(hardware),
-        "launch": {**asdict(launch), "environment": launcher_env},
+        "launch": {**asdict(launch), "environment": recorded_variables.recorded()},
     }
 
 

@@ -15,13 +15,21 @@ from transformers import TrainerCallback
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.privacy import masked
+from finetune.core.visible_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from finetune.run_folder.run_folder import RunFolder
 
+LONGEST_NAME = 128  # characters of a name that W&B takes
 TOLD_LAST = ("tensorboard", "trackio", "wandb")  # MLflow would begin a second run
+
+
+def safe_name(name: str) -> str:
+    """A run's or a project's name as trackers store and show it: on one line, short, without a secret."""
+    return visible(masked(name))[:LONGEST_NAME]
 
 
 class Tracked(TrainerCallback):

@@ -263,8 +263,8 @@ def test_a_run_folder_that_moved(trained, tmp_path) -> None:
     folder = trained()
     text = folder.recipe.read_text()
     for path in (str(MODEL), str(DATA)):
-        text = text.replace(path, "/gone")
-    gone = json.dumps("/gone/test.jsonl")
+        text = text.replace(path, f"/gone/{Path(path).name}")
+    gone = json.dumps("/gone/data/test.jsonl")
     text = "\n".join(
         f"  validation: {gone}" if "  validation: " in line else line for line in text.splitlines()
     )
@@ -279,7 +279,7 @@ def test_a_run_folder_that_moved(trained, tmp_path) -> None:
     with pytest.raises(UserError) as raised:
         run_folder.recipe_of(moved)
     assert [problem.key for problem in raised.value.problems] == ["model.name", "data.validation"]
-    assert run_folder.recipe_of(moved, files=False).model.name == "/gone"
+    assert run_folder.recipe_of(moved, files=False).model.name == "/gone/model"
     found = run_folder.recipe_of(moved, [HERE[0], "data.validation=null"])
     assert found.model.name == str(MODEL) and found.data.validation is None
     assert main.main(["publish", str(moved.path), "--dry-run", "--quiet"]) == 0

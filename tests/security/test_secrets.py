@@ -1,18 +1,34 @@
 """Canaries in the environment, a run's whole life, and then each byte of what it wrote, printed and sent."""
 
+import base64
+import html
+import importlib.metadata
+import json
 import logging
 import os
+import random
+import re
+import shlex
+import string
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote, quote_plus
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from finetune.core import packages, privacy, untrusted_files
+from finetune.autoconfig.mixed_precision import Launch
+from finetune.cli import main
+from finetune.core import packages, privacy, standard_streams, untrusted_files
 from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
+from finetune.distributed import launch_environment, recorded_variables
+from finetune.hardware.detection import Hardware
 from finetune.recipe.loader import load
 from finetune.run_folder.run_folder import RunFolder
+from finetune.training import resolved_recipe
 from support.hub_server import TOKEN, Hub, serve
 from support.paths import QUICKSTART, ROOT
 from support.runs import receipts
@@ -167,3 +183,199 @@ def test_a_recipe_holds_no_secret_of_this_environment(name: str, canaries, recip
 def test_what_is_no_secret_stays(name: str, value: str, monkeypatch) -> None:
     monkeypatch.setenv(name, value)
     assert privacy.masked(f"a {value} b") == f"a {value} b"
+
+
+SHAPES = {  # keys of services as they look, each made up
+    "hub": "hf_" + "aB3" * 11,
+    "openai": "sk-proj-" + "aB3_" * 8,
+    "github": "ghp_" + "aB3c" * 9,
+    "github fine-grained": "github_pat_" + "11AB_" * 8,
+    "gitlab": "glpat-" + "aB3-c" * 4,
+    "aws": "AKIA" + "ABCD1234" * 2,
+    "slack": "xoxb-1234567890-" + "aB3c" * 5,
+    "google": "AIza" + "aB3c_" * 7,
+    "web token": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJjYW5hcnkifQ.c2lnbmF0dXJlY2FuYXJ5",
+    "wandb": "wandb_v1_" + "aB3c" * 8,
+    "pypi": "pypi-AgEI" + "aB3c" * 14,
+    "npm": "npm_" + "aB3c" * 9,
+    "docker": "dckr_pat_" + "aB3c_" * 6,
+    "stripe": "sk_live_" + "aB3c" * 6,
+    "sendgrid": "SG." + "aB3c" * 5 + "." + "aB3c" * 8,
+    "nvidia": "nvapi-" + "aB3c_" * 10,
+    "pem": "-----BEGIN PRIVATE KEY-----\n" + "MIIcanary0123456" * 4 + "\n-----END PRIVATE KEY-----",
+}
+IN_PLACE = {  # text -> what must not stay of it
+    "https://user:canary-pw@example.org/x": "canary-pw",
+    "postgresql://user:canary-pw@db/finetune": "canary-pw",
+    "Authorization: Basic Y2FuYXJ5OmNhbmFyeQ==": "Y2FuYXJ5OmNhbmFyeQ==",
+    '{"authorization": "Bearer canary0123456789canary"}': "canary0123456789canary",
+    r"{\"Authorization\": \"token canary0123456789\"}": "canary0123456789",
+    "https://h/f.json?X-Amz-Signature=canarycanary1234&a=b": "canarycanary1234",
+    "https://h/f.json?a=b&token=canarycanary1234": "canarycanary1234",
+    "WANDB_API_KEY: " + "0c" * 20: "0c" * 20,
+    "aws_secret_access_key = " + "cA9/+nAry" * 5: "cA9/+nAry",
+    'api_key = "q7Lm2Xv9Tb4Kc8Wd1Zr6"': "q7Lm2Xv9Tb4Kc8Wd1Zr6",
+    "DB_PASSWORD=q7Lm2Xv9Tb4Kc8Wd1Zr6": "q7Lm2Xv9Tb4Kc8Wd1Zr6",
+}
+READABLE = [
+    "commit 31899f0d5e0c6a7b8c9d0e1f2a3b4c5d6e7f8091 of finetune",
+    "sha256 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08",
+    "550e8400-e29b-41d4-a716-446655440000",
+    "/home/user/runs/Llama-3.1-8B-Instruct-lora-r16-2026-11-27/adapter/adapter_model.safetensors",
+    "model-00001-of-00002.safetensors",
+    "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight",
+    "Qwen3VLMoeForConditionalGeneration, LlamaDecoderLayer,MistralDecoderLayer",
+    "eos_token: <|im_end|>, pad_token='<|endoftext|>', the password is in the environment",
+    "NVIDIA H100 80GB HBM3, torch 2.13.0+cu130, Linux-6.8.0-1021-aws-x86_64-with-glibc2.39",
+    "https://huggingface.co/org/name/tree/31899f0d5e0c6a7b8c9d0e1f2a3b4c5d6e7f8091",
+    "git@github.com:org/name.git and user@host:22",
+    "models--meta-llama--Llama-3.1-8B/snapshots/31899f0d5e0c6a7b8c9d0e1f2a3b4c5d6e7f8091",
+    "step 10/20  loss 1.234  lr 2.0e-04  1,234 tokens/s",
+]
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("around", ["{}", "a {} b", '"{}"', "x={}", "\\n{}", "%3D{}", "https://h/{}/f"])
+def test_secret_of_a_known_form_is_masked(kind: str, around: str) -> None:
+    """Whatever the environment of today holds."""
+    text = around.format(SHAPES[kind])
+    assert SHAPES[kind][-8:] not in privacy.masked(text, []) or kind == "pem"
+    assert "canary0123456" not in privacy.masked(text, [])
+    assert privacy.find_secrets(text, [])
+
+
+@pytest.mark.parametrize("text", IN_PLACE)
+def test_secret_in_its_place_is_masked_and_the_rest_stays(text: str) -> None:
+    shown = privacy.masked(text, [])
+    assert IN_PLACE[text] not in shown and "****" in shown and privacy.find_secrets(text, [])
+    assert shown.startswith(text[:4])
+
+
+@pytest.mark.parametrize("text", READABLE)
+def test_hash_name_or_setting_stays_readable(text: str) -> None:
+    assert privacy.masked(text, []) == text and not privacy.find_secrets(text, [])
+    assert privacy.masked_setting(text) == text
+
+
+def test_random_values_are_found_and_names_are_not() -> None:
+    """Rates of `is_random`: of keys as services make them, and of the names of files here and in packages."""
+    draw = random.Random(0)
+    signs = string.ascii_letters + string.digits
+    for length, least in ((20, 0.85), (24, 0.9), (32, 0.9), (40, 0.95), (64, 0.98)):
+        keys = ["".join(draw.choices(signs, k=length)) for _ in range(400)]
+        assert sum(map(privacy.is_random, keys)) >= least * len(keys), length
+    names = [str(path) for path in ROOT.rglob("*") if ".venv" not in path.parts and ".git" not in path.parts]
+    names += [
+        str(file) for name in ("transformers", "torch") for file in importlib.metadata.files(name) or ()
+    ]
+    assert len(names) > 5000 and not [name for name in names if privacy.is_random(name)]
+
+
+def test_run_folder_has_nothing_that_looks_like_a_secret(trained) -> None:
+    files = [path for path in trained().path.rglob("*.*") if path.is_file() and path.suffix != ".safetensors"]
+    texts = [path.read_text(errors="replace") for path in files]
+    words = [word for text in texts for word in re.findall(r"[^\s\"',]{8,}", text)]
+    assert len(words) > 1000 and not [word for word in words if privacy.is_random(word)]
+    assert not [one for text in texts for one in privacy.find_secrets(text, [])]
+
+
+HIDDEN = 'canary "quoted" \\ & käse=' + "q7" * 6
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda value: value,
+        lambda value: json.dumps(value),
+        lambda value: json.dumps(value, ensure_ascii=False),
+        lambda value: json.dumps({"a": [value]}),
+        lambda value: quote(value),
+        lambda value: quote(value, safe=""),
+        lambda value: quote_plus(value, safe=" ").replace("+", "%20"),
+        lambda value: html.escape(value),
+        lambda value: repr(value),
+        lambda value: value.encode().hex(),
+        lambda value: base64.b64encode(value.encode()).decode(),
+        lambda value: base64.urlsafe_b64encode(value.encode()).decode(),
+        lambda value: base64.b64encode(f"user:{value}".encode()).decode(),
+        lambda value: base64.b64encode(f"me:{value}@".encode()).decode(),
+    ],
+)
+def test_secret_of_today_is_masked_in_every_form(form: Callable[[str], str], monkeypatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", HIDDEN)
+    text = f"before {form(HIDDEN)} after"
+    shown = privacy.masked(text)
+    assert "****" in shown and shown.startswith("before ") and shown.endswith(" after")
+    assert len(shown) < 50 and privacy.find_secrets(text, privacy.secrets())
+
+
+VARIABLES = {
+    "ACCELERATE_CANARY": "canary of accelerate",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "/home/canary/ds.json",
+    "FSDP_CANARY_TOKEN_OF_OURS": "canary of fsdp",
+    "FSDP_IGNORED_MODULES": "canary|x",
+    "OMP_NUM_CANARY": "canary of openmp",
+    "OMP_NUM_THREADS": "1",
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "FSDP_VERSION": "hf_" + "Canary" * 5,
+    "FSDP_STATE_DICT_TYPE": "canary://" + "x" * 8,
+    "PARALLELISM_CONFIG_CANARY": "canary of sizes",
+    "FSDP_BACKWARD_PREFETCH": "cAnArY7Lm2Xv9Tb4Kc8Wd1Zr6",
+}
+
+
+def test_only_listed_variables_are_written_down() -> None:
+    kept = recorded_variables.recorded(VARIABLES)
+    assert kept["OMP_NUM_THREADS"] == "1" and kept["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert set(kept.values()) == {"1", "no", "****"} and "canary" not in json.dumps(kept).lower()
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")  # of huggingface_hub 2.4
+def test_run_folder_page_and_upload_hold_no_other_variable(hub: Hub, trained, monkeypatch) -> None:
+    """What a run writes, and what `report` and `publish` make of an older run that has written more."""
+    folder = trained()
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    machine, launch = Hardware("cpu", "CPU", 1, None, 8.0, 2), Launch("none", 1, 0, "no", "hardware", "")
+    written = resolved_recipe.describe_environment(machine, launch)
+    assert "canary" not in json.dumps(written).lower()
+    assert "canary" not in json.dumps(launch_environment.ways()).lower(), "checkpoints keep these"
+    older = folder.read("environment.json")
+    older["launch"]["environment"] = VARIABLES
+    (folder.path / "environment.json").write_text(json.dumps(older))
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert main.main(["report", str(folder.path)]) == 0
+    assert "canary" not in (folder.path / "report.html").read_text().lower()
+    assert main.main(["publish", str(folder.path), "--repo", "me/notes", "--quiet"]) == 0
+    assert "canary" not in "".join(map(str, hub.repos["me/notes"].files.values())).lower()
+
+
+@pytest.mark.parametrize("kind", ["hub", "gitlab", "slack", "google", "web token", "pem"])
+@pytest.mark.parametrize(
+    "place", ["eval.json", "adapter/tokenizer_config.json", "adapter/adapter_model.safetensors"]
+)
+def test_publish_refuses_a_secret_of_nobody_here(kind: str, place: str, hub: Hub, trained, capsys) -> None:
+    """In results, in a tokenizer's config, and in the metadata of weights."""
+    folder = trained()
+    hub.requests.clear()
+    file = folder.path / place
+    if file.suffix == ".safetensors":
+        tensors = load_file(file)
+        save_file(tensors, file, metadata={"format": "pt", "note": SHAPES[kind]})
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"note": SHAPES[kind]}))
+    assert main.main(["publish", str(folder.path), "--repo", "me/notes"]) == 2
+    said = capsys.readouterr().err
+    assert "a secret would be published" in said and file.name in said and SHAPES[kind][-9:] not in said
+    assert not hub.repos and not hub.requests
+
+
+def test_command_line_with_a_secret_is_printed_masked(monkeypatch, capsys) -> None:
+    words = ["accelerate", "launch", "-m", "finetune", "train", f"train.run_name={SHAPES['gitlab']}"]
+    standard_streams.say(shlex.join(words), "storage postgresql://me:canary-pw@db/x")
+    with pytest.raises(SystemExit):
+        main.main(["check", "a.yaml", f"--{SHAPES['hub']}"])
+    said = capsys.readouterr()
+    assert SHAPES["gitlab"][-8:] not in said.out and "canary-pw" not in said.out
+    assert SHAPES["hub"] not in said.err and "unrecognized arguments" in said.err

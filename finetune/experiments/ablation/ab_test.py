@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import safe_files
+from finetune.core import markdown, safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import measured_run, varied_keys
 from finetune.hardware import detection
@@ -89,8 +89,7 @@ def run(asked: Asked, limits: Limits, screen: Console) -> dict[str, Any]:
     }
     RunFolder(place).write("ab.json", found)
     rows = list(table(sides, int(found["machine"]["processes"]), asked.price))
-    lines = [["", "baseline", "optimised"], ["---"] * 3, *rows]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = markdown.table(("", "baseline", "optimised"), rows)
     safe_files.write_text(place, "ab.md", f"{text}\n")
     title = f"{asked.baseline} against {asked.optimised}"
     screen.table(title, ("", "baseline", "optimised"), rows)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import html_pages, safe_files, shipped_files
+from finetune.core.markdown import code, plain, table
+from finetune.core.visible_text import visible
 from finetune.experiments.ablation.verdict import described_cost
 from finetune.experiments.runner import measured_run
 from finetune.reporting import plots
@@ -108,20 +110,20 @@ def headline(found: dict[str, Any]) -> str:
 
 def markdown(found: dict[str, Any]) -> str:
     """ladder.md."""
-    table = [header(found), ["---"] * len(header(found)), *cells(found)]
-    lines = [f"| {' | '.join(row)} |" for row in table]
     units = {**measured_run.UNITS, "memory_gib": "memory"}
     known = {units[figure]: noise for figure, noise in found["noise"].items() if noise is not None}
     noise = ", ".join(f"{value:.1%} of {unit}" for unit, value in known.items()) or "not known"
     hardware, measure = found["machine"]["hardware"], found["measure"]
     said = (
-        f"`{found['command']}`, {found['date']}: {hardware}, OMP_NUM_THREADS {found['machine']['threads']}, "
-        f"torch {found['machine']['torch']}. {measure['steps']} steps a run, the first {measure['warm_up']} "
+        f"{code(found['command'])}, {found['date']}: {hardware}, "
+        f"OMP_NUM_THREADS {found['machine']['threads']}, torch {found['machine']['torch']}. "
+        f"{measure['steps']} steps a run, the first {measure['warm_up']} "
         f"not counted, {measure['repeats']} runs a variant; one run's noise: {noise}; "
         f"{found['seconds']:.0f} s in all."
     )
-    why = "\n".join(f"- {name} {status}: {text}" for name, status, text in reasons(found))
-    parts = [f"# Ablation of {Path(found['recipe']).name}", f"{headline(found)}.", said, "\n".join(lines)]
+    why = "\n".join(plain(f"- {name} {status}: {text}") for name, status, text in reasons(found))
+    title, scores = plain(Path(found["recipe"]).name), table(header(found), cells(found))
+    parts = [f"# Ablation of {title}", f"{headline(found)}.", said, scores]
     return "\n\n".join([*parts, "![The ablation](ladder.svg)", why, NOTES]) + "\n"
 
 
@@ -207,7 +209,8 @@ def best(recipe: Recipe, found: dict[str, Any]) -> str:
         who = recipe.origin.set_by.get(key, "default")
         chosen[key] = (value, f"ablation: {why}" if who == "override" else f"{who}; ablation: {why}")
     precision = found["stack"]["mixed_precision"]
-    top = f"# {headline(found)}.\n# {found['command']}, {found['date']}, {found['machine']['hardware']}.\n"
+    made = f"{found['command']}, {found['date']}, {found['machine']['hardware']}"
+    top = f"# {visible(headline(found))}.\n# {visible(made)}.\n"
     top += (
         f"# The launch decides on precision: mixed_precision: {precision} was measured.\n"
         if precision

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from scipy.special import stdtr
 from scipy.stats import studentized_range
 
-from finetune.core import safe_files
+from finetune.core import markdown, safe_files
+from finetune.core.visible_text import visible
 from finetune.core.weight_files import find_weight_files
 from finetune.evaluation import verdicts
 from finetune.evaluation.paired_differences import LEVEL
@@ -329,9 +330,9 @@ def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None
     found = collect(place, settings, failed)
     RunFolder(place).write("compare.json", found)
     header, rows = cells(found)
-    table = [header, ["---"] * len(header), *rows]
-    parts = [f"# {', '.join(found['types']) or 'no run is finished'}: {Path(found['recipe']).name}"]
-    parts += [*remarks(found), "\n".join(f"| {' | '.join(line)} |" for line in table), NOTES]
+    of = markdown.plain(Path(found["recipe"]).name)
+    parts = [f"# {', '.join(found['types']) or 'no run is finished'}: {of}"]
+    parts += [*map(markdown.plain, remarks(found)), markdown.table(header, rows), NOTES]
     if found["winner"]:
         picture = "![Quality against time, memory and size](compare.svg)"
         parts += [picture, f"The rule of winning: {found['winner']['rule']}."]
@@ -357,7 +358,7 @@ def recipe_of(recipe: Recipe, why: str) -> str:
     """A run's recipe as a file that can stand anywhere, and trains into a new folder."""
     chosen = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
     chosen["train.output_dir"] = (None, "default")
-    return f"# {why}.\n" + run_folder.resolved_yaml(recipe, chosen)
+    return f"# {visible(why)}.\n" + run_folder.resolved_yaml(recipe, chosen)
 
 
 def picture(found: dict[str, Any]) -> str:

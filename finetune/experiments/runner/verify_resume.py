@@ -196,7 +196,9 @@ def _train(words: list[str]) -> None:
     if done.returncode not in (Exit.STOPPED, Exit.DONE):
         said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
         what, fix = "a run of this check fails", shlex.join(["finetune", *command[3:]])
-        raise UserError(Problem(what, found="\n".join(said[-12:]), fix=fix), code=Exit.of(done.returncode))
+        head, *more = said[-12:]
+        problem = Problem(what, found=head, fix=fix, more="\n".join(more))
+        raise UserError(problem, code=Exit.of(done.returncode))
 
 
 def _verdict(part: Part) -> str:

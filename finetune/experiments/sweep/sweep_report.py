@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import TrialState
 
+from finetune.core.visible_text import visible
 from finetune.experiments.runner import varied_keys
 from finetune.experiments.sweep import chosen_score, search_space, study_storage
 from finetune.recipe.loader import load as load_recipe
@@ -209,7 +210,7 @@ def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows
     complete = content["counts"]["complete"]
     of = f"the best of {complete} complete trials of {content['study']}"
     more = chosen_score.described(content.get("chosen", {}))
-    head = f"# {label(recipe)} {best['value']:.5g}: {of}.\n" + f"# {more}\n" * bool(more)
+    head = f"# {label(recipe)} {best['value']:.5g}: {visible(of)}.\n" + f"# {visible(more)}\n" * bool(more)
     return head + run_folder.resolved_yaml(recipe, chosen)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from finetune.core.visible_text import visible
 from finetune.experiments.runner.varied_keys import text_of
 from finetune.experiments.sweep.search_space import IN_TRIALS, TYPE, every, grid, multiplied
 
@@ -49,8 +50,9 @@ def sweep(
         content["early_terminate"] = {"type": "hyperband", "min_iter": 1}
         if space.search.pruner == "median":
             notes.append("a sweep has no median pruner: hyperband stands in its place")
-    head = f"# {space.path.name} as a W&B sweep, made by `finetune sweep --export-wandb`: wandb sweep FILE\n"
-    head += "".join(f"# {note}\n" for note in notes)
+    name = visible(space.path.name)
+    head = f"# {name} as a W&B sweep, made by `finetune sweep --export-wandb`: wandb sweep FILE\n"
+    head += "".join(f"# {visible(note)}\n" for note in notes)
     return head + yaml.safe_dump(content, sort_keys=False, width=110), notes
 
 

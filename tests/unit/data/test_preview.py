@@ -65,6 +65,7 @@ def shown_as_trained(text: str) -> list[str]:
 
 def unsigned(text: str) -> str:
     text = re.sub("⇥[ \t]+", "\t", text.replace("↵\n", "\n"))  # rich prints a tab as spaces
+    text = text.replace("\\u200d", "\u200d")  # a token of its own on the page: it is visible
     return re.sub(preview.SPECIAL.format("(.*?)"), r"\1", text)
 
 

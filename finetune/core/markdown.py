@@ -1,0 +1,51 @@
+"""Markdown of texts that finetune did not write: they stay text, and make no link, image, tag or row."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.visible_text import visible, visible_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_ACTING = re.compile(r"([<`]|!(?=\[)|\](?=[(\[:]))")  # outside of code spans
+_SPAN = re.compile(r"`[^`]*`")
+
+
+def plain(text: Any) -> str:
+    """A text on one line in which Markdown finds nothing but code spans."""
+    line = " ".join(visible_lines(text).split())
+    parts, at = [], 0
+    for span in _SPAN.finditer(line):
+        parts += [_escaped(line[at : span.start()]), span[0]]
+        at = span.end()
+    return "".join([*parts, _escaped(line[at:])])
+
+
+def code(text: Any) -> str:
+    """A code span that ends where the text does."""
+    return f"`{visible(text).replace('`', chr(39))}`"
+
+
+def block(text: str, language: str) -> str:
+    """A code block that no line of the text ends."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{text}{fence}"
+
+
+def table(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
+    """A table whose cells hold texts."""
+    header = [_cell(column) for column in columns]
+    lines = [header, ["---"] * len(header), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: Any) -> str:
+    return plain(text).replace("|", "\\|")
+
+
+def _escaped(text: str) -> str:
+    return _ACTING.sub(r"\\\1", text)

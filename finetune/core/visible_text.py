@@ -1,0 +1,48 @@
+"""Text that finetune did not write, such that a person sees what is in it.
+
+Names, samples, settings and messages of libraries may hold characters that act on a terminal, that change the
+order of a line, or that nobody can see. Each becomes an escape such as `\\u001b`, which JSON and YAML read.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode: controls, formats, half surrogate pairs, ends of lines
+_BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")  # letters and marks without a shape
+_NO_LETTERS = 0xE0000  # from here on are tags, variation selectors and private use
+# The two joiners have a use between letters of scripts that join, and in emoji, but none in Latin text
+_JOINING = r"[\u0590-\u1fff\u2100-\U0010ffff]"
+_JOINERS = rf"(?<={_JOINING})([\u200c\u200d])(?={_JOINING})"  # compiled at first use: that takes 10 ms
+_SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
+CONTINUED = "  | "  # before each further line of a text that we did not write
+
+
+def visible(text: object) -> str:
+    """A text on one line, with an escape for each character that cannot be seen, or acts."""
+    line = str(text)
+    if line.isascii() and line.isprintable():  # most are
+        return line
+    parts = re.split(_JOINERS, line)  # every second one is a joiner
+    parts[::2] = ["".join(map(_shown, part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def visible_lines(text: object) -> str:
+    """The same of a text whose line breaks and tabs stay: of a page, or put together by finetune."""
+    return "\n".join("\t".join(map(visible, line.split("\t"))) for line in str(text).split("\n"))
+
+
+def continued(text: object) -> str:
+    """A text of several lines after whose first none can be taken for a message of ours."""
+    return visible_lines(text).replace("\n", f"\n{CONTINUED}")
+
+
+def _shown(sign: str) -> str:
+    code = ord(sign)
+    if sign in _SHORT:
+        return _SHORT[sign]
+    if unicodedata.category(sign) not in _UNSEEN and sign not in _BLANK and code < _NO_LETTERS:
+        return sign
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
