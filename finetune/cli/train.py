@@ -15,8 +15,10 @@ from typing import Any
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
+from finetune.core import standard_streams
 from finetune.core.errors import Stopped
 from finetune.core.formatting import labelled
+from finetune.core.visible_text import visible
 from finetune.training.stop_condition import Until
 
 
@@ -70,12 +72,12 @@ def train(options: argparse.Namespace) -> None:
     from finetune.export import publishing
     from finetune.launch import launcher
     from finetune.planning import planner
-    from finetune.preflight import checker, choice_checks
+    from finetune.preflight import checker, choice_checks, publish_target
     from finetune.run_folder import run_folder
 
     recipe, main = load(options), os.environ.get("RANK", "0") == "0"
     with located(recipe):
-        notes = checker.run(recipe)
+        notes = checker.run(recipe) + publish_target.check_recipe(recipe)
         if options.dry_run:
             from finetune.cli import dry_run
 
@@ -88,7 +90,8 @@ def train(options: argparse.Namespace) -> None:
             notes += publishing.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
             said_later = {*recipe.origin.notices, *checker.advice(recipe)}
-            print("".join(f"{labelled(note)}\n" for note in notes if note not in said_later), end="")
+            if now := [labelled(note) for note in notes if note not in said_later]:
+                standard_streams.say(*now)
         quieten_libraries()
 
         with fast_imports():
@@ -103,6 +106,6 @@ def train(options: argparse.Namespace) -> None:
                 folder = pipeline.run(recipe, quiet=options.quiet, command=True, **asked)
         except Stopped as stopped:
             again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
-            raise Stopped(f"{stopped}\n  go on with: {again}") from None
+            raise Stopped(f"{visible(stopped)}\n  go on with: {visible(again)}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             publishing.after_training(recipe, folder, Console(quiet=options.quiet))

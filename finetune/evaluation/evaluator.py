@@ -107,7 +107,7 @@ def run(
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes, texts)
     result["settings"]["stops"] = stops
-    result["settings"]["model"] = comparability.named(recipe.model.name, recipe.model.revision)
+    result["settings"]["model"] = run_folder.named(recipe.model.name, recipe.model.revision)
     result["settings"]["storage"] = reopen.setup_of(recipe).storage.value
     apart = others(folder, recipe, result)
     result["settings"]["notes"] += apart

@@ -10,7 +10,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -19,15 +18,19 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import safe_files, strict_json, untrusted_files
+import yaml
+
+from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path
 from finetune.core.privacy import masked
 from finetune.core.run_checks import RunChecks
+from finetune.core.visible_text import visible
 from finetune.core.weight_files import find_weight_files
+from finetune.distributed import recorded_variables
 from finetune.export import base_model, model_card
 from finetune.hub import client
-from finetune.preflight import checker
+from finetune.preflight import checker, publish_target
 from finetune.recipe import recipe_errors
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Source
@@ -57,6 +60,7 @@ TOKENIZER = (
 TEMPLATES = "additional_chat_templates/*.jinja"  # by name, of a tokenizer that has several
 CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
 NAMES_BASE = ("base_model_name_or_path", "tokenizer_name_or_path", "_name_or_path", "name_or_path")
+LARGEST_HEADER = 100_000_000  # bytes: safetensors reads no larger one
 _PATH = re.compile(r"(?<![\w:/.<~])~?/(?:[^\s/\"',;:()<>]+/)+(?=[^\s/])")  # the `/home/a/` of `/home/a/b`
 _FILE = re.compile(r"(?:[\w.-]+/)+(?=[\w-]+\.\w)")  # the `a/` of `a/b.jsonl`, in a comment
 _PLACE = re.compile(r"(:\d+|\[\d+\]|!.*)$")  # of a row in its file
@@ -95,13 +99,14 @@ def after_training(recipe: Recipe, folder: RunFolder, screen: Console) -> None:
     if recipe.publish.repo is None:
         return
     try:
-        run(folder.path, screen)
+        run(folder.path, screen, target_overrides(recipe.publish))
     except Exception as error:  # of whatever kind: the run is whole
-        again = f"finetune publish {shlex.quote(str(folder.path))}"
-        said = masked(f"not published: {error}\nthe run is whole; to try again:\n  {again}")
-        print(said, file=sys.stderr)
+        again = format_command(folder, recipe.publish)
+        why = "\n".join(map(str, error.problems)) if isinstance(error, UserError) else visible(error)
+        said = [*f"not published: {why}".split("\n"), "the run is whole; to try again:", f"  {again}"]
+        standard_streams.say(*said, error=True)
         with safe_files.open_append(folder.path, "log.txt") as log:
-            log.write(f"{said}\n")
+            log.writelines(f"{visible(masked(line))}\n" for line in said)
 
 
 def run(
@@ -129,8 +134,11 @@ def run(
     recipe = run_folder.recipe_of(folder, overrides, files=False)
     section = recipe.publish
     checker.check_names(section)
+    if not dry_run and publish_target.of_file(recipe):
+        fix = f"your own --repo; to publish there: {format_command(folder, section)}"
+        raise UserError(publish_target.problem(recipe, fix))
     if section.repo is None and not dry_run:
-        fix = "--repo organisation/name, or publish.repo in the recipe; --dry-run shows what would go up"
+        fix = "--repo organisation/name; --dry-run shows what would go up"
         raise UserError(Problem("no repository to publish to", "publish.repo", found="null", fix=fix))
     kind, weights = find_weights(folder, merged)
     config = RunFolder(weights).found("adapter_config.json")
@@ -146,6 +154,7 @@ def run(
         written = model_card.make(staged, recipe, base, kind, name, merge_report(folder, weights))
         written.save(staged / "README.md")
         files["README.md"] = staged / "README.md"
+        refuse_secrets({"README.md": staged / "README.md"})
         for note in [*notes, *say_of(base, files)]:
             screen.say(f"note: {note}")
         if dry_run or not repo:
@@ -156,6 +165,19 @@ def run(
     finally:
         if not shown:
             shutil.rmtree(staged)
+
+
+def target_overrides(section: Publish) -> list[str]:
+    """Where a run is published and who can read it, as overrides."""
+    named = {"repo": section.repo, "private": section.private, "revision": section.revision}
+    return [f"publish.{key}={json.dumps(value)}" for key, value in named.items()]
+
+
+def format_command(folder: RunFolder, section: Publish) -> str:
+    """The command that publishes a run where `section` says."""
+    words = ["finetune", "publish", str(folder.path), "--repo", section.repo or "organisation/name"]
+    words += [] if section.private else ["--public"]
+    return shlex.join([*words, *([f"publish.revision={section.revision}"] if section.revision else [])])
 
 
 def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
@@ -211,6 +233,8 @@ def stage(
         text = folder.read_text(name)
         if name.endswith(".json"):
             content = json.loads(text)
+            if name == "environment.json":
+                content = without_variables(content)
             if name == "eval.json" and not recipe.publish.samples:
                 content |= {"samples": [], "worst": []}
             write_json(staged / name, without_paths(content, known), indent=1)
@@ -229,6 +253,13 @@ def check_shapes(folder: RunFolder) -> None:
         if name.endswith(".json") and folder.file(name).exists():
             folder.read(name)
     folder.steps()
+
+
+def without_variables(content: dict[str, Any]) -> dict[str, Any]:
+    """environment.json without variables that a run does not write down; an older one has others."""
+    launch = content.get("launch") or {}
+    kept = recorded_variables.recorded(launch.get("environment") or {})
+    return {**content, "launch": {**launch, "environment": kept}}
 
 
 def write_json(path: Path, content: Any, *, indent: int) -> None:
@@ -312,10 +343,13 @@ def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:
     """recipe.resolved.yaml as others may see it; a file is `./name`, which no one takes for a Hub id."""
 
     def said(found: re.Match[str]) -> str:
-        value = json.loads(found[0])
+        try:
+            value = yaml.safe_load(found[0])  # which has more escapes than JSON
+        except yaml.YAMLError:
+            return found[0]  # of a comment
         clean = without_paths(value, known)
         local = clean != value and not (base.on_hub and clean == base.name)
-        return json.dumps(f"./{clean}" if local else clean, ensure_ascii=False)
+        return run_folder.flow(f"./{clean}" if local else clean)
 
     lines = [_QUOTED.sub(said, line) for line in text.splitlines()]
     lines = [_FILE.sub("", line) if line.startswith("#") else line for line in lines]
@@ -324,17 +358,24 @@ def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:
 
 
 def refuse_secrets(files: dict[str, Path]) -> None:
-    """A secret in a text stops everything, masked, with its place (exit 2)."""
+    """A secret of any kind that is known stops everything, masked, with its place (exit 2)."""
     found = []
     for name, path in files.items():
-        if path.suffix not in (".safetensors", ".model"):
-            text = path.read_text(encoding="utf-8", errors="replace")
-            for line, shown in recipe_errors.secrets_in(text, client.any_token()):
-                what, where = "a secret would be published", f"{name}:{line}"
-                fix = "take it out of the run folder's file, and revoke it"
-                found.append(Problem(what, where=where, found=shown, fix=fix))
+        for line, shown in recipe_errors.secrets_in(text_of(path), client.any_token()):
+            what, where = "a secret would be published", f"{name}:{line}"
+            fix = "take it out of the run folder's file, and revoke it"
+            found.append(Problem(what, where=where, found=shown, fix=fix))
     if found:
         raise UserError(*found)
+
+
+def text_of(path: Path) -> str:
+    """All that is text in a file: of weights the header alone, which holds names and metadata."""
+    with path.open("rb") as file:
+        if path.suffix != ".safetensors":
+            return file.read().decode("utf-8", "replace")
+        size = int.from_bytes(file.read(8), "little")
+        return file.read(min(size, LARGEST_HEADER)).decode("utf-8", "replace")
 
 
 def unnamed_base(name: str) -> str:

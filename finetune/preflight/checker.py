@@ -25,7 +25,7 @@ from finetune.models import (
     token_limits,
     tokenizer_setup,
 )
-from finetune.preflight import adapter_trial, choice_checks, package_checks, token_checks
+from finetune.preflight import adapter_trial, choice_checks, package_checks, publish_target, token_checks
 from finetune.quantization import qat, stored_weights
 from finetune.recipe import adapter_types, upstream_options
 from finetune.run_folder import lock
@@ -86,7 +86,7 @@ def check(recipe: Recipe) -> list[str]:
     notes: list[str] = []
     problems: list[Problem] = []
     lacking: list[Problem] = []
-    for look in (run, _first_examples, _cache_folder, _output_folder):
+    for look in (run, publish_target.check_recipe, _first_examples, _cache_folder, _output_folder):
         try:
             notes += look(recipe)
         except UserError as error:

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.core.paths import local_path
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
@@ -104,13 +103,7 @@ def base_name(folder: RunFolder) -> str:
     """The base of a run, and its commit on the Hub."""
     recipe = load_recipe(folder.recipe, (), folder.format_version)
     saved = RunFolder(folder.adapter).found("adapter_config.json")
-    return named(recipe.model.name, saved.get("revision") or recipe.model.revision)
-
-
-def named(base: str, commit: str | None) -> str:
-    """A base by its name alone, since its folder may stand elsewhere, and its commit."""
-    name = Path(base).absolute().name if local_path(base) else base
-    return f"{name} {commit or ''}".strip()
+    return run_folder.named(recipe.model.name, saved.get("revision") or recipe.model.revision)
 
 
 def last_step(folder: RunFolder) -> int:

@@ -8,7 +8,6 @@ import fcntl
 import os
 import platform
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -17,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 import psutil
 
-from finetune.core import safe_files
+from finetune.core import safe_files, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import why_not_makeable
 
@@ -127,7 +126,7 @@ def _locked(path: Path) -> tuple[IO[str], bool]:
             held, unknown = file.read().strip(), error.errno not in HELD
             if unknown and not _alive(file, held):
                 said = f"no locks on this file system ({error.strerror}): a file is touched instead"
-                print(f"note: {path.parent}: {said}", file=sys.stderr)
+                standard_streams.say(f"note: {path.parent}: {said}", error=True)
                 return file, False
             file.close()
             what, fix = "another run is writing there", "a new train.output_dir, or wait for it"

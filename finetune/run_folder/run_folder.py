@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import stat
-import sys
 import tempfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -23,9 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 from pydantic import BaseModel
 
-from finetune.core import safe_files, strict_json, untrusted_files
+from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path
+from finetune.core.privacy import masked
+from finetune.core.visible_text import visible
 from finetune.hub import client
 from finetune.recipe import renames
 from finetune.recipe.loader import load as load_recipe
@@ -134,13 +135,13 @@ class RunFolder:
         return self.weights.exists() and (self.path / "eval.json").exists()
 
     def write(self, name: str, value: Any) -> None:
-        """Write `value` as JSON, whole or not at all; a number that is not finite as its name."""
-        text = json.dumps(strict_json.spelt(value), indent=1, allow_nan=False) + "\n"
+        """Write `value` as JSON, whole or not at all: without secrets, and with NaN and Inf as text."""
+        text = masked(json.dumps(strict_json.spelt(value), indent=1, allow_nan=False)) + "\n"
         try:
             _usable(name, text, name)
         except ValueError as error:  # the run is worth more than one file of it
             said = f"note: {name} is not in the shape that later commands read ({error}): please report it"
-            print(said, file=sys.stderr)
+            standard_streams.say(said, error=True)
         self.write_text(name, text)
 
     def write_text(self, name: str, text: str) -> None:
@@ -373,7 +374,30 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     if gone:
         what, where = "is not on this machine", str(run.recipe)
         raise UserError(*(Problem(what, k, where, name, fix=fixes[k].format(k, k)) for k, name in gone))
+    _check_base(run, recipe)
     return recipe
+
+
+def _check_base(run: RunFolder, recipe: Recipe) -> None:
+    """Refuse an adapter whose config names another base model, or another commit of it (exit 2).
+
+    Args:
+        recipe: with the overrides of the command, one of which may name that base model.
+    """
+    config = RunFolder(run.adapter).found("adapter_config.json")
+    own = load_recipe(run.recipe, (), run.format_version)
+    allowed = [named(one.model.name, one.model.revision) for one in (own, recipe)]
+    name = named(str(config.get("base_model_name_or_path")), config.get("revision")) if config else allowed[0]
+    if name not in allowed:
+        what, where = "names another base model than the run's recipe", run.adapter / "adapter_config.json"
+        fix = "the folder as it was trained; or model.name and model.revision as the adapter has them"
+        raise UserError(Problem(what, where=str(where), found=name, expected=allowed[0], fix=fix))
+
+
+def named(base: str, commit: str | None) -> str:
+    """A base by its name alone, since its folder may stand elsewhere, and its commit."""
+    name = Path(base).absolute().name if local_path(base) else base
+    return f"{name} {commit or ''}".strip()
 
 
 @functools.cache
@@ -394,7 +418,8 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
     Args:
         chosen: dotted key -> (value, who chose it and why). A key that recipes don't have becomes a comment.
     """
-    lines = [f"# The recipe of this run with every value it had, made from {recipe.origin.path.name}."]
+    origin = visible(recipe.origin.path.name)
+    lines = [f"# The recipe of this run with every value it had, made from {origin}."]
     lines += ["# Beside each value: who set it (recipe, override, launch, hardware, default)."]
     chosen = dict(chosen)
     for section in type(recipe).model_fields:
@@ -406,11 +431,11 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
                 recipe.origin.set_by.get(dotted, "default"),
             )
             value, who = chosen.pop(dotted, default)
-            lines.append(f"  {key}: {flow(value)}  # {who}")
+            lines.append(f"  {key}: {flow(value)}  # {visible(who)}")
         for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
             value, who = chosen.pop(dotted)
-            lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({who})")
-    lines += [f"# left out: {notice}" for notice in recipe.origin.notices]
+            lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({visible(who)})")
+    lines += [f"# left out: {visible(notice)}" for notice in recipe.origin.notices]
     return "\n".join(lines) + "\n"
 
 
@@ -472,7 +497,10 @@ def flow(value: Any) -> str:
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
     if isinstance(value, str):
-        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
+        # the escapes of `visible` are YAML's own
+        return visible(
+            yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
+        )
     if value is None or isinstance(value, (bool, int)):
         return json.dumps(value)
     if isinstance(value, (list, tuple, set)):

@@ -280,7 +280,7 @@ def test_a_secret_stops_it(secret, hub: Hub, trained, capsys, monkeypatch, tmp_p
     folder = trained()
     result = folder.read("eval.json")
     result["samples"][0]["reference"] = f"the key: {secret}"
-    folder.write("eval.json", result)
+    (folder.path / "eval.json").write_text(json.dumps(result, indent=1))  # `folder.write` would mask it
     publish(folder, "--dry-run", code=2)
     publish(folder, "--repo", "me/notes", code=2)
     shown = capsys.readouterr()
@@ -350,8 +350,8 @@ def test_a_push_that_fails_does_not_fail_the_run(hub: Hub, small, tmp_path, caps
     said = capsys.readouterr()
     assert "will be published to me/notes (private)" in said.out, "at its start"
     for text in (said.err, (folder.path / "log.txt").read_text()):
-        assert "not published" in text and f"finetune publish {folder.path}" in text
+        assert "not published" in text and f"finetune publish {folder.path} --repo me/notes" in text
     assert hub.repos["me/notes"].log == ["initial commit"]
     hub.faults.clear()
-    publish(folder)
+    publish(folder, "--repo", "me/notes")
     assert hub.repos["me/notes"].files.keys() >= FILES, "the retry needs nothing else"
