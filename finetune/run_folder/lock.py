@@ -156,9 +156,8 @@ def _alive(file: IO[str], held: str, *, watch: bool = True) -> bool:
 def _is_touched(path: Path, before: float) -> bool:
     """Whether another process touches a lock's file within the time of two beats."""
     seconds = 2 * BEAT
-    print(
-        f"note: {path}: finetune watches for {seconds:.0f} s whether another run touches it", file=sys.stderr
-    )
+    said = f"finetune watches for {seconds:.0f} s whether another run touches it"
+    standard_streams.say(f"note: {path}: {said}", error=True)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(BEAT / 4)

@@ -12,6 +12,7 @@ from contextlib import suppress
 
 import psutil
 
+from finetune.core import standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 
 TIMED_OUT = "DataLoader timed out after"  # torch's words (2.13, torch/utils/data/dataloader.py)
@@ -44,7 +45,7 @@ def end(seconds: int) -> UserError:
             continue
         with suppress(psutil.NoSuchProcess):
             found.append(f"worker process {worker.pid} ({psutil.Process(worker.pid).status()})")
-            print(f"data loader {found[-1]} stands at:", file=sys.stderr, flush=True)
+            standard_streams.say(f"data loader {found[-1]} stands at:", error=True)
             os.kill(worker.pid, ASK)
             time.sleep(ANSWER_SECONDS)
         worker.kill()
