@@ -318,7 +318,7 @@ def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
         rest = whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told(), list[Any]()
         job = sweep_study.Job(asked, *rest)
         sweep_study.one(job)
-        study.ask().set_user_attr("worker", f"{platform.node()} 1 0.00")  # of a process that is gone
+        study.ask().set_user_attr("worker", f"{platform.node()} 1 -3600.00")  # of a process that is gone
         sweep_study.one(job)
         for most in (2, 4):
             job = sweep_study.Job(asked._replace(trials=most), *rest)

@@ -12,6 +12,7 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from finetune.core.errors import Exit, UserError
+from finetune.experiments.runner import varied_keys
 from finetune.experiments.sweep import study, study_storage, sweep_report
 
 IDENTITY = {"adapter.r": "8", "data": "of one content"}
@@ -88,9 +89,41 @@ def test_study_with_another_value_is_refused(tmp_path, storage: str) -> None:
         assert raised.value.code == Exit.ARTEFACT and "--output" in str(raised.value)
 
 
-def test_study_of_a_release_without_hashes_goes_on(tmp_path) -> None:
+@pytest.mark.parametrize("storage", STORAGES)
+def test_study_of_a_release_without_hashes_goes_on_and_is_verified_from_then_on(
+    tmp_path, storage: str
+) -> None:
+    """Its trials are accepted once, with a note; a change after that is found, in old trials too."""
+    path = tmp_path / STORAGES[storage]
+    url = f"{storage}{path}"
+    with study_storage.opened(url, "s") as found:
+        found.set_user_attr("identity", IDENTITY)
+        trial = found.ask()
+        trial.set_user_attr("values", {"adapter.type": "dora"})
+        found.tell(trial, 1.0)
+    for notes in (1, 0):  # a command that is stopped, and the next one
+        with study_storage.opened(url, "s") as found:
+            said = study.hold(found, Path("study"), IDENTITY)
+            assert [one.startswith("trials that an older finetune finished: 1") for one in said] == [
+                True
+            ] * notes
+            study_storage.tell(found, found.ask(), 0.5, TrialState.COMPLETE)
+    assert read(url).count('"state": "complete"') == 3
+    path.write_bytes(path.read_bytes().replace(b"dora", b"Dora"))
+    with pytest.raises(UserError, match="trial 0"):
+        read(url)
+
+
+def test_study_of_a_release_with_fewer_keys_goes_on_and_one_of_another_recipe_is_left_as_it_was(
+    tmp_path,
+) -> None:
+    """A key that finetune has now, and that changes no result, is no other recipe."""
     url = f"sqlite:///{tmp_path}/study.db"
     with study_storage.opened(url, "s") as found:
         found.set_user_attr("identity", IDENTITY)
         found.tell(found.ask(), 1.0)
-    assert '"state": "complete"' in read(url)
+        before = dict(found.user_attrs)
+        with pytest.raises(UserError, match=r"another adapter\.r"):
+            study.hold(found, Path("study"), IDENTITY | {"adapter.r": "4"})
+        assert found.user_attrs == before
+        study.hold(found, Path("study"), IDENTITY | dict.fromkeys(varied_keys.NO_RESULT, "5"))

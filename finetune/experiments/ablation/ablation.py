@@ -173,8 +173,7 @@ def hold(asked: Asked, now: dict[str, str]) -> None:
     place = asked.folder / stem(asked)
     there = (place / "ladder.json").exists()
     began = RunFolder(place).read("ladder.json")["values"] if there else now
-    other = [key for key in {**began, **now} if began.get(key) != now.get(key)]
-    if other:
+    if other := varied_keys.differing(began, now):
         found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))
         what = f"these results are of a recipe with another {', '.join(other[:5])}"
         raise UserError(Problem(what, "", str(place), found, expected, "--output another folder"))

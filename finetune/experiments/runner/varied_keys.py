@@ -31,6 +31,14 @@ FIXED = {  # keys, or sections, that runs which are compared have in common: of 
     "train.output_dir": "each run has a folder of its own",
 }
 
+NO_RESULT = (  # keys that change no result: a study that was begun before they existed goes on
+    "data.max_example_bytes",
+    "data.max_uncompressed_bytes",
+    "eval.min_loss_difference",
+    "eval.min_score_difference",
+    "train.dataloader_timeout",
+)
+
 
 def overrides(values: dict[str, Any]) -> list[str]:
     """As the command line takes them."""
@@ -79,3 +87,8 @@ def values_of(recipe: Recipe) -> dict[str, str]:
     values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
     found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}
     return {key: str(value).rpartition("/")[2] for key, value in found.items()}
+
+
+def differing(began: dict[str, str], now: dict[str, str]) -> list[str]:
+    """The keys whose values differ, of those that may change a result."""
+    return [k for k in {**began, **now} if began.get(k) != now.get(k) and k not in NO_RESULT]

@@ -31,7 +31,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from finetune.core import safe_files, signals
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError
-from finetune.experiments.runner import measured_run, worker_process
+from finetune.experiments.runner import measured_run, varied_keys, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.preflight import choice_checks
@@ -104,8 +104,9 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
         deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
         job = Job(asked, recipe, found.space, found, study, screen, deadline, Told(), [])
         try:
-            hold(study, asked.folder, search_space.identity(recipe, found.space, found.content))
-            screen.say(*[f"note: {note}" for note in found.notes])
+            accepted = hold(study, asked.folder, search_space.identity(recipe, found.space, found.content))
+            notes = [*accepted, *found.notes]
+            screen.say(*[f"note: {note}" for note in notes])
             content = search(job)
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
             raise study_storage.unreachable(error, asked.url) from None
@@ -158,23 +159,27 @@ def search(job: Job) -> dict[str, Any]:
     return sweep_report.write(job.asked, job.study, job.recipe, job.space, job.found.rows)
 
 
-def hold(study: Study, folder: Path, own: dict[str, str]) -> None:
+def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
     """Hold a study to what it was begun with.
+
+    Returns:
+        What is to be said of a study that an older finetune began.
 
     Raises:
         UserError: it is of another recipe or space (exit 2), or damaged (exit 4).
     """
-    study_storage.verify(study, str(folder))
+    old = study_storage.verify(study, str(folder))
     began = study.user_attrs.get("identity", own)
-    other = [key for key in {**began, **own} if began.get(key) != own.get(key)]
-    if other:
+    if other := varied_keys.differing(began, own):
         what = f"{folder.name} was begun with another {', '.join(other[:5])}"
         found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (own, began))
         fix = "--output with a new name; or recipe, overrides and space as they were"
         raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
     if "identity" not in study.user_attrs:
         study.set_user_attr("identity", own)
-        study.set_user_attr(study_storage.HASHED, True)
+    study_storage.add_hashes(study, old)
+    said = f"trials that an older finetune finished: {len(old)}; their values can't be verified"
+    return [said] if old else []
 
 
 def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:

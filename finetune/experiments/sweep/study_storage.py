@@ -189,10 +189,13 @@ def tell(study: Study, trial: optuna.Trial, value: float | None, state: TrialSta
         raise optuna.exceptions.UpdateFinishedTrialError(str(error)) from None
 
 
-def verify(study: Study, where: str) -> None:
+def verify(study: Study, where: str) -> list[int]:
     """Compare the finished trials with the hashes that `tell` left.
 
     A trial that has a hash and is not finished is run again: its worker ended while it told the study.
+
+    Returns:
+        The trials that an older finetune finished, which have no hash.
 
     Raises:
         UserError: a trial, or the study, is not as it was told (exit 4).
@@ -200,17 +203,26 @@ def verify(study: Study, where: str) -> None:
     try:
         trials = {one.number: one for one in study.get_trials(deepcopy=False)}
         kept = {name: value for name, value in study.user_attrs.items() if name.startswith(HASH)}
-        if not kept and not study.user_attrs.get(HASHED):
-            return  # of a release that kept no hashes
         hashes = {int(name.removeprefix(HASH)): value for name, value in kept.items()}
         told = {number for number, one in trials.items() if one.state.is_finished() and not is_lost(one)}
+        old = set[int]() if study.user_attrs.get(HASHED) else told - hashes.keys()
         missing = hashes.keys() - trials.keys()
-        wrong = [number for number in told if hashes.get(number) != _hash(trials[number])]
+        wrong = [number for number in told - old if hashes.get(number) != _hash(trials[number])]
         damaged = [f"trial {number}" for number in sorted({*missing, *wrong})]
     except UNREADABLE as error:
-        damaged = [_unreadable(error)]
+        raise _damaged(where, [_unreadable(error)]) from None
     if damaged:
         raise _damaged(where, damaged)
+    return sorted(old)
+
+
+def add_hashes(study: Study, numbers: list[int]) -> None:
+    """Keep hashes of trials that have none. From now on, each finished trial must have one."""
+    trials = study.get_trials(deepcopy=False)
+    for number in numbers:
+        study.set_user_attr(f"{HASH} {number}", _hash(trials[number]))
+    if not study.user_attrs.get(HASHED):  # last: a worker that ends before adds the hashes again
+        study.set_user_attr(HASHED, True)
 
 
 def _unreadable(error: Exception) -> str:
