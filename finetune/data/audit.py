@@ -208,8 +208,7 @@ class Audit:
             self.lengths.append(len(ids))
             self.digests.append((digest + number) % 2**64)
             self.firsts.append(number == 0)
-            if self.vocabulary and max(ids) >= self.vocabulary and len(self.beyond) < MAX_SHOWN:
-                self.beyond.append(f"{where} (id {max(ids)})")
+            self.look_at_ids(ids, where)
         last = documents[-1]
         report.longest = max(report.longest, sum(len(document.ids) for document in documents) + last.cut)
         report.cut_tokens += last.cut
@@ -226,6 +225,17 @@ class Audit:
             self.count("reasoning_left_out", where)
             report.reasons.setdefault("reasoning_left_out", [said])
         self._look_into(example, encoder)
+
+    def look_at_ids(self, ids: list[int], where: str) -> None:
+        """Note the place of a token id that the model's embedding has no row for."""
+        highest = max(ids, default=0)
+        if self.vocabulary and highest >= self.vocabulary and len(self.beyond) < MAX_SHOWN:
+            self.beyond.append(f"{where} (id {highest})")
+
+    def check_ids(self) -> None:
+        """Refuse token ids that the model's embedding has no row for (exit 2)."""
+        if problems := self._beyond():
+            raise UserError(*problems)
 
     def _look_into(self, example: Example, encoder: Encoder) -> None:
         """Special tokens written in a content, and reasoning."""

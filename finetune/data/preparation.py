@@ -165,15 +165,23 @@ class HeldOut(NamedTuple):
 
 
 def held_out(
-    data: Data, tokenizer: PreTrainedTokenizerBase, seed: int, declared: Collection[int] = ()
+    data: Data,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    declared: Collection[int] = (),
+    vocabulary: int | None = None,
 ) -> list[HeldOut]:
-    """The validation examples to evaluate on: those that would be kept for training."""
+    """The validation examples to evaluate on: those that would be kept for training.
+
+    Args:
+        vocabulary: rows of the model's embedding; every token id must be below it (exit 2).
+    """
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
-    audit = Audit(encoder_for, data.train_on, None)
-    return [
-        HeldOut(*pair)
-        for pair in audited_held_out(data, source_loading.draw_held_out(data, seed), seed, audit)
-    ]
+    audit = Audit(encoder_for, data.train_on, vocabulary)
+    drawn = source_loading.draw_held_out(data, seed)
+    rows = [HeldOut(*pair) for pair in audited_held_out(data, drawn, seed, audit)]
+    audit.check_ids()
+    return rows
 
 
 def encode_held_out(
@@ -208,11 +216,18 @@ def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list
 
 
 def measure_prompts(examples: list[Example], audit: Audit) -> None:
-    """Note the tokens of the longest prompt that the evaluation asks; each must be rendered (exit 2)."""
+    """Note the tokens of the longest prompt that the evaluation asks.
+
+    Raises:
+        UserError: a prompt cannot be rendered, or has token ids past the vocabulary (exit 2).
+    """
     asked = [example for example in examples if example.asks]
     if asked:
         prompts = audit.encoder_for(any(example.messages for example in asked)).prompts(asked)
         audit.report.longest_prompt = max(map(len, prompts))
+        for example, ids in zip(asked, prompts, strict=True):
+            audit.look_at_ids(ids, example.where)
+        audit.check_ids()
 
 
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:

@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections import Counter
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -87,6 +88,59 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
         fix = "one process: CUDA_VISIBLE_DEVICES=0, or more rows"
         raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
     return metrics
+
+
+def texts(settings: Eval, tokenizer: Any, date: str | None) -> list[tuple[str, list[str], int, bool]]:
+    """The texts of the tasks that lm-eval reads itself: what it asks a model, without a model.
+
+    Returns:
+        The place of each text, what the tokenizer encodes of it, the tokens that are generated after it, and
+        whether lm-eval puts the first token of a text before it.
+
+    Raises:
+        UserError: lm-eval cannot make the texts (exit 2).
+    """
+    from lm_eval.tasks import TaskManager
+
+    specs, found = list(map(_theirs, settings.tasks)), []
+    with heard():
+        loaded = _loaded(TaskManager(include_defaults=any(isinstance(spec, str) for spec in specs)), specs)
+        for name, task in loaded.items():
+            try:
+                _build_requests(task, settings, tokenizer, date)
+            except REFUSALS as error:
+                raise _failure(error) from error
+            for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
+                found.append(_text_of(f"{name}, row {number + 1}", list(requests)))
+    return found
+
+
+def _build_requests(task: Any, settings: Eval, tokenizer: Any, date: str | None) -> None:
+    """Make the requests of a task, as `lm_eval.simple_evaluate` does before it asks a model."""
+    from lm_eval.evaluator_utils import get_sample_size
+
+    def render(turns: list[Any], add_generation_prompt: bool = True) -> str:
+        return chat_text(tokenizer, turns, {}, goes_on=not add_generation_prompt, date=date)
+
+    own, chat = task.get_config("num_fewshot"), settings.apply_chat_template
+    asked = own if own == 0 or settings.num_fewshot is None else settings.num_fewshot
+    task.set_config(key="num_fewshot", value=asked or 0)
+    task.set_fewshot_seed(seed=SEED)
+    limit = get_sample_size(task, settings.limit)
+    task.build_all_requests(limit=limit, apply_chat_template=chat, chat_template=render if chat else None)
+
+
+def _failure(error: Exception) -> UserError:
+    said = str(error)[:300] or type(error).__name__
+    return UserError(Problem("lm-eval fails in a task", "eval.tasks", found=said))
+
+
+def _text_of(where: str, requests: list[Any]) -> tuple[str, list[str], int, bool]:
+    """The text of an example: the prompt of each request, and the prompt with its answer."""
+    asked = [[part for part in request.arguments[:2] if isinstance(part, str)] for request in requests]
+    rolling = any(request.request_type == "loglikelihood_rolling" for request in requests)
+    readings = [text for parts in asked for text in (parts[0], "".join(parts))]
+    return where, readings, 0, rolling or not all(parts[0] for parts in asked)
 
 
 def metric_names(task: Any) -> list[str]:
@@ -207,8 +261,7 @@ def _evaluate(
                     isinstance(error, OverflowError | AssertionError) or any(map(_is_theirs, settings.tasks))
                 ):
                     raise
-                what, said = "lm-eval fails in a task", str(error)[:300] or type(error).__name__
-                raise UserError(Problem(what, "eval.tasks", found=said)) from error
+                raise _failure(error) from error
     box = [_collected(found, settings, chat, batch_size) if found else None]
     if PartialState().num_processes > 1:
         broadcast_object_list(box)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
 from finetune.data import template_sandbox
@@ -19,19 +19,34 @@ MOST_SHOWN = 3
 SPECIAL, A_CHAT = 8, 256  # tokens that a tokenizer or a chat template may add to a text
 
 
+class _Text(NamedTuple):
+    """A text of an evaluation."""
+
+    where: str
+    readings: list[str]
+    """What the tokenizer encodes of it: the prompt alone, and the prompt with each choice."""
+    room: int = 0
+    """Tokens that are generated after it."""
+    has_prefix: bool = False
+    """Whether lm-eval puts the first token of a text before it."""
+
+
 def check(
     settings: Eval,
     tokenizer: PreTrainedTokenizerBase,
     rows: int,
     longest: int | None,
     date: str | None = None,
+    *,
+    with_hub: bool = True,
 ) -> list[str]:
-    """Check every text on which forgetting is measured, and every text of the local tasks.
+    """Check every text on which forgetting is measured, and every text of the tasks.
 
     Args:
         rows: the number of rows of the embedding.
         longest: the number of positions; `None` if the config names no limit.
         date: the date that chat templates see.
+        with_hub: read the tasks of lm-eval, whose data is on the Hub.
 
     Returns:
         Notes that count the texts that the evaluation cuts.
@@ -40,7 +55,7 @@ def check(
         UserError: a text has token ids that the embedding does not have (exit 2).
     """
     notes, problems = [], []
-    texts = [(f"text {number}", text, 0) for number, text in enumerate(tasks.general_texts(settings), 1)]
+    texts = [_Text(f"text {number}", [text]) for number, text in enumerate(tasks.general_texts(settings), 1)]
     beyond, long = _measure(texts, tokenizer, rows, longest)
     problems += _unknown_ids(beyond, "eval.forgetting", rows)
     if long:
@@ -60,6 +75,7 @@ def check(
                 f"eval.tasks: {task.task}: {long} of {len(asked)} prompts with their answers are longer than "
                 f"the model's {longest} positions; lm-eval cuts their beginning"
             )
+    problems += _of_lm_eval(settings, tokenizer, rows, date, with_hub)
     if problems:
         raise UserError(*problems)
     return notes
@@ -87,15 +103,15 @@ def longest_texts(settings: Eval) -> list[tuple[str, int]]:
             task.max_new_tokens if task.kind in tasks.GENERATED else 0
         )
         for document in tasks.documents(task, name):
-            longest = max(document.get("choices") or [""], key=len)
-            found.append((f"{document['prompt']}{task.delimiter}{longest}", beside))
+            choices = document.get("choices") or [""]
+            found += [(f"{document['prompt']}{task.delimiter}{choice}", beside) for choice in choices]
     return found
 
 
 def _texts(
     task: tasks.Task, name: str, tokenizer: PreTrainedTokenizerBase, date: str | None
-) -> Iterator[tuple[str, str, int]]:
-    """The place of each text of a task, the text, and the tokens that are generated after it."""
+) -> Iterator[_Text]:
+    """The texts of a task."""
     room = task.max_new_tokens if task.kind in tasks.GENERATED else 0
     documents = tasks.documents(task, name)
     prompts = [document["prompt"] for document in documents]
@@ -108,22 +124,47 @@ def _texts(
         prompts = [one.text or prompt for one, prompt in zip(made, prompts, strict=True)]
     between = "" if task.chat else task.delimiter
     for number, (prompt, document) in enumerate(zip(prompts, documents, strict=True), 1):
-        where = f"{task.task}, row {number}"
-        longest = max(document.get("choices") or [""], key=len)
-        yield where, f"{prompt}{between}{longest}" if longest else prompt, room
+        choices = [f"{prompt}{between}{choice}" for choice in document.get("choices", ())]
+        has_prefix = task.kind == "perplexity" or not prompt
+        yield _Text(f"{task.task}, row {number}", [prompt, *choices], room, has_prefix)
 
 
 def _measure(
-    texts: list[tuple[str, str, int]], tokenizer: PreTrainedTokenizerBase, rows: int, longest: int | None
+    texts: list[_Text], tokenizer: PreTrainedTokenizerBase, rows: int, longest: int | None
 ) -> tuple[list[str], int]:
     """The places of texts with unknown ids, and the number of texts that are longer than the model takes."""
     beyond, long = [], 0
-    for where, text, room in texts:
-        ids = tokenizer(text)["input_ids"]
-        if ids and max(ids) >= rows:
-            beyond.append(f"{where} (id {max(ids)})")
-        long += longest is not None and len(ids) + room > longest
+    for where, readings, room, has_prefix in texts:
+        encoded: Any = tokenizer(readings)["input_ids"]
+        prefix = _prefix(tokenizer) if has_prefix else 0
+        highest = max([prefix, *(token for ids in encoded for token in ids)])
+        if highest >= rows:
+            beyond.append(f"{where} (id {highest})")
+        long += longest is not None and max(map(len, encoded)) + room > longest
     return beyond, long
+
+
+def _prefix(tokenizer: Any) -> int:
+    """The token that lm-eval puts before a text without a prompt (HFLM.prefix_token_id)."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def _of_lm_eval(
+    settings: Eval, tokenizer: PreTrainedTokenizerBase, rows: int, date: str | None, with_hub: bool
+) -> list[Problem]:
+    """The unknown ids in the tasks that lm-eval reads itself, if the tokenizer can give any."""
+    theirs = [name for name in settings.tasks if (with_hub or tasks.is_file(name)) and not _is_local(name)]
+    if not theirs or max(tokenizer.get_vocab().values()) < rows:
+        return []
+    from finetune.evaluation import lm_eval_harness  # with lm-eval and torch, which take seconds
+
+    asked = settings.model_copy(update={"tasks": theirs})
+    texts = [_Text(*found) for found in lm_eval_harness.texts(asked, tokenizer, date)]
+    return _unknown_ids(_measure(texts, tokenizer, rows, None)[0], "eval.tasks", rows)
+
+
+def _is_local(name: str) -> bool:
+    return tasks.is_file(name) and tasks.read(name) is not None
 
 
 def _unknown_ids(beyond: list[str], key: str, rows: int) -> list[Problem]:

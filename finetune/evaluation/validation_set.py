@@ -49,7 +49,7 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
             check_present(recipe, damage, kept)
             notes.append(f"{damage}: finetune reads the validation set from the data again")
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
-    rows = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends)
+    rows = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, rows)
     if PartialState().is_main_process and not other:
         lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
         folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))

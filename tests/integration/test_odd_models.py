@@ -234,31 +234,88 @@ def short_model(folder: Path, **more: object) -> Path:
     return save(folder / "model", causal(transformers.LlamaConfig(**values)))
 
 
-def test_check_and_train_forgetting_text_with_unknown_ids_refuse_alike(tmp_path, capsys) -> None:
-    """The tokenizer has one token more than the embedding has rows."""
+def odd_model(folder: Path, template: str | None = None) -> Path:
+    """A model whose tokenizer has one token more than the embedding has rows: `<odd>`."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.add_tokens(["<odd>"])
-    model = save(tmp_path / "model", causal(transformers.LlamaConfig(**sizes())), tokenizer)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return save(folder / "model", causal(transformers.LlamaConfig(**sizes())), tokenizer)
+
+
+def test_check_and_train_forgetting_text_with_unknown_ids_refuse_alike(tmp_path, capsys) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"text": "plain"}\n{"text": "an <odd> one"}\n')
-    codes, said = both(recipe(tmp_path, model, eval={"forgetting": str(texts)}), capsys)
+    codes, said = both(recipe(tmp_path, odd_model(tmp_path), eval={"forgetting": str(texts)}), capsys)
     assert codes == [2, 2] and said[0] == said[1]
     assert "eval.forgetting: token ids past the model's vocabulary" in said[0] and "text 2 (id" in said[0]
 
 
-def test_check_and_train_task_text_with_unknown_ids_refuse_alike(tmp_path, capsys) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.add_tokens(["<odd>"])
-    model = save(tmp_path / "model", causal(transformers.LlamaConfig(**sizes())), tokenizer)
-    (tmp_path / "asked.jsonl").write_text('{"q": "One", "a": "two"}\n{"q": "Two", "a": "<odd>"}\n')
-    task = tmp_path / "asked.yaml"
-    task.write_text(
-        'data: asked.jsonl\nkind: multiple_choice\nprompt: "{{ q }}"\n'
-        'choices: ["no", "{{ a }}"]\nanswer: "0"\n'
-    )
-    codes, said = both(recipe(tmp_path, model, eval={"tasks": [str(task)]}), capsys)
+CHOICES = (
+    'kind: multiple_choice\nprompt: "{{ q }}"\nchoices: ["yes", "{{ a }}", "a long answer"]\nanswer: "0"\n'
+)
+LM_EVAL = (
+    "task: asked\ndataset_path: json\ndataset_kwargs: {data_files: {test: asked.jsonl, few: few.jsonl}}\n"
+    "test_split: test\nfewshot_split: few\nmetric_list: [{metric: acc}]\noutput_type: multiple_choice\n"
+    'doc_to_text: "{{ q }}"\ndoc_to_choice: "{{ [\'yes\', a] }}"\ndoc_to_target: 0\n'
+)
+PLAIN, ODD = {"q": "One", "a": "two"}, {"q": "Two", "a": "<odd>"}
+
+
+@pytest.mark.parametrize(
+    ("task", "questions", "few"),
+    [
+        (f"data: asked.jsonl\n{CHOICES}", [PLAIN, ODD], [PLAIN]),
+        (f"data: asked.jsonl\nchat: true\n{CHOICES}", [PLAIN, ODD], [PLAIN]),
+        ('data: asked.jsonl\nkind: exact_match\nprompt: "{{ a }}"\nanswer: x\n', [PLAIN, ODD], [PLAIN]),
+        ('data: asked.jsonl\nkind: perplexity\nprompt: "{{ a }}"\n', [PLAIN, ODD], [PLAIN]),
+        (LM_EVAL, [PLAIN, ODD], [PLAIN]),
+        (LM_EVAL, [PLAIN, {"q": "<odd>", "a": "b"}], [PLAIN]),
+        (f"{LM_EVAL}num_fewshot: 1\n", [PLAIN, PLAIN], [{"q": "<odd>", "a": "b"}]),
+    ],
+    ids=["choice", "choice in a chat", "prompt", "text", "lm-eval's choice", "lm-eval's prompt", "few-shot"],
+)
+def test_check_and_train_task_text_with_unknown_ids_refuse_alike(
+    tmp_path, capsys, task, questions, few
+) -> None:
+    for name, examples in (("asked", questions), ("few", few)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in examples))
+    (tmp_path / "asked.yaml").write_text(task)
+    path = recipe(tmp_path, odd_model(tmp_path), eval={"tasks": [str(tmp_path / "asked.yaml")]})
+    codes, said = both(path, capsys)
     assert codes == [2, 2] and said[0] == said[1]
     assert "eval.tasks: token ids past the model's vocabulary" in said[0] and "asked, row 2 (id" in said[0]
+
+
+def test_check_and_train_task_of_a_tokenizer_with_unused_ids_pass(tmp_path, capsys) -> None:
+    for name in ("asked", "few"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(PLAIN) + "\n")
+    (tmp_path / "asked.yaml").write_text(LM_EVAL)
+    path = recipe(tmp_path, odd_model(tmp_path), eval={"tasks": [str(tmp_path / "asked.yaml")]})
+    codes, said = both(path, capsys)
+    assert codes == [0, 0], said
+
+
+def test_check_and_train_prompt_with_unknown_ids_refuse_alike(tmp_path, capsys) -> None:
+    """The chat template writes `<odd>` only where an answer is to begin."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+        "{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<odd>{% endif %}"
+    )
+    held = rows(tmp_path / "held.jsonl", [("Say hi", "Hi, and hello.")])
+    asked = {"eval": {"generate": True}, "data": {"validation": str(held)}}
+    codes, said = both(recipe(tmp_path, odd_model(tmp_path, template), **asked), capsys)
+    assert codes == [2, 2] and said[0] == said[1] and "token ids past the model's vocabulary" in said[0]
+
+
+def test_evaluate_other_validation_examples_with_unknown_ids_is_refused(tmp_path, capsys) -> None:
+    assert main.main(["train", str(recipe(tmp_path, odd_model(tmp_path)))]) == 0
+    held = rows(tmp_path / "other.jsonl", [("Say hi", "Hi."), ("Say it", "An <odd> word.")])
+    capsys.readouterr()
+    assert main.main(["evaluate", str(tmp_path / "run"), f"data.validation={held}"]) == 2
+    said = capsys.readouterr().err
+    assert "token ids past the model's vocabulary" in said and "other.jsonl:2 (id" in said
 
 
 def test_check_vocabulary_beyond_the_embedding_refuses_as_train(tmp_path, capsys) -> None:
