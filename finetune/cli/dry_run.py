@@ -58,7 +58,8 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
         optimizers.check_schedule(made, steps)
     if here := made if not options.accelerate else None:  # its processes hold other state
         stopping.check(recipe.train, options.resume, setup.launch.keeper)
-        contract = resume_facts.contract_of(recipe, setup, batch, steps, tokenizer, prepared, here)
+        length = resume_facts.RunLength(batch, steps)
+        contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, here)
         if found:
             resume_contract.compare(found.contract, contract, found.path)
     asked = plan_report.Asked(None, None, None, options.accelerate)

@@ -28,16 +28,25 @@ class Trial(NamedTuple):
     """Bytes in use at most; infinity: memory ran out."""
 
 
-def search(
-    model: Any,
-    rows: Any,
-    data: Data,
-    batch: Batch,
-    pad_token: int,
-    compiled: bool | None,
-    beside: float,
-    ledger: RunChecks,
-) -> Batch:
+class Rows(NamedTuple):
+    """What is put into batches."""
+
+    dataset: Any
+    """The training data."""
+    data: Data
+    pad_token: int
+
+
+class StepKind(NamedTuple):
+    """What a step holds beside the model."""
+
+    compiled: bool | None
+    """Whether our loss is; `None`: it is not ours, and has all logits."""
+    beside: float
+    """Bytes of each trained number beside weight and gradient, as `model_setup.beside` has them."""
+
+
+def search(model: Any, rows: Rows, batch: Batch, step: StepKind, ledger: RunChecks) -> Batch:
     """The largest divisor of each process's share that fits, found with the longest rows.
 
     Forward, loss and backward of more and more rows, with the optimizer's state and its like stood in for;
@@ -45,25 +54,22 @@ def search(
     if what the last two took lets it fit: running out of memory is the exception, and ends the search.
 
     Args:
-        rows: the training data.
         batch: as it is split so far; only its effective size and share are used.
-        compiled: whether our loss is; `None`: it is not ours, and has all logits.
-        beside: bytes of each trained number beside weight and gradient, as `model_setup.beside` has them.
 
     Raises:
         UserError: not even one row fits (exit 5).
     """
     share = batch.per_device * batch.accumulation
-    lengths = torch.tensor([len(ids) for ids in rows["input_ids"]])
+    lengths = torch.tensor([len(ids) for ids in rows.dataset["input_ids"]])
     longest = lengths.argsort(descending=True, stable=True).tolist()
     total, trials = _total(model.device), list[Trial]()  # other processes' memory is not ours
     random = training_state.random_state()
     for size in sizes(share, len(longest)):
         if len(trials) > 1 and not collectives.all_of(_next(trials, size) <= MARGIN * total):
             break
-        chosen = [rows[number] for number in longest[:size]]
-        inputs = _collated(chosen, data, pad_token, model.device)
-        trials.append(Trial(size, _peak(model, inputs, size, compiled, beside)))
+        chosen = [rows.dataset[number] for number in longest[:size]]
+        inputs = _collated(chosen, rows.data, rows.pad_token, model.device)
+        trials.append(Trial(size, _peak(model, inputs, size, step)))
         if not collectives.all_of(trials[-1].peak <= MARGIN * total):
             break
     torch._dynamo.reset()  # it takes what has had several sizes for one that changes: slower graphs, for good
@@ -111,8 +117,9 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
-def _peak(model: Any, inputs: dict[str, Any], rows: int, compiled: bool | None, beside: float) -> float:
+def _peak(model: Any, inputs: dict[str, Any], rows: int, step: StepKind) -> float:
     """Bytes in use at most while a step of these rows is made, without its update."""
+    compiled, beside = step
     installed = lm_head_loss.install(model, compiled=compiled) if compiled is not None else None
     trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
     model.train()  # what is recomputed, and dropout

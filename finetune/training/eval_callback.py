@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from finetune.core.run_checks import RunChecks
     from finetune.data.preparation import HeldOut
-    from finetune.recipe.schema import Data, Eval
+    from finetune.recipe.schema import Data, Eval, Recipe
     from finetune.training.step_metrics import Metrics
 
 TOLERANCE = 1e-2  # relative, of the best loss measured again when all is saved: adapters may be rounded then
@@ -156,20 +156,14 @@ class Validate(TrainerCallback):
 
 
 def asked(
-    data: Data,
-    settings: Eval,
-    tokenizer: Any,
-    adapted: Any,
-    metrics: Metrics,
-    seed: int,
-    declared: Collection[int] = (),
+    recipe: Recipe, tokenizer: Any, adapted: Any, metrics: Metrics, declared: Collection[int] = ()
 ) -> list[Validate]:
     """The evaluation while training, if `eval.eval_steps` asks for one."""
-    if settings.eval_steps is None:
+    if recipe.eval.eval_steps is None:
         return []
-    rows = held_out(data, tokenizer, seed, declared)
+    rows = held_out(recipe.data, tokenizer, recipe.train.seed, declared)
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     allocates: bool = config is not None and config.peft_type == "ADALORA"
     # before its budget is reached it has more ranks than were asked for
     in_budget: int = config.total_step - config.tfinal if allocates and config else 0
-    return [Validate(rows, tokenizer, data, settings, metrics, in_budget)]
+    return [Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]

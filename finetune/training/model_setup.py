@@ -43,22 +43,18 @@ if TYPE_CHECKING:
     from finetune.core.console import Console
     from finetune.core.run_checks import RunChecks
     from finetune.data.audit import Report
-    from finetune.recipe.schema import Eval, Model, Recipe, Speed, Train
+    from finetune.recipe.schema import Model, Recipe
+    from finetune.training.run_context import RunContext
 
 AS_BEFORE = "as in the checkpoint's run"
 PROOF_TOKENS = 128  # of the row that proves documents apart
 
 
 def adapted_model(
-    recipe: Recipe,
-    setup: Setup,
-    arguments: SFTConfig,
-    dataset: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    steps: int,
-    ledger: RunChecks,
+    run: RunContext, arguments: SFTConfig, dataset: Any, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> Any:
     """The base in its storage, with the adapter on it; first the schedule that it will be trained by."""
+    recipe, setup, ledger = run.recipe, run.setup, run.checks
     optimizers.check_schedule(arguments, steps)
     base = loading.load(recipe.model, setup, str(arguments.device), ledger)
     if problems := choice_checks.against_storage(setup.storage.value, module_names.of_model(base)):
@@ -75,25 +71,19 @@ def adapted_model(
 
 
 def make_fast(
-    adapted: Any,
-    recipe: Recipe,
-    setup: Setup,
-    arguments: SFTConfig,
-    work: compilation.Work,
-    found: Found | None,
-    ledger: RunChecks,
-    correction: auto_correction.Correction = auto_correction.NONE,
+    run: RunContext, adapted: Any, arguments: SFTConfig, work: compilation.Work
 ) -> dict[str, run_checks.Choice]:
     """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
+    recipe, setup, ledger = run.recipe, run.setup, run.checks
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
     proved = packing_isolation.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with precision(setup):  # before layers are compiled: they see no other shapes than training's
         packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
     name = collectives.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
-    section, before = resume_contract.as_chosen(recipe.speed, found, name)
+    section, before = resume_contract.as_chosen(recipe.speed, run.found, name)
     once = transformer_engine_layers.used() and section.activation_checkpointing == "auto"
     section = section.model_copy(update={"activation_checkpointing": "none"}) if once else section
-    corrected = correction.choice(auto_correction.CHECKPOINTING)
+    corrected = run.correction.choice(auto_correction.CHECKPOINTING)
     if corrected:
         section = section.model_copy(update={"activation_checkpointing": corrected.value})
     fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger)
@@ -183,90 +173,62 @@ def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tup
     return int(at_once * most), at_once * row * batch.accumulation
 
 
-def settle_batch(
-    section: Train,
-    batch: Batch,
-    found: Found | None,
-    correction: auto_correction.Correction,
-    arguments: SFTConfig,
-) -> Batch:
+def settle_batch(run: RunContext, batch: Batch, arguments: SFTConfig) -> Batch:
     """The batch with the micro-batch of a correction, of this run or of the one that it resumes."""
-    size, share = correction.micro_batch, batch.per_device * batch.accumulation
-    if found and section.per_device_train_batch_size is None:
-        size = found.contract["chosen"].get(auto_correction.MICRO_BATCH)
+    size, share = run.correction.micro_batch, batch.per_device * batch.accumulation
+    if run.found and run.recipe.train.per_device_train_batch_size is None:
+        size = run.found.contract["chosen"].get(auto_correction.MICRO_BATCH)
     if not size or share % size:
         return batch
-    return _in_arguments(with_micro_batch(batch, size), arguments)
+    smaller = with_micro_batch(batch, size)
+    put_in_arguments(smaller, arguments)
+    return smaller
 
 
-def _in_arguments(batch: Batch, arguments: SFTConfig) -> Batch:
+def put_in_arguments(batch: Batch, arguments: SFTConfig) -> None:
     arguments.per_device_train_batch_size = batch.per_device
     arguments.gradient_accumulation_steps = batch.accumulation
-    return batch
 
 
 def search_batch(
-    adapted: Any,
-    recipe: Recipe,
-    setup: Setup,
-    batch: Batch,
-    found: Found | None,
-    dataset: Any,
-    tokenizer: Any,
-    fast: dict[str, run_checks.Choice],
-    arguments: SFTConfig,
-    ledger: RunChecks,
+    run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice], rows: batch_search.Rows
 ) -> Batch:
     """As many rows at once as fit, or as the checkpoint's run took."""
+    if run.found:
+        return batch_search.as_before(batch, run.found.contract)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
-    pad, held = tokenizer.pad_token_id, beside(recipe, setup)
-    with precision(setup):
-        batch = (
-            batch_search.as_before(batch, found.contract)
-            if found
-            else batch_search.search(adapted, dataset, recipe.data, batch, pad, compiled, held, ledger)
-        )
-    return _in_arguments(batch, arguments)
+    step = batch_search.StepKind(compiled, beside(run.recipe, run.setup))
+    with precision(run.setup):
+        return batch_search.search(adapted, rows, batch, step, run.checks)
 
 
 def corrector(
-    recipe: Recipe,
-    setup: Setup,
-    adapted: Any,
-    batch: Batch,
-    fast: dict[str, run_checks.Choice],
-    correction: auto_correction.Correction,
-    screen: Console,
+    run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> auto_correction.Corrector | None:
     """What starts the run again if its first step runs out of memory; `None`: no `auto` can take less."""
     layers = apply_to_model.decoder_layers(adapted)
     level = fast[auto_correction.CHECKPOINTING].value
-    allowed = partial(choice_checks.allows, recipe, setup)
+    allowed = partial(choice_checks.allows, run.recipe, run.setup)
     change = auto_correction.next_change(
-        recipe,
+        run.recipe,
         level if layers and not transformer_engine_layers.used() else "full",
         batch,
         allowed,
         fused_mlps=bool(layers) and all(map(apply_to_model.fused_mlps, layers)),
         offloads=bool(memory_estimate.away(fast["speed.offload"].value, max(1, len(layers)))),
     )
-    alone = setup.launch.processes == 1
-    if change is None or not (alone or correction.restarts):
+    alone = run.setup.launch.processes == 1
+    if change is None or not (alone or run.correction.restarts):
         return None
-    following = correction._replace(changes=(*correction.changes, change))
-    return auto_correction.Corrector(following, screen, alone=alone)
+    following = run.correction._replace(changes=(*run.correction.changes, change))
+    return auto_correction.Corrector(following, run.console, alone=alone)
 
 
 def micro_batches(
-    recipe: Recipe,
-    setup: Setup,
-    batch: Batch,
-    fast: dict[str, run_checks.Choice],
-    screen: Console,
-    ledger: RunChecks,
-    struck: tuple[int, ...] = (),
+    run: RunContext, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> oom_recovery.MicroBatches:
     """Those of the run, which know what to say where memory runs out."""
+    recipe, setup = run.recipe, run.setup
     allowed = partial(choice_checks.allows, recipe, setup)
     graphs = fast["CUDA graphs"].value == "on"
     level = {"activation_checkpointing": fast["speed.activation_checkpointing"].value}
@@ -277,7 +239,8 @@ def micro_batches(
         recipe.data.max_length,
     )
     less = oom_recovery.fixes(*asked, allowed, graphs=graphs)
-    made = oom_recovery.of(less, batch, screen, ledger, struck)
+    struck = (1,) if run.correction.changes else ()
+    made = oom_recovery.of(less, batch, run.console, run.checks, struck)
     length = recipe.data.max_length // setup.launch.sharing
     made.needs = partial(oom_recovery.needed, length, setup, fast, beside(recipe, setup))
     return made
@@ -291,20 +254,14 @@ def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
 
 
 def check_space(
-    adapted: Any,
-    section: Train,
-    fast: Speed,
-    setup: Setup,
-    where: str | None,
-    evaluated: Eval,
-    groups: Path = training_state.GROUPS,
+    adapted: Any, recipe: Recipe, setup: Setup, where: str | None, groups: Path = training_state.GROUPS
 ) -> None:
     """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that is split.
 
     Args:
-        evaluated: whether each checkpoint holds the best weights so far, too.
         groups: where the limits of this process's container stand.
     """
+    section, evaluated = recipe.train, recipe.eval  # a checkpoint may hold the best weights so far, too
     if section.save_strategy == "no" or optimizer_choice.unsaved(section, setup.launch.keeper):
         return
     place, weights = (
@@ -314,7 +271,7 @@ def check_space(
     sizes = [(sharded_tensors.shape(p).numel(), p.element_size()) for p in weights]
     trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
     masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
-    low = optimizer_choice.state_bytes(optimizer_choice.asked(section), fast)
+    low = optimizer_choice.state_bytes(optimizer_choice.asked(section), recipe.speed)
     kept = round(numbers * ((low or 8) + masters))
     each = kept + trained * (2 if evaluated.eval_steps and evaluated.load_best_model_at_end else 1)
     collectives.from_main(lambda: checkpoints.check_space(place, trained, each, section.save_total_limit))

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import PartialState
@@ -52,6 +53,7 @@ from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import apply_to_model, dora_norm
 from finetune.training import (
     auto_correction,
+    batch_search,
     eval_callback,
     first_step_checks,
     launch_checks,
@@ -68,6 +70,7 @@ from finetune.training import (
     verify_saved,
 )
 from finetune.training.auto_correction import Correction, StartAgain
+from finetune.training.run_context import RunContext
 from finetune.training.trainer import Trainer, build
 
 if TYPE_CHECKING:
@@ -115,6 +118,7 @@ def run(
         Console(quiet=quiet).say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
+    asked = _Asked(resumes, quiet, watchers)
     claimed = lock.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop:
         try:
@@ -122,7 +126,7 @@ def run(
                 recipe = choice_checks.pinned(recipe)
                 while True:
                     try:
-                        return _run(recipe, where, stop, resumes, quiet, watchers, correction)
+                        return _run(recipe, where, stop, asked, correction)
                     except StartAgain as again:
                         correction = again.correction
                     stop.failed = False
@@ -141,18 +145,19 @@ def release_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _run(
-    recipe: Recipe,
-    where: str | None,
-    stop: Stop,
-    resumes: str | None,
-    quiet: bool,
-    watchers: Sequence[Any],
-    correction: Correction,
-) -> RunFolder:
+@dataclass(frozen=True)
+class _Asked:
+    """What a caller of `run` asks beside the recipe; the names are those of its arguments."""
+
+    resumes: str | None
+    quiet: bool
+    watchers: Sequence[Any]
+
+
+def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correction: Correction) -> RunFolder:
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
-    screen, ledger = Console(quiet=quiet), RunChecks()
+    screen, ledger = Console(quiet=asked.quiet), RunChecks()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments.training_arguments(
         recipe.train, recipe.data, setup, batch
@@ -163,42 +168,44 @@ def _run(
     tasks.general_texts(recipe.eval)  # a fault of theirs would end the run after its last step
     set_seed(recipe.train.seed)
 
-    recipe = training_data.with_template_date(recipe, folder, resumes)
+    recipe = training_data.with_template_date(recipe, folder, asked.resumes)
     tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
-    found = find_checkpoint(recipe.train, resumes, setup)
-    batch = model_setup.settle_batch(recipe.train, batch, found, correction, arguments)
+    found = find_checkpoint(recipe.train, asked.resumes, setup)
+    run = RunContext(recipe, setup, ledger, screen, folder, found, correction)
+    batch = model_setup.settle_batch(run, batch, arguments)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
-    contract = resume_facts.contract_of(recipe, setup, batch, steps, tokenizer, prepared, arguments)
+    length = resume_facts.RunLength(batch, steps)
+    contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
     if found:
         found.notes.extend(resume_contract.compare(found.contract, contract, found.path))
 
-    adapted = model_setup.adapted_model(recipe, setup, arguments, prepared.train, tokenizer, steps, ledger)
+    adapted = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, steps)
     flops = apply_to_model.flops_per_token(adapted)
     most, whole = model_setup.tokens_of(recipe, setup, batch, data_report["train"])
     work = model_setup.work_of(adapted, recipe, setup, most, flops * whole * steps)
     with stage("tried the speed options on the model", "speed"):
-        fast = model_setup.make_fast(adapted, recipe, setup, arguments, work, found, ledger, correction)
+        fast = model_setup.make_fast(run, adapted, arguments, work)
     compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
-    model_setup.check_space(adapted, recipe.train, recipe.speed, setup, where, recipe.eval)
+    model_setup.check_space(adapted, recipe, setup, where)
     contract["base"] = model_setup.frozen_fingerprint(adapted, found, ledger)
     if recipe.train.per_device_train_batch_size == "auto" and not correction.micro_batch:
-        batch = model_setup.search_batch(
-            adapted, recipe, setup, batch, found, prepared.train, tokenizer, fast, arguments, ledger
-        )
+        shown = batch_search.Rows(prepared.train, recipe.data, cast("int", tokenizer.pad_token_id))
+        batch = model_setup.search_batch(run, adapted, batch, fast, shown)
+        model_setup.put_in_arguments(batch, arguments)
 
     again = found is not None or bool(correction.changes)
     with (
         recording(screen, ledger, folder, setup, again=again),
         trackers.running(arguments, folder) as tracked,
     ):
-        correction = correction._replace(folder=str(folder.path))
-        choices = resolved_recipe.choices(recipe, setup, batch, steps, adapted, fast, folder, correction)
-        correction.add_receipts(ledger)
+        run = replace(run, correction=correction._replace(folder=str(folder.path)))
+        choices = resolved_recipe.choices(run, batch, steps, adapted, fast)
+        run.correction.add_receipts(ledger)
         initial = folder.staging / "initial"
         if setup.launch.main:
-            resolved_recipe.write_start(folder, recipe, choices, data_report, setup, arguments)
+            resolved_recipe.write_start(run, choices, data_report, arguments)
             repeats = launch_checks.notes_on_repeats(
                 recipe.train, rows, batch, setup.launch.rows_apart, steps
             )
@@ -210,22 +217,21 @@ def _run(
         made = {"compiled": compile, "cudagraphs": fast["CUDA graphs"]}
         first_step = first_step_checks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
         metrics = step_metrics.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
-        seed, ends = recipe.train.seed, tokenizer_setup.declared_ends(recipe.model)
-        validating = eval_callback.asked(recipe.data, recipe.eval, tokenizer, adapted, metrics, seed, ends)
+        ends = tokenizer_setup.declared_ends(recipe.model)
+        validating = eval_callback.asked(recipe, tokenizer, adapted, metrics, ends)
         writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
         schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
         unusable = nan_detection.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
-        watching = [first_step, *unusable, metrics, *validating, schedule, *watchers]
+        watching = [first_step, *unusable, metrics, *validating, schedule, *asked.watchers]
         watching += dora_norm.refreshing(adapted, ledger)
         router = router_loss.count_experts(adapted.config)
-        trainer = build(adapted, recipe.adapter, recipe.speed, arguments, prepared.train, tokenizer, watching)
+        trainer = build(adapted, recipe, arguments, prepared.train, tokenizer, watching)
         trainer.loader_timeout = recipe.train.dataloader_timeout
         trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        struck = (1,) if correction.changes else ()
-        parts = model_setup.micro_batches(recipe, setup, batch, fast, screen, ledger, struck)
+        parts = model_setup.micro_batches(run, batch, fast)
         trainer.remembers(schedule, contract, parts, metrics, *unusable, *validating)
         if found is None:
-            trainer.corrector = model_setup.corrector(recipe, setup, adapted, batch, fast, correction, screen)
+            trainer.corrector = model_setup.corrector(run, adapted, batch, fast)
         tracked.follow(trainer)
         if (
             (recipe.data.packing or recipe.data.padding_free)

@@ -14,16 +14,15 @@ from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
-from finetune.training.auto_correction import MICRO_BATCH, NONE, SET_BY, Correction
+from finetune.training.auto_correction import MICRO_BATCH, SET_BY
 
 if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
+    from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.core.run_checks import Choice
     from finetune.data.audit import Report
     from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
+    from finetune.training.run_context import RunContext
 
 
 def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
@@ -53,16 +52,10 @@ def _git() -> dict[str, Any] | None:
 
 
 def choices(
-    recipe: Recipe,
-    setup: Setup,
-    batch: Any,
-    steps: int,
-    adapted: Any,
-    fast: dict[str, Choice],
-    folder: RunFolder,
-    correction: Correction = NONE,
+    run: RunContext, batch: Batch, steps: int, adapted: Any, fast: dict[str, Choice]
 ) -> run_folder.Choices:
     """Every value that was not simply read from the recipe, with who set it and why."""
+    recipe, setup, correction = run.recipe, run.setup, run.correction
     launch, set_by = setup.launch, recipe.origin.set_by
     derived = attach.derived(adapted, recipe.adapter)
     how = "asked for" if recipe.train.max_steps else f"{recipe.train.num_train_epochs or 3.0:g} epochs"
@@ -111,7 +104,7 @@ def choices(
             if parts
             else {}
         ),
-        "train.output_dir": (str(folder.path), set_by.get("train.output_dir", "default")),
+        "train.output_dir": (str(run.folder.path), set_by.get("train.output_dir", "default")),
         "train.per_device_train_batch_size": (batch.per_device, per_device),
         "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),
         "train.steps": (steps, how),
@@ -119,17 +112,11 @@ def choices(
     }
 
 
-def write_start(
-    folder: RunFolder,
-    recipe: Recipe,
-    chosen: run_folder.Choices,
-    data: dict[str, Report],
-    setup: Setup,
-    arguments: Any,
-) -> None:
+def write_start(run: RunContext, chosen: run_folder.Choices, data: dict[str, Report], arguments: Any) -> None:
     """recipe.resolved.yaml, data_report.json and environment.json."""
-    folder.write_text(folder.recipe.name, run_folder.resolved_yaml(recipe, chosen))
+    folder = run.folder
+    folder.write_text(folder.recipe.name, run_folder.resolved_yaml(run.recipe, chosen))
     load_recipe(folder.recipe)  # what later commands read must load: better to know now
     folder.write("data_report.json", {name: asdict(split) for name, split in data.items()})
-    environment = describe_environment(setup.hardware, setup.launch)
+    environment = describe_environment(run.setup.hardware, run.setup.launch)
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl.trainer.sft_config import SFTConfig
 
@@ -40,17 +40,27 @@ def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     return held | {"data.template_date": str(recipe.data.template_date)}
 
 
+class RunLength(NamedTuple):
+    """How many steps a run has, and of what batches."""
+
+    batch: Batch
+    steps: int
+
+
 def contract_of(
     recipe: Recipe,
     setup: Setup,
-    batch: Batch,
-    steps: int,
+    length: RunLength,
     tokenizer: Any,
     prepared: Prepared,
     arguments: SFTConfig,
 ) -> dict[str, Any]:
     """What a run that goes on from a checkpoint of this one must have in common with it; so must ranks."""
-    counts = {"steps": steps, "rows": prepared.report["train"].kept, **batch._asdict()}
+    counts = {
+        "steps": length.steps,
+        "rows": prepared.report["train"].kept,
+        **length.batch._asdict(),
+    }
     counts |= {"data: token ids": prepared.report["train"].token_ids}
     counts |= {"validation: token ids": prepared.report["validation"].token_ids}
     if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.checkpointing.checkpoints import Writer
-    from finetune.recipe.schema import Adapter, Speed
+    from finetune.recipe.schema import Recipe
     from finetune.training.auto_correction import Corrector
     from finetune.training.stopping import Schedule
 
@@ -396,14 +396,14 @@ class Trainer(SFTTrainer):
 
 def build(
     adapted: Any,
-    section: Adapter,
-    fast: Speed,
+    recipe: Recipe,
     arguments: SFTConfig,
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     watching: list[Any],
 ) -> Trainer:
     """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
+    section, fast = recipe.adapter, recipe.speed
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     allocates: bool = config is not None and config.peft_type == "ADALORA"
     if allocates:

@@ -244,15 +244,15 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     split = dataclasses.replace(
         setup, launch=dataclasses.replace(setup.launch, sharded="FSDP", splitter="FSDP")
     )
-    no = loaded.train.model_copy(update={"save_strategy": "no", "save_steps": None})
+    no = loader.load(QUICKSTART, ["adapter.type=full", "train.save_strategy=no"])
     where = str(tmp_path / "run")
-    for section, own in ((loaded.train, setup), (no, split)):
-        model_setup.check_space(model, section, loaded.speed, own, where, loaded.eval, tmp_path)
+    for recipe, own in ((loaded, setup), (no, split)):
+        model_setup.check_space(model, recipe, own, where, tmp_path)
     if fits:
-        model_setup.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
+        model_setup.check_space(model, loaded, split, where, tmp_path)
         return
     with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
-        model_setup.check_space(model, loaded.train, loaded.speed, split, where, loaded.eval, tmp_path)
+        model_setup.check_space(model, loaded, split, where, tmp_path)
     assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
 
 
@@ -261,7 +261,8 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
     setup, told = machine_setup.choose(attention="sdpa", base="auto", adapter_type="full"), list[int]()
     monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
     for evaluated in (Eval(), Eval(eval_steps=2), Eval(eval_steps=2, load_best_model_at_end=False)):
-        model_setup.check_space(model, loaded.train, loaded.speed, setup, str(tmp_path), evaluated)
+        recipe = loaded.model_copy(update={"eval": evaluated})
+        model_setup.check_space(model, recipe, setup, str(tmp_path))
     assert told == [1200, 1600, 1200], "weights and moments in fp32"
 
 

@@ -276,8 +276,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     screen = Console(quiet=True)
     metrics = step_metrics.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
     watching = [first, metrics]
-    sections = loaded.adapter, loaded.speed
-    trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, watching)
+    trainer = build(adapted, loaded, arguments, prepared.train, tokenizer, watching)
     trainer.first_step = first
     trainer.model_accepts_loss_kwargs = counted
     trainer.add_callback(keep or Keep())

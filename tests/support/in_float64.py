@@ -96,7 +96,7 @@ def step(
         Keep(),
     )
     first.dtype, keep.spoils = "float64", spoils
-    made = (adapted, loaded.adapter, loaded.speed, arguments, prepared.train, tokenizer, [first, keep])
+    made = (adapted, loaded, arguments, prepared.train, tokenizer, [first, keep])
     keep.stops = stops = nan_detection.NonFinite(allowed, folder, Console(quiet=True))
     trainer = build(*made[:-1], [*made[-1], stops])
     trainer.schedule = cast("Any", SimpleNamespace(sharded=""))

@@ -9,10 +9,15 @@ from transformers import set_seed
 
 from finetune.adapters import attach
 from finetune.autoconfig import batch_size, machine_setup
+from finetune.autoconfig.machine_setup import Setup
+from finetune.core.console import Console
 from finetune.core.run_checks import RunChecks
 from finetune.models import loading, tokenizer_setup
 from finetune.recipe import loader
+from finetune.recipe.schema import Recipe
+from finetune.run_folder.run_folder import RunFolder
 from finetune.training import first_step_checks, training_arguments, training_data
+from finetune.training.run_context import RunContext
 from finetune.training.trainer import build
 from support.paths import QUICKSTART
 
@@ -63,13 +68,20 @@ def opened(base: Path, *overrides: str):
     return adapted, arguments, loaded, setup
 
 
+def run_context(
+    recipe: Recipe, setup: Setup, checks: RunChecks | None = None, found: Any = None
+) -> RunContext:
+    """The context of a quiet run of this recipe."""
+    folder = RunFolder(Path(recipe.train.output_dir or "run"))
+    return RunContext(recipe, setup, RunChecks(), Console(quiet=True), folder, found)
+
+
 def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     """The trainer of a run on 96 rows, not yet trained."""
     adapted, arguments, loaded, setup = opened(base, "data.validation=null", *overrides)
     arguments.output_dir = str(folder)
     tokenizer, prepared = training_data.prepare_in_turn(loaded, setup)
     first = first_step_checks.FirstStep(RunChecks(), setup, steps=arguments.max_steps, batch=8)
-    sections = loaded.adapter, loaded.speed
-    trainer = build(adapted, *sections, arguments, prepared.train, tokenizer, [first])
+    trainer = build(adapted, loaded, arguments, prepared.train, tokenizer, [first])
     trainer.install_loss(chosen, compiled=False)
     return trainer

@@ -12,12 +12,12 @@ from finetune.autoconfig.batch_size import split_batch
 from finetune.checkpointing import resume_contract
 from finetune.core import run_checks
 from finetune.core.errors import UserError
-from finetune.core.run_checks import RunChecks
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import apply_to_model
 from finetune.training import load_data, model_setup, resume_facts, training_arguments
 from support.paths import DATA, QUICKSTART
+from support.trainers import run_context
 
 
 def test_activations_may_wait_elsewhere_and_the_optimizer_may_not() -> None:
@@ -64,9 +64,9 @@ def test_a_stream_s_workers_are_part_of_the_contract(tmp_path) -> None:
 
     def contract(workers: int) -> dict[str, Any]:
         given: Any = SimpleNamespace(dataloader_num_workers=workers)
-        batch = split_batch(found.train, 1)
+        length = resume_facts.RunLength(split_batch(found.train, 1), 2)
         return {
-            **resume_facts.contract_of(found, setup, batch, 2, tokenizer, prepared, given),
+            **resume_facts.contract_of(found, setup, length, tokenizer, prepared, given),
             "chosen": {},
         }
 
@@ -107,7 +107,7 @@ def test_a_changed_patience_is_not_taken_for_the_same_run(tmp_path) -> None:
 def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
     """The memory that is free today is not asked: other layers would be rounded."""
     one = loader.load(QUICKSTART, ["speed.compile=false"])
-    setup, ledger = choice_checks.setup_of(one), RunChecks()
+    setup = choice_checks.setup_of(one)
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = load_data.prepare_data(one)
 
@@ -121,9 +121,10 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
 
     def resumed(name: str) -> tuple[int, run_checks.Choice]:
         found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
-        model = model_setup.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+        run = run_context(one, setup, found=found)
+        model = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, 2)
         work = model_setup.work_of(model, one, setup, 64, 1.0)
-        fast = model_setup.make_fast(model, one, setup, arguments, work, found, ledger)
+        fast = model_setup.make_fast(run, model, arguments, work)
         count = sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model))
         return count, fast["speed.activation_checkpointing"]
 

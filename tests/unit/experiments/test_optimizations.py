@@ -14,7 +14,6 @@ import yaml
 from finetune.autoconfig.batch_size import split_batch
 from finetune.cli import main
 from finetune.core.errors import UserError
-from finetune.core.run_checks import RunChecks
 from finetune.experiments.ablation import ablation_report, optimizations
 from finetune.experiments.runner import measured_run, varied_keys
 from finetune.experiments.sweep import search_space
@@ -25,6 +24,7 @@ from finetune.speed import apply_to_model
 from finetune.training import load_data, model_setup, training_arguments
 from support.paths import QUICKSTART, ROOT
 from support.scripts import module_of
+from support.trainers import run_context
 
 SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
 
@@ -174,12 +174,13 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     if precision:
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     one = loader.load(QUICKSTART, overrides)
-    setup, ledger = choice_checks.setup_of(one), RunChecks()
+    setup = choice_checks.setup_of(one)
+    run = run_context(one, setup)
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = load_data.prepare_data(one)
-    model = model_setup.adapted_model(one, setup, arguments, prepared.train, tokenizer, 2, ledger)
+    model = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, 2)
     work = model_setup.work_of(model, one, setup, 64, 1.0)
-    fast = model_setup.make_fast(model, one, setup, arguments, work, None, ledger)
+    fast = model_setup.make_fast(run, model, arguments, work)
     return {
         "attention": model.config._attn_implementation,
         "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from finetune.adapters import attach
 from finetune.autoconfig import batch_size
 from finetune.cli import main
 from finetune.core import run_checks
-from finetune.core.console import Console
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
@@ -31,6 +29,7 @@ from finetune.recipe import loader
 from finetune.training import batch_search, model_setup
 from support.paths import QUICKSTART, ROOT
 from support.plans import LLAMA_8B, planned
+from support.trainers import run_context
 
 SHORT = ("data.max_length=1024", "data.too_long=split", "train.effective_batch_size=96", "speed.compile=true")
 AUTO = "train.per_device_train_batch_size=auto"
@@ -235,10 +234,10 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
     names = "speed.loss", "speed.compile", "CUDA graphs", "speed.activation_checkpointing"
     fast = dict.fromkeys(names, chosen)
     seen: list[Any] = []
-    monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[-2]) or split)
-    tokenizer, arguments = SimpleNamespace(pad_token_id=0), SimpleNamespace()
-    model_setup.search_batch(None, loaded, setup, split, None, None, tokenizer, fast, arguments, RunChecks())
-    made = model_setup.micro_batches(loaded, setup, split, fast, Console(), RunChecks())
+    monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[3].beside) or split)
+    run = run_context(loaded, setup)
+    model_setup.search_batch(run, None, split, fast, batch_search.Rows(None, loaded.data, 0))
+    made = model_setup.micro_batches(run, split, fast)
     assert [*seen, made.needs.args[-1]] == [8 + 4 + 12] * 2
 
 

@@ -20,6 +20,7 @@ from finetune.training import model_setup, training_arguments
 from support.adapter_cells import SETUP
 from support.architectures import CONFIGS
 from support.paths import QUICKSTART
+from support.trainers import run_context
 
 
 def adapted(family: str, **options: Any) -> Any:
@@ -174,7 +175,7 @@ def test_probe_runs_in_the_precision_of_the_launch(monkeypatch) -> None:
     setup, tokenizer = choice_checks.setup_of(recipe), tokenizer_setup.load_tokenizer(recipe.model)
     batch = batch_size.split_batch(recipe.train, 1)
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
-    model_setup.adapted_model(recipe, setup, arguments, None, tokenizer, 2, RunChecks())
+    model_setup.adapted_model(run_context(recipe, setup), arguments, None, tokenizer, 2)
     assert seen == [torch.bfloat16]
 
 
