@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import regular_files
+from finetune.core import config_sizes, regular_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
+MOST_ADDED = 100_000  # tokens beside the vocabulary
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
 _CODE_OF = ("transformers.", "peft.")  # what `auto_mapping` of an adapter may name
 
@@ -146,6 +147,7 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
     if not isinstance(content, dict):
         yield Problem("not a config: no JSON object", key, str(path))
         return
+    yield from config_sizes.problems(_entries(content), str(path), key)
     for name, value in _entries(content):
         if _IMPLEMENTATION.fullmatch(name):
             texts = [text for _, text in _entries({name: value})] if isinstance(value, dict) else [value]
@@ -208,10 +210,36 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _entries(item)
 
 
+def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
+    yield from _config(path, key)
+    content = _read(path, key)
+    added = content.get("added_tokens_decoder") if isinstance(content, dict) else None
+    yield from _too_many_tokens(len(added) if isinstance(added, dict) else 0, path, key)
+
+
+def _added_tokens(path: Path, key: str) -> Iterator[Problem]:
+    content = _read(path, key)
+    yield from _too_many_tokens(len(content) if isinstance(content, dict) else 0, path, key)
+
+
+def _tokenizer(path: Path, key: str) -> Iterator[Problem]:
+    """Each added token is an object. They are counted without a parse, which would take long."""
+    yield from _too_many_tokens(path.read_bytes().count(b"{"), path, key)
+
+
+def _too_many_tokens(count: int, path: Path, key: str) -> Iterator[Problem]:
+    """A tokenizer looks for each added token in each text, and adds one after another."""
+    if count > MOST_ADDED:
+        what, expected = "too many added tokens", f"at most {MOST_ADDED:,}"
+        yield Problem(what, key, str(path), f"{count:,}", expected)
+
+
 _LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {
     "config.json": _config,
     "generation_config.json": _config,
-    "tokenizer_config.json": _config,
+    "tokenizer_config.json": _tokenizer_config,
+    "tokenizer.json": _tokenizer,
+    "added_tokens.json": _added_tokens,
     "processor_config.json": _config,
     "adapter_config.json": _adapter_config,
     INDEX: _index,

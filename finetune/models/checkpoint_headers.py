@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
     from pathlib import Path
 
+MOST_DIMENSIONS = 16
+# Bits of a value by the format's names of dtypes
+_BITS = {
+    **dict.fromkeys(("F4",), 4),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+}
 _LAYER = re.compile(r"\.\d+\.")
 
 
@@ -67,4 +78,18 @@ def _header(path: Path) -> dict[str, list[int]]:
     ends = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     if ends != size:
         raise ValueError(f"its tensors end at byte {ends:,}, the file is {size:,}")
+    for name, entry in entries.items():
+        _check_entry(name, entry)
     return {name: entry["shape"] for name, entry in entries.items()}
+
+
+def _check_entry(name: str, entry: dict[str, Any]) -> None:
+    """Refuse a tensor whose shape takes other bytes than its part of the file has (ValueError)."""
+    start, end = entry["data_offsets"]
+    bits, shape = _BITS.get(entry["dtype"]), entry["shape"]
+    if bits is None:
+        raise ValueError(f"{name} has the unknown dtype {entry['dtype']!r}"[:200])
+    if len(shape) > MOST_DIMENSIONS or not all(isinstance(size, int) and 0 <= size < 2**63 for size in shape):
+        raise ValueError(f"{name} has the shape {shape}"[:200])
+    if not 0 <= start <= end or prod(shape) * bits != (end - start) * 8:
+        raise ValueError(f"{name} has the shape {shape}, and {end - start:,} bytes"[:200])

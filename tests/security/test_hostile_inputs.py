@@ -432,3 +432,88 @@ def test_data_that_would_fill_memory_is_refused(name: str, make: Callable, tmp_p
     make(tmp_path / name)
     ended = commands.run("check", str(QUICKSTART), f"data.name={tmp_path / name}")
     assert not ended.wrong and ended.code == 2, ended
+
+
+SIZES: list[tuple[str, dict[str, Any]]] = [
+    ("hidden_size", {"hidden_size": -5}),
+    ("hidden_size", {"hidden_size": 0}),
+    ("intermediate_size", {"intermediate_size": 10**12}),
+    ("num_hidden_layers", {"num_hidden_layers": 10**9}),
+    ("num_hidden_layers", {"num_hidden_layers": -1}),
+    ("num_attention_heads", {"num_attention_heads": 10**9}),
+    ("vocab_size", {"vocab_size": 10**12}),
+    ("head_dim", {"head_dim": 10**12}),
+    ("max_position_embeddings", {"max_position_embeddings": 10**18}),
+    ("n_layer", {"model_type": "gpt2", "n_layer": 10**9, "architectures": ["GPT2LMHeadModel"]}),
+    ("num_local_experts", {"model_type": "mixtral", "num_local_experts": 10**9}),
+    ("num_hidden_layers", {"text_config": {"num_hidden_layers": 10**9}}),
+]
+
+
+@pytest.mark.parametrize(("name", "entries"), SIZES, ids=str)
+def test_config_with_a_size_that_no_model_has_is_refused(
+    name: str, entries: dict[str, Any], tmp_path, commands
+) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **entries}))
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert not ended.wrong and ended.code == 2, ended
+    assert "a size that no model has" in ended.said and f"{name}: " in ended.said
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "added_tokens.json", "tokenizer_config.json"])
+def test_tokenizer_with_a_million_added_tokens_is_refused(name: str, tmp_path, commands) -> None:
+    """Written so short that the file is not too large."""
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    count = 10**6 if name == "tokenizer.json" else 600_000
+    path = folder / name
+    content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if name == "tokenizer.json":
+        content["added_tokens"] += [{"id": 10**4 + number, "content": str(number)} for number in range(count)]
+    elif name == "added_tokens.json":
+        content = {str(number): number for number in range(count)}
+    else:
+        content["added_tokens_decoder"] = {str(number): "" for number in range(count)}
+    path.write_text(json.dumps(content, separators=(",", ":")))
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert not ended.wrong and ended.code == 2, ended
+    assert "too many added tokens" in ended.said
+
+
+NAME = "model.embed_tokens.weight"
+HEADERS: list[tuple[dict[str, Any], int]] = [
+    ({"shape": [2**62, 2**62]}, 16),
+    ({"shape": [2**32, 2**32]}, 0),
+    ({"shape": [-1, -4]}, 16),
+    ({"shape": [5]}, 16),
+    ({"shape": [1] * 10**6}, 4),
+    ({"shape": ["4"]}, 16),
+    ({"dtype": "Q9"}, 16),
+    ({"data_offsets": [0, 2**64]}, 16),
+    ({"data_offsets": [8, 0]}, 0),
+]
+
+
+@pytest.mark.parametrize(("entry", "size"), HEADERS, ids=lambda value: str(value)[:60])
+def test_safetensors_with_a_lying_header_are_refused(
+    entry: dict[str, Any], size: int, tmp_path, commands
+) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    whole = {NAME: {"dtype": "F32", "shape": [4], "data_offsets": [0, size], **entry}}
+    header = json.dumps(whole).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(size)
+    (folder / "model.safetensors").write_bytes(content)
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert not ended.wrong and ended.code == 2, ended
+    assert "not a safetensors file" in ended.said
+
+
+@pytest.mark.parametrize("length", [10**9, 2**63, 2**64 - 1])
+def test_safetensors_whose_header_is_longer_than_the_file_are_refused(
+    length: int, tmp_path, commands
+) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    (folder / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
+    ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
+    assert not ended.wrong and ended.code == 2 and "its header would be" in ended.said, ended
