@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 LAYERS, PARTS, WIDTH, VOCABULARY, POSITIONS = 1000, 2**14, 2**24, 2**26, 2**32
-# The most that a size may be, by the end of its name; the first that fits holds
+# The most that a size may be, by the last words of its name; the first that fits holds
 _MOST = (
     ("layers", LAYERS),
     ("n_layer", LAYERS),
@@ -21,14 +21,14 @@ _MOST = (
     ("hidden_size", WIDTH),
     ("intermediate_size", WIDTH),
     ("state_size", WIDTH),
-    ("_dim", WIDTH),
-    ("_rank", WIDTH),
+    ("dim", WIDTH),
+    ("rank", WIDTH),
     ("d_model", WIDTH),
     ("d_ff", WIDTH),
     ("d_kv", WIDTH),
     ("n_embd", WIDTH),
     ("n_inner", WIDTH),
-    ("positions", POSITIONS),
+    ("n_positions", POSITIONS),
     ("position_embeddings", POSITIONS),
 )
 # Sizes that are at least 1; others may be 0, where a model lacks the part
@@ -43,8 +43,10 @@ _POSITIVE = frozenset(
 def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
     """Sizes that are negative, zero or too large, of the keys and values of a config."""
     for name, value in entries:
-        most = next((most for end, most in _MOST if name.endswith(end)), None)
-        if most is None or isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        most = next((most for end, most in _MOST if f"_{name}".endswith(f"_{end}")), None)
+        if most is None:
             continue
         least = int(name in _POSITIVE)
         if not least <= value <= most:

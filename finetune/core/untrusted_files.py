@@ -147,7 +147,6 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
     if not isinstance(content, dict):
         yield Problem("not a config: no JSON object", key, str(path))
         return
-    yield from config_sizes.problems(_entries(content), str(path), key)
     for name, value in _entries(content):
         if _IMPLEMENTATION.fullmatch(name):
             texts = [text for _, text in _entries({name: value})] if isinstance(value, dict) else [value]
@@ -210,6 +209,11 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _entries(item)
 
 
+def _model_config(path: Path, key: str) -> Iterator[Problem]:
+    yield from _config(path, key)
+    yield from config_sizes.problems(_entries(_read(path, key)), str(path), key)
+
+
 def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _config(path, key)
     content = _read(path, key)
@@ -235,7 +239,7 @@ def _too_many_tokens(count: int, path: Path, key: str) -> Iterator[Problem]:
 
 
 _LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {
-    "config.json": _config,
+    "config.json": _model_config,
     "generation_config.json": _config,
     "tokenizer_config.json": _tokenizer_config,
     "tokenizer.json": _tokenizer,
