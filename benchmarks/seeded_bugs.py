@@ -170,8 +170,8 @@ BUGS = (
     Bug(
         "held-out rows trained on",
         "finetune/data/source_loading.py",
-        "return (row for row in rows if isinstance(row, BadRow) or digest(row, seed, data) not in held_out)",
-        "return rows",
+        'return (row for row in read(source, "data.name") if not is_held_out(row, data, held_out, seed))',
+        'return read(source, "data.name")',
         "tests/unit/data/test_preparation.py::test_equal_rows_stay_on_one_side_whatever_their_ids",
     ),
     Bug(

@@ -363,7 +363,7 @@ def test_held_out_rows_are_those_of_all_files_that_are_named(tmp_path, capsys) -
 def test_tokens_of_a_cpu_second_are_each_step_s_own(tmp_path) -> None:
     """Steps have other numbers of tokens, the first one most of all."""
     place, tokens, seconds = RunFolder(tmp_path), (100, 200, 400, 500), (50.0, 60.0, 80.0, 95.0)
-    place.write(measured_run.MARK, {"failed": "", "date": "2026-01-01", "seconds": 1.0})
+    place.write(measured_run.MARK, {"identity": "a", "failed": "", "date": "2026-01-01", "seconds": 1.0})
     one = {"loss": "nan", "gpu_memory_gib": None, "host_memory_gib": 1.0, "mfu": None}
     one |= {"tokens_per_second": 1.0, "step_seconds": 1.0}
     lines = [

@@ -214,7 +214,8 @@ def test_files_of_one_name_stay_apart(hub: Hub, trained, tmp_path) -> None:
     report, result = folder.read("data_report.json"), folder.read("eval.json")
     report["train"]["sources"] = {str(path): path.parent.name * 64 for path in files}
     folder.write("data_report.json", report)
-    folder.write("eval.json", {**result, "worst": [{"where": f"{path}:1"} for path in files]})
+    worst = [{"prompt": "Say it", "where": f"{path}:1"} for path in files]
+    folder.write("eval.json", {**result, "worst": worst})
     publish(folder, f"data.name=[{files[0]},{files[1]}]")
     there = hub.repos["me/notes"].files
     report, result = json.loads(there["data_report.json"]), json.loads(there["eval.json"])
