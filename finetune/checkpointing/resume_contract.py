@@ -65,8 +65,9 @@ IGNORED = (
     "model.revision",
     "train.output_dir",
 )
-# What checkpoints of earlier releases don't state: nothing can be said of it
-NEW = ("data.template_date", "data: token ids", "validation: token ids")
+TOKEN_IDS = ("data: token ids", "validation: token ids")
+NEW = ("data.template_date", *TOKEN_IDS)  # what checkpoints of earlier releases don't state
+ANEW = "or a new train.output_dir, and adapter.init_from to continue an adapter"
 SHOWN = 80  # characters of a value in the table
 
 
@@ -119,6 +120,9 @@ def compare(
         UserError: what differs and must not, all of it in one table (exit 4).
     """
     then, today = ({**one["recipe"], **one["facts"]} for one in (kept, now))
+    unknown = [key for key in TOKEN_IDS if key in today and key not in then]
+    if unknown and today.get("data.validation_fraction") is not None:
+        raise _unknown_split(then, path)
     chosen = kept["chosen"]
     differing = [
         (key, then.get(key), today.get(key))
@@ -133,13 +137,34 @@ def compare(
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
         what, (head, *table) = "this is another training than the one that is there", lines
-        fix = "the values it had; or a new train.output_dir, and adapter.init_from to continue an adapter"
-        problem = Problem(what, where=str(path), found=head, fix=fix, more="\n".join(table))
+        same = "the values it had"
+        if {key for key, *_ in wrong} <= {*TOKEN_IDS}:
+            same = f"the versions of finetune and tokenizers that wrote the checkpoint ({_versions(then)})"
+        problem = Problem(what, where=str(path), found=head, fix=f"{same}; {ANEW}", more="\n".join(table))
         raise UserError(problem, code=Exit.ARTEFACT)
     return [
-        f"{key}: {_short(was)} in the checkpoint, now {_short(value)}{_remark(key)}"
-        for key, was, value in differing
+        *[
+            f"{key}: can't be compared; the checkpoint of an older finetune does not state them"
+            for key in unknown
+        ],
+        *[
+            f"{key}: {_short(was)} in the checkpoint, now {_short(value)}{_remark(key)}"
+            for key, was, value in differing
+        ],
     ]
+
+
+def _unknown_split(then: dict[str, Any], path: Path) -> UserError:
+    """The checkpoint's run may have trained on examples that are in the validation set now."""
+    what = "an older finetune began this run, and its validation set can't be verified"
+    expected, fix = "token ids of both sets in the checkpoint", f"that version ({_versions(then)}); {ANEW}"
+    problem = Problem(what, "data.validation_fraction", str(path), "none", expected, fix)
+    return UserError(problem, code=Exit.ARTEFACT)
+
+
+def _versions(facts: dict[str, Any]) -> str:
+    names = ("finetune-toolkit", "tokenizers")
+    return ", ".join(f"{name} {facts.get(f'versions.{name}', 'of then')}" for name in names)
 
 
 def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:

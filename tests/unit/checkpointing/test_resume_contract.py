@@ -164,3 +164,30 @@ def test_what_was_recorded_as_graphs_is_so_again(asked, compiled, graphs: str, k
     made, keys = resume_contract.as_chosen(speed, found, "x")
     assert made.compile == kept and keys == ({"compile"} if kept != asked else set())
     assert resume_contract.as_chosen(speed, found, "another GPU")[0] == speed
+
+
+def of_an_older_finetune(facts: dict[str, Any], **recipe: Any) -> list[dict[str, Any]]:
+    """Its contract, and today's of the same recipe and files."""
+    held = {f"data.{key}": value for key, value in recipe.items()}
+    today = dict.fromkeys(resume_contract.TOKEN_IDS, "e048")
+    facts |= {"versions.finetune-toolkit": "0.0.9", "versions.tokenizers": "0.23.3"}
+    return [{"recipe": held, "facts": one, "chosen": {}} for one in (facts, {**facts, **today})]
+
+
+def test_run_whose_validation_set_an_older_finetune_drew_is_refused(tmp_path) -> None:
+    """It states no token ids: the run may have trained on examples that are in the validation set now."""
+    kept, now = of_an_older_finetune({}, validation_fraction=0.1)
+    with pytest.raises(UserError, match="an older finetune began this run") as raised:
+        resume_contract.compare(kept, now, tmp_path)
+    assert raised.value.code == 4 and "finetune-toolkit 0.0.9" in str(raised.value)
+    kept, now = of_an_older_finetune({})
+    notes = resume_contract.compare(kept, now, tmp_path)
+    assert [note.partition(": can't be compared")[0] for note in notes] == list(resume_contract.TOKEN_IDS)
+
+
+def test_run_whose_token_ids_are_others_now_is_refused_with_the_versions_that_made_them(tmp_path) -> None:
+    facts: dict[str, Any] = dict.fromkeys(resume_contract.TOKEN_IDS, "312b")
+    kept, now = of_an_older_finetune(facts, validation_fraction=0.1)
+    with pytest.raises(UserError, match=r"the versions .* \(finetune-toolkit 0\.0\.9") as raised:
+        resume_contract.compare(kept, now, tmp_path)
+    assert raised.value.code == 4
