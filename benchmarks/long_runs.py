@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import psutil
 
 from finetune.checkpointing import checkpoints
-from finetune.core import fault_injection
 from finetune.experiments.runner import verify_resume
 
 ROOT = Path(__file__).resolve().parent.parent
+FAULTS, PATHS = ROOT / "tests" / "support" / "faults.py", f"{ROOT}:{ROOT / 'tests'}"
 QUICKSTART = str(ROOT / "recipes" / "quickstart.yaml")
 STEPS = 12
 WARM = 200  # steps of a run that has just begun
@@ -40,9 +40,9 @@ def launch(where: Path, fault: str) -> int:
     those that are gone (torch 2.13): each life gets a store of its own.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
-    launcher += ["--monitor-interval=0.2", "-m", "finetune"]
+    launcher += ["--monitor-interval=0.2", str(FAULTS), fault]
     given = [QUICKSTART, *WORDS, f"train.output_dir={where}", "--resume=auto", "--quiet"]
-    environment = {**os.environ, fault_injection.VARIABLE: fault, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = {**os.environ, "PYTHONPATH": PATHS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     command = [sys.executable, *launcher, "train", *given]
     return subprocess.run(command, env=environment, capture_output=True, check=False, cwd=ROOT).returncode
 
@@ -56,9 +56,9 @@ def rank_kills(folder: Path, count: int, seed: int) -> dict[str, Any]:
     finished = equal = 0
     faults_made = list[str]()
     for number in range(count):
-        made = [f"step:{draw.randint(2, STEPS)}:rank:{draw.randint(0, 1)}:kill"]
+        made = [f"kill step={draw.randint(2, STEPS)} rank={draw.randint(0, 1)}"]
         if draw.random() < 0.5:
-            made.append(f"step:{draw.randint(2, STEPS)}:rank:{draw.randint(0, 1)}:life:1:kill")
+            made.append(f"kill step={draw.randint(2, STEPS)} rank={draw.randint(0, 1)} life=1")
         where = folder / f"ranks-{number}"
         finished += launch(where, ",".join(made)) == 0
         newest = checkpoints.published(where / "checkpoints")

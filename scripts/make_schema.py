@@ -27,7 +27,7 @@ An editor completes and checks a recipe whose first line is a comment,
 Of the environment: `FINETUNE_CACHE` is the folder of prepared data, of the module names of models and of what
 `finetune doctor --measure` found (else `~/.cache/finetune`). `HF_TOKEN` is the Hub's token,
 `FINETUNE_STORAGE` the storage of
-[finetune sweep](sweep.md); `FINETUNE_TIMEOUT_SECONDS` and `FINETUNE_FAULT` are in [stopping.md](stopping.md).
+[finetune sweep](sweep.md); `FINETUNE_TIMEOUT_SECONDS` is in [stopping.md](stopping.md).
 """
 BELOW = {
     "Source": ("data.name", "an item with keys of its own"),

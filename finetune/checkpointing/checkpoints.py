@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import fault_injection, safe_files, standard_streams, strict_json, verified_files
+from finetune.core import safe_files, standard_streams, strict_json, verified_files
 from finetune.core.errors import FULL, Exit, Problem, UserError
 from finetune.core.verified_files import Damaged
 from finetune.hub import client
@@ -39,7 +39,6 @@ FORMAT = 1  # of a checkpoint; only this one is read
 MANIFEST, CONTRACT = "manifest.json", "contract.json"
 _NAME = re.compile(r"step-(\d+)")
 _ASIDE = re.compile(r"aside-(step-\d+)")  # newer ones of a run that was resumed before them
-_FAILED: set[fault_injection.Fault] = set()
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
 
 
@@ -150,7 +149,6 @@ def _write_files(folder: Path, step: int, content: Content) -> None:
 
     files = {}
     for name, value in content.items():
-        fault_injection.in_save(step, _FAILED)
         path = folder / name
         if path.suffix == ".safetensors":
             save_file(value, path)

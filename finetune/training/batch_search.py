@@ -12,7 +12,6 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.autoconfig.batch_size import MARGIN, Batch, sizes, with_micro_batch
 from finetune.checkpointing import training_state
-from finetune.core import fault_injection
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives
 from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
@@ -69,7 +68,7 @@ def search(model: Any, rows: Rows, batch: Batch, step: StepKind, ledger: RunChec
             break
         chosen = [rows.dataset[number] for number in longest[:size]]
         inputs = _collated(chosen, rows.data, rows.pad_token, model.device)
-        trials.append(Trial(size, _peak(model, inputs, size, step)))
+        trials.append(Trial(size, _peak(model, inputs, step)))
         if not collectives.all_of(trials[-1].peak <= MARGIN * total):
             break
     torch._dynamo.reset()  # it takes what has had several sizes for one that changes: slower graphs, for good
@@ -117,7 +116,7 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
-def _peak(model: Any, inputs: dict[str, Any], rows: int, step: StepKind) -> float:
+def _peak(model: Any, inputs: dict[str, Any], step: StepKind) -> float:
     """Bytes in use at most while a step of these rows is made, without its update."""
     compiled, beside = step
     installed = lm_head_loss.install(model, compiled=compiled) if compiled is not None else None
@@ -132,7 +131,6 @@ def _peak(model: Any, inputs: dict[str, Any], rows: int, step: StepKind) -> floa
             else model(**inputs).loss
         )
         found.backward()
-        fault_injection.in_backward(1, rows, set())
         del held, found
     except torch.OutOfMemoryError:
         peak = float("inf")

@@ -239,8 +239,7 @@ def micro_batches(
         recipe.data.max_length,
     )
     less = oom_recovery.fixes(*asked, allowed, graphs=graphs)
-    struck = (1,) if run.correction.changes else ()
-    made = oom_recovery.of(less, batch, run.console, run.checks, struck)
+    made = oom_recovery.of(less, batch, run.console, run.checks)
     length = recipe.data.max_length // setup.launch.sharing
     made.needs = partial(oom_recovery.needed, length, setup, fast, beside(recipe, setup))
     return made

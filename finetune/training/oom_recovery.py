@@ -10,7 +10,6 @@ import torch
 
 from finetune.autoconfig import memory_estimate
 from finetune.checkpointing import training_state
-from finetune.core import fault_injection
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.distributed import collectives
 from finetune.speed import apply_to_model, chunked_cross_entropy
@@ -44,7 +43,6 @@ class MicroBatches:
         tell: is called with the step that is made again, and the rows it now takes at once.
         """
         self.rows, self.fixes, self.tell = rows, fixes, tell
-        self.struck: set[int] = set()  # steps in which a fault on purpose has been met
         self.kept: dict[int, list[dict[str, Any]]] = {}
         self.error = ""  # of the attempt that ran out of memory; one that follows it is not made
 
@@ -72,10 +70,6 @@ class MicroBatches:
                 yield from rows_apart(batch, math.ceil(self.rows / self.parts), multiple or 1)
             else:
                 yield from documents_apart(batch, self.parts)
-
-    def rows_of(self, part: dict[str, Any]) -> int:
-        """Of a divided micro-batch; of a flattened one at most."""
-        return len(part["input_ids"]) if "attention_mask" in part else math.ceil(self.rows / self.parts)
 
     def too_large(self, step: int, said: str) -> UserError:
         """What to say where a step can't be made again, or not in smaller parts."""
@@ -106,21 +100,9 @@ class MicroBatches:
         return True
 
 
-def of(
-    less: Sequence[str], batch: Batch, screen: Console, ledger: RunChecks, struck: Sequence[int] = ()
-) -> MicroBatches:
-    """Of a run; and whether faults are planned on purpose is said here.
-
-    Args:
-        less: `fixes`.
-        struck: steps in which a fault on purpose has been met in an earlier attempt.
-    """
-    if planned := fault_injection.planned():
-        ledger.add(fault_injection.VARIABLE, "", str(planned), "the environment", ok=True)
-        screen.say(f"{fault_injection.VARIABLE} is set: faults on purpose are planned ({len(planned)} here)")
-    made = MicroBatches(batch.per_device, less, partial(tell, batch.per_device, screen, ledger))
-    made.struck.update(struck)
-    return made
+def of(less: Sequence[str], batch: Batch, screen: Console, ledger: RunChecks) -> MicroBatches:
+    """Return the micro-batches of a run, whose `fixes` are `less`."""
+    return MicroBatches(batch.per_device, less, partial(tell, batch.per_device, screen, ledger))
 
 
 def needed(

@@ -19,7 +19,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 from finetune.adapters import adalora, trainable_parameters
 from finetune.autoconfig import optimizer_choice
 from finetune.checkpointing import training_state
-from finetune.core import fault_injection
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.distributed import collectives, gradient_reduction, sharded_tensors, transformer_engine_layers
 from finetune.quantization import four_bit
@@ -111,7 +110,6 @@ class Trainer(SFTTrainer):
         batches = self.micro_batches.keep(step, inputs)
         if len(batches) == 1:
             collectives.watch()
-            fault_injection.before_step(step, partial(trainable_parameters.trainable, model))
             self.before, self.returned = oom_recovery.Before(self), 0.0
         value = self.attempt(model, batches[-1:], num_items_in_batch, last=last)
         if not last:
@@ -121,7 +119,6 @@ class Trainer(SFTTrainer):
             self.before.put_back(self)
             value = self.attempt(model, batches, num_items_in_batch, last=True) - self.returned
         self.first_step.loaded = len(batches)
-        fault_injection.before_update(step, partial(trainable_parameters.trainable, model))
         if gradient_reduction.ours(model):
             self.exchanged = gradient_reduction.average(model)
         return value
@@ -145,7 +142,6 @@ class Trainer(SFTTrainer):
                     if self.first_step.cudagraphs:  # what the pass before has made is given up
                         torch.compiler.cudagraph_mark_step_begin()
                     total = total + super().training_step(model, inputs, items)
-                fault_injection.in_backward(self.state.global_step + 1, parts.rows_of(inputs), parts.struck)
         except torch.OutOfMemoryError as error:
             if self.corrector and self.in_first_step():
                 raise  # `train_from` starts the run again
@@ -219,7 +215,7 @@ class Trainer(SFTTrainer):
             inputs = static_shapes.fixed_shape(inputs, part, documents, longest)
         step = self.state.global_step + 1
         watch = self.first_step.watch(model, inputs) if step == self.first_step.first else None
-        with fault_injection.in_forward(step, self.model), watch or contextlib.nullcontext():
+        with watch or contextlib.nullcontext():
             if self.chunked and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
             else:

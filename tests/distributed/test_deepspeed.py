@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file
 
 from finetune.checkpointing import checkpoints, resume_contract
-from finetune.core import fault_injection
 from finetune.core.errors import UserError
 from finetune.distributed import deepspeed_zero, launch_environment
 from finetune.run_folder.run_folder import RunFolder
 from support import two_ranks
+from support.faults import Fault, injected
 from support.paths import QUICKSTART, ROOT
 from support.runs import metrics, receipts
 
@@ -60,10 +60,11 @@ REFUSED = {  # name -> config, what the recipe says, exit code, what is said
 GOES_ON = ["lora", "dora", "full", "full by ZeRO-2", "full, offloaded"]
 
 
-def one_rank(given: list[str], code: int) -> None:
+def one_rank(given: list[str], code: int, *faults: Fault) -> None:
     from finetune.cli import main
 
-    assert main.main(["train", str(QUICKSTART), *SHORT, *given, "--quiet"]) == code
+    with injected(*faults):
+        assert main.main(["train", str(QUICKSTART), *SHORT, *given, "--quiet"]) == code
 
 
 @pytest.fixture
@@ -75,14 +76,14 @@ def launched(small, two_layers, untied, tmp_path) -> Callable[..., tuple[RunFold
     finally:
         sys.path.pop(0)
 
-    def run(name: str, *words: str) -> tuple[RunFolder, str]:
+    def run(name: str, *words: str, faults: tuple[Fault, ...] = ()) -> tuple[RunFolder, str]:
         config, given, code, _ = {**TRAINED, **REFUSED}[name]
         text = (ROOT / "accelerate_configs" / f"{config}.yaml").read_text()
         copy = tmp_path / f"{config}.yaml"
         copy.write_text(text.replace("mixed_precision: bf16", 'mixed_precision: "no"'))
         own = [*small, *given, f"model.name={untied if name == 'untied' else two_layers}"]
         own += [f"train.output_dir={tmp_path / 'two'}", *words]
-        said = two_ranks.run(one_rank, own, code, **launch_matrix.environment(copy))
+        said = two_ranks.run(one_rank, own, code, *faults, **launch_matrix.environment(copy))
         return RunFolder(tmp_path / "two"), said
 
     return run
@@ -145,10 +146,9 @@ def goes_on(run: RunFolder, again: Callable[[], Any]) -> None:
 def test_a_rank_that_hangs_is_not_waited_for_by_torch_s_default(launched, monkeypatch) -> None:
     """DeepSpeed's groups are its own, which wait for half an hour."""
     monkeypatch.setenv(launch_environment.TIMEOUT, "15")
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:rank:1:hang")
     began = time.monotonic()
     with pytest.raises(AssertionError, match=launch_environment.GONE):
-        launched("lora")
+        launched("lora", faults=(Fault("hang", step=2, rank=1),))
     assert time.monotonic() - began < 120
 
 

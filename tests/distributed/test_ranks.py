@@ -16,7 +16,6 @@ import torch
 
 from finetune.checkpointing import checkpoints
 from finetune.cli import main
-from finetune.core import fault_injection
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, launch_environment
@@ -26,6 +25,7 @@ from finetune.reporting import html_report
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 from support import two_ranks
+from support.faults import SCRIPT, Fault, injected
 from support.paths import QUICKSTART, ROOT
 from support.runs import metrics
 
@@ -58,7 +58,7 @@ def two_processes(*given: str, **own: str) -> subprocess.Popen[str]:
     """Two processes on the CPU by our launcher; what they say on stderr can be read."""
     config = ROOT / "accelerate_configs" / "cpu_2.yaml"
     command = [sys.executable, "-m", "finetune.launch", "--config_file", str(config), *given]
-    own |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    own |= {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env={**os.environ, **own}, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
@@ -100,7 +100,7 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
 @pytest.mark.parametrize(
     ("fault", "code", "last", "seconds"),
     [
-        ("raise", 5, "rank 1 failed first:\nerror: finetune failed while it trained the model", 20),
+        ("raise", 5, "rank 1 failed first:\nerror: transformers failed while finetune trained the model", 20),
         pytest.param(
             "hang", 5, "rank 1 failed first:\nerror: this process hung in a step", 30, marks=pytest.mark.soak
         ),
@@ -115,13 +115,13 @@ def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
     """
     run = tmp_path / "run"
     words = short(small, two_layers, f"train.output_dir={run}", "train.logging_steps=1")
-    own = {launch_environment.TIMEOUT: "15", fault_injection.VARIABLE: f"step:3:rank:1:{fault}"}
-    with two_processes("-m", "finetune", *words, **own) as process:
+    own = {launch_environment.TIMEOUT: "15"}
+    with two_processes(SCRIPT, f"{fault} step=3 rank=1", *words, **own) as process:
         stderr = process.communicate(timeout=120)[1]
         took = time.time() - (run / "metrics.jsonl").stat().st_mtime  # since step 2
     assert (process.returncode, took < seconds) == (code, True), (took, stderr)
     assert last in stderr[-700:] and [line["step"] for line in metrics(RunFolder(run))] == [1, 2]
-    stack = r"Timeout \(0:00:13.*\n(.*\n)*?.*fault_injection.py\", line \d+ in before_step"
+    stack = r"Timeout \(0:00:13.*\n(.*\n)*?.*faults.py\", line \d+ in before_forward"
     assert bool(re.search(stack, stderr)) == (fault == "hang")
 
 
@@ -130,8 +130,8 @@ def test_what_befalls_a_rank_in_a_step_ends_all_in_time(
 def test_a_rank_that_is_killed_begins_again_by_max_restarts(small, two_layers, tmp_path) -> None:
     run = tmp_path / "run"
     words = short(small, two_layers, f"train.output_dir={run}", "train.logging_steps=1", "train.save_steps=2")
-    own = {launch_environment.TIMEOUT: "60", fault_injection.VARIABLE: "step:4:rank:1:kill"}
-    with two_processes("--max_restarts", "1", "-m", "finetune", *words, "--resume=auto", **own) as process:
+    line = [SCRIPT, "kill step=4 rank=1", *words, "--resume=auto"]
+    with two_processes("--max_restarts", "1", *line, **{launch_environment.TIMEOUT: "60"}) as process:
         stderr = process.communicate(timeout=200)[1]
     assert process.returncode == 0, stderr
     assert [line["step"] for line in metrics(RunFolder(run))] == [1, 2, 3, 4, 5, 6]
@@ -239,10 +239,9 @@ def test_ranks_of_a_killed_launcher_save_and_end(small, two_layers, tmp_path) ->
     checkpoints.verify(step)
 
 
-def runs(*commands: list[str], fault: str = "") -> None:
-    """Each to its `--until`; all but the first meet the fault, and where they go on they do not."""
-    for number, words in enumerate(commands):
-        os.environ[fault_injection.VARIABLE] = fault if number and "--resume" not in words else ""
+def runs(*commands: list[str]) -> None:
+    """Each to its `--until`."""
+    for words in commands:
         assert main.main(words) == 75, words
 
 
@@ -260,8 +259,11 @@ def test_ranks_take_as_many_rows_as_fit_on_each(small, two_layers, tmp_path) -> 
     assert f"{size.partition('.')[2]}: 2" in run.recipe.read_text()
 
 
-def runs_with_little_memory(*commands: list[str]) -> None:
-    runs(*commands, fault="rows:2:rank:1:oom")
+def runs_with_little_memory(told: list[str], found: list[str], resumed: list[str]) -> None:
+    runs(told)
+    with injected(Fault("oom", rank=1, rows=2)):
+        runs(found)
+    runs(resumed)
 
 
 def until_a_time(words: list[str]) -> None:

@@ -28,6 +28,7 @@ from finetune.quantization import four_bit
 from finetune.speed import lm_head_loss
 from finetune.training import verify_saved
 from support import two_ranks
+from support.faults import Fault
 from support.four_bit import in_four_bits
 from support.in_float64 import eight_steps, step
 from support.paths import MODEL
@@ -165,15 +166,15 @@ def one_rank(folder: str, data: str, base: str) -> None:
         save_file(
             eight_steps(Path(folder), base, rows), Path(folder) / f"rank{rank}-{rows}-eight.safetensors"
         )
-    kept = step(Path(folder) / "trainer", data, base, 4, "step:1:rank:1:oom")
+    kept = step(Path(folder) / "trainer", data, base, 4, Fault("oom", step=1, rank=1))
     found["parts"] = kept.trainer.micro_batches.parts
     save_file(kept.gradients, Path(folder) / f"rank{rank}-oom.safetensors")
     for kind in ("nan", "input"):
         try:
-            step(Path(folder) / kind, data, base, 4, f"step:1:rank:1:{kind}")
+            step(Path(folder) / kind, data, base, 4, Fault(kind, step=1, rank=1))
         except UserError as error:
             found[kind] = str(error)
-    kept = step(Path(folder) / "skips", data, base, 4, "step:2:rank:1:nan", more=SKIPS, allowed=1)
+    kept = step(Path(folder) / "skips", data, base, 4, Fault("nan", step=2, rank=1), more=SKIPS, allowed=1)
     found["skipped"] = kept.stops.skipped
     save_file(kept.weights, Path(folder) / f"rank{rank}-skips.safetensors")
     try:
@@ -268,7 +269,7 @@ def test_a_gradient_that_one_rank_alone_lost_stops_both_before_the_update(both) 
 def test_a_step_that_one_rank_spoils_is_left_out_by_both(both, small, two_layers, tmp_path) -> None:
     """And what they have learnt is what one process has that leaves out the same step."""
     folder, found = both
-    one = step(tmp_path, small[0], str(two_layers), 8, "step:2:nan", more=SKIPS, allowed=1)
+    one = step(tmp_path, small[0], str(two_layers), 8, Fault("nan", step=2), more=SKIPS, allowed=1)
     assert [each["skipped"] for each in found] == [1, 1] and one.stops.skipped == 1
     for rank in (0, 1):
         weights = load_file(folder / f"rank{rank}-skips.safetensors")

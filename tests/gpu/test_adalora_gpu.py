@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from finetune.adapters import adalora
-from finetune.core import fault_injection
 from support.adalora_steps import STEPS, adamw, same, tiny
+from support.faults import Fault, injected
 from support.soak import soak_except
 
 pytestmark = [
@@ -49,10 +49,10 @@ def test_allocating_asks_the_device_nothing_and_is_pefts() -> None:
 
 
 @pytest.mark.parametrize("step", soak_except([6], [4, 6, 7]))  # of 12: ranks are taken away, last at 7
-def test_a_step_that_is_not_finite_ends_the_run(step: int, train, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, f"step:{step}:nan")
+def test_a_step_that_is_not_finite_ends_the_run(step: int, train, capsys) -> None:
     given = ["adapter.type=adalora", "adapter.tinit=1", "adapter.tfinal=5", "train.max_steps=12"]
-    run = train(*given, "train.logging_steps=10", f"train.save_steps={step - 1}", code=5)
+    with injected(Fault("nan", step=step)):
+        run = train(*given, "train.logging_steps=10", f"train.save_steps={step - 1}", code=5)
     assert f"gradients of step {step} are not finite" in capsys.readouterr().err
     assert (run.path / f"nonfinite-step-{step}" / "finding.json").exists()
     assert max(int(one.name[5:]) for one in run.checkpoints.glob("step-*")) == step - 1

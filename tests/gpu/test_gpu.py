@@ -8,6 +8,7 @@ import torch
 from finetune.autoconfig import cuda_graphs
 from finetune.experiments.runner import measured_run
 from support.adapters import ADAPTERS
+from support.faults import Fault, injected
 from support.paths import MODEL
 from support.runs import metrics
 from support.soak import soak_except
@@ -128,13 +129,13 @@ def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
         assert a[key] == pytest.approx(b[key], rel=2e-3)
 
 
-def test_graphs_are_recorded_again_in_smaller_passes_where_memory_ran_out(train, monkeypatch) -> None:
+def test_graphs_are_recorded_again_in_smaller_passes_where_memory_ran_out(train) -> None:
     rows = ["train.max_steps=6", "train.effective_batch_size=8", "train.per_device_train_batch_size=4"]
     rows += ["data.packing=true", "data.max_length=512", "adapter.type=lora"]
     plain = train(*rows, "speed.compile=default", name="plain")
     torch.compiler.reset()
-    monkeypatch.setenv("FINETUNE_FAULT", "step:3:oom")
-    run = train(*rows, "speed.compile=true", name="graphs")
+    with injected(Fault("oom", step=3)):
+        run = train(*rows, "speed.compile=true", name="graphs")
     got = receipts(run)
     assert got["rows at once"] == "2"
     assert got["CUDA graphs"] == "4 recorded"  # those of whole passes were given up

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 from finetune.experiments.runner import measured_run
 from finetune.run_folder.run_folder import RunFolder
 from support import two_ranks
+from support.faults import SCRIPT
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import metrics
 from support.scripts import module_of
@@ -214,8 +215,9 @@ def test_a_rank_that_hangs_ends_all_with_a_message(name: str, small: Any, tmp_pa
     the rank itself, where that one is slow."""
     config = str(ROOT / "accelerate_configs" / f"{name}.yaml")
     line = [sys.executable, "-m", "finetune.launch", *LAUNCH[1:], "--config_file", config]
-    given = ["-m", "finetune", "train", str(QUICKSTART), *overrides(small, tmp_path / "run"), "--quiet"]
-    own = {"PYTHONPATH": PATHS, "FINETUNE_TIMEOUT_SECONDS": "30", "FINETUNE_FAULT": "step:3:hang"}
+    given = [SCRIPT, "hang step=3", "train", str(QUICKSTART)]
+    given += [*overrides(small, tmp_path / "run"), "--quiet"]
+    own = {"PYTHONPATH": f"{PATHS}:{ROOT / 'tests'}", "FINETUNE_TIMEOUT_SECONDS": "30"}
     done = subprocess.run(
         [*line, *given], env={**os.environ, **own}, cwd=ROOT, capture_output=True, text=True, timeout=300,
         check=False,

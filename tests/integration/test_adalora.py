@@ -13,11 +13,11 @@ from torch import nn
 from transformers import TrainerCallback
 
 from finetune.adapters import adalora
-from finetune.core import fault_injection
 from finetune.core.errors import Exit, UserError
 from finetune.training.trainer import build
 from support import two_ranks
 from support.adalora_steps import STEPS, adamw, same, tiny
+from support.faults import Fault, injected
 from support.paths import QUICKSTART
 from support.runs import receipts
 
@@ -123,16 +123,16 @@ def test_a_budget_that_is_missed_ends_the_run() -> None:
     assert ended.value.code == Exit.TRAINING and "0 ranks" in str(ended.value)
 
 
-def test_the_last_allocation_is_made_at_a_step_that_is_left_out(train, monkeypatch) -> None:
+def test_the_last_allocation_is_made_at_a_step_that_is_left_out(train) -> None:
     """It takes no gradients, and no later one takes its place; a run that is resumed there knows of it."""
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:4:nan")
     given = ["adapter.type=adalora", "adapter.r=4", "adapter.tinit=1", "adapter.tfinal=2"]
     given += ["train.max_steps=6", "train.skip_nonfinite=2"]
-    straight = train(*given, name="straight")
+    with injected(Fault("nan", step=4)):
+        straight = train(*given, name="straight")
+        train(*given, "--until=4", code=75)
+    resumed = train(*given, "--resume")
     assert "step 4 is left out" in (straight.path / "log.txt").read_text()
     assert receipts(straight)["AdaLoRA ranks"]["actual"] == "56"
-    train(*given, "--until=4", code=75)
-    resumed = train(*given, "--resume")
     assert same(*(load_file(run.adapter / "adapter_model.safetensors") for run in (straight, resumed)))
 
 

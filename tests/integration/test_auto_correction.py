@@ -12,10 +12,10 @@ import yaml
 
 from finetune.autoconfig import activation_checkpointing, batch_size
 from finetune.autoconfig.batch_size import Batch
-from finetune.core import fault_injection
 from finetune.recipe import loader
 from finetune.training import auto_correction, pipeline
 from finetune.training.auto_correction import CHECKPOINTING, MICRO_BATCH, Change, Correction
+from support.faults import Fault, injected
 from support.faulty_runs import FEW, same, weights
 from support.paths import QUICKSTART
 from support.runs import metrics, receipts
@@ -35,11 +35,11 @@ def numbers(run: Any) -> list[list[float]]:
     return [[line[name] for name in names] for line in metrics(run)]
 
 
-def test_auto_after_out_of_memory_equals_a_run_with_the_stronger_setting(train, monkeypatch) -> None:
+def test_auto_after_out_of_memory_equals_a_run_with_the_stronger_setting(train) -> None:
     """Dropout, the order of examples and the adapter's initialization are those of a fresh run."""
     told = train(*FEW, FOUR, f"{CHECKPOINTING}=norms", name="told")
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:1:oom")
-    run = train(*FEW, FOUR)
+    with injected(Fault("oom", step=1)):
+        run = train(*FEW, FOUR)
     assert numbers(run) == numbers(told) and len(numbers(run)) == 4
     assert same(weights(run), weights(told))
     log = (run.path / "log.txt").read_text()
@@ -57,11 +57,11 @@ def test_auto_after_out_of_memory_equals_a_run_with_the_stronger_setting(train, 
     assert receipts(run)[CHECKPOINTING]["actual"].endswith("norms")
 
 
-def test_auto_after_out_of_memory_halves_the_micro_batch_last(train, monkeypatch, capsys) -> None:
+def test_auto_after_out_of_memory_halves_the_micro_batch_last(train) -> None:
     """4 sequences never fit: first all checkpointing, then 2 sequences with twice the accumulation."""
     told = train(*FEW, f"{CHECKPOINTING}=full", "train.per_device_train_batch_size=2", name="told")
-    monkeypatch.setenv(fault_injection.VARIABLE, "rows:2:oom")
-    run = train(*FEW)  # 8 sequences in one forward pass
+    with injected(Fault("oom", rows=2)):
+        run = train(*FEW)  # 8 sequences in one forward pass
     assert numbers(run) == numbers(told) and same(weights(run), weights(told))
     assert yaml.safe_load(run.recipe.read_text())["train"]["per_device_train_batch_size"] == 2
     assert set_by(run)["per_device_train_batch_size"][1].startswith(
@@ -72,12 +72,11 @@ def test_auto_after_out_of_memory_halves_the_micro_batch_last(train, monkeypatch
     assert receipts(run)["train.effective_batch_size"]["passed"]
 
 
-def test_a_resumed_run_keeps_what_auto_corrected(train, monkeypatch) -> None:
+def test_a_resumed_run_keeps_what_auto_corrected(train) -> None:
     given = [*FEW, "train.save_steps=2"]
-    monkeypatch.setenv(fault_injection.VARIABLE, "rows:2:oom")
-    whole = train(*given, name="whole")
-    train(*given, "--until=2", code=75)
-    monkeypatch.delenv(fault_injection.VARIABLE)
+    with injected(Fault("oom", rows=2)):
+        whole = train(*given, name="whole")
+        train(*given, "--until=2", code=75)
     run = train(*given, "--resume")
     assert numbers(run) == numbers(whole) and same(weights(run), weights(whole))
     resolved = yaml.safe_load(run.recipe.read_text())
@@ -85,32 +84,24 @@ def test_a_resumed_run_keeps_what_auto_corrected(train, monkeypatch) -> None:
     assert resolved["speed"]["activation_checkpointing"] == "full"
 
 
-def test_a_searched_batch_is_halved_after_out_of_memory(train, monkeypatch) -> None:
+def test_a_searched_batch_is_halved_after_out_of_memory(train) -> None:
     """The search takes what fits by its own trials; the first step needs more than they did."""
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:1:oom")
-    searched = fault_injection.in_backward
-    tried = iter([False] * 4)  # the search's trials: 1, 2, 4 and 8 sequences
-
-    def in_training(step, rows, struck) -> None:
-        if next(tried, True):
-            searched(step, rows, struck)
-
-    monkeypatch.setattr(fault_injection, "in_backward", in_training)
-    run = train(*FEW, f"{CHECKPOINTING}=full", "train.per_device_train_batch_size=auto")
+    with injected(Fault("oom", step=1)):
+        run = train(*FEW, f"{CHECKPOINTING}=full", "train.per_device_train_batch_size=auto")
     assert yaml.safe_load(run.recipe.read_text())["train"]["per_device_train_batch_size"] == 4
     assert receipts(run)[f"{MICRO_BATCH}, auto after out of memory"]["expected"] == "8"
 
 
-def test_stated_settings_are_not_corrected(train, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, "rows:0:step:1:oom")
-    train(*FEW, "train.per_device_train_batch_size=1", f"{CHECKPOINTING}=none", code=5)
+def test_stated_settings_are_not_corrected(train, capsys) -> None:
+    with injected(Fault("oom", step=1)):
+        train(*FEW, "train.per_device_train_batch_size=1", f"{CHECKPOINTING}=none", code=5)
     said = capsys.readouterr().err
     assert "out of memory in step 1, with one row at once" in said and "auto" not in said
 
 
-def test_a_later_step_is_not_corrected(train, monkeypatch) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:3:oom")
-    run = train(*FEW, FOUR)
+def test_a_later_step_is_not_corrected(train) -> None:
+    with injected(Fault("oom", step=3)):
+        run = train(*FEW, FOUR)
     assert "out of memory in step 3: again, with 2 rows at once" in (run.path / "log.txt").read_text()
     assert not any("auto after" in r["option"] for r in run.read("checks.json"))
 
@@ -143,8 +134,8 @@ def test_nothing_of_the_first_attempt_is_held(train, monkeypatch) -> None:
 
     gc.unfreeze()
     monkeypatch.setattr(pipeline.model_setup, "adapted_model", counted)
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:1:oom")
-    train(*FEW, FOUR)
+    with injected(Fault("oom", step=1)):
+        train(*FEW, FOUR)
     assert len(held) == 2 and held[1] <= held[0]
 
 

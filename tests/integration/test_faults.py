@@ -1,4 +1,4 @@
-"""Runs that meet a fault: numbers that are not finite, no memory, a full disk. FINETUNE_FAULT makes them."""
+"""Runs that meet a fault: numbers that are not finite, no memory, a full disk."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 
 from finetune.checkpointing import checkpoints
 from finetune.cli import main
-from finetune.core import fault_injection
 from finetune.core.console import Console
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
@@ -25,27 +24,10 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import nan_detection
+from support.faults import Fault, injected
 from support.faulty_runs import FEW, same
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import metrics
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [("step:5:explode", "not a fault"), ("step:x:kill", "not a number"), ("stop:5:kill", "not a fault")],
-)
-def test_a_fault_that_can_t_be_read_is_said(text: str, wrong: str) -> None:
-    with pytest.raises(UserError, match=wrong):
-        fault_injection.planned({fault_injection.VARIABLE: text})
-
-
-def test_faults_are_of_one_rank_and_one_life() -> None:
-    given = {fault_injection.VARIABLE: "step:2:rank:1:kill,step:3:life:1:nan"}
-    assert fault_injection.planned({}) == [] == fault_injection.planned(given)
-    assert fault_injection.planned({**given, "RANK": "1"}) == [fault_injection.Fault("kill", 2, 1)]
-    assert fault_injection.planned({**given, "TORCHELASTIC_RESTART_COUNT": "1"}) == [
-        fault_injection.Fault("nan", 3, life=1)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -57,10 +39,10 @@ def test_faults_are_of_one_rank_and_one_life() -> None:
     ],
 )
 def test_a_step_that_is_not_finite_ends_the_run_before_its_update(
-    fault: str, said: str, train, monkeypatch, capsys, small
+    fault: str, said: str, train, capsys, small
 ) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, f"step:3:{fault}")
-    run = train(*FEW, "train.save_steps=1", "train.per_device_train_batch_size=4", code=5)
+    with injected(Fault(fault, step=3)):
+        run = train(*FEW, "train.save_steps=1", "train.per_device_train_batch_size=4", code=5)
     text = capsys.readouterr().err
     assert "gradients of step 3 are not finite" in text and said in text
     last = checkpoints.published(run.checkpoints)[0]
@@ -93,9 +75,9 @@ def test_rows_of_a_flattened_batch_are_found_by_their_tokens() -> None:
     assert nan_detection.sources(rows.to_iterable_dataset(), batch) == []
 
 
-def test_a_step_may_be_left_out_and_the_schedule_waits(train, monkeypatch) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:input")
-    run = train(*FEW, "train.skip_nonfinite=1", "train.save_steps=1", "train.save_total_limit=null")
+def test_a_step_may_be_left_out_and_the_schedule_waits(train) -> None:
+    with injected(Fault("input", step=2)):
+        run = train(*FEW, "train.skip_nonfinite=1", "train.save_steps=1", "train.save_total_limit=null")
     assert "step 2 is left out" in (run.path / "log.txt").read_text()
     lines = metrics(run)
     assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 1]
@@ -109,9 +91,9 @@ def test_a_step_may_be_left_out_and_the_schedule_waits(train, monkeypatch) -> No
     assert {int(v) for k, v in moments.items() if v.numel() == 1} == {3}, "the optimizer's own count"
 
 
-def test_more_steps_in_a_row_than_allowed_end_the_run(train, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:nan,step:3:nan")
-    train(*FEW, "train.skip_nonfinite=1", code=5)
+def test_more_steps_in_a_row_than_allowed_end_the_run(train, capsys) -> None:
+    with injected(Fault("nan", step=2), Fault("nan", step=3)):
+        train(*FEW, "train.skip_nonfinite=1", code=5)
     assert "nor were those of 1 steps before it" in capsys.readouterr().err
 
 
@@ -174,12 +156,11 @@ def test_a_spike_ends_the_run_where_the_recipe_says_so(monkeypatch) -> None:
                 again.on_log(None, state, None, logs={"loss": 9.0})
 
 
-def test_a_full_disk_leaves_the_last_checkpoint(train, monkeypatch, capsys) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:3:disk")
-    run = train(*FEW, "train.save_steps=1", code=3)
+def test_a_full_disk_leaves_the_last_checkpoint(train, capsys) -> None:
+    with injected(Fault("disk", step=3)):
+        run = train(*FEW, "train.save_steps=1", code=3)
     assert "No space left on device" in capsys.readouterr().err
     assert checkpoints.published(run.checkpoints)[0].name == "step-2"
-    monkeypatch.delenv(fault_injection.VARIABLE)
     train(*FEW, "train.save_steps=1", "--resume")
 
 

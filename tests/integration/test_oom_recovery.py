@@ -10,13 +10,13 @@ import torch
 
 from finetune.autoconfig import mixed_precision
 from finetune.checkpointing import checkpoints
-from finetune.core import fault_injection
 from finetune.hardware import detection
 from finetune.planning import planner
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.recipe.schema import Speed
 from finetune.training import batch_search, oom_recovery
+from support.faults import Fault, Injected, injected
 from support.faulty_runs import FEW, same, weights
 from support.paths import QUICKSTART
 from support.runs import metrics
@@ -24,12 +24,12 @@ from support.soak import soak_except
 
 
 @pytest.mark.parametrize("method", soak_except(["lora"], ["lora", "adalora"]))
-def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, train, monkeypatch) -> None:
+def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, train) -> None:
     """Equal bit for bit to a run that had the small micro-batch from the beginning."""
     given = [*FEW, f"adapter.type={method}", "train.save_steps=1"]
     small = train(*given, "train.per_device_train_batch_size=2", name="small")
-    monkeypatch.setenv(fault_injection.VARIABLE, "rows:2:oom")
-    run = train(*given, "train.per_device_train_batch_size=4")
+    with injected(Fault("oom", rows=2)):
+        run = train(*given, "train.per_device_train_batch_size=4")
     said = (run.path / "log.txt").read_text()
     assert "out of memory in step 1: again, with 2 rows at once in place of 4" in said
     (receipt,) = [r for r in run.read("checks.json") if r["option"] == "rows at once"]
@@ -44,25 +44,24 @@ def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, trai
     assert "parts" in json.dumps(state["callbacks"]), "a resumed run goes on with the small one"
 
 
-def test_no_memory_once_is_met_in_the_step_it_happens(train, monkeypatch) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:3:oom")
+def test_no_memory_once_is_met_in_the_step_it_happens(train) -> None:
     few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0"]
-    run = train(*few)
-    monkeypatch.delenv(fault_injection.VARIABLE)
+    with injected(Fault("oom", step=3)):
+        run = train(*few)
     plain = train(*few, name="plain")
     assert [line["loss"] for line in metrics(run)[:2]] == [line["loss"] for line in metrics(plain)[:2]]
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
 
 
 @pytest.mark.soak
-def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train, monkeypatch) -> None:
+def test_packed_rows_are_halved_too_and_a_resumed_run_stays_so(train) -> None:
     few = [*FEW, "train.per_device_train_batch_size=4", "adapter.lora_dropout=0", "data.packing=true"]
     few += ["speed.activation_checkpointing=none"]
     few += ["train.effective_batch_size=4", "data.max_length=256"]
     plain = train(*few, name="plain")
-    monkeypatch.setenv(fault_injection.VARIABLE, "rows:2:oom")
-    train(*few, "--until=2", code=75)
-    run = train(*few, "--resume")
+    with injected(Fault("oom", tokens=2 * 256)):
+        train(*few, "--until=2", code=75)
+        run = train(*few, "--resume")
     assert (run.path / "log.txt").read_text().count("out of memory") == 1, "the second process knows"
     assert [line["loss"] for line in metrics(run)] == pytest.approx([line["loss"] for line in metrics(plain)])
 
@@ -77,10 +76,10 @@ def test_fewer_rows_are_advised_that_a_step_can_be_split_into(rows: int, parts: 
 
 def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, capsys, tmp_path) -> None:
     """What it would need, by `finetune plan`; what takes the memory; three ways to take less."""
-    monkeypatch.setenv(fault_injection.VARIABLE, "rows:0:step:1:oom,rows:1:oom")
     monkeypatch.setattr(oom_recovery.MicroBatches, "rows", 1, raising=False)
     stated = ["train.per_device_train_batch_size=1", "speed.activation_checkpointing=none"]
-    run = train(*FEW, *stated, code=5)
+    with injected(Fault("oom", step=1), Fault("oom", rows=1)):
+        run = train(*FEW, *stated, code=5)
     said = capsys.readouterr().err
     assert "out of memory in step 1, with one row at once" in said
     assert "in use, GiB: the base's weights 0.0" in said and "what trains 0.0" in said
@@ -177,9 +176,8 @@ def test_graphs_are_the_first_advice() -> None:
     assert graphs == ["speed.compile=default", *without]
 
 
-def test_other_errors_are_never_repeated(train, monkeypatch) -> None:
-    monkeypatch.setenv(fault_injection.VARIABLE, "step:2:raise")
-    with pytest.raises(fault_injection.Injected):
+def test_other_errors_are_never_repeated(train) -> None:
+    with injected(Fault("raise", step=2)), pytest.raises(Injected):
         train(*FEW, "--debug")
 
 
@@ -206,12 +204,12 @@ def test_flattened_batches_are_cut_between_documents() -> None:
     assert sum(p["num_tokens"] for p in parts) == 13
 
 
-def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train, monkeypatch) -> None:
+def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train) -> None:
     """4 rows fit and 8 do not; the run is the one that says 4, bit for bit, also where it goes on."""
     told = train(*FEW, "train.per_device_train_batch_size=4", name="told")
-    monkeypatch.setenv(fault_injection.VARIABLE, "rows:4:oom")
     found = [*FEW, "train.per_device_train_batch_size=auto"]
-    run = train(*found, "--until=2", code=75)
+    with injected(Fault("oom", rows=4)):
+        run = train(*found, "--until=2", code=75)
     (receipt,) = [r for r in run.read("checks.json") if r["option"] == "train.per_device_train_batch_size"]
     assert receipt["actual"] == "4" and "8: inf" in receipt["how"]
     run = train(*found, "--resume")

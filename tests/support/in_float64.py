@@ -7,19 +7,20 @@ import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-import pytest
 import torch
 from transformers import TrainerCallback
 
 from finetune.adapters import attach, trainable_parameters
-from finetune.core import fault_injection
 from finetune.core.console import Console
 from finetune.training import nan_detection
 from finetune.training.trainer import build
+from support.faults import Strike
 from support.paths import MODEL, QUICKSTART
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from support.faults import Fault
 
 
 class Keep(TrainerCallback):
@@ -56,7 +57,7 @@ def step(
     data: str,
     base: str,
     rows: int,
-    fault: str = "",
+    fault: Fault | None = None,
     spoils: str = "",
     more: tuple[str, ...] = (),
     allowed: int = 0,
@@ -98,7 +99,7 @@ def step(
     first.dtype, keep.spoils = "float64", spoils
     made = (adapted, loaded, arguments, prepared.train, tokenizer, [first, keep])
     keep.stops = stops = nan_detection.NonFinite(allowed, folder, Console(quiet=True))
-    trainer = build(*made[:-1], [*made[-1], stops])
+    trainer = build(*made[:-1], [*made[-1], stops, *([Strike(fault)] if fault else [])])
     trainer.schedule = cast("Any", SimpleNamespace(sharded=""))
     trainer.install_loss("chunked", compiled=False)
     keep.trainer, inner, losses = trainer, trainer.compute_loss, list[torch.Tensor]()
@@ -108,9 +109,7 @@ def step(
         return losses[-1]
 
     trainer.compute_loss = compute_loss
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(fault_injection.VARIABLE, fault)
-        trainer.train()
+    trainer.train()
     counted = batch.accumulation * trainer.micro_batches.parts  # not those of an attempt that was given up
     keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses[-counted:]]).sum()
     keep.weights = {name: p.detach() for name, p in trainable_parameters.trainable(adapted).items()}

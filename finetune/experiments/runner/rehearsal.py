@@ -6,6 +6,8 @@ generation, a run that was never killed to compare with bit for bit, and what wo
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -13,29 +15,26 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from finetune.checkpointing import checkpoints
-from finetune.core import fault_injection
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import verify_resume
 from finetune.preflight import choice_checks
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from finetune.core.console import Console
     from finetune.recipe.schema import Recipe
 
 GIB = 2**30
 EVERY = 0.2  # seconds from one look at a phase to the next
-KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # in place, and as the launcher says it
+OFTEN = 0.01  # seconds from one look at the steps of a run that is to be killed to the next
 LITTLE = ("eval.limit=8", "eval.samples=2", "train.save_steps=1")
 LITTLE += (
     "eval.eval_steps=null",
@@ -76,17 +75,19 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     own += [f"adapter.{key}=4" for key in ("tinit", "tfinal") if key in recipe.adapter.options()]  # within 12
     short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
     train = ["train", *command, *short, "--quiet"]
-    killed = {fault_injection.VARIABLE: f"step:{steps}:kill"}
     try:
-        phases = _live([*train, f"train.output_dir={lived}"], lived, killed, KILLED)
-        screen.say(f"killed before step {steps}; a new process goes on from its last checkpoint ...")
+        phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=steps // 2)
+        newest, *older = checkpoints.published(lived / "checkpoints")
+        if checkpoints.step_of(newest) == steps and older:  # a new process has at least one step to make
+            shutil.rmtree(newest)
+        screen.say(f"killed after step {steps // 2}; a new process goes on from its last checkpoint ...")
         phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
         screen.say("the same without a kill, to compare with ...")
         until = [f"train.output_dir={straight}", f"--until={steps}"]
-        phases += _live([*train, *until], straight, {}, (Exit.STOPPED, Exit.DONE), "straight: ")
+        ends = (Exit.STOPPED, Exit.DONE)
+        phases += _live([*train, *until], straight, expected=ends, said="straight: ")
         parts = verify_resume.compare(straight, lived, steps)
-        staged = {"TMPDIR": str(folder)}  # what a dry run leaves to be looked at goes with the rest
-        phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived, staged)
+        phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived)
         size = checkpoints.size_of(lived / "checkpoints" / f"step-{steps}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -107,26 +108,34 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
 def _live(
     words: list[str],
     folder: Path,
-    more: Mapping[str, str] = MappingProxyType({}),
+    *,
     expected: tuple[int, ...] = (Exit.DONE,),
     said: str = "",
+    kill_after: int = 0,
 ) -> list[Phase]:
     """One command in a process of its own, watched: its phases by what it has left in its folder.
 
+    Args:
+        kill_after: the step whose checkpoint is the last that the command is to write; 0: it may end.
+
     Raises:
-        UserError: it ended otherwise than `expected`.
+        UserError: it ended otherwise than `expected`, or before it was killed.
     """
     before = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
     marks = {"recipe.resolved.yaml": "load", "adapter": "steps", "model": "steps"}
     marks = {name: phase for name, phase in marks.items() if name not in before}
     first = "publish --dry-run" if words[0] == "publish" else next(iter(marks.values()), "steps")
+    staged = {"TMPDIR": str(folder.parent)}  # what a dry run leaves to be looked at goes with the rest
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "finetune", *words],
             stdout=subprocess.DEVNULL,
             stderr=errors,
-            env={**os.environ, **more},
+            env={**os.environ, **(staged if words[0] == "publish" else {})},
         )
+        if kill_after:
+            threading.Thread(target=_kill_after, args=(kill_after, folder, process), daemon=True).start()
+            expected = (-signal.SIGKILL,)
         phases: list[Phase] = []
         name, since, host, gpu = first, time.monotonic(), 0.0, _gpu()
         while process.poll() is None:
@@ -140,11 +149,37 @@ def _live(
         phases.append(Phase(said + name, time.monotonic() - since, host, gpu))
         errors.seek(0)
         text = errors.read().strip()
+    if kill_after and process.returncode == Exit.DONE:
+        what, fix = "the run ended before finetune killed it", "finetune check --verify-resume"
+        raise UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
     if process.returncode not in expected:
         found = "\n".join(text.splitlines()[-12:]) or f"exit {process.returncode}"
         what, fix = f"the rehearsal ends in: {phases[-1].name}", shlex.join(["finetune", *words])
         raise UserError(Problem(what, found=found, fix=fix), code=Exit.of(process.returncode))
     return phases
+
+
+def _kill_after(step: int, folder: Path, process: subprocess.Popen[bytes]) -> None:
+    """Kill a run with SIGKILL, and the processes that it started, once it has made and saved a step."""
+    while process.poll() is None:
+        saved = map(checkpoints.step_of, checkpoints.published(folder / "checkpoints"))
+        if _logged(folder) >= step and any(one >= step for one in saved):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                top = psutil.Process(process.pid)
+                for one in (top, *top.children(recursive=True)):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+            return
+        time.sleep(OFTEN)
+
+
+def _logged(folder: Path) -> int:
+    """The last step in metrics.jsonl."""
+    try:
+        whole = (folder / "metrics.jsonl").read_text(encoding="utf-8").rpartition("\n")[0]
+    except FileNotFoundError:
+        return 0
+    return max((json.loads(line)["step"] for line in whole.splitlines()), default=0)
 
 
 def _now(name: str, marks: dict[str, str], folder: Path) -> str:
