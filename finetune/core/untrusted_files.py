@@ -211,7 +211,10 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _model_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _config(path, key)
-    yield from config_sizes.problems(_entries(_read(path, key)), str(path), key)
+    content = _read(path, key)
+    if isinstance(content, dict):  # the axes of a quantization are no sizes of the model
+        content = {name: value for name, value in content.items() if name != "quantization_config"}
+    yield from config_sizes.problems(_entries(content), str(path), key)
 
 
 def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:

@@ -1,7 +1,8 @@
 """Run folders that were made before the recipe keys were renamed: every later command still reads them.
 
 tests/golden/run-format-1 holds a finished run and a stopped one, trained at commit 333d133 under bf16, with
-every key that has a new name. A resume is compared with no figures: other CPUs round bf16 in other ways.
+every key that has a new name. The stopped run was killed before step 4. A resume is compared with no figures:
+other CPUs round bf16 in other ways.
 """
 
 from __future__ import annotations
@@ -97,8 +98,9 @@ def test_old_stopped_run_resumes(old_run, tmp_path, capsys) -> None:
     run = old_run("stopped")
     raw = yaml.safe_load(run.recipe.read_text())
     given = [f"model.name={MODEL}", f"data.name={KEPT / 'rows.jsonl'}", f"train.output_dir={run.path}"]
-    given += [f"data.cache_dir={tmp_path / 'cache'}", "data.validation=null"]
-    for key in ("data.validation_fraction", "adapter.r", "adapter.lora_alpha", "adapter.target_modules"):
+    given += [f"data.cache_dir={tmp_path / 'cache'}", f"data.validation={KEPT / 'validation.jsonl'}"]
+    given += ["data.validation_fraction=null"]
+    for key in ("adapter.r", "adapter.lora_alpha", "adapter.target_modules"):
         section, _, name = key.partition(".")
         given.append(f"{key}={json.dumps(raw[section][name])}")
     given += [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from transformers import CONFIG_MAPPING, logging
 
@@ -23,3 +25,11 @@ def test_config_sizes_accept_the_defaults_of_every_family() -> None:
     finally:
         logging.set_verbosity(before)
     assert count > 500
+
+
+def test_the_axes_of_a_quantization_are_no_sizes_of_the_model(tmp_path) -> None:
+    config = {"hidden_size": 8, "quantization_config": {"quant_type": {"granularity": {"dim": -1}}}}
+    for added, count in ({}, 0), ({"dim": -1}, 1):
+        (tmp_path / "config.json").write_text(json.dumps(config | added))
+        found = list(untrusted_files._model_config(tmp_path / "config.json", "model.name"))
+        assert len(found) == count
