@@ -69,13 +69,18 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
     line += [*map(str, length), *launch, "--output", str(place), *given]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths}
-    left = place / "ab" / f"{Path(BASELINE).stem}-against-{Path(OPTIMISED).stem}" / "ab.json"
+    names = (Path(BASELINE).stem, Path(OPTIMISED).stem)
+    left = place / "ab" / "-against-".join(names) / names[1] / "ladder.json"
     left.unlink(missing_ok=True)  # of an earlier call
     ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, check=False)
     if not left.exists():
         return {"code": ended.returncode, "failed": "a run failed: its log says why"}
-    measured = json.loads(left.read_text())
-    measured["machine"] = {key: measured["machine"][key] for key in ("hardware", "processes", "torch")}
+    found = json.loads(left.read_text())
+    (optimized,) = found["rungs"]
+    if "alone" not in optimized:
+        return {"code": ended.returncode, "failed": optimized["why"]}
+    machine = {key: found["machine"][key] for key in ("hardware", "processes", "torch")}
+    measured = {"sides": [found["baseline"], optimized["alone"]], "machine": machine, "date": found["date"]}
     return {"code": ended.returncode, "steps": options.steps - options.warm_up, **measured}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.compilation import GRAPHS
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.formatting import shortened
 from finetune.distributed import launch_environment
 from finetune.run_folder import run_folder
 
@@ -256,8 +257,7 @@ def _moved(key: str, then: Any, now: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 4]} ..."
+    return shortened(json.dumps(value, ensure_ascii=False), SHOWN)
 
 
 def _digest(text: str) -> str:

@@ -19,6 +19,7 @@ from accelerate.utils import send_to_device
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import checkpoints, serialization
+from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives, deepspeed_zero, launch_environment, sharded_tensors
 
@@ -108,7 +109,7 @@ def check_memory(each: int, free: int) -> None:
     if each > free:
         what = "rank 0 has no memory for a checkpoint, which is made whole there"
         fix = "train.save_strategy: no, an adapter instead of full, fewer processes here, or more memory"
-        found, expected = f"{free / 2**30:,.1f} GiB free", f"{each / 2**30:,.1f} GiB"
+        found, expected = f"{formatting.size(free)} free", formatting.size(each)
         problem = Problem(what, "train.save_strategy", found=found, expected=expected, fix=fix)
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
@@ -126,7 +127,7 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
     each = checkpoints.size_of(path) - parts + parts // state.num_processes
     if here * each > free:
         what, fix = "no memory to read the checkpoint", "fewer processes on this machine, or more memory"
-        found, expected = f"{free / 2**30:,.1f} GiB free", f"{here} processes x {each / 2**30:,.1f} GiB"
+        found, expected = f"{formatting.size(free)} free", f"{here} processes x {formatting.size(each)}"
         raise UserError(
             Problem(what, where=str(path), found=found, expected=expected, fix=fix), code=Exit.ENVIRONMENT
         )

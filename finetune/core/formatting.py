@@ -2,12 +2,48 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 
 def size(count: float) -> str:
-    """A number of bytes, to be read."""
+    """A number of bytes: `1.50 GiB`, `12.00 MiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `3 min 5 s`, `41 min` or `2 h 10 min`."""
+    if not math.isfinite(seconds):
+        return "an unknown time"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{seconds:.2g} s" if seconds < 10 else f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 3600:
+        return f"{whole // 60} min"
+    return f"{whole // 3600:,} h {whole % 3600 // 60} min"
+
+
+def figure(value: object) -> str:
+    """A number in at most four digits, or a whole number with its thousands; `-`: there is none."""
+    if not isinstance(value, int | float):
+        return "-"
+    if not math.isfinite(value):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"
+
+
+def percent(value: float) -> str:
+    """A share: `12.5%`."""
+    return f"{value:.1%}"
+
+
+def shortened(text: str, length: int) -> str:
+    """A text of at most so many characters."""
+    return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
 SHARES = {"exact_match", "ended", "acc", "acc_norm", "f1", "em"}  # shown in percent, where they are 1 at most
@@ -21,7 +57,7 @@ def is_share(key: str, *scores: dict[str, Any]) -> bool:
 
 def number(value: float, *, share: bool) -> str:
     """A score as it is said: a share in per cent, all else (losses, perplexities, BLEU) as it is."""
-    return f"{value:.1%}" if share else f"{value:.4f}"
+    return percent(value) if share else f"{value:.4f}"
 
 
 WARNING = "warning: "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from finetune.core import markdown
+from finetune.core.formatting import figure
 from finetune.core.paths import DATA_SUFFIXES
 from finetune.core.visible_text import visible
 from finetune.evaluation import verdicts
@@ -128,7 +129,7 @@ def measured(results: dict[str, Any], of_merged: str, stored: dict[str, Any]) ->
         said = f"{title}{before} ({_beside(results, key)})"
         if stored:
             value = stored["after"].get(key)
-            said = f"{title} ({of_merged} before merging {number(stored['before'].get(key))})"
+            said = f"{title} ({of_merged} before merging {figure(stored['before'].get(key))})"
         if value is not None:
             found.append(_result("held-out", "held-out rows", key, value, said))
     for task, of in results.get("tasks", {}).items():
@@ -154,7 +155,7 @@ def _result(data: str, title: str, metric: str, value: float, said: str) -> Eval
 
 def _beside(results: dict[str, Any], metric: Any) -> str:
     """`base 1.9, difference -1.6 [-1.7, -1.5]`."""
-    said = f"base {number(results.get('base', {}).get(metric))}"
+    said = f"base {figure(results.get('base', {}).get(metric))}"
     difference = interval(results.get("difference", {}).get(metric))
     return f"{said}, difference {difference}" if difference else said
 
@@ -262,7 +263,7 @@ def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
     if not stored:
         return ""
     before, after = stored["before"], stored["after"]
-    rows = [(title, number(before.get(key)), number(after.get(key))) for key, title in HELD_OUT.items()]
+    rows = [(title, figure(before.get(key)), figure(after.get(key))) for key, title in HELD_OUT.items()]
     return "These weights, on the validation set:\n\n" + markdown.table(
         ("", f"{of_merged} before", "these weights"), rows
     )
@@ -275,14 +276,14 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
     for key, title in HELD_OUT.items():
         if tuned.get(key) is not None:
             difference = interval(results.get("difference", {}).get(key))
-            rows.append((title, number(base.get(key)), number(tuned[key]), difference))
+            rows.append((title, figure(base.get(key)), figure(tuned[key]), difference))
     for task, of in results.get("tasks", {}).items():
         for metric, value in of.get("tuned", {}).items():
             if not metric.endswith("_stderr"):
                 error = of["tuned"].get(f"{metric}_stderr")
-                shown = number(value) + (f" ± {number(error)}" if isinstance(error, float) else "")
+                shown = figure(value) + (f" ± {figure(error)}" if isinstance(error, float) else "")
                 before, difference = of.get("base", {}).get(metric), of.get("difference", {}).get(metric)
-                rows.append((f"{task}: {metric}", number(before), shown, interval(difference)))
+                rows.append((f"{task}: {metric}", figure(before), shown, interval(difference)))
     if not rows:
         return "There was no validation set, so nothing was measured."
     settings = results.get("settings", {})
@@ -307,7 +308,7 @@ def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
     rows += [("learning rate", f"{section.learning_rate:g}"), ("rows a step", section.effective_batch_size)]
     if steps := run.steps():
         rows += [("steps", steps[-1].get("step"))]
-        rows += [("last loss in training", number(last))] if (last := steps[-1].get("loss")) else []
+        rows += [("last loss in training", figure(last))] if (last := steps[-1].get("loss")) else []
     machine = run.found("environment.json").get("hardware", {})
     rows += [("machine", f"{machine.get('count', 1)} x {machine['name']}")] if "name" in machine else []
     text = run.recipe.read_text(encoding="utf-8")
@@ -321,13 +322,9 @@ def versions(run: RunFolder) -> str:
     return markdown.table(("package", "version"), [(name, text) for name, text in packages.items() if text])
 
 
-def number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, (int, float)) else "-"
-
-
 def interval(difference: Any) -> str:
     """`-1.6 [-1.7, -1.5] better`."""
     if not isinstance(difference, dict):
         return ""
-    low, high = number(difference.get("low")), number(difference.get("high"))
-    return f"{number(difference.get('value'))} [{low}, {high}] {difference.get('verdict', '')}".strip()
+    low, high = figure(difference.get("low")), figure(difference.get("high"))
+    return f"{figure(difference.get('value'))} [{low}, {high}] {difference.get('verdict', '')}".strip()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.core.errors import Problem, UserError
-from finetune.core.formatting import WARNING, labelled
+from finetune.core.formatting import WARNING, duration, labelled
 from finetune.data import template_sandbox
 from finetune.hardware import detection, gpus
 from finetune.launch import accelerate_config, launcher
@@ -177,11 +177,3 @@ def _gib(value: float | None) -> str:
 
 def _device(machine: Hardware) -> str:
     return f"{machine.name.removeprefix('NVIDIA ')} {machine.memory_gib:.0f} GiB"
-
-
-def duration(seconds: float) -> str:
-    """90 s, 12 min, 3 h 20 min."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60:,} h {minutes % 60:02} min"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import html_pages, safe_files
 from finetune.core.console import Console
+from finetune.core.formatting import duration, figure, percent
 from finetune.core.paths import writing
 from finetune.core.visible_text import CONTINUED, visible_lines
 from finetune.data import preview
@@ -20,7 +21,7 @@ from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
 from finetune.reporting import run_files, scores
 from finetune.reporting.plots import Curve, curves, smoothed
-from finetune.reporting.scores import Verdict, number, share
+from finetune.reporting.scores import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,18 +111,6 @@ def seconds(run: Run) -> float:
     return total
 
 
-def duration(time: float) -> str:
-    """45 s, 3 min 5 s or 2 h 10 min."""
-    if not math.isfinite(time):
-        return "an unknown time"
-    whole = round(time)
-    if whole < 60:
-        return f"{time:.2g} s" if time < 10 else f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 def summary(run: Run) -> str:
     """What was trained on what, how long: one sentence."""
     kind = run.get("adapter.type")
@@ -163,7 +152,7 @@ def charts(run: Run) -> Iterator[tuple[str, str]]:
         values = [step.get(key) for step in run.steps]
         known = sorted(_known(values))
         if len(known) > 2:  # two points are no curve, and metrics.jsonl has them
-            as_text = share if key in ("mfu", "data_wait") else number
+            as_text = percent if key in ("mfu", "data_wait") else figure
             told = {"median": known[len(known) // 2], "most": known[-1], "last": _known(values)[-1]}
             caption = said.format(**{what: as_text(value) for what, value in told.items()})
             line = Curve(name, [step["step"] for step in run.steps], values)
@@ -176,14 +165,14 @@ def _loss_chart(run: Run) -> tuple[str, str]:
     lines = [Curve("each step", places, losses, "faint"), Curve("mean", places, smoothed(losses))]
     lines = lines if long else [Curve("training", places, losses)]
     drawn = [loss for loss in lines[-1].y if loss is not None and math.isfinite(loss)] or [math.nan]
-    caption, mark = f"from {number(drawn[0])} to {number(drawn[-1])}", None
+    caption, mark = f"from {figure(drawn[0])} to {figure(drawn[-1])}", None
     bad = sum(loss is None or not math.isfinite(loss) for loss in losses)
     caption += f"; {bad} steps have no finite loss" if bad else ""
     held = [(check["step"], check["eval_loss"]) for check in run.checks if check.get("eval_loss") is not None]
     if held:
         lines.append(Curve("held out", [step for step, _ in held], [loss for _, loss in held], "points"))
         step, least = min(held, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)
-        caption += f"; held out least at step {step:,.0f}: {number(least)}"
+        caption += f"; held out least at step {step:,.0f}: {figure(least)}"
         mark = (step, f"best: step {step:,.0f}")
     return curves(lines, "loss", mark=mark, alt=f"loss: {caption}"), caption
 
@@ -197,14 +186,14 @@ def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     name, found = shlex.quote(run.path.resolve().name), []
     again = f"finetune {_train_again(run)}"
     rate, losses = run.get("train.learning_rate"), training_loss(run)
-    slower = f"{again} train.learning_rate={number(rate / 5)}" if rate else ""
+    slower = f"{again} train.learning_rate={figure(rate / 5)}" if rate else ""
     if rate == 0:
         found.append(("the learning rate is 0: nothing can be learnt", f"{again} train.learning_rate=2e-4"))
     elif slower and (verdict.kind == "bad" or (losses and not losses[1] < losses[0])):
         found.append(("a lower learning rate, if the loss rose or jumped", slower))
     if verdict.kind == "same" and rate:
         found.append(
-            ("more steps, or a higher learning rate", f"{again} train.learning_rate={number(rate * 3)}")
+            ("more steps, or a higher learning rate", f"{again} train.learning_rate={figure(rate * 3)}")
         )
     held_out = run.get("data.validation") or run.get("data.validation_fraction")
     if verdict.kind == "unknown" and not held_out:
@@ -273,7 +262,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
 def template(path: Path = REPORT) -> Any:
     """A page's template, which a comparison of many runs compiles once."""
     pages = html_pages.templates(path.parent)
-    pages.filters |= {"shown": shown, "share": share, "value": number, "duration": duration}
+    pages.filters |= {"shown": shown, "share": percent, "value": figure, "duration": duration}
     return pages.get_template(path.name)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.core import formatting
+from finetune.core.formatting import figure, percent
 from finetune.evaluation import verdicts
 
 NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "stopped by itself"}
@@ -51,7 +52,7 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
     said = found.get("verdict") or {}
     forgot = said.get("forgot") or []
     doubts = [f"it forgot: worse than its base on {', '.join(map(str, forgot))}"] if forgot else []
-    learnt = f" Training loss went from {number(losses[0])} to {number(losses[1])}." if losses else ""
+    learnt = f" Training loss went from {figure(losses[0])} to {figure(losses[1])}." if losses else ""
     title = verdicts.title(said)
     if said:
         kind = KINDS.get(verdicts.current_word(str(said.get("word"))), "unknown")
@@ -119,7 +120,7 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
 
 
 def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | None, note: str) -> Row:
-    text, by = (share, points) if formatting.is_share(key, base, tuned) else (number, number)
+    text, by = (percent, points) if formatting.is_share(key, base, tuned) else (figure, figure)
 
     def side(scores: Any) -> str:
         error = scores.get(f"{key}_stderr")
@@ -141,21 +142,6 @@ def signed(value: float, text: Any) -> str:
     return ("+" if value >= 0 else "\N{MINUS SIGN}") + text(abs(value)) if math.isfinite(value) else "?"
 
 
-def share(value: float) -> str:
-    return f"{value:.1%}"
-
-
 def points(value: float) -> str:
     """A difference of two shares, in percentage points."""
     return f"{100 * value:.1f}"
-
-
-def number(value: float | None) -> str:
-    """Four digits at most, or a whole number with its thousands."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return str(value)
-    if abs(value) >= 1000:
-        return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
-    return f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"

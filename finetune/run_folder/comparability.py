@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from finetune.core.formatting import shortened
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
@@ -149,4 +150,4 @@ def shown(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     if len(text) == 64 and not set(text) - set("0123456789abcdef"):
         return text[:12]
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(text, 80)

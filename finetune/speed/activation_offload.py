@@ -17,6 +17,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from finetune.core import formatting
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -175,7 +177,7 @@ class Activations:
     def add_receipt(self, micro_batches: int, ledger: RunChecks) -> None:
         """What left in the first step and came back."""
         asked = len(self.layers) * micro_batches
-        got = f"{self.out} out, {self.back} back: {self.tensors} tensors, {self.bytes / 2**20:.1f} MiB"
+        got = f"{self.out} out, {self.back} back: {self.tensors} tensors, {formatting.size(self.bytes)}"
         how = f"copies made in step 1: {len(self.layers)} layers x {micro_batches} micro-batches"
         ok = self.out == self.back == asked
         ledger.add("speed.offload", f"{asked} passes", f"{got}, {self.pinned} pinned", how, ok=ok)

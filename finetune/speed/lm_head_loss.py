@@ -15,6 +15,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
 from finetune.autoconfig import memory_estimate
+from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -331,7 +332,7 @@ def add_receipt(
     if installed is None:
         ledger.add("speed.loss", chosen, ran, how, code=code)
         return
-    kept = "logits" if installed.logits_kept else f"{installed.kept / 2**20:.1f} MiB and no logits"
+    kept = "logits" if installed.logits_kept else f"{formatting.size(installed.kept)} and no logits"
     got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} rows; kept {kept}"
     ok = ran == chosen and installed.calls == micro_batches and not installed.logits_kept
     how += "; calls and rows of step 1; what the first call's backward holds"

@@ -11,6 +11,7 @@ from transformers import TrainerCallback
 
 from finetune.adapters import trainable_parameters
 from finetune.autoconfig import optimizer_choice
+from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def add_receipt(optimizer: Any, optim: str, kind: Any, ledger: RunChecks) -> Non
     name = f"{ran.__module__.partition('.')[0]}'s {ran.__name__}"
     theirs = ran.__module__.startswith("deepspeed")  # which puts its own around it
     of = ", ".join(f"{kinds[dtype]} tensors in {dtype}" for dtype in sorted(kinds))
-    where = ", ".join(f"{held[place] / 2**20:.2f} MiB on the {place}" for place in sorted(held))
+    where = ", ".join(f"{formatting.size(held[place])} on the {place}" for place in sorted(held))
     low = sum(count for dtype, count in kinds.items() if dtype.startswith(("uint8", "OptimState")))
     ok = (theirs or ran is kind) and (not optimizer_choice.LOW_BITS.search(optim) or bool(low) or not large)
     few = (

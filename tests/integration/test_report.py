@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from finetune.cli import main
-from finetune.reporting import html_report, run_files, scores
+from finetune.core.formatting import duration, figure
+from finetune.reporting import html_report, run_files
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import ROOT
 
@@ -374,7 +375,7 @@ def test_a_report_of_what_was_just_trained(train) -> None:
     run = train("adapter.type=ia3", "eval.samples=2")
     page, evaluation = page_of(run), run.read("eval.json")
     assert page.open == [] and evaluation["samples"][1]["reference"] in page.text
-    assert scores.number(evaluation["tuned"]["loss"]) in page.said() and "ia3 on " in page.said()
+    assert figure(evaluation["tuned"]["loss"]) in page.said() and "ia3 on " in page.said()
     assert all(receipt["option"] in page.text for receipt in run.read("checks.json"))
 
 
@@ -403,14 +404,15 @@ def test_a_long_run_with_long_answers_stays_small(folder: RunFolder) -> None:
     ],
 )
 def test_numbers(value: float | None, said: str) -> None:
-    assert scores.number(value) == said
+    assert figure(value) == said
 
 
 @pytest.mark.parametrize(
-    ("time", "said"), [(0.42, "0.42 s"), (45.2, "45 s"), (184, "3 min 4 s"), (7800, "2 h 10 min")]
+    ("time", "said"),
+    [(0.42, "0.42 s"), (45.2, "45 s"), (184, "3 min 4 s"), (750, "12 min"), (7800, "2 h 10 min")],
 )
 def test_durations(time: float, said: str) -> None:
-    assert html_report.duration(time) == said
+    assert duration(time) == said
 
 
 def test_templates_are_in_the_package() -> None:

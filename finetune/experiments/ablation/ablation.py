@@ -104,7 +104,7 @@ class Bench:
 
 
 def key(variant: Variant) -> str:
-    return json.dumps([variant.mixed_precision, variant.values], sort_keys=True)
+    return json.dumps(variant, sort_keys=True)
 
 
 @measured_run.stoppable()
@@ -129,6 +129,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     checker.run(own)
     choice_checks.pinned(own)
     check_baseline(asked, steps)
+    for config in optimizations.configs(steps):
+        launcher.check(launcher.find(config))
     run_folder.refuse_links(asked.folder)
     hold(asked, values_of(own))
     bench = Bench(asked, steps, detection.detect(), Console(quiet=quiet), rank(own.adapter.ours("r")))
@@ -222,11 +224,14 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     group = bench.groups.setdefault(key(variant), [])
     number, setup = len(group) + 1, bench.ladder.measure
     place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
-    held_out = bench.held_out if number == 1 else None
-    values = [*bench.asked.overrides, *bench.short, *variant.overrides]
-    values += varied_keys.overrides({"data.validation": held_out})
+    held_out, fraction = (bench.held_out, setup.validation_fraction) if number == 1 else (None, None)
+    validation = {"data.validation": held_out}
+    validation |= {"data.validation_fraction": fraction} if fraction and not held_out else {}
+    values = [*bench.asked.overrides, *bench.short, *variant.overrides, *varied_keys.overrides(validation)]
     folder = place / f"{stem(bench.asked)}-{stage}-{number}"
-    job = measured_run.Job(bench.asked.path, values, folder, variant.mixed_precision)
+    named = variant.accelerate or setup.accelerate
+    config = str(launcher.find(named)) if named else None
+    job = measured_run.Job(bench.asked.path, values, folder, variant.mixed_precision, config)
     fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
     found = measured_run.figures(folder, setup.warm_up)
     group.append(found)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from finetune.hardware.detection import Hardware
 
-OURS = "default"  # a value that takes the baseline's away: what the recipe or `auto` says holds again
+OURS = "default"  # a value that removes the baseline's: what the recipe, `auto` or `measure` says holds again
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
 MEASURED = {  # and those by which an ablation measures
@@ -35,7 +35,7 @@ MEASURED = {  # and those by which an ablation measures
     "train.save_strategy": "no run saves checkpoints",
     "train.report_to": "no run reports",
 }
-TAKEN = ("baseline", "aside", "ab", "recipe")  # folders of results that are no optimization's
+TAKEN = ("baseline", "aside", "recipe")  # folders of results that are no optimization's
 
 
 class Measure(Section):
@@ -56,6 +56,10 @@ class Measure(Section):
     of its cost stays below."""
     held_out_rows: int = Field(default=200, ge=0)
     """Examples of `data.validation` that the first run of a variant is evaluated on."""
+    validation_fraction: float | None = Field(default=None, gt=0, lt=1)
+    """Without `data.validation`: the share of the examples that a variant's first run is evaluated on."""
+    accelerate: str | None = None
+    """An accelerate config that runs are launched with: a file, or the name of a shipped one."""
 
 
 class Needs(Section):
@@ -104,6 +108,8 @@ class Rung(Section):
     """Recipe keys; `default`: what the baseline set is taken away."""
     mixed_precision: PRECISION | None = None
     """The launch's."""
+    accelerate: str | None = None
+    """The launch's config; `default`: that of `measure`."""
     same_tokens: bool = False
     """The batch sizes become what gives a step the baseline's tokens in full rows."""
     on: list[str] = Field(default_factory=list)
@@ -130,6 +136,7 @@ class Rung(Section):
 
 class Baseline(Section):
     mixed_precision: PRECISION | None = None
+    accelerate: str | None = None
     set: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -153,6 +160,8 @@ class Variant(NamedTuple):
     mixed_precision: str | None
     values: dict[str, Any]
     """By dotted key."""
+    accelerate: str | None = None
+    """`None`: the config of `measure`, if it has one."""
 
     @property
     def overrides(self) -> list[str]:
@@ -286,7 +295,8 @@ def of_type(ladder: Ladder, kind: str) -> Ladder:
 
 def baseline(ladder: Ladder) -> Variant:
     """Everything off."""
-    return Variant(ladder.baseline.mixed_precision, dict(ladder.baseline.set))
+    one = ladder.baseline
+    return Variant(one.mixed_precision, dict(one.set), one.accelerate)
 
 
 def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
@@ -295,7 +305,15 @@ def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
     same = dict(zip(BATCH, (rows, None), strict=True)) if rung.same_tokens and rows else {}
     values = {**variant.values, **same, **rung.set}
     values = {key: value for key, value in values.items() if value != OURS}
-    return Variant(rung.mixed_precision or variant.mixed_precision, values)
+    config = rung.accelerate or variant.accelerate
+    precision = rung.mixed_precision or variant.mixed_precision
+    return Variant(precision, values, None if config == OURS else config)
+
+
+def configs(ladder: Ladder) -> list[str]:
+    """The accelerate configs that a ladder names."""
+    named = [ladder.measure.accelerate, ladder.baseline.accelerate, *(one.accelerate for one in ladder.rungs)]
+    return [one for one in dict.fromkeys(named) if one and one != OURS]
 
 
 def keys(rung: Rung) -> list[str]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core import safe_files, signals
 from finetune.core.errors import Exit, Problem, Stopped, UserError
+from finetune.core.formatting import shortened
 from finetune.core.paths import writing
 from finetune.data import source_loading
 from finetune.experiments.runner import varied_keys, worker_process
@@ -270,8 +271,7 @@ def why(log: str, code: int) -> str:
     """Why a run failed, in a line."""
     if code < 0:
         return f"ended by signal {-code}" + (", which the system sends where memory is short" * (code == -9))
-    text = worker_process.said(log)
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return shortened(worker_process.said(log), 200)
 
 
 def figures(folder: Path, warm_up: int) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from finetune.checkpointing import checkpoints
+from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import verify_resume
 from finetune.preflight import choice_checks
@@ -99,7 +100,7 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     kept = recipe.train.save_total_limit
     screen.say(
         f"killed, resumed and straight: {len(parts)} parts, not a bit differs",
-        f"a checkpoint is {size / 2**20:,.1f} MiB; {f'{kept} are kept' if kept else 'all are kept'}",
+        f"a checkpoint is {formatting.size(size)}; {f'{kept} are kept' if kept else 'all are kept'}",
         f"it can be trained, lost, found again, evaluated, published: {time.monotonic() - started:.0f} s",
         f"next: {shlex.join(['finetune', 'train', *command])}",
     )

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import TrialState
 
+from finetune.core.formatting import figure
 from finetune.core.visible_text import visible
 from finetune.experiments.runner import varied_keys
 from finetune.experiments.sweep import chosen_score, search_space, study_storage
 from finetune.recipe.loader import load as load_recipe
 from finetune.reporting import html_report, plots
 from finetune.reporting.plots import Curve
-from finetune.reporting.scores import number
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
@@ -220,13 +220,13 @@ def verdict(content: dict[str, Any], name: str) -> str:
     if content["best"] is None:
         return "No trial was finished."
     best, own = by_number[content["best"]], by_number.get(content["own"])
-    said = f"{name} {number(best['value'])}, trial {best['number']}"
+    said = f"{name} {figure(best['value'])}, trial {best['number']}"
     more = f" {chosen_score.described(content.get('chosen', {}))}".rstrip()
     if own is best:
         return f"The recipe's own values are the best: {said}.{more}"
     if own is None:
         return f"The best is {said}.{more}"
-    return f"The best is {said}; the recipe's own values have {number(own['value'])}.{more}"
+    return f"The best is {said}; the recipe's own values have {figure(own['value'])}.{more}"
 
 
 def counted(content: dict[str, Any]) -> str:
@@ -255,7 +255,7 @@ def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:
 
 def short(value: Any) -> str:
     """A value in a table's cell."""
-    return number(value) if isinstance(value, float) else varied_keys.text_of(value)
+    return figure(value) if isinstance(value, float) else varied_keys.text_of(value)
 
 
 def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
@@ -264,7 +264,7 @@ def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
     if rows:
         cells = [
-            [f"{row['number']}{' (own)' if row['own'] else ''}", number(row["value"])]
+            [f"{row['number']}{' (own)' if row['own'] else ''}", figure(row["value"])]
             + [short(row["values"][key]) if key in row["values"] else "" for key in keys]
             for row in rows
         ]

@@ -23,7 +23,6 @@ from finetune.models import architecture, loading
 from finetune.planning import (
     adapter_size,
     memory_by_phase,
-    plan_report,
     planner,
     sharding_cost,
     step_time,
@@ -340,14 +339,6 @@ def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
     assert "1 x CPU" in text and "fits" in text and "a layer timed here" in text and "cost" in text
     assert main.main(["plan", str(QUICKSTART), "--gpus", "2"]) == 2
     assert "there is no GPU here; say which one" in capsys.readouterr().err
-
-
-def test_durations_read_well() -> None:
-    assert [plan_report.duration(s) for s in (90, 750, 12_000)] == [
-        "90 s",
-        "12 min",
-        "3 h 20 min",
-    ]
 
 
 def test_packed_attention_is_slower_on_short_documents() -> None:
