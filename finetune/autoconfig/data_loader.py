@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from finetune.hardware.detection import Hardware
 
+# Settings of workers; a start method without a worker has no effect, and torch takes it
+OF_WORKERS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
+
 
 def loader(
     hardware: Hardware, processes: int, given: Mapping[str, Any] = MappingProxyType({})
@@ -23,14 +26,15 @@ def loader(
         given: `train:`, where it says so itself.
 
     Raises:
-        UserError: workers that are to persist, and there are none (exit 2).
+        UserError: a setting of workers, and there are none (exit 2).
     """
     own = 0 if hardware.device == "cpu" else max(1, min(2, hardware.cpu_cores // processes - 1))
     asked = given.get("dataloader_num_workers")
     workers = own if asked is None else asked
-    if given.get("dataloader_persistent_workers") and not workers:  # torch says so once the model has loaded
-        what, fix = "there are no workers here that could persist", "dataloader_num_workers: 2"
-        raise UserError(Problem(what, "train.dataloader_persistent_workers", found="true", fix=fix))
+    for name in OF_WORKERS:  # torch says so once the model has loaded
+        if given.get(name) and not workers:
+            what, fix = "there are no data loader workers here", "dataloader_num_workers: 2"
+            raise UserError(Problem(what, f"train.{name}", found=str(given[name]).lower(), fix=fix))
     if hardware.device == "cpu":
         return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
     # Of these upstream refuses the first, and torch the second, where there are none

@@ -117,3 +117,15 @@ def fp8_missing(machine: Hardware, precision: str) -> str:
     if machine.device != "cuda" or machine.capability < kernel_limits.FP8_CAPABILITY:
         return f"{machine.name} has no fp8 GEMMs (compute capability 8.9 has: Ada, Hopper or newer)"
     return "" if precision == "bf16" else f"fp8 GEMMs give bf16, and the launch's precision is {precision}"
+
+
+def check_tf32(asked: bool | None, hardware: Hardware) -> None:
+    """Refuse `train.tf32` on a device that has no such mode.
+
+    Raises:
+        UserError: exit 3.
+    """
+    if asked and hardware.capability < (8, 0):
+        what = "TF32 needs a GPU of compute capability 8.0 or more"
+        problem = Problem(what, "train.tf32", found=hardware.name, fix="drop it")
+        raise UserError(problem, code=Exit.ENVIRONMENT)

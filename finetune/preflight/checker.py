@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from, target_modules
-from finetune.autoconfig import batch_size, compilation, optimizer_choice, packing_support
+from finetune.autoconfig import batch_size, compilation, data_loader, optimizer_choice, packing_support
 from finetune.core import packages
 from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest
@@ -144,7 +144,7 @@ def _machine(recipe: Recipe) -> list[str]:
 
     Only what was asked for by name can be refused, so that most recipes need no torch here.
     """
-    model, speed = recipe.model, recipe.speed
+    model, speed, given = recipe.model, recipe.speed, recipe.train.passed_on()
     asked = (
         model.attention not in ("auto", "sdpa", "eager"),
         model.quantization not in ("auto", "none"),
@@ -152,6 +152,7 @@ def _machine(recipe: Recipe) -> list[str]:
         "paged" in optimizer_choice.asked(recipe.train),
         speed.offload not in ("auto", "none"),
         speed.compile not in ("auto", False),
+        *(given.get(name) for name in ("tf32", *data_loader.OF_WORKERS)),
     )
     if not any(asked) or not Path(model.name).is_dir():
         return []

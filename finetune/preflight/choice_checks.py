@@ -10,11 +10,14 @@ from finetune.autoconfig import (
     attention_choice,
     base_quantization,
     compilation,
+    data_loader,
     machine_setup,
+    mixed_precision,
     optimizer_choice,
     packing_support,
 )
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.distributed import launch_environment
 from finetune.hardware import detection
 from finetune.models import architecture, model_class, model_files, module_names, tokenizer_setup
 from finetune.preflight import launch_conflicts
@@ -60,6 +63,9 @@ def setup_of(recipe: Recipe) -> Setup:
     packing_support.check(config, recipe.data, recipe.train, setup.attention.value, setup.launch.rows_apart)
     optimizer_choice.check(recipe.train, recipe.speed, setup)
     compilation.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
+    given = recipe.train.passed_on()
+    data_loader.loader(setup.hardware, int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), given)
+    mixed_precision.check_tf32(given.get("tf32"), setup.hardware)
     return setup
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, Field, create_model
 
@@ -51,14 +51,29 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
     "subspace_rank": {"ge": 1},
     "sparse_rate": {"gt": 0, "le": 1},
     "boft_block_size": {"ge": 0},
-    "weight_decay": {"ge": 0},
+    "weight_decay": {"ge": 0, "allow_inf_nan": False},
     "adam_beta1": {"ge": 0, "lt": 1},
     "adam_beta2": {"ge": 0, "lt": 1},
     "adam_epsilon": {"ge": 0, "allow_inf_nan": False},
     "warmup_steps": {"ge": 0, "le": 1e15},
     "max_grad_norm": {"ge": 0},
     "logging_steps": {"gt": 0, "le": 1e15},
-    "dataloader_num_workers": {"ge": 0},
+    "dataloader_num_workers": {"ge": 0, "le": 1024},
+    "dataloader_prefetch_factor": {"ge": 1, "le": 1024},
+    "data_seed": {"ge": 0, "lt": 2**32},
+    "label_smoothing_factor": {"ge": 0, "lt": 1},
+    "neftune_noise_alpha": {"ge": 0, "allow_inf_nan": False},
+    "router_aux_loss_coef": {"ge": 0, "allow_inf_nan": False},
+    "torch_empty_cache_steps": {"ge": 1, "le": 1e15},
+}
+
+_DEBUG = Literal["underflow_overflow", "tpu_metrics_debug"]
+_TYPES: dict[str, Any] = {  # of upstream's keys that it annotates as any string
+    "dataloader_multiprocessing_context": Literal["fork", "forkserver", "spawn"] | None,
+    "debug": Literal[""] | _DEBUG | list[_DEBUG],
+    "include_num_input_tokens_seen": bool | Literal["all", "non_padding", "no"],
+    "pad_to_multiple_of": Optional[Literal["auto"] | Annotated[int, Field(ge=1, le=2**20)]],  # noqa: UP045
+    "train_sampling_strategy": Literal["random", "sequential", "group_by_length", "batch_rebalance"],
 }
 
 
@@ -130,7 +145,7 @@ def _adapter_section(name: str) -> type[Adapter]:
 
 def _field(name: str, source: upstream_options.UpstreamField) -> tuple[Any, Any]:
     """An upstream field as pydantic's; its default is never used: only what was set is passed on."""
-    plain: Any = source.annotation
+    plain: Any = _TYPES.get(name, source.annotation)
     if source.nested:  # a config class of PEFT's, as a mapping of its own fields
         (*_, class_name), inner = source.nested[0], upstream_options.fields(source.nested)
         plain = _create(class_name, __base__=Section, **{key: _field(key, inner[key]) for key in inner})

@@ -34,6 +34,8 @@ def apply_overrides(
         before.setdefault(key, target.get(path[-1]))
         now.pop(key, None)
         target[path[-1]] = now[key] = document.value
+        for place in [place for place in origin.where if place[: len(path)] == path]:
+            del origin.where[place]  # of the value that is replaced
         origin.where[path] = where
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
     _displace(raw, before, now, origin)

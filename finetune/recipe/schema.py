@@ -289,7 +289,7 @@ class Train(Section):
     `auto`: the largest that memory has room for, tried with the longest rows before training."""
     learning_rate: float = Field(default=2e-4, ge=0, allow_inf_nan=False)
     """Peak learning rate. LoRA-like adapters: about 2e-4; ia3: about 1e-2; full: about 1e-5."""
-    max_steps: int | None = Field(default=None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1, le=10**15)
     """Optimizer steps; excludes `num_train_epochs`."""
     num_train_epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Passes over the data; neither given: 3."""
@@ -304,7 +304,7 @@ class Train(Section):
     save_total_limit: int | None = Field(default=2, ge=1)
     """Checkpoints that are kept, the newest; `null`: all."""
 
-    dataloader_timeout: int = Field(default=600, ge=0)
+    dataloader_timeout: int = Field(default=600, ge=0, le=10**6)
     """Seconds to wait for a batch of a data loader worker; after it the run ends (exit 5). 0: no limit."""
     skip_nonfinite: int = Field(default=0, ge=0)
     """Steps in a row that may be left out because their gradients are not finite: no update, and the

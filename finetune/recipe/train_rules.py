@@ -18,6 +18,7 @@ SCHEDULED = {"lr_scheduler_type", "lr_scheduler_kwargs"}
 GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # by the Trainer
 ONE_OF = ("min_lr", "min_lr_rate")  # the floor that schedules with one in their name want
 ENDS = ("lr_end", "min_lr")  # rates themselves, not shares of the peak
+SHAPES = ("linear", "cosine", "1-sqrt")  # of warmup_stable_decay's `decay_type` and `warmup_type`
 LARGEST = 1e300  # of a rate: whole numbers in a recipe may be more than a float holds
 OF_METRICS = ("reduce_lr_on_plateau", "greedy")
 # Whose options the Trainer makes of `optim_args` (transformers 5.22, trainer_optimizer.py)
@@ -87,10 +88,14 @@ def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
     refuses once the model has loaded."""
     for one, number in given.items():
         key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": str(number)}
-        if isinstance(number, float) and not math.isfinite(number):
-            yield key, "wrong type", {**texts, "expected": "a finite number"}
-        elif not isinstance(number, int | float):
+        if one.endswith("_type"):  # decay_type
+            if number not in SHAPES:
+                expected = ", ".join(SHAPES)
+                yield key, "wrong value", {**texts, "expected": expected, "fix": nearest(str(number), SHAPES)}
+        elif number is None:
             continue
+        elif not isinstance(number, int | float) or isinstance(number, bool) or not _is_finite(number):
+            yield key, "wrong type", {**texts, "expected": "a finite number"}
         elif "lr" in one and number < 0:
             yield key, "out of range", {**texts, "expected": ">= 0"}
         elif one in ENDS and isinstance(peak, int | float) and 0 < peak <= min(number, LARGEST):
@@ -98,14 +103,16 @@ def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
             yield key, what, {**texts, "fix": f"{{{one}: {peak / 10:g}}}"}
 
 
+def _is_finite(number: float) -> bool:
+    return isinstance(number, int) or math.isfinite(number)  # no float holds some integers
+
+
 def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
     """What upstream refuses where training starts, and types can't say."""
-    every, multiple = train.get("logging_steps"), train.get("pad_to_multiple_of")
+    every = train.get("logging_steps")
     if isinstance(every, float) and 1 < every < math.inf and every % 1:
         texts = {"found": f"{every:g}", "expected": "a whole number, or a share of the run below 1"}
         yield "train.logging_steps", "steps are whole", texts
-    if isinstance(multiple, int) and multiple < 1:
-        yield "train.pad_to_multiple_of", "out of range", {"found": str(multiple), "expected": ">= 1"}
 
 
 def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:

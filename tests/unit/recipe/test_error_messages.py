@@ -218,15 +218,13 @@ def test_what_is_not_all_of_a_safetensors_file_is_said(
         ("train.effective_batch_size=1000", "96 rows are fewer than one step takes"),
         ("adapter.rank_pattern={q_prj: 4}", "q_proj"),
         ("adapter.exclude_modules=[q_prj]", "q_proj"),
-        ("train.dataloader_prefetch_factor=2", "train.dataloader_prefetch_factor: SFTConfig refuses it"),
-        ("train.dataloader_persistent_workers=true", "there are no workers here that could persist"),
-        ("train.lr_scheduler_kwargs={min_lr_rate: low}", "cosine_with_min_lr can't be followed"),
+        ("train.dataloader_prefetch_factor=2", "there are no data loader workers here"),
+        ("train.dataloader_persistent_workers=true", "there are no data loader workers here"),
         ("train.router_aux_loss_coef=0.1", "a mixture of experts, and the base is none"),
     ],
 )
 def test_what_is_seen_once_model_and_data_are_there(override: str, says: str, train, capsys) -> None:
     """All but what the model itself has is seen by a dry run too."""
-    schedule = ["train.lr_scheduler_type=cosine_with_min_lr"] * ("lr_scheduler" in override)
     for dry in [[], *[["--dry-run"]] * ("router" not in override)]:
-        train(override, *schedule, *dry, code=2)
+        train(override, *dry, code=2)
         assert says in capsys.readouterr().err

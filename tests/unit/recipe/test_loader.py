@@ -406,3 +406,12 @@ def test_pattern_of_the_names_of_layers_may_have_groups() -> None:
         False,
         True,
     ]
+
+
+def test_item_of_an_overridden_list_stands_in_the_override(recipe_file) -> None:
+    adapter = "adapter: {type: lora, target_modules: [q_proj, v_proj]}"
+    text = f"model: {{name: '{{model}}'}}\ndata: {{name: '{{data}}'}}\n{adapter}"
+    override = "adapter.target_modules=[o_proj]"
+    loaded = loader.load(recipe_file(text), [override])
+    places = {place for key, place in loaded.origin.where.items() if key[1:2] == ("target_modules",)}
+    assert places == {f"override {override!r}"}

@@ -47,6 +47,16 @@ MIN_LR = "train.lr_scheduler_type=cosine_with_min_lr"
         (["train.lr_scheduler_type=polynomial", f"{KWARGS}={{lr_end: 0.005}}"], "is no end to go down to"),
         ([f"{KWARGS}=abc"], "is a mapping"),
         (["train.adam_beta2=1.0"], "< 1"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: low}}"], "min_lr: wrong type (override"),
+        ([MIN_LR, f"{KWARGS}={{min_lr_rate: true}}"], "found: True expected: a finite number"),
+        ([MIN_LR, f"{KWARGS}={{min_lr_rate: [0.1]}}"], "found: [0.1] expected: a finite number"),
+        (
+            [
+                "train.lr_scheduler_type=warmup_stable_decay",
+                f"{KWARGS}={{num_decay_steps: 5, decay_type: cosin}}",
+            ],
+            "decay_type: wrong value (override",
+        ),
         (["train.lr_scheduler_type=reduce_lr_on_plateau"], "the Trainer's own evaluations"),
         (["train.lr_scheduler_type=greedy"], "the Trainer's own evaluations"),
         (["train.optim=schedule_free_adamw"], "an average that it keeps"),
