@@ -11,18 +11,20 @@ Only one split is read: the training split for `data.name`, the validation split
 from __future__ import annotations
 
 import glob
-import json
+import os
 import re
 from collections import Counter
 from itertools import chain
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from finetune.core import regular_files, strict_json
 from finetune.core.errors import Problem, UserError
+from finetune.core.folder_search import Search, match_paths
 from finetune.data.readers import READERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
     from pathlib import Path
 
 Splits: TypeAlias = "dict[str, list[Path]]"
@@ -148,7 +150,7 @@ def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
         fix = "load it with datasets<2, call flatten_indices(), and save it again"
         raise UserError(Problem(what, key, str(folder / STATE), fix=fix))
     names = [str(entry.get("filename")) if isinstance(entry, dict) else str(entry) for entry in listed]
-    missing = [name for name in names if "/" in name or not (folder / name).is_file()]
+    missing = [name for name in names if "/" in name or not os.path.isfile(folder / name)]
     if missing:
         what, fix = f"{len(missing)} of {len(names)} files of a saved dataset are missing", "save it again"
         raise UserError(Problem(what, key, str(folder / STATE), ", ".join(missing[:5]), fix=fix))
@@ -162,15 +164,15 @@ def _splits_of_dict(folder: Path, key: str) -> Splits | None:
     if not isinstance(names, list):
         return None
     found = {}
-    for name in map(str, names):
-        listed = _listed_in_state(folder / name, key) if "/" not in name else None
+    for name in dict.fromkeys(map(str, names)):
+        is_inside = "/" not in name and name not in (".", "..")
+        listed = _listed_in_state(folder / name, key) if is_inside else None
         if listed is None:
             what, fix = f"the split {name} of a saved dataset is missing", "save it again"
             raise UserError(Problem(what, key, str(folder / DICT), str(folder / name), fix=fix))
         found[name] = listed
-        unlisted = [
-            path for path in sorted((folder / name).iterdir()) if _is_data(path) and path not in listed
-        ]
+        entries = set(Search(key).entries(folder / name)) - set(listed)
+        unlisted = sorted(path for path in entries if _is_data(path))
         found[NOT_LISTED] = [*found.get(NOT_LISTED, []), *unlisted]
     return found
 
@@ -207,20 +209,38 @@ def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Spli
 
 
 def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
-    """Config -> what the YAML at the beginning of a dataset card says of it."""
+    """Config -> what the YAML at the beginning of a dataset card says of it.
+
+    Raises:
+        UserError: the card is no regular file, or too large (exit 2).
+    """
     import yaml
 
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        with readme.open(encoding="utf-8") as file:
-            if file.readline().strip() != "---":
-                return {}
-            lines = iter(file.readline, "")
-            text = "".join(iter(lambda: next(lines, "---\n"), "---\n"))
-        content = yaml.safe_load(text)
-        found = content["configs"]
+        text = _header_of(regular_files.read_text(readme))
+        if not _is_plain(yaml.parse(text, loader)):
+            return {}
+        found = yaml.load(text, loader)["configs"]
         return {str(config["config_name"]): config for config in found}
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # no card of a dataset
         return {}
+
+
+def _header_of(card: str) -> str:
+    first, _, rest = card.partition("\n")
+    return rest.split("\n---\n")[0] if first.strip() == "---" else ""
+
+
+def _is_plain(events: Iterable[Any]) -> bool:
+    """Whether YAML has no alias, which may stand for very much, and is not nested deeply."""
+    depth = 0
+    for event in events:
+        kind = type(event).__name__
+        depth += kind.endswith("StartEvent") - kind.endswith("EndEvent")
+        if kind == "AliasEvent" or depth > strict_json.DEEPEST:
+            return False
+    return True
 
 
 def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
@@ -243,38 +263,6 @@ def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
     return found
 
 
-def match_paths(pattern: str, base: Path) -> list[Path]:
-    """The paths that a pattern names, in order; of links, `**` reads the folder that they lead to once."""
-    parts = PurePosixPath(pattern).parts
-    if "**" not in parts:
-        return [base / match for match in sorted(glob.glob(pattern, root_dir=base))]
-    index = parts.index("**")
-    before, after = parts[:index], parts[index + 1 :] or ("*",)
-    found: list[Path] = []
-    seen: set[Path] = set()
-    for top in match_paths(str(PurePosixPath(*before)), base) if before else [base]:
-        for folder in _folders_below(top, seen):
-            found += match_paths(str(PurePosixPath(*after)), folder)
-    return sorted(dict.fromkeys(found))
-
-
-def _folders_below(folder: Path, seen: set[Path]) -> Iterator[Path]:
-    """A folder and all below it, less hidden ones and those that were seen."""
-    real = folder.resolve()
-    if real in seen or not folder.is_dir():
-        return
-    seen.add(real)
-    yield folder
-    below = [entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith(".")]
-    for entry in sorted(below, key=_links_last):
-        yield from _folders_below(entry, seen)
-
-
-def _links_last(entry: Path) -> tuple[bool, Path]:
-    """Sorts links to folders behind all other paths."""
-    return entry.is_symlink() and entry.is_dir(), entry
-
-
 def _stays_below(path: Any) -> bool:
     """Whether a path or pattern of a card leads nowhere but below its folder."""
     parts = PurePosixPath(str(path)).parts
@@ -284,7 +272,7 @@ def _stays_below(path: Any) -> bool:
 def _splits_by_name(folder: Path, key: str) -> Splits:
     """The splits that names say. A file in a folder below counts where no file above is of its split."""
     found: Splits = {}
-    for path, split in _labeled(folder, folder, key, set()).items():
+    for path, split in _labeled(folder, folder, Search(key)).items():
         found.setdefault(split, []).append(path)
     top = {split: [path for path in paths if path.parent == folder] for split, paths in found.items()}
     kept = {split: top[split] or paths for split, paths in found.items()}
@@ -295,20 +283,18 @@ def _splits_by_name(folder: Path, key: str) -> Splits:
     return {**kept, BELOW: [path for path in _all(found) if path not in read]}
 
 
-def _labeled(folder: Path, root: Path, key: str, seen: set[Path]) -> dict[Path, str]:
-    """Each data file in a folder and in those below it -> its split, or why it has none.
-
-    Args:
-        seen: the folders that were read, without links. Links may lead to one folder several times.
-    """
-    found, listed = {}, _listed_in_state(folder, key)
-    seen.add(folder.resolve())
-    for entry in sorted(folder.iterdir(), key=_links_last):
+def _labeled(folder: Path, root: Path, search: Search) -> dict[Path, str]:
+    """Each data file in a folder and in those below it -> its split, or why it has none."""
+    if not search.is_new(folder):
+        return {}
+    found, names = {}, _listed_in_state(folder, search.key)
+    listed = None if names is None else set(names)
+    for entry in search.entries(folder):
         if entry.name.startswith((".", "__")):
             continue
-        if entry.is_dir():
+        if os.path.isdir(entry):
             deep = len(entry.relative_to(root).parts) > DEEPEST
-            found |= _labeled(entry, root, key, seen) if not (deep or entry.resolve() in seen) else {}
+            found |= {} if deep else _labeled(entry, root, search)
         elif _is_data(entry):
             unlisted = _is_map_cache(entry) if listed is None else entry not in listed
             found[entry] = NOT_LISTED if unlisted else _split_of(root, entry)
@@ -334,7 +320,7 @@ def _standard_name(split: str) -> str:
 
 
 def _is_data(path: Path) -> bool:
-    return path.suffix.lower() in READERS and path.name not in BOOKKEEPING and path.is_file()
+    return path.suffix.lower() in READERS and path.name not in BOOKKEEPING and os.path.isfile(path)
 
 
 def _is_map_cache(path: Path) -> bool:
@@ -348,7 +334,12 @@ def _all(splits: Splits) -> list[Path]:
 
 
 def _json_in(path: Path) -> Any:
+    """The content of a manifest; `None`: it is missing or can't be read.
+
+    Raises:
+        UserError: it is no regular file, or too large (exit 2).
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return regular_files.read_json(path)
+    except (OSError, ValueError):
         return None

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.paths import local_path, similar_files
+from finetune.core.folder_search import match_paths
+from finetune.core.paths import can_be_path, local_path, similar_files
 from finetune.core.regular_files import check_regular
 from finetune.data import hints, hub_datasets, read_limits
-from finetune.data.dataset_folders import as_name, choose_files, count_files, match_paths
+from finetune.data.dataset_folders import as_name, choose_files, count_files
 from finetune.data.examples import BadRow, Row
 from finetune.data.formats import conversations, convert, detect, digest, of_another_format, unused
 from finetune.data.readers import READERS, count_rows, read_file
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
 FAR = 0.1  # of the validation examples that are asked for: such a difference is reported
+LOOKED_AT = 1000  # entries of a folder without data, for a hint
 COUNTED = 2**26  # bytes of a file whose rows are counted for a note
 
 
@@ -271,18 +273,22 @@ def files(name: str, key: str) -> list[Path] | None:
         UserError: a path where nothing is, or a kind of file that is not read (exit 2).
     """
     path = Path(os.path.expanduser(name))
-    in_a_folder = len(path.parts) > 1 and Path(path.parts[0]).is_dir()  # data/trian, where there is a data/
+    in_a_folder = len(path.parts) > 1 and os.path.isdir(path.parts[0])  # data/trian, where there is a data/
     if not (local_path(name) or in_a_folder):
         return None
+    if not can_be_path(str(path)):
+        raise UserError(Problem("not the name of a file", key, found=name[:200]))
     matches = [path]
-    if any(mark in name for mark in "*?[") and not path.exists():  # notes[1].jsonl is a file's name too
-        matches = match_paths(os.path.expanduser(name), Path())
-    missing = [entry for entry in matches if not entry.exists()]
+    if any(mark in name for mark in "*?[") and not os.path.exists(
+        path
+    ):  # notes[1].jsonl is a file's name too
+        matches = match_paths(os.path.expanduser(name), Path(), key)
+    missing = [entry for entry in matches if not os.path.exists(entry)]
     if missing or not matches:
         found = f"looked in {Path.cwd()} and beside the recipe"
         raise UserError(Problem(f"no such file: {name}", key, found=found, fix=similar_files(path)))
     paths = matches
-    if all(match.is_dir() for match in matches):
+    if all(map(os.path.isdir, matches)):
         paths = list(chain.from_iterable(choose_files(folder, key).read for folder in matches))
         if not paths:
             raise UserError(_nothing_to_read(path, key))
@@ -297,7 +303,8 @@ def files(name: str, key: str) -> list[Path] | None:
 
 
 def _nothing_to_read(folder: Path, key: str) -> Problem:
-    others = [path.name for path in sorted(folder.rglob("*")) if path.is_file()] if folder.is_dir() else []
+    below = islice(folder.rglob("*"), LOOKED_AT) if folder.is_dir() else ()
+    others = [path.name for path in sorted(below) if os.path.isfile(path)]
     fix = next((fix for name in others if (fix := hints.file(Path(name).suffix))), "")
     what, found = f"no {', '.join(READERS)} file in {folder}", ", ".join(others[:MAX_SHOWN])
     return Problem(what, key, found=found or "an empty folder", fix=fix)
@@ -346,7 +353,7 @@ def notes_on_folders(data: Data) -> list[str]:
 def _folders(data: Data) -> list[tuple[Path, str]]:
     """Each folder that a recipe names, and the key that names it."""
     paths = [(Path(os.path.expanduser(source.name)), key) for source, key in named(data)]
-    return [(path, key) for path, key in dict.fromkeys(paths) if path.is_dir()]
+    return [(path, key) for path, key in dict.fromkeys(paths) if os.path.isdir(path)]
 
 
 def _counted(paths: list[Path]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.core.folder_search import match_paths
 from finetune.core.paths import can_be_path, local_path
 from finetune.data import dataset_folders, hub_datasets
 from finetune.data.examples import BadRow
@@ -122,7 +123,7 @@ def _files(place: Path, pattern: str) -> list[Path]:
     path = place / Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    matches = dataset_folders.match_paths(str(path), Path()) if any(mark in pattern for mark in "*?[") else []
+    matches = match_paths(str(path), Path(), KEY) if any(mark in pattern for mark in "*?[") else []
     return [match for match in matches if match.is_file()]
 
 

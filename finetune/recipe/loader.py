@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.folder_search import match_paths
 from finetune.recipe import adapter_keys, adapter_types, build, command_line_overrides, recipe_errors, renames
 from finetune.recipe.schema import Origin, Recipe
 
@@ -150,12 +151,15 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             return {**value, "name": resolve(value["name"])}
         if not isinstance(value, str) or not value or os.path.isabs(value) or value.startswith("~"):
             return os.path.expanduser(value) if isinstance(value, str) else value
-        if exists(value) or any(map(exists, glob.glob(value))):
+        if exists(value) or any(map(exists, matches(value, Path()))):
             return value
         if exists(str(folder / value)):
             return str(folder / value)
         pattern = os.path.join(glob.escape(str(folder)), value)  # brackets of the folder are its name
-        return pattern if any(map(exists, glob.glob(pattern))) else value
+        return pattern if any(map(exists, matches(value, folder))) else value
+
+    def matches(value: str, base: Path) -> list[str]:
+        return [str(path) for path in match_paths(value, base)] if glob.has_magic(value) else []
 
     for section, key in (
         ("model", "name"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from finetune.core import strict_yaml
+from finetune.core.paths import can_be_path
 
 
 class Section(BaseModel):
@@ -24,11 +26,19 @@ class Section(BaseModel):
     )
 
 
+def _can_be_path(name: str) -> str:
+    if not can_be_path(os.path.expanduser(name)):
+        raise ValueError("no path: it has a NUL, or is too long")
+    return name
+
+
+PathName = Annotated[str, AfterValidator(_can_be_path)]  # or an id of the Hub
+OptionalPath: TypeAlias = PathName | None
 Quantization = Literal["auto", "none", "fp8", "nf4", "fp4", "int8", "torchao_int8"]
 
 
 class Model(Section):
-    name: str
+    name: PathName
     """Hub id (`meta-llama/Llama-3.1-8B`) or local folder."""
     revision: str | None = None
     """Branch, tag or commit of a Hub model."""
@@ -58,7 +68,7 @@ class Model(Section):
 class Source(Section):
     """One of several sources in `data.name`."""
 
-    name: str
+    name: PathName
     """File, folder, glob or Hub id."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """How often a row is used in an epoch: 2 is twice, 0.5 is half of the rows, drawn with `train.seed`."""
@@ -98,7 +108,7 @@ def _iso_date(text: str) -> str:
 
 
 class Data(Section):
-    name: str | list[str | Source]
+    name: PathName | list[PathName | Source]
     """File (jsonl, json, csv, parquet, arrow, tar, txt), folder, glob or Hub id, or a list of these."""
     revision: str | None = None
     """Commit (or tag or branch) of a Hub data set."""
@@ -114,7 +124,7 @@ class Data(Section):
     """The data's names for roles: `{bot: assistant}`."""
     reasoning: Literal["keep", "cut"] = "keep"
     """`<think>` parts of the assistant's messages."""
-    validation: str | None = None
+    validation: PathName | None = None
     """File with the validation set; or see `validation_fraction`."""
     validation_fraction: float | None = Field(default=None, gt=0, lt=1)
     """Share of the examples in the validation set, drawn with `train.seed`; equal ones, and those of one
@@ -126,7 +136,7 @@ class Data(Section):
     train_on: Literal["assistant", "last_turn", "completion", "all"] = "assistant"
     """Tokens that carry loss: the assistant's turns with their ends, its last one, those after the last
     user's turn, or every token."""
-    chat_template: str | None = None
+    chat_template: PathName | None = None
     """A bundled template (llama3, qwen3, mistral, gemma, phi3, chatml ...) or a Jinja file, in place of the
     tokenizer's own."""
     template_date: Annotated[str, AfterValidator(_iso_date)] | None = None
@@ -145,7 +155,7 @@ class Data(Section):
     is an error."""
     max_uncompressed_bytes: int | None = Field(default=None, ge=1, le=2**53)
     """What a compressed file (tar, parquet) may expand to; `null`: 100 times its size, at least 256 MiB."""
-    cache_dir: str | None = None
+    cache_dir: PathName | None = None
     """Folder of prepared data; `null`: $FINETUNE_CACHE or ~/.cache/finetune."""
     expect: Expect = Expect()
     """Limits of the audit that runs before any weight is loaded."""
@@ -178,7 +188,7 @@ class Adapter(Section):
 
 PEFT_KEYS: dict[str, Any] = {
     "init_from": (
-        str | None,
+        OptionalPath,
         Field(
             default=None,
             description="Adapter to go on training: a run or PEFT folder, or organisation/name@commit.",
@@ -280,7 +290,7 @@ class Speed(Section):
 class Train(Section):
     """Ours; `train_section` adds every SFTConfig field that no other section owns."""
 
-    output_dir: str | None = None
+    output_dir: PathName | None = None
     """The run folder; `null`: `runs/<recipe>-<time>`."""
     effective_batch_size: int = Field(default=32, ge=1)
     """Sequences in one optimizer step, over all processes."""
@@ -320,7 +330,7 @@ class Train(Section):
 
 
 class Eval(Section):
-    tasks: list[str] = []
+    tasks: list[PathName] = []
     """lm-eval's tasks by name, the shipped `general_knowledge`, or task files: `[arc_easy, my/task.yaml]`."""
     limit: int | None = Field(default=None, ge=1)
     """Rows of each task; `null`: all."""
@@ -330,7 +340,7 @@ class Eval(Section):
     """Whether lm-eval's tasks go through the chat template; a local task says so itself (`chat`)."""
     engine: Literal["hf", "vllm"] = "hf"
     """What answers `tasks`: transformers, or vLLM where it is installed."""
-    forgetting: bool | str = True
+    forgetting: bool | PathName = True
     """Text on which forgetting is measured: the shipped one, or a file with a `text` in each row."""
     generate: bool = True
     """Whether base and tuned also answer the validation set at the end, for exact match and samples; `false`:

@@ -18,7 +18,7 @@ import psutil
 
 from finetune.core import safe_files, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.paths import why_not_makeable
+from finetune.core.paths import can_be_path, why_not_makeable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,6 +31,8 @@ BEAT, SILENT = 15.0, 60.0  # seconds between touches of a lock's file where a di
 def check_free(output_dir: str | None) -> None:
     """A folder that already holds something is left alone (exit 2)."""
     path = Path(output_dir or "")
+    if not can_be_path(str(path)):
+        raise UserError(Problem("not the name of a folder", "train.output_dir", found=str(path)[:200]))
     if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
         return
     held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"

@@ -20,9 +20,13 @@ NAMES = ("report.html", "eval.json", "merged", "eval.other.json", "merge.json", 
 
 
 def copied(source: Path, target: Path) -> Path:
-    """A copy of a run folder."""
-    shutil.copytree(source, target)
+    """A copy of a run folder. No damage changes the content of weights, so both folders name the same files."""
+    shutil.copytree(source, target, copy_function=_copy)
     return target
+
+
+def _copy(source: str, target: str) -> None:
+    (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
 
 
 def texts_of(run: Path) -> list[Path]:

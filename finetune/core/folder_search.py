@@ -1,0 +1,92 @@
+"""Search folders that may hold anything: links that lead in circles, too many files, folders of others."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from itertools import islice
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MOST_ENTRIES = 20_000  # files and folders that one search looks at
+
+
+class Search:
+    """One search, which ends with an error where folders hold more than finetune looks at.
+
+    Args:
+        key: of the recipe, for errors.
+    """
+
+    def __init__(self, key: str) -> None:
+        self.key, self.left = key, MOST_ENTRIES
+        self.seen: set[str] = set()  # folders without links, which may lead to one folder several times
+
+    def is_new(self, folder: Path) -> bool:
+        """Whether this search has not read the folder before."""
+        real = os.path.realpath(folder)
+        is_new = real not in self.seen
+        self.seen.add(real)
+        return is_new
+
+    def entries(self, folder: Path) -> list[Path]:
+        """What stands in a folder, links to folders last.
+
+        Raises:
+            UserError: it can't be read, or there is too much to look at (exit 2).
+        """
+        try:
+            with os.scandir(folder) as listed:
+                found = list(islice(listed, self.left + 1))
+        except OSError as error:
+            raise UserError(Problem("can't be read", self.key, str(folder), error.strerror or "")) from error
+        self.left -= len(found)
+        if self.left < 0:
+            what, fix = "too many files and folders to look through", f"{self.key}: a folder of data alone"
+            raise UserError(
+                Problem(what, self.key, str(folder), expected=f"at most {MOST_ENTRIES:,}", fix=fix)
+            )
+        found.sort(key=lambda entry: (entry.is_symlink() and os.path.isdir(entry.path), entry.name))
+        return [folder / entry.name for entry in found]
+
+
+def match_paths(pattern: str, base: Path, key: str = "data.name") -> list[Path]:
+    """The paths that a pattern names, in order; of links, `**` reads the folder that they lead to once.
+
+    Raises:
+        UserError: there is too much to look through (exit 2).
+    """
+    found, search = [base], Search(key)
+    parts = PurePosixPath(pattern).parts
+    for part in (*parts, "*") if parts[-1:] == ("**",) else parts:
+        search.seen.clear()
+        found = [match for place in found for match in _matches(place, part, search)]
+    return sorted(dict.fromkeys(found))
+
+
+def _matches(place: Path, part: str, search: Search) -> list[Path]:
+    """The paths in a folder that one part of a pattern names."""
+    if part == "**":
+        return list(_folders_below(place, search))
+    if not any(mark in part for mark in "*?["):
+        return [place / part] if os.path.lexists(place / part) else []
+    if not os.access(place, os.R_OK | os.X_OK) or not os.path.isdir(place):
+        return []
+    names = fnmatch.filter([entry.name for entry in search.entries(place)], part)
+    return [place / name for name in names if part.startswith(".") or not name.startswith(".")]
+
+
+def _folders_below(folder: Path, search: Search) -> Iterator[Path]:
+    """A folder and all below it, less hidden ones and those that were seen."""
+    if not os.path.isdir(folder) or not search.is_new(folder):
+        return
+    yield folder
+    for entry in search.entries(folder):
+        if not entry.name.startswith("."):
+            yield from _folders_below(entry, search)

@@ -1,0 +1,136 @@
+"""Folders of data that a stranger made, and names that are no path: each ends with an error, soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from finetune.core import folder_search
+from support.limited_commands import LimitedCommands
+from support.paths import QUICKSTART
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+EXAMPLE = '{"prompt": "a", "completion": "b"}\n'
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[LimitedCommands]:
+    with LimitedCommands("pyarrow.parquet", "tokenizers") as running:
+        yield running
+
+
+def many_files(folder: Path) -> None:
+    for number in range(folder_search.MOST_ENTRIES + 1):
+        (folder / f"{number}.jsonl").touch()
+
+
+def many_folders(folder: Path) -> None:
+    for number in range(folder_search.MOST_ENTRIES + 1):
+        (folder / str(number)).mkdir()
+
+
+def card_with_aliases(folder: Path) -> None:
+    """A name of 10^9 words."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    card = "\n".join(["---", *lines, "configs: [{config_name: *a8, data_files: a.jsonl}]", "---"])
+    (folder / "README.md").write_text(card)
+    (folder / "a.jsonl").write_text(EXAMPLE)
+
+
+def nested_card(folder: Path) -> None:
+    (folder / "README.md").write_text(f"---\nconfigs: {'[' * 100_000}\n---\n")
+    (folder / "a.jsonl").write_text(EXAMPLE)
+
+
+def many_splits(folder: Path) -> None:
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["a"] * 10**6}))
+    (folder / "a").mkdir()
+    (folder / "a" / "state.json").write_text(json.dumps({"_data_files": []}))
+
+
+def split_of_the_parent(folder: Path) -> None:
+    """A split that leads out of the folder."""
+    (folder.parent / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    (folder.parent / "a.arrow").touch()
+    (folder / "dataset_dict.json").write_text(json.dumps({"splits": [".."]}))
+
+
+REFUSED: list[Callable[[Path], None]] = [many_files, many_folders, many_splits, split_of_the_parent]
+
+
+@pytest.mark.parametrize("make", REFUSED)
+def test_folder_that_holds_too_much_or_leads_out_is_refused(make, tmp_path, commands) -> None:
+    (folder := tmp_path / "data").mkdir()
+    make(folder)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={folder}")
+    assert not ended.wrong and ended.code == 2, ended
+
+
+@pytest.mark.parametrize("make", [card_with_aliases, nested_card])
+def test_card_that_grows_or_nests_is_no_card(make, tmp_path, commands) -> None:
+    (folder := tmp_path / "data").mkdir()
+    make(folder)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={folder}")
+    assert not ended.wrong and ended.code == 0, ended
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_dict.json", "README.md"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "sparse"])
+def test_manifest_that_is_no_regular_file_is_refused(name: str, kind: str, tmp_path, commands) -> None:
+    (tmp_path / "a.jsonl").write_text(EXAMPLE)
+    path = tmp_path / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    else:
+        with path.open("wb") as file:
+            file.truncate(10**10)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={tmp_path}")
+    assert not ended.wrong and ended.code == 2 and name in ended.said, ended
+
+
+@pytest.mark.parametrize("pattern", ["**/*.jsonl", "*/*/*/*.jsonl", "*.jsonl"])
+def test_pattern_over_too_many_entries_is_refused(pattern: str, tmp_path, commands) -> None:
+    for number in range(100):
+        for inner in range(220):
+            (tmp_path / str(number) / str(inner)).mkdir(parents=True)
+    many_files(tmp_path) if "/" not in pattern else None
+    ended = commands.run("check", str(QUICKSTART), f"data.name={tmp_path}/{pattern}")
+    assert not ended.wrong and ended.code == 2, ended
+
+
+@pytest.mark.parametrize("name", ["/", "/proc", "/sys", "/**/*.jsonl", "/dev"])
+@pytest.mark.parametrize("key", ["data.name", "data.validation"])
+def test_folder_of_the_system_is_refused(key: str, name: str, commands) -> None:
+    ended = commands.run("check", str(QUICKSTART), f"{key}={name}")
+    assert not ended.wrong and ended.code == 2, ended
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every folder")
+def test_folder_that_cannot_be_read_is_named(tmp_path, commands) -> None:
+    (tmp_path / "a.jsonl").write_text(EXAMPLE)
+    (tmp_path / "closed").mkdir(mode=0)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={tmp_path}")
+    assert not ended.wrong and ended.code == 2 and "closed" in ended.said, ended
+
+
+KEYS = ("data.name", "data.validation", "eval.forgetting", "eval.tasks", "model.name", "adapter.init_from",
+        "data.chat_template", "train.output_dir", "data.cache_dir")  # fmt: skip
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000, "a\\0b"])
+def test_name_that_is_too_long_for_a_path_is_refused(key: str, name: str, commands) -> None:
+    value = f'["{name}"]' if key == "eval.tasks" else f'"{name}"'
+    ended = commands.run("check", str(QUICKSTART), f"{key}={value}")
+    assert not ended.wrong and ended.code == 2 and key in ended.said, ended
