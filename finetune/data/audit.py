@@ -13,6 +13,7 @@ import numpy as np
 
 from finetune.core.errors import Problem, UserError
 from finetune.data.example_errors import BadRows, row_of, shown
+from finetune.data.examples import short
 from finetune.data.source_loading import MAX_SHOWN
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ SAID = {  # what is counted -> what is said of so many rows
     "special_in_content": "have special tokens written in a content",
     "reasoning": "hold reasoning",
     "reasoning_left_out": "hold reasoning of earlier turns that the chat template leaves out",
+    "name_left_out": "name a speaker in `name`, which the chat template leaves out",
 }
 BAD = ("unreadable", "malformed", "role_order")
 DROPPED = ("too_long", "nothing_trained", "unanswered")
@@ -221,9 +223,9 @@ class Audit:
             self.count("merged", where)
         if documents[0].doubled:
             self.count("doubled_bos", where)
-        if said := documents[0].left_out:
-            self.count("reasoning_left_out", where)
-            report.reasons.setdefault("reasoning_left_out", [said])
+        if part := documents[0].left_out:
+            self.count(f"{part.kind}_left_out", where)
+            report.reasons.setdefault(f"{part.kind}_left_out", [short(part.text)])
         self._look_into(example, encoder)
 
     def look_at_ids(self, ids: list[int], where: str) -> None:

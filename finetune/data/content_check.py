@@ -32,7 +32,9 @@ NAMES = {  # the kind of a part -> what it is called in an error
     "call": "a tool call",
     "argument": "an argument of a tool call",
     "tools": "a tool",
+    "name": "the name of a speaker",
 }
+OPTIONAL = ("name", "reasoning")  # kinds that a template may leave out, the reasoning only of earlier turns
 
 
 class Part(NamedTuple):
@@ -54,6 +56,8 @@ def parts(example: Example) -> list[Part]:
         if role == "assistant" and (len(message) > 2 or "</think>" in content):
             thoughts, content = _reasoning(message)
             found += [Part("reasoning", text, number) for text in thoughts if text]
+        if role != "tool" and (name := str(message.get("name") or "").strip()):
+            found.append(Part("name", name, place))
         if content := content.strip():
             found.append(Part(role, content, place))
         for call in message.get("tool_calls") or ():
@@ -113,19 +117,20 @@ def _with_marker(message: Message, part: Part, marker: str) -> Message | None:
         call = calls[names.index(part.text)]
         calls[names.index(part.text)] = {**call, "function": {**call["function"], "name": marker}}
         return {**message, "tool_calls": calls}
-    for key in ("content", *REASONING_KEYS):
+    for key in ("name",) if part.kind == "name" else ("content", *REASONING_KEYS):
         if message.get(key) and message[key].count(part.text) == 1:
             return {**message, key: message[key].replace(part.text, marker)}
     return None
 
 
-def refuse(example: Example, missing: list[Part]) -> str:
+def refuse(example: Example, missing: list[Part]) -> Part:
     """Raise for a part that an example lacks in its rendering, unless the template may leave it out.
 
     Many templates leave the reasoning before the user's last message out on purpose, as at inference.
+    Most have no place for the names of speakers.
 
     Returns:
-        The beginning of the first reasoning that the template omits from an earlier turn.
+        The first of the parts that the template may leave out.
 
     Raises:
         BadRow: any other part.
@@ -133,13 +138,13 @@ def refuse(example: Example, missing: list[Part]) -> str:
     messages = example.messages or ()
     asked = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
     for part in missing:
-        if part.kind != "reasoning" or part.message > asked:
+        if part.kind not in OPTIONAL or (part.kind == "reasoning" and part.message > asked):
             where = example.where + (f", message {part.message}" if part.message >= 0 else "")
             fix = "another data.chat_template (qwen3 renders all of them), or examples without it"
             fix = f"reasoning: cut, or {fix}" if part.kind == "reasoning" else fix
             what = f"the chat template leaves {NAMES[part.kind]} out"
             raise BadRow("malformed", what, where, short(part.text), fix=fix)
-    return short(missing[0].text)
+    return missing[0]
 
 
 def _reasoning(message: Message) -> tuple[list[str], str]:

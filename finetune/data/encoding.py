@@ -51,8 +51,8 @@ class Encoded(NamedTuple):
     """The text brought a BOS of its own, besides the tokenizer's; one was taken away."""
     cut: int = 0
     """Tokens taken off the row's prompts."""
-    left_out: str = ""
-    """Reasoning of an earlier turn that the chat template leaves out: how it begins."""
+    left_out: content_check.Part | None = None
+    """What the chat template may leave out, and does: reasoning of an earlier turn, or a speaker's name."""
 
     def labels(self) -> list[int]:
         """The token's own id where it carries loss, else -100."""
@@ -132,7 +132,7 @@ class Encoder:
             encoding = next(chats)
             try:
                 encoded = self._of(example)._chat(example, text, head, shared, encoding)
-                left_out = content_check.refuse(example, missing) if missing else ""
+                left_out = content_check.refuse(example, missing) if missing else None
                 found.append(encoded._replace(left_out=left_out) if left_out else encoded)
             except BadRow as bad:
                 found.append(bad)

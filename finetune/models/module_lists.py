@@ -123,7 +123,7 @@ def _build(folder: Path) -> Names:
         said = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(model_files.custom_code(said)) from error
-        problem = Problem("not a model that transformers knows", "model.name", found=said)
+        problem = Problem("transformers can't build a model from its config.json", "model.name", found=said)
         raise UserError(problem) from error
     finally:
         logging.disable(logging.NOTSET)

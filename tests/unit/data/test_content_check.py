@@ -154,7 +154,21 @@ def test_reasoning_that_the_template_leaves_out_of_earlier_turns_is_counted_and_
     chat = [USER, said("assistant", "A.", reasoning_content="old thought"), USER, ANSWER]
     chat[-1] = {**ANSWER, "reasoning_content": "new thought"}
     found = encoded(CHATML.replace("BODY", last), *chat)
-    assert isinstance(found, encoding.Encoded) and found.left_out == "old thought"
+    assert isinstance(found, encoding.Encoded) and found.left_out
+    assert found.left_out == ("reasoning", "old thought", 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "left_out"),
+    [
+        ("m.content", True),
+        ("(m.name ~ ': ' if m.name) ~ m.content", False),
+    ],
+)
+def test_name_of_a_speaker_that_the_template_leaves_out_is_counted(body: str, left_out: bool) -> None:
+    found = encoded(CHATML.replace("BODY", body), USER, {**ANSWER, "name": "Al"})
+    assert isinstance(found, encoding.Encoded)
+    assert found.left_out == (content_check.Part("name", "Al", 1) if left_out else None)
 
 
 def test_short_texts_that_the_template_itself_writes_are_looked_at_once_more() -> None:
