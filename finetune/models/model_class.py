@@ -17,6 +17,8 @@ GENERATES_TEXT = re.compile(
 )
 # Their head or its input is not where the text model of the same family has it (transformers 5.22)
 OTHER_HEAD = ("aya_vision", "mllama")
+# The attention of these sees later tokens, whatever the config says (transformers 5.22)
+NOT_CAUSAL = ("cpmant", "xlnet")
 # `base_model` is the whole model, so that no loss can be computed without all logits (transformers 5.22)
 NO_BASE_MODEL = ("llama4", "llama4_text")
 
@@ -44,13 +46,15 @@ def unsupported(config: Any) -> str:
     named = next(iter(getattr(config, "architectures", None) or ()), known or "")
     if any(getattr(each, "is_encoder_decoder", None) for each in (config, text)):
         return "it is an encoder-decoder model, and finetune trains decoders"
-    masked = family in upstream_options.model_classes("MASKED_LM") and not getattr(config, "is_decoder", None)
-    if masked:
+    encodes = family in upstream_options.model_classes("MASKED_LM") or family == "bert-generation"
+    if encodes and not getattr(config, "is_decoder", None):
         return "it is an encoder, and finetune trains decoders"
     if not known:
         return f"transformers has no causal language model of {family or 'no model_type'}"
     if needed := upstream_options.needed_inputs(family, known):
         return f"its forward needs {', '.join(needed)} beside the text"
+    if sees_later_tokens(text):
+        return "its attention sees later tokens, and finetune trains causal language models"
     if family in OTHER_HEAD:
         return "its class computes other logits than its text model alone"
     if family in NO_BASE_MODEL:
@@ -59,6 +63,12 @@ def unsupported(config: Any) -> str:
     if headless and not has_tied_head(config):
         return "its checkpoint has no output head"
     return "" if headless or GENERATES_TEXT.search(named) else "it has another head than a language model's"
+
+
+def sees_later_tokens(text: Any) -> bool:
+    """Whether a text model predicts tokens that its attention has seen, by its config."""
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    return both_ways or getattr(text, "is_causal", None) is False or text.model_type in NOT_CAUSAL
 
 
 def has_tied_head(config: Any) -> bool:

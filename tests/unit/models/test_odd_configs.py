@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from finetune.autoconfig import memory_estimate
@@ -13,6 +15,8 @@ from finetune.evaluation.scoring import batches
 from finetune.models import architecture, model_class, router_loss, token_limits
 from finetune.recipe import upstream_options
 from finetune.recipe.schema import Eval
+from support.architectures import CONFIGS
+from support.soak import soak_except
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
@@ -114,8 +118,43 @@ def test_runs_in_python_classes_of_both_kinds_are_told_apart() -> None:
         ("CLIPModel", "clip", "no causal language model"),
         ("MllamaForConditionalGeneration", "mllama", "other logits"),
         ("Llama4ForCausalLM", "llama4_text", "output head"),
+        ("BertGenerationDecoder", "bert-generation", "an encoder"),
+        ("XLNetLMHeadModel", "xlnet", "sees later tokens"),
+        ("CpmAntForCausalLM", "cpmant", "sees later tokens"),
     ],
 )
 def test_unsupported_of_each_kind_of_checkpoint_says_why(named, family, reason) -> None:
     found = model_class.unsupported(architecture.as_config({"model_type": family, "architectures": [named]}))
     assert reason in found and bool(reason) == bool(found)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("gemma3_text", {"use_bidirectional_attention": True}),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}),
+        ("llama", {"is_causal": False}),
+    ],
+)
+def test_unsupported_config_with_attention_both_ways_says_why(family: str, keys: dict[str, Any]) -> None:
+    raw = {"model_type": family}
+    assert "sees later tokens" in model_class.unsupported(architecture.as_config({**raw, **keys}))
+    assert not model_class.unsupported(architecture.as_config(raw))
+    vision = {"use_bidirectional_attention": "vision"} if family == "gemma4_text" else {}
+    assert not model_class.unsupported(architecture.as_config({**raw, **vision}))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # of GPTBigCode
+@pytest.mark.parametrize(
+    "family", soak_except(["llama", "gemma3_text", "gpt2", "mamba", "bloom"], sorted(CONFIGS))
+)
+def test_supported_model_does_not_see_later_tokens(family: str) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **CONFIGS[family])
+    assert not model_class.unsupported(config)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    one, other = torch.arange(3, 15)[None], torch.arange(3, 15)[None]
+    other[0, -1] = 40
+    with torch.no_grad():
+        logits = [model(input_ids=ids, use_cache=False).logits[:, :-1] for ids in (one, other)]
+    assert torch.allclose(*logits, atol=1e-5)
