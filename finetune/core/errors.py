@@ -91,6 +91,12 @@ def first_line(error: BaseException | str) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def in_one_line(error: UserError, *, found: bool = False) -> str:
+    """All problems of an error, each as key and what; with `found`, also what was found."""
+    parts = ((p.key, p.what, p.found if found else "") for p in error.problems)
+    return "; ".join(": ".join(filter(None, part)) for part in parts)
+
+
 class Stage(NamedTuple):
     """What finetune was doing when another library raised an exception."""
 

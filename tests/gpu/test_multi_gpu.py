@@ -26,7 +26,7 @@ if torch.cuda.device_count() < 2:  # nothing of it is set up then
 
 from safetensors.torch import load_file
 
-from finetune.experiments.runner import measured_run
+from finetune.experiments.runner import worker_process
 from finetune.run_folder.run_folder import RunFolder
 from support import two_ranks
 from support.faults import SCRIPT
@@ -136,7 +136,7 @@ def forked(recipe: list[str], small: Any, folder: Path, *, count: int = 2, **lau
     given = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "FINETUNE_TIMEOUT_SECONDS": "120", **launch}
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # also of the server: it may ask no GPU
     two_ranks.run(
-        two_ranks.command, words, cwd=ROOT, count=count, preloaded=(*measured_run.PRELOADED,), **given
+        two_ranks.command, words, cwd=ROOT, count=count, preloaded=(*worker_process.PRELOADED,), **given
     )
     return RunFolder(folder)
 

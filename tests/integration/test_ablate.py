@@ -20,7 +20,7 @@ from finetune.cli import main
 from finetune.core.console import Console
 from finetune.core.errors import UserError
 from finetune.experiments.ablation import ablation_report, optimizations
-from finetune.experiments.runner import measured_run
+from finetune.experiments.runner import kept_runs, measured_run, worker_process
 from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config
 from finetune.recipe import loader
@@ -119,7 +119,7 @@ def test_a_repeat_without_held_out_rows_is_of_the_same_data(climbed: Climbed, sm
 def test_what_runs_on_gpus_are_forked_from_asks_for_none() -> None:
     """A process that has asked for a GPU, as some packages do while they are imported, can't be forked."""
     asks = "print([name for name in ('bitsandbytes', 'torchao', 'peft') if name in sys.modules])"
-    code = f"import sys, {', '.join(measured_run.PRELOADED)}; {asks}"
+    code = f"import sys, {', '.join(worker_process.PRELOADED)}; {asks}"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.strip() == "[]"
 
@@ -228,7 +228,7 @@ def test_results_of_another_recipe_of_that_name_are_not_replaced(climbed: Climbe
     for words in ([*climbed.words, "adapter.r=8"], ["ablate", str(other), "adapter.r=8"]):
         assert main.main([*words, "--output", str(copy.parent)]) == 2
         said = capsys.readouterr().err
-        assert "recipe with another" in said and "adapter.r" in said and "--output" in said
+        assert "was begun with another" in said and "adapter.r" in said and "--output" in said
     assert {path: path.read_bytes() for path in copy.iterdir()} == before
 
 
@@ -249,7 +249,7 @@ def test_a_run_is_of_its_data_s_content(tmp_path, small) -> None:
 def test_a_run_that_failed_is_made_again_and_a_finished_one_is_not(tmp_path, monkeypatch) -> None:
     """What it failed by may be mended, in a launch config too: its content counts, not its name."""
     codes = iter([5, 0, 0])
-    monkeypatch.setattr(measured_run, "set_aside", shutil.rmtree)
+    monkeypatch.setattr(kept_runs, "set_aside", shutil.rmtree)
     monkeypatch.setattr(measured_run, "start", lambda words, log, *_, **__: Path(log).touch() or next(codes))
     config = tmp_path / "cpu.yaml"
     config.write_text("use_cpu: true\n")

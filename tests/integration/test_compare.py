@@ -11,6 +11,7 @@ from finetune.cli import main
 from finetune.core import console
 from finetune.core.errors import Problem, UserError
 from finetune.experiments.comparison import comparison, comparison_report, run_diff
+from finetune.experiments.runner import kept_runs
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
@@ -275,7 +276,7 @@ def test_a_budget_gives_each_type_the_same_time(run, short, tmp_path, monkeypatc
         str(QUICKSTART), [*short, "publish.repo=null"], ["lora", "dora"], 1, 900.0, place
     )
     jobs = comparison.plan(asked)
-    comparison.start(place)
+    kept_runs.make_folder(place, "compare")
     screen = console.Console(quiet=True)
     planned = comparison.measure(900.0, jobs, asked, screen)
     times = {kind: n * planned["step_seconds"][kind] for kind, n in planned["steps"].items()}

@@ -230,7 +230,7 @@ def test_what_the_system_ended_for_memory_is_counted(line: str, file: str, tmp_p
     ("counted", "state"), [([1, 2], "pruned"), ([1, 1], "failed"), ([None, None], "failed")]
 )
 def test_a_trial_that_was_killed_for_memory_is_pruned(counted, state: str, tmp_path, monkeypatch) -> None:
-    def dies(words: list[str], log: Path, warm: bool) -> Any:
+    def dies(words: list[str], log: Path, *, cpu: bool) -> Any:
         log.write_text("")
         return subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
 
@@ -248,7 +248,7 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
     space, whole = search_space.read(tmp_path / "space.yaml"), loader.load(QUICKSTART)
     folder, url, started = tmp_path / "study", f"sqlite:///{tmp_path}/study.db", []
 
-    def slept(words: list[str], log: Path, warm: bool) -> Any:
+    def slept(words: list[str], log: Path, *, cpu: bool) -> Any:
         with study_storage.opened(url, "study") as other:
             other.tell(0, state=TrialState.FAIL)
             study_storage.take_over(other)
@@ -380,7 +380,7 @@ def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> Non
 WAITS = {
     "spawned": "p = subprocess.Popen(['sleep', '60'], preexec_fn=worker_process.tie)",
     "forked": "l = here / 'l'\n"
-    "p = worker_process.start([f'{here}/pipe'], l, True)\nwhile not l.exists(): pass",
+    "p = worker_process.start([f'{here}/pipe'], l, cpu=True)\nwhile not l.exists(): pass",
 }
 
 

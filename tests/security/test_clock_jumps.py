@@ -19,7 +19,7 @@ import pytest
 from finetune.cli.train import until
 from finetune.core.errors import UserError
 from finetune.distributed import collectives, launch_environment
-from finetune.experiments.runner import measured_run, worker_process
+from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import study_storage
 from finetune.run_folder import lock
 from finetune.training import stopping
@@ -73,7 +73,7 @@ def test_step_that_hangs_is_measured_without_the_clock(jump, monkeypatch) -> Non
 
 
 def test_trial_s_seconds_are_measured_without_the_clock(jump, tmp_path, monkeypatch) -> None:
-    def start(*given: Any) -> Any:
+    def start(*given: Any, cpu: bool) -> Any:
         jump()
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(5)"])
 
@@ -167,6 +167,6 @@ def test_runs_set_aside_after_the_clock_was_set_back_keep_their_names(tmp_path, 
     for number in range(3):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / f"{number}").touch()
-        names.append(measured_run.set_aside(tmp_path / "run").name)
+        names.append(kept_runs.set_aside(tmp_path / "run").name)
     assert names == ["run-20260101-000000", "run-20260101-000000-2", "run-20260101-000000-3"]
     assert [path.name for path in sorted((tmp_path / "aside").glob("*/*"), key=lambda p: p.name)] == [*"012"]

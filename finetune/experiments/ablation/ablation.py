@@ -24,16 +24,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core import safe_files, shipped_files
 from finetune.core.console import Console
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, in_one_line
 from finetune.experiments.ablation import ablation_report, optimizations, verdict
 from finetune.experiments.ablation.optimizations import Variant
-from finetune.experiments.runner import measured_run, varied_keys
+from finetune.experiments.runner import kept_runs, measured_run, varied_keys
 from finetune.experiments.runner.varied_keys import values_of
 from finetune.hardware import detection
 from finetune.launch import launcher
 from finetune.preflight import checker, choice_checks
 from finetune.recipe.loader import load as load_recipe
-from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     check_baseline(asked, steps)
     for config in optimizations.configs(steps):
         launcher.check(launcher.find(config))
-    run_folder.refuse_links(asked.folder)
+    kept_runs.make_folder(asked.folder, "ablate")
     hold(asked, values_of(own))
     bench = Bench(asked, steps, detection.detect(), Console(quiet=quiet), rank(own.adapter.ours("r")))
     place = asked.folder / stem(asked)
@@ -167,18 +166,11 @@ def check_baseline(asked: Asked, steps: Ladder) -> None:
 
 
 def hold(asked: Asked, now: dict[str, str]) -> None:
-    """Hold a folder to the recipe that its results are of: files of one name may be of many.
-
-    Raises:
-        UserError: they are of another one (exit 2).
-    """
+    """Refuse a folder whose results are of another recipe (exit 2): files of one name may be of many."""
     place = asked.folder / stem(asked)
     there = (place / "ladder.json").exists()
     began = RunFolder(place).read("ladder.json")["values"] if there else now
-    if other := varied_keys.differing(began, now):
-        found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))
-        what = f"these results are of a recipe with another {', '.join(other[:5])}"
-        raise UserError(Problem(what, "", str(place), found, expected, "--output another folder"))
+    kept_runs.check_same(began, now, place, "--output another folder")
 
 
 def stem(asked: Asked) -> str:
@@ -215,7 +207,7 @@ def refusal(bench: Bench, variant: Variant) -> str:
     try:
         checker.run(load_recipe(bench.asked.path, [*bench.asked.overrides, *variant.overrides]))
     except UserError as error:
-        return "; ".join(": ".join(filter(None, (p.key, p.what))) for p in error.problems)
+        return in_one_line(error)
     return ""
 
 

@@ -12,9 +12,8 @@ from finetune.core import html_pages, safe_files, shipped_files
 from finetune.core.markdown import code, plain, table
 from finetune.core.visible_text import visible
 from finetune.experiments.ablation.verdict import described_cost
-from finetune.experiments.runner import measured_run
+from finetune.experiments.runner import kept_runs, measured_run
 from finetune.reporting import plots
-from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from finetune.core.console import Console
@@ -201,8 +200,7 @@ def show(screen: Console, found: dict[str, Any], place: Path) -> None:
 
 def best(recipe: Recipe, found: dict[str, Any]) -> str:
     """The recipe with what helped, each value with where it came from. It loads as a recipe."""
-    chosen = {k: (path, "of this machine") for k, path in run_folder.local_paths(recipe).items()}
-    chosen["train.output_dir"] = (None, "default")
+    chosen = dict[str, tuple[Any, str]]()
     for key, why in found["sources"].items():
         section, _, name = key.partition(".")
         value = getattr(getattr(recipe, section), name, None)
@@ -216,4 +214,4 @@ def best(recipe: Recipe, found: dict[str, Any]) -> str:
         if precision
         else ""
     )
-    return top + run_folder.resolved_yaml(recipe, chosen)
+    return kept_runs.recipe_file(recipe, chosen, top)

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import json
 import math
 import statistics
 import time
@@ -35,19 +33,18 @@ from accelerate.utils.memory import clear_device_cache
 
 from finetune.core import safe_files
 from finetune.core.console import Console
-from finetune.core.errors import Exit, Problem, UserError, first_line, nearest
+from finetune.core.errors import Exit, Problem, UserError, first_line, in_one_line, nearest
 from finetune.core.formatting import labelled
 from finetune.data import source_loading
 from finetune.distributed import collectives
 from finetune.evaluation import scoring
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.comparison.comparison_report import MARK
-from finetune.experiments.runner import measured_run
+from finetune.experiments.runner import kept_runs
 from finetune.hardware import detection
 from finetune.preflight import checker
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
-from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import pipeline
 
@@ -110,7 +107,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
             failed on some processes only (5).
     """
     jobs = plan(asked)
-    start(asked.folder)
+    kept_runs.make_folder(asked.folder, "compare")
     state = collectives.joined(detection.detect().device)
     collectives.failures()
     screen = Console(quiet=quiet or not state.is_main_process)
@@ -172,7 +169,7 @@ def plan(asked: Asked, steps: dict[str, int] | None = None) -> list[Job]:
                 problems |= {str(problem): problem for problem in error.problems}
                 codes.append(error.code)
             else:
-                jobs.append(Job(entrant, seed, recipe, folder, identity(recipe, data)))
+                jobs.append(Job(entrant, seed, recipe, folder, kept_runs.identity(recipe, data)))
     if problems:
         raise UserError(*problems.values(), code=min(codes))
     return jobs
@@ -230,29 +227,6 @@ def limit(own: Recipe, steps: int) -> list[str]:
     return [f"train.max_steps={steps}", *capped]
 
 
-def identity(recipe: Recipe, data: list[str]) -> str:
-    """A hash of all that decides a run's outcome, but for the machine."""
-    values = recipe.model_dump(mode="json", exclude_none=True, exclude={"publish": True})
-    del values["train"]["output_dir"]
-    return hashlib.sha256(json.dumps([values, data], sort_keys=True).encode()).hexdigest()
-
-
-def start(folder: Path) -> None:
-    """Make DIR; a run folder or a file is none (exit 2)."""
-    problem = ""
-    if (folder / "recipe.resolved.yaml").exists():
-        problem = "is a run folder"
-    else:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            problem = error.strerror or str(error)
-    if problem:
-        what, fix = "a comparison needs a folder of its own", "--output runs/my-comparison"
-        raise UserError(Problem(what, where=str(folder), found=problem, fix=fix))
-    run_folder.refuse_links(folder)
-
-
 def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
     """What will be run, and what is to be known of it."""
     first = [job for job in jobs if job.seed == jobs[0].seed]
@@ -270,17 +244,16 @@ def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
 
 def make_way(job: Job, screen: Console, head: str) -> bool:
     """Whether the run is still to be made; what stands in its place and is not it goes aside."""
-    path, todo = job.folder.path, True
-    if PartialState().is_main_process and path.exists() and any(path.iterdir()):
-        finished = (path / MARK).exists()
-        if finished and job.folder.read(MARK, "mark")["identity"] == job.identity:
+
+    def cleared() -> bool:
+        moved = kept_runs.clear_place(job.folder, MARK, job.identity)
+        if moved is None:
             screen.say(f"{head} kept: {comparison_report.line(job.folder)}")
-            todo = False
-        else:
-            aside = measured_run.set_aside(path)
-            why = "is of another recipe or other data" if finished else "was not finished"
-            screen.say(f"{head} what is there {why}; moved to {aside}")
-    return collectives.from_main(lambda: todo)
+        elif moved:
+            screen.say(f"{head} {moved}")
+        return moved is not None
+
+    return collectives.from_main(cleared)
 
 
 def run_one(job: Job) -> str:
@@ -312,14 +285,14 @@ def run_one(job: Job) -> str:
 def kind(error: Exception) -> str:
     """What an error has in common with the same one of another process, whose GPU holds other numbers."""
     if isinstance(error, UserError):
-        return "; ".join(": ".join(filter(None, (p.key, p.what))) for p in error.problems)
+        return in_one_line(error)
     return type(error).__name__
 
 
 def why(error: Exception) -> str:
     """An error in one line."""
     if isinstance(error, UserError):
-        return "; ".join(": ".join(filter(None, (p.key, p.what, p.found))) for p in error.problems)
+        return in_one_line(error, found=True)
     return f"{type(error).__name__}: {first_line(error)}"
 
 

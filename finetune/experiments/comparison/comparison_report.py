@@ -18,8 +18,9 @@ from finetune.core.visible_text import visible
 from finetune.core.weight_files import find_weight_files
 from finetune.evaluation import verdicts
 from finetune.evaluation.paired_differences import LEVEL
+from finetune.experiments.runner import kept_runs
 from finetune.reporting import plots
-from finetune.run_folder import comparability, run_folder
+from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -347,18 +348,12 @@ def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], scre
     won = found["winner"]
     if won:
         safe_files.write_text(place, "compare.svg", picture(found))
-        safe_files.write_text(place, "best.yaml", recipe_of(recipes[won["run"]], won["why"]))
+        best = kept_runs.recipe_file(recipes[won["run"]], {}, f"# {visible(won['why'])}.\n")
+        safe_files.write_text(place, "best.yaml", best)
         screen.say(
             f"rule: {won['rule']}", f"the table and the picture: {place}/compare.md, {place}/compare.svg"
         )
         screen.say(f"next: finetune train {shlex.quote(str(place / 'best.yaml'))}")
-
-
-def recipe_of(recipe: Recipe, why: str) -> str:
-    """A run's recipe as a file that can stand anywhere, and trains into a new folder."""
-    chosen = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
-    chosen["train.output_dir"] = (None, "default")
-    return f"# {visible(why)}.\n" + run_folder.resolved_yaml(recipe, chosen)
 
 
 def picture(found: dict[str, Any]) -> str:

@@ -10,15 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import runpy
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,7 +24,7 @@ from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.core.formatting import shortened
 from finetune.core.paths import writing
 from finetune.data import source_loading
-from finetune.experiments.runner import varied_keys, worker_process
+from finetune.experiments.runner import kept_runs, varied_keys, worker_process
 from finetune.hub import client
 from finetune.recipe.adapter_types import in_few_steps
 from finetune.recipe.loader import load as load_recipe
@@ -41,14 +37,6 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Adapter, Data, Model, Train
 
 MARK = "ablate.json"
-# What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no forked
-# process has one; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
-PRELOADED = [
-    "finetune.experiments.runner.exit_with_parent",
-    "torch._inductor.compile_fx",
-    "torch.distributed.tensor",
-]
-PRELOADED += ["accelerate", "datasets"]
 CORES = 8  # from which on one more process that imports takes nothing from a run that is measured
 _waiting: list[tuple[Any, Any]] = []
 """The process of the next run on a GPU, and the line on which it is told which."""
@@ -110,13 +98,11 @@ def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
 def identity(job: Job) -> str:
     """A hash of all that decides a run's figures, the content of its files among it, but for the machine."""
     recipe = load_recipe(job.recipe, job.overrides)
-    values = recipe.model_dump(mode="json", exclude_none=True)
-    values.pop("publish")
-    values["data"]["validation"] = Path(values["data"].get("validation", "")).name  # results may be moved
-    values["train"].pop("output_dir", None)
+    name = Path(recipe.data.validation or "").name  # without its folder: results may be moved
+    data = recipe.data.model_copy(update={"validation": name})
     config = client.sha256(Path(job.accelerate)) if job.accelerate else None
-    parts = [values, [job.mixed_precision, config], contents(recipe.data)]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    moved = recipe.model_copy(update={"data": data})
+    return kept_runs.identity(moved, contents(recipe.data), [job.mixed_precision, config])
 
 
 def contents(data: Data) -> list[str]:
@@ -163,13 +149,8 @@ def make(job: Job, *, cpu: bool) -> bool:
         UserError: it was told to stop (75): the same command goes on.
     """
     own, place = identity(job), RunFolder(job.folder)
-    if (job.folder / MARK).exists():
-        mark = place.read(MARK, "mark")
-        if mark["identity"] == own and not mark.get("failed"):  # what made it fail may be gone
-            return False
-        set_aside(job.folder)
-    elif job.folder.exists():  # was not finished
-        set_aside(job.folder)
+    if kept_runs.clear_place(place, MARK, own) is None:
+        return False
     job.folder.parent.mkdir(parents=True, exist_ok=True)
     log = job.folder.with_name(f"{job.folder.name}.log")
     words = ["train", job.recipe, *job.overrides, f"train.output_dir={job.folder}", "--quiet"]
@@ -190,18 +171,6 @@ def make(job: Job, *, cpu: bool) -> bool:
     return True
 
 
-def set_aside(folder: Path) -> Path:
-    """Move what stands in a run's place and is not it; returns where to."""
-    name = aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(2):  # two in one second, or a clock that was set back
-        if not os.path.lexists(folder.parent / aside):
-            break
-        aside = f"{name}-{number}"
-    safe_files.make_folder(folder.parent, "aside")
-    safe_files.rename(folder.parent, folder.name, aside)
-    return folder.parent / aside
-
-
 def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool, more: bool = False) -> int:
     """`python -m finetune WORDS` in a fresh process, which ends with this one; its exit code (negative: the
     signal that ended it).
@@ -211,13 +180,13 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool,
     """
     gpu = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
     ready = bool(gpu and _waiting and _waiting[-1][0].is_alive())
-    process, line = _waiting.pop() if ready else _begin(log, gpu, cpu=cpu)
+    process, line = _waiting.pop() if ready else worker_process.begin_process(log, gpu, cpu=cpu)
     if log != os.devnull:
         safe_files.open_append(Path(log).parent, Path(log).name).close()
     try:
         line.send((words, log, environment))
         if more and gpu and cores() >= CORES:
-            _waiting.append(_begin(os.devnull, gpu, cpu=cpu))
+            _waiting.append(worker_process.begin_process(os.devnull, gpu, cpu=cpu))
         process.join()
     except KeyboardInterrupt:
         if process.pid is not None:
@@ -229,42 +198,6 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool,
 def cores() -> int:
     """That this process may run on, of the machine's."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _begin(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[Any, Any]:
-    """A process that imports what a run needs, and waits to be told which: itself, and the line to it."""
-    context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(worker_process.WARM if cpu else PRELOADED)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
-    theirs, ours = context.Pipe(duplex=False)
-    process = context.Process(target=_command, args=(theirs, log, environment))
-    with safe_files.open_log(log) as file:
-        kept = os.dup(2)
-        os.dup2(file.fileno(), 2)  # what libraries say while they are imported
-        try:
-            process.start()
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            theirs.close()
-    return process, ours
-
-
-def _command(line: Any, log: str, environment: dict[str, str]) -> None:
-    worker_process.begin(log)
-    os.environ.update(environment)
-    import torch
-
-    if not torch.cuda._is_in_bad_fork():
-        with contextlib.suppress(Exception):  # the run itself says what can't be imported
-            importlib.import_module("finetune.experiments.runner.preload_libraries")
-    words, log, environment = line.recv()
-    worker_process.write_to(log)
-    os.environ.update(environment)
-    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew, it takes longer
-        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
-    sys.argv = ["finetune", *words]
-    runpy.run_module("finetune", run_name="__main__", alter_sys=True)
 
 
 def why(log: str, code: int) -> str:

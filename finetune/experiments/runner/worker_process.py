@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import multiprocessing
@@ -33,6 +34,15 @@ WARM = [
     "finetune.experiments.runner.exit_with_parent",
     "finetune.experiments.runner.preload_libraries",
 ]  # what a process imports that runs are forked from
+# What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no forked
+# process has one; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
+PRELOADED = [
+    "finetune.experiments.runner.exit_with_parent",
+    "torch._inductor.compile_fx",
+    "torch.distributed.tensor",
+    "accelerate",
+    "datasets",
+]
 
 
 class Evaluation(NamedTuple):
@@ -89,7 +99,7 @@ def run(
     judge: Callable[[Evaluation], str],
     waiting: Callable[[], tuple[str, str]],
     *,
-    warm: bool = False,
+    cpu: bool = False,
 ) -> Ended:
     """Run `finetune train WORDS` to its end.
 
@@ -99,12 +109,12 @@ def run(
         key: of the value in metrics.jsonl, and of the result.
         judge: why the run is to end after an evaluation; empty: it goes on.
         waiting: called between looks; why the run is to end (empty: it goes on), and as what.
-        warm: see `start`.
+        cpu: whether runs here are on the CPU.
     """
     began, metrics, killed = time.monotonic(), Metrics(folder / "metrics.jsonl", key), killed_for_memory()
     state, reason, started = "", "", None
     evaluations: list[Evaluation] = []
-    process = start(words, log, warm)
+    process = start(words, log, cpu=cpu)
     try:
         while code_of(process) is None and not reason:
             for evaluation in metrics.new():
@@ -132,30 +142,50 @@ def run(
     return Ended(state, None, reason, seconds, started)
 
 
-def start(words: list[str], log: Path, warm: bool) -> Any:
-    """`finetune train` in a session of its own: Ctrl-C is for the study alone. It ends with the study.
+def start(words: list[str], log: Path, *, cpu: bool) -> Any:
+    """`finetune train` in a session of its own: Ctrl-C is for the study alone. It ends with the study."""
+    process, line = begin_process(str(log), {}, cpu=cpu)
+    line.send((["train", *words, "--quiet"], str(log), {}))
+    return process
 
-    Args:
-        warm: forked from a process that has imported the libraries, which is most of a start on the CPU. Not
-            where there is a GPU: a process that has asked for it can't be forked.
+
+def begin_process(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[Any, Any]:
+    """A process that imports what a run needs, and waits for its command: itself, and the line to it.
+
+    It is forked from a server that has imported libraries, which is most of a start.
     """
-    if warm:
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(WARM)
-        forked = context.Process(target=train, args=(words, str(log)))
-        forked.start()
-        return forked
-    command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
-    with safe_files.open_log(log) as sink:
-        given: dict[str, Any] = {"stdout": sink, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-        return subprocess.Popen(command, start_new_session=True, preexec_fn=tie, **given)
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(WARM if cpu else PRELOADED)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
+    theirs, ours = context.Pipe(duplex=False)
+    process = context.Process(target=_command, args=(theirs, log, environment))
+    with safe_files.open_log(log) as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)  # what libraries say while they are imported
+        try:
+            process.start()
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            theirs.close()
+    return process, ours
 
 
-def train(words: list[str], log: str) -> None:
-    """The same in a forked process."""
+def _command(line: Any, log: str, environment: dict[str, str]) -> None:
     begin(log)
-    sys.argv = ["finetune", "train", *words, "--quiet"]
-    runpy.run_module("finetune", run_name="__main__")  # which exits
+    os.environ.update(environment)
+    import torch
+
+    if not torch.cuda._is_in_bad_fork():
+        with contextlib.suppress(Exception):  # the run itself says what can't be imported
+            importlib.import_module("finetune.experiments.runner.preload_libraries")
+    words, log, environment = line.recv()
+    write_to(log)
+    os.environ.update(environment)
+    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew, it takes longer
+        os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
+    sys.argv = ["finetune", *words]
+    runpy.run_module("finetune", run_name="__main__", alter_sys=True)
 
 
 def begin(log: str) -> None:

@@ -30,13 +30,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from finetune.core import safe_files, signals
 from finetune.core.console import Console, quieten_libraries
-from finetune.core.errors import Exit, Problem, Stopped, UserError
-from finetune.experiments.runner import measured_run, varied_keys, worker_process
+from finetune.core.errors import Exit, Problem, Stopped, UserError, in_one_line
+from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.preflight import choice_checks
 from finetune.recipe.loader import load as load_recipe
-from finetune.run_folder import lock, run_folder
+from finetune.run_folder import lock
 
 if TYPE_CHECKING:
     from optuna.study import Study
@@ -91,7 +91,7 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
     screen = Console(quiet=quiet)
     recipe, found = prepare(asked)
     choice_checks.pinned(recipe)
-    run_folder.refuse_links(asked.folder)
+    kept_runs.make_folder(asked.folder, "sweep")
     safe_files.make_folder(asked.folder, "logs")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     maximize, name = (
@@ -170,11 +170,8 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
     """
     old = study_storage.verify(study, str(folder))
     began = study.user_attrs.get("identity", own)
-    if other := varied_keys.differing(began, own):
-        what = f"{folder.name} was begun with another {', '.join(other[:5])}"
-        found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (own, began))
-        fix = "--output with a new name; or recipe, overrides and space as they were"
-        raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
+    fix = "--output with a new name; or recipe, overrides and space as they were"
+    kept_runs.check_same(began, own, folder, fix)
     if "identity" not in study.user_attrs:
         study.set_user_attr("identity", own)
     study_storage.add_hashes(study, old)
@@ -282,13 +279,12 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     try:
         words = words_of(job, values, folder)
     except UserError as error:  # values that are good alone, and not together
-        reason = "; ".join(f"{p.key}: {p.what}" if p.key else p.what for p in error.problems)
-        ended = worker_process.Ended("failed", None, reason, 0.0, None)
+        ended = worker_process.Ended("failed", None, in_one_line(error), 0.0, None)
     else:
         judge, waiting = judges(job, drawn)
         log = asked.folder / "logs" / f"{folder.name}.txt"
-        key, warm = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
-        ended = worker_process.run(words, folder, log, key, judge, waiting, warm=warm)
+        key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
+        ended = worker_process.run(words, folder, log, key, judge, waiting, cpu=cpu)
         if ended.state != "lost":
             failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
             job.ran.append(failed if ended.state == "failed" else None)
@@ -376,7 +372,7 @@ def make_way(folder: Path, screen: Console) -> None:
             return
         try:
             with lock.claimed(str(run), run.name):
-                moved = measured_run.set_aside(run)
+                moved = kept_runs.set_aside(run)
         except UserError as error:
             what = "another worker trains the final run of an earlier best recipe"
             fix = "the same command again, when that has ended: what was found is kept"

@@ -14,12 +14,11 @@ from optuna.trial import TrialState
 
 from finetune.core.formatting import figure
 from finetune.core.visible_text import visible
-from finetune.experiments.runner import varied_keys
+from finetune.experiments.runner import kept_runs, varied_keys
 from finetune.experiments.sweep import chosen_score, search_space, study_storage
 from finetune.recipe.loader import load as load_recipe
 from finetune.reporting import html_report, plots
 from finetune.reporting.plots import Curve
-from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -195,23 +194,20 @@ def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows
     """
     best = next(row for row in content["trials"] if row["number"] == content["best"])
     recipe = load_recipe(asked.path, [*asked.overrides, *search_space.overrides(best["values"])])
-    chosen: dict[str, tuple[Any, str]] = {
-        key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()
-    }
+    chosen = dict[str, tuple[Any, str]]()
     for key in best["values"]:
         if key.count(".") == 1:
             who = f"tuned: trial {best['number']}, of {described(space.parameters[key])}"
             chosen[key] = (search_space.own_value(recipe, key), who)
     if recipe.eval.eval_steps is None:
         chosen["eval.eval_steps"] = (search_space.every(recipe, space.search, rows), "as in the trials")
-    chosen["train.output_dir"] = (None, "default")
     compiled = recipe.speed.compile, f"{recipe.origin.set_by.get('speed.compile', 'default')}; off in trials"
     chosen["speed.compile"] = compiled
     complete = content["counts"]["complete"]
     of = f"the best of {complete} complete trials of {content['study']}"
     more = chosen_score.described(content.get("chosen", {}))
     head = f"# {label(recipe)} {best['value']:.5g}: {visible(of)}.\n" + f"# {visible(more)}\n" * bool(more)
-    return head + run_folder.resolved_yaml(recipe, chosen)
+    return kept_runs.recipe_file(recipe, chosen, head)
 
 
 def verdict(content: dict[str, Any], name: str) -> str:

@@ -1,0 +1,98 @@
+"""Where the runs of an experiment stand, and which of them a second command keeps."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import safe_files
+from finetune.core.errors import Problem, UserError
+from finetune.experiments.runner import varied_keys
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.recipe.schema import Recipe
+    from finetune.run_folder.run_folder import RunFolder
+
+
+def make_folder(folder: Path, command: str) -> None:
+    """Make the folder of an experiment. It is no run folder, and no link leaves it (exit 2)."""
+    problem = "is a run folder" if (folder / "recipe.resolved.yaml").exists() else ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"can't be written: {error.strerror or error}"
+    if problem:
+        what, fix = f"`{command}` needs a folder of its own", f"--output runs/my-{command}"
+        raise UserError(Problem(what, where=str(folder), found=problem, fix=fix))
+    run_folder.refuse_links(folder)
+
+
+def identity(recipe: Recipe, data: list[str], *launch: Any) -> str:
+    """A hash of all that decides the result of a run, except the machine.
+
+    Args:
+        data: hashes of the examples.
+        launch: what the launch decides.
+    """
+    values = recipe.model_dump(mode="json", exclude_none=True, exclude={"publish": True})
+    values["train"].pop("output_dir", None)
+    return hashlib.sha256(json.dumps([values, *launch, data], sort_keys=True).encode()).hexdigest()
+
+
+def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:
+    """Set aside what stands in the place of a run, unless it is this run and finished well.
+
+    Args:
+        mark: the file in a finished run that holds its identity.
+        own: the identity of this run.
+
+    Returns:
+        What was set aside and where it is now; the empty string if nothing was there; `None` if the run is
+        kept.
+    """
+    path, finished = folder.path, (folder.path / mark).exists()
+    if not path.exists() or not any(path.iterdir()):
+        return ""
+    found = folder.read(mark, "mark") if finished else {}
+    if finished and found["identity"] == own and not found.get("failed"):  # a failure may be mended
+        return None
+    why = "failed" if found.get("failed") else "is of another recipe or other data"
+    return f"what is there {why if finished else 'was not finished'}; moved to {set_aside(path)}"
+
+
+def set_aside(folder: Path) -> Path:
+    """Move what stands in the place of a run; returns where it is now."""
+    name = aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(2):  # two in one second, or a clock that was set back
+        if not os.path.lexists(folder.parent / aside):
+            break
+        aside = f"{name}-{number}"
+    safe_files.make_folder(folder.parent, "aside")
+    safe_files.rename(folder.parent, folder.name, aside)
+    return folder.parent / aside
+
+
+def check_same(began: dict[str, str], now: dict[str, str], folder: Path, fix: str) -> None:
+    """Refuse to continue an experiment that was started with other values (exit 2)."""
+    if other := varied_keys.differing(began, now):
+        found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))
+        what = f"{folder.name} was begun with another {', '.join(other[:5])}"
+        raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
+
+
+def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -> str:
+    """A recipe that an experiment found, as a file that works anywhere on this machine.
+
+    Args:
+        chosen: dotted key -> (value, where it is from).
+        head: lines of comment.
+    """
+    paths = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
+    return head + run_folder.resolved_yaml(recipe, {**paths, **chosen, "train.output_dir": (None, "default")})
