@@ -89,8 +89,9 @@ def load_model(
         base=quantization,
         adapter_type="lora",
         attends=attention_choice.read(config),
-        against_fp8=lambda: choice_checks.config_against_fp8(config),
-        stored=stored_weights.read(config),
+        weights=machine_setup.Weights(
+            stored_weights.read(config), lambda: choice_checks.config_against_fp8(config)
+        ),
     )
     gpu = f"cuda:{launch_environment.said('LOCAL_RANK', '0')}"
     loaded = loading.load(section, setup, device or ("cpu" if setup.hardware.device == "cpu" else gpu))

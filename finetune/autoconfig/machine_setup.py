@@ -43,6 +43,16 @@ class Setup:
         return mixed_precision.compute_dtype(self.launch.precision, self.storage.value)
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What decides on the storage of a base model, beside the recipe."""
+
+    stored: Stored | None = None
+    """The storage of a checkpoint that is quantized already."""
+    against_fp8: Callable[[], str] | None = None
+    """See `choose_base`; `None`: of a model that is opened again, whose run has said how it is stored."""
+
+
 def choose(
     *,
     attention: str,
@@ -50,23 +60,20 @@ def choose(
     adapter_type: str,
     attends: Attends | None = None,
     rows: Rows | None = None,
-    against_fp8: Callable[[], str] | None = None,
-    stored: Stored | None = None,
+    weights: Weights = Weights(),
 ) -> Setup:
     """Detect everything and choose, in one go.
 
     Args:
-        against_fp8: see `choose_base`.
         attends: what the model's attention computes; `None`: what Llama's does.
         rows: what is trained on; `None`: for evaluation, where attention takes masks and a cache.
-        stored: the storage of a checkpoint that is quantized already.
 
     Raises:
         UserError: a request that this machine, its packages or the launch can't meet (exit 3).
     """
     hardware = detection.detect()
     started = mixed_precision.launch(hardware)
-    # of a model that is opened again (`against_fp8` is None) the run has said how it is stored
+    stored, against_fp8 = weights.stored, weights.against_fp8
     by_launch = started.fp8 == launch_environment.FROZEN and base == "auto" and against_fp8 is not None
     if against_fp8 is not None and (kept := base_quantization.whole_base(started)):
         against_fp8 = partial(str, kept)

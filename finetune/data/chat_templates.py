@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core import regular_files
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data.messages import REASONING_KEYS
-from finetune.data.template_sandbox import BROKEN, render
+from finetune.data.template_sandbox import BROKEN, ChatTemplate, render
 
 if TYPE_CHECKING:
     import re
@@ -71,9 +71,7 @@ def read_template(name: str) -> str:
     return known[name]
 
 
-def other_prompt(
-    own: str, template: str, special: dict[str, Any], tools: Tools, date: str | None = None
-) -> tuple[str, ...]:
+def other_prompt(own: ChatTemplate, template: ChatTemplate, tools: Tools) -> tuple[str, ...]:
     """A note if inference, which renders with `own`, will not begin as training's text does.
 
     Qwen 3 writes no reasoning into earlier turns at inference; its marked twin writes it into all.
@@ -81,8 +79,8 @@ def other_prompt(
     turns = [{"role": role, "content": f"qz{i}"} for i, role in enumerate(("user", "assistant") * 2)]
     notes = []
     for count, which in ((1, "first"), (3, "second")):
-        (prompt,) = render(own, special, "none", [(turns[:count], tools)], prompt=True, date=date)
-        (text,) = render(template, special, "none", [(turns[: count + 1], tools)], date=date)
+        (prompt,) = render(own, [(turns[:count], tools)], prompt=True)
+        (text,) = render(template, [(turns[: count + 1], tools)])
         if prompt.error and not text.error:
             what, fix = "the chat template makes no prompt to answer", "a tokenizer with the tokens it names"
             raise UserError(Problem(what, "data.chat_template", found=prompt.error, fix=f"{fix}, or another"))
@@ -91,18 +89,16 @@ def other_prompt(
     return tuple(notes)
 
 
-def look_at(
-    template: str, special: dict[str, Any], ends: re.Pattern[str], tools: Tools, date: str | None = None
-) -> dict[str, Any]:
+def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict[str, Any]:
     """What a template writes round a turn and what it has no place for, seen from chats made for it."""
     user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
-    (asked,) = render(template, special, "none", [([user], tools)], date=date)
+    (asked,) = render(template, [([user], tools)])
     if asked.error.startswith(BROKEN):
         raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
     if not asked.error and user["content"] not in asked.text:
         what = "the chat template leaves contents out; is it one for images?"
         raise UserError(Problem(what, "data.chat_template", found=asked.text[:200]))
-    (with_prompt,) = render(template, special, "none", [([user], tools)], prompt=True, date=date)
+    (with_prompt,) = render(template, [([user], tools)], prompt=True)
     function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
     call = {"id": "callqz001", "type": "function", "function": function}
     result = {"role": "tool", "content": "qzresult", "tool_call_id": call["id"]}
@@ -110,7 +106,7 @@ def look_at(
     told = [{"role": "system", "content": "qzsystem"}, user, answer]
     thought = [user, {**answer, "reasoning_content": "qzthought"}]
     chats: list[Any] = [(messages, tools) for messages in ([user, answer], told, called, thought)]
-    plain, system, calls, reasoning = render(template, special, "none", chats, date=date)
+    plain, system, calls, reasoning = render(template, chats)
     shown = [("system", "qzsystem", system), ("tool_calls", "qzcall", calls), ("tool", "qzresult", calls)]
     shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
     tail = plain.text.rpartition(answer["content"])[2]

@@ -19,7 +19,7 @@ from finetune.data import chat_templates, content_check, loss_mask
 from finetune.data.chat_templates import A_TOOL, bundled, look_at, marked_twin, other_prompt
 from finetune.data.examples import BadRow, Example
 from finetune.data.messages import REASONING_KEYS, THINKING
-from finetune.data.template_sandbox import STOPPED, Rendered, render
+from finetune.data.template_sandbox import STOPPED, ChatTemplate, Rendered, render
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -95,8 +95,8 @@ class Encoder:
         special, found = self.tokenizer.special_tokens_map, dict[int, Rendered]()
         for encoder, chosen in self._by_template(examples):
             chats = [(examples[index].messages, examples[index].tools) for index in chosen]
-            how = {"after_turn": encoder.after_turn, "date": encoder.date}
-            texts = render(encoder.template, special, encoder.way, chats, **how)
+            template = ChatTemplate(encoder.template, special, encoder.date)
+            texts = render(template, chats, encoder.way, after_turn=encoder.after_turn)
             found |= zip(chosen, texts, strict=True)
         return [found.get(index) for index in range(len(examples))]
 
@@ -202,7 +202,7 @@ class Encoder:
         special, found = self.tokenizer.special_tokens_map, dict[int, str]()
         for encoder, chosen in self._by_template(examples):
             asked = [((examples[index].messages or [])[:-1], examples[index].tools) for index in chosen]
-            texts = render(encoder.own, special, "none", asked, prompt=True, date=encoder.date)
+            texts = render(ChatTemplate(encoder.own, special, encoder.date), asked, prompt=True)
             for index, text in zip(chosen, texts, strict=True):
                 if text.error:
                     where, fix = examples[index].where, "another data.chat_template"
@@ -373,8 +373,8 @@ def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], to
     if chat_templates.reads_clock(own):
         date = date or datetime.date.today().isoformat()
         known = {**known, "date": date}
-    seen = look_at(template, special, re.compile("|".join(ends) or "(?!)"), tools, date)
-    notes = other_prompt(own, template, special, tools, date)
+    seen = look_at(ChatTemplate(template, special, date), re.compile("|".join(ends) or "(?!)"), tools)
+    notes = other_prompt(ChatTemplate(own, special, date), ChatTemplate(template, special, date), tools)
     notes += (f"the chat template asks for the date: {date} in this run (data.template_date)",) * (
         "date" in known
     )
@@ -402,7 +402,7 @@ def ends_of_answer(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     given: Any = tokenizer.chat_template
     own = given.get("default") if isinstance(given, dict) else given
     turns = [{"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}]
-    texts = render(own, tokenizer.special_tokens_map, "none", [(turns, None)]) if own else []
+    texts = render(ChatTemplate(own, tokenizer.special_tokens_map), [(turns, None)]) if own else []
     after = "".join(text.text.rpartition("qzanswer")[2] for text in texts)
     known = {str(tokenizer.convert_ids_to_tokens(stop)): stop for stop in stop_ids(tokenizer)}
     found = re.search("|".join(map(re.escape, known)), after)

@@ -90,7 +90,8 @@ def prepare(
         building = prepared_cache.start(folder.parent)
         gc.disable()  # millions of small lists come and go, without one cycle
         try:
-            reports = _build(building, data, tokenizer, seed, vocabulary, declared, sources)
+            encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
+            reports = _build(building, data, encoder_for, seed, vocabulary, sources)
             prepared_cache.seal(building, folder.name, reports)
             prepared_cache.publish(building, folder)
         finally:
@@ -411,17 +412,15 @@ def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -
 def _build(
     folder: Path,
     data: Data,
-    tokenizer: PreTrainedTokenizerBase,
+    encoder_for: Callable[[bool], Encoder],
     seed: int,
     vocabulary: int | None,
-    declared: Collection[int],
     sources: dict[str, str],
 ) -> dict[str, Any]:
     """Write rows.arrow; returns the reports."""
     from finetune.data.arrow_store import Documents
 
     started = time.perf_counter()
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     drawn = source_loading.draw_held_out(data, seed)
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     held_places = audit_held_out(data, drawn, seed, held)

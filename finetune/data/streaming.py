@@ -15,7 +15,7 @@ from functools import cache, partial
 from itertools import groupby, islice, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
@@ -92,7 +92,8 @@ def stream(
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
     read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
-    how = {"data": data, "tokenizer": tokenizer, "seed": seed, "vocabulary": vocabulary, "declared": declared}
+    how = {"data": data, "tokenizer": tokenizer, "seed": seed}
+    how["tokens"] = ModelTokens(vocabulary, declared)
     block = partial(encode_block, read=read, **how)
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": RAW}
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
@@ -140,14 +141,22 @@ def check(data: Data) -> None:
         raise UserError(*problems)
 
 
+class ModelTokens(NamedTuple):
+    """The token ids of a model."""
+
+    vocabulary: int | None
+    """Rows of the embedding: every id must be below."""
+    declared: Collection[int]
+    """Ids that end an answer, as the model itself says."""
+
+
 def encode_block(
     batch: dict[str, list[Any]],
     read: Any,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
-    vocabulary: int | None,
-    declared: Collection[int],
+    tokens: ModelTokens,
 ) -> dict[str, list[Any]]:
     """Rows to token ids: shuffled within their block, packed if asked for.
 
@@ -163,8 +172,8 @@ def encode_block(
 
     if worker := get_worker_info():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of before the fork are not there any more
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
-    audit = Audit(encoder_for, data.train_on, vocabulary)
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, tokens.declared))
+    audit = Audit(encoder_for, data.train_on, tokens.vocabulary)
     documents: list[tuple[str, Encoded]] = []
     given = zip(batch["source"], batch["value"], batch["bad"], batch["where"], strict=True)
     for source, rows in groupby(given, key=itemgetter(0)):

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ITERATIONS = 5_000_000  # loop iterations of one rendering, at most
 ITERATIONS_PER_PAIR = 20  # and so many more for each pair of messages: some templates look back from each
@@ -65,30 +65,37 @@ def render_row(template: str, row: dict[str, Any], *, way: str = "row") -> Rende
     return Rendered(*_child(os.getpid()).ask(request, [plain])[0])
 
 
+class ChatTemplate(NamedTuple):
+    """A chat template and the values that it gets."""
+
+    source: str
+    """Jinja."""
+    special: Mapping[str, Any]
+    """The tokenizer's special tokens, which templates name (`bos_token` ...)."""
+    date: str | None = None
+    """For a template that asks for the time; `None`: the current time."""
+
+
 def render(
-    template: str,
-    special: dict[str, Any],
-    way: str,
+    template: ChatTemplate,
     chats: list[tuple[Any, Any]],
+    way: str = "none",
+    *,
     prompt: bool = False,
     after_turn: str = "",
-    date: str | None = None,
 ) -> list[Rendered]:
     """Render chats with a template.
 
     Args:
-        template: Jinja source.
-        special: the tokenizer's special tokens, which templates name (`bos_token` ...).
         way: how the assistant's turns are found: `marks` (`{% generation %}`), `turns` (each text must be the
             beginning of the next) or `none`.
         chats: messages and tools (or None) of each.
         prompt: end where the assistant is to go on.
         after_turn: what the template writes after the end of the last turn; no turn includes it.
-        date: what a template that asks for the time is told; `None`: the time it is.
     """
     child = _child(os.getpid())  # a forked data loader worker needs one of its own
-    request = {"template": template, "special": special, "way": way, "prompt": prompt, "after": after_turn}
-    request["date"] = date
+    request = {"template": template.source, "special": dict(template.special), "date": template.date}
+    request |= {"way": way, "prompt": prompt, "after": after_turn}
     return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 

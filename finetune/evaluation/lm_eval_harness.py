@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -22,7 +22,7 @@ from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.memory_estimate import LARGEST_BATCH
 from finetune.core import packages, standard_streams
 from finetune.core.errors import Exit, Problem, UserError, first_line
-from finetune.data.template_sandbox import render
+from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
 from finetune.hardware import detection
 from finetune.models import model_files, token_limits
@@ -200,7 +200,7 @@ def run(
     several = PartialState().num_processes > 1  # ranks that don't all run out of memory would wait for ever
     size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
     for chat, specs in grouped(model, tokenizer, settings).items():
-        asked = partial(_evaluate, model, tokenizer, settings, specs, chat, seeded=seeded, date=date)
+        asked = partial(_evaluate, Subject(model, tokenizer, settings, date), specs, chat, seeded=seeded)
         results |= scoring.fitting(asked, size)
     return results
 
@@ -219,19 +219,22 @@ def grouped(model: Any, tokenizer: Any, settings: Eval) -> dict[bool, list[Any]]
     return found
 
 
+class Subject(NamedTuple):
+    """What lm-eval evaluates, and how."""
+
+    model: Any
+    tokenizer: Any
+    settings: Eval
+    date: str | None = None
+
+
 def _evaluate(
-    model: Any,
-    tokenizer: Any,
-    settings: Eval,
-    specs: list[Any],
-    chat: bool,
-    batch_size: int,
-    seeded: bool,
-    date: str | None,
+    subject: Subject, specs: list[Any], chat: bool, batch_size: int, *, seeded: bool = True
 ) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
+    model, tokenizer, settings, date = subject
     simple_evaluate: Any = lm_eval.simple_evaluate  # decorated: its type is lost
 
     own = all(isinstance(spec, dict) for spec in specs)
@@ -315,12 +318,13 @@ def chat_text(
     """
     if goes_on:
         turns = [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + HERE}]
-    given = tokenizer.get_chat_template(), {**tokenizer.special_tokens_map, **options}, "none"
-    (made,) = render(*given, [(turns, None)], prompt=not goes_on, date=date)
+    special = {**tokenizer.special_tokens_map, **options}
+    template = ChatTemplate(tokenizer.get_chat_template(), special, date)
+    (made,) = render(template, [(turns, None)], prompt=not goes_on)
     asked = [turn for turn in turns if turn["role"] != "system"]
     if made.error and len(asked) < len(turns):
         logging.getLogger("lm_eval").warning(f"chats are rendered without system turns: {made.error}")
-        (made,) = render(*given, [(asked, None)], prompt=not goes_on, date=date)
+        (made,) = render(template, [(asked, None)], prompt=not goes_on)
     text, mark, rest = made.text.rpartition(HERE.strip())
     if made.error or (goes_on and not mark):
         found = made.error or "the last turn is not in its text"

@@ -42,7 +42,7 @@ def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
         base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
         attends=attention_choice.read(config),
-        stored=stored_weights.read(config),
+        weights=machine_setup.Weights(stored_weights.read(config)),
     )
     return replace(setup, launch=replace(setup.launch, sharded=""))  # each process opens it whole
 

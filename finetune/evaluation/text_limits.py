@@ -118,9 +118,8 @@ def _texts(
     if task.chat and tokenizer.chat_template:
         chats = [([{"role": "user", "content": prompt}], None) for prompt in prompts]
         options: Any = {**tokenizer.special_tokens_map}
-        made = template_sandbox.render(
-            tokenizer.get_chat_template(), options, "none", chats, prompt=True, date=date
-        )
+        template = template_sandbox.ChatTemplate(tokenizer.get_chat_template(), options, date)
+        made = template_sandbox.render(template, chats, prompt=True)
         prompts = [one.text or prompt for one, prompt in zip(made, prompts, strict=True)]
     between = "" if task.chat else task.delimiter
     for number, (prompt, document) in enumerate(zip(prompts, documents, strict=True), 1):

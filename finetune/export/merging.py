@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from accelerate.utils.memory import clear_device_cache
@@ -98,7 +98,8 @@ def run(
         report["bytes"] = size(source)
         if quantized:
             report |= {"bytes_before": size(source)}
-            report |= write_quantized(source, quantized, dtype, setup, trained_for, tokenizer, packed)
+            wanted_form = Target(quantized, getattr(torch, dtype), trained_for)
+            report |= write_quantized(source, wanted_form, setup, tokenizer, packed)
             logits, report["scores"]["quantized"] = verify_merge.reopened(packed, setup, rows, score)
             report["against_tuned"] = verify_merge.agreement(tuned, base, logits)
             report["against_merged"] = verify_merge.agreement(merged, base, logits)
@@ -276,20 +277,28 @@ def say_tied(opened: Any, tied: bool) -> None:
         config.tie_word_embeddings = tied
 
 
+class Target(NamedTuple):
+    """How weights are quantized."""
+
+    kind: str
+    dtype: torch.dtype
+    trained: Qat | None
+    """What they were trained for."""
+
+
 def write_quantized(
-    source: Path, kind: str, dtype: str, setup: Setup, trained: Qat | None, tokenizer: Any, packed: Path
+    source: Path, target: Target, setup: Setup, tokenizer: Any, packed: Path
 ) -> dict[str, Any]:
-    """Quantise the weights in `source`, as they were trained for, and save them to `packed`."""
+    """Quantize the weights in `source`, as they were trained for, and save them to `packed`."""
+    kind, dtype, trained = target
     options = verify_merge.placed(setup)
-    small: Any = torchao_quantization.load(
-        source, kind, getattr(torch, dtype), setup.hardware, trained, **options
-    )
+    small: Any = torchao_quantization.load(source, kind, dtype, setup.hardware, trained, **options)
     layers, plain = torchao_quantization.left_out(small)
     notes = generation_config.settle_generation(small.generation_config, scoring.stop_ids(small, tokenizer))
     with writing(packed):
         small.save_pretrained(str(packed))
         tokenizer.save_pretrained(str(packed))
-    _, storage = torchao_quantization.choose(kind, getattr(torch, dtype), setup.hardware, trained)
+    _, storage = torchao_quantization.choose(kind, dtype, setup.hardware, trained)
     kept = torchao_quantization.kept(small, size(packed))
     del small
     clear_device_cache(garbage_collection=True)

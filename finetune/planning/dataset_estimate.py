@@ -17,7 +17,7 @@ from finetune.core.verified_files import Damaged
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.data.examples import BadRow, Example
 from finetune.data.readers import count_rows, read_file
-from finetune.data.template_sandbox import render
+from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.models.model_files import file_on_disk, tokenizer_files
 from finetune.recipe.schema import Data
 
@@ -327,7 +327,7 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
     if chats and not template:
         return None
     with_turns = chat_templates.marked_twin(template) or template
-    rendered = iter(render(with_turns, _special(config), "none", chats) if chats else [])
+    rendered = iter(render(ChatTemplate(with_turns, _special(config)), chats) if chats else [])
     found = []
     for example in examples:  # a text is closed by the eos token; of a chat the template writes it
         plain = not example.messages

@@ -57,8 +57,7 @@ def setup_of(recipe: Recipe) -> Setup:
         adapter_type=recipe.adapter.type,
         attends=attention_choice.read(config),
         rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
-        against_fp8=partial(against_fp8, recipe),
-        stored=stored,
+        weights=machine_setup.Weights(stored, partial(against_fp8, recipe)),
     )
     packing_support.check(config, recipe.data, recipe.train, setup.attention.value, setup.launch.rows_apart)
     optimizer_choice.check(recipe.train, recipe.speed, setup)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -156,7 +155,7 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: Ru
     inputs: Any = send_to_device(batch, model.device)
     training, off = model.training, list[float]()
     with torch.no_grad(), masked(model.eval()) as name, contextlib.ExitStack() as hooks:
-        compare = functools.partial(_compare, model, IMPLEMENTATIONS[attention], name, real, off)
+        compare = _Comparison(model, IMPLEMENTATIONS[attention], name, real, off).compare
         for layer in decoder_layers(model):
             if hasattr(layer, "self_attn"):
                 hook = layer.self_attn.register_forward_hook(compare, with_kwargs=True)
@@ -173,18 +172,25 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: Ru
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
-def _compare(
-    model: Any, ours: str, name: str, real: torch.Tensor, off: list[float], layer: Any, args: Any, given: Any,
-    output: Any,
-) -> None:  # fmt: skip
-    """Run one layer's attention again on the same input, without its mask: what differs is its own doing,
-    and not what the layers after it make of a last bit."""
-    model.set_attn_implementation(ours)
-    got = layer.forward(*args, **{**given, "attention_mask": None})[0]
-    model.set_attn_implementation(name)
-    here = real.to(got.device)
-    got, wanted = got[here].double(), output[0][here].double()
-    off.append(float((got - wanted).norm() / wanted.norm()))
+class _Comparison(NamedTuple):
+    """Attention without a mask beside the attention with one that ran."""
+
+    model: Any
+    ours: str
+    name: str
+    real: torch.Tensor
+    """Which tokens are no padding."""
+    differences: list[float]
+
+    def compare(self, layer: Any, args: Any, given: Any, output: Any) -> None:
+        """Run one layer's attention again on the same input, without its mask: what differs is its own doing,
+        and not what the layers after it make of a last bit."""
+        self.model.set_attn_implementation(self.ours)
+        got = layer.forward(*args, **{**given, "attention_mask": None})[0]
+        self.model.set_attn_implementation(self.name)
+        here = self.real.to(got.device)
+        got, wanted = got[here].double(), output[0][here].double()
+        self.differences.append(float((got - wanted).norm() / wanted.norm()))
 
 
 @contextlib.contextmanager

@@ -334,9 +334,8 @@ def imported() -> Iterator[None]:
     """Libraries are imported, and templates' process begun, before any time is taken."""
     from finetune.training import pipeline  # noqa: F401 (imported before time is taken)
 
-    template_sandbox.render(
-        "{{ messages[0].content }}", {}, "none", [([{"role": "user", "content": "a"}], None)]
-    )
+    template = template_sandbox.ChatTemplate("{{ messages[0].content }}", {})
+    template_sandbox.render(template, [([{"role": "user", "content": "a"}], None)])
     yield
 
 

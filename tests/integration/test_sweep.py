@@ -237,7 +237,8 @@ def test_a_trial_that_was_killed_for_memory_is_pruned(counted, state: str, tmp_p
     counts = iter(counted)
     monkeypatch.setattr(worker_process, "start", dies)
     monkeypatch.setattr(worker_process, "killed_for_memory", lambda: next(counts))
-    ended = worker_process.run([], tmp_path, tmp_path / "log", "eval_loss", lambda _: "", lambda: ("", ""))
+    trial = worker_process.Trial([], tmp_path, tmp_path / "log")
+    ended = worker_process.run(trial, "eval_loss", lambda _: "", lambda: ("", ""))
     assert ended.state == state and "SIGKILL" in ended.reason
     assert ("out of the host's memory" in ended.reason) == (state == "pruned")
 

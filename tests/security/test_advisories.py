@@ -354,7 +354,7 @@ def test_cve_2024_34359_cve_2026_5760_a_template_is_in_a_sandbox(name: str, cana
     """Time and memory are limited too: tests/security/test_template_sandbox.py."""
     template = TEMPLATES[name].replace("CANARY", str(canary))
     chats = [([{"role": "user", "content": "Who came?"}], None)]
-    (found,) = template_sandbox.render(template, {}, "none", chats)
+    (found,) = template_sandbox.render(template_sandbox.ChatTemplate(template, {}), chats)
     assert found.error or "os" not in found.text
 
 

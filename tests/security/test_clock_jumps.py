@@ -79,7 +79,8 @@ def test_trial_s_seconds_are_measured_without_the_clock(jump, tmp_path, monkeypa
 
     (tmp_path / "log").touch()
     monkeypatch.setattr(worker_process, "start", start)
-    ended = worker_process.run([], tmp_path, tmp_path / "log", "eval_loss", lambda _: "", lambda: ("", ""))
+    trial = worker_process.Trial([], tmp_path, tmp_path / "log")
+    ended = worker_process.run(trial, "eval_loss", lambda _: "", lambda: ("", ""))
     assert 0 <= ended.seconds < 60
 
 

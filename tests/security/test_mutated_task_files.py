@@ -31,7 +31,8 @@ def outcome(path: Path) -> str:
         engine.tokenizer = None
         own = settings.model_copy(update={"engine": "vllm"})  # whose engine is the model itself
         ((_, specs),) = lm_eval_harness.grouped(None, None, own).items()
-        lm_eval_harness._evaluate(engine, None, own, specs, False, 1, False, None)
+        subject = lm_eval_harness.Subject(engine, None, own)
+        lm_eval_harness._evaluate(subject, specs, False, 1, seeded=False)
     except UserError as error:
         assert error.problems and all(problem.what for problem in error.problems)
         return "refused"

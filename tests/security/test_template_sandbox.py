@@ -15,6 +15,7 @@ import pytest
 
 from finetune.core.errors import UserError
 from finetune.data import chat_templates, encoding, template_sandbox
+from finetune.data.template_sandbox import ChatTemplate
 from finetune.recipe.schema import Data
 from support.chat_tokenizers import TURNS, encoder_of, example, tokenizer_with
 from support.soak import soak_except
@@ -52,7 +53,7 @@ QUICK = {
 
 
 def answer(template: str, chats: list[tuple[Any, Any]] = ASKED) -> list[template_sandbox.Rendered]:
-    return template_sandbox.render(template, {}, "none", chats)
+    return template_sandbox.render(ChatTemplate(template, {}), chats)
 
 
 def children() -> list[psutil.Process]:
@@ -122,7 +123,7 @@ def test_a_long_chat_is_rendered_turn_by_turn_as_a_short_one(agent: bool) -> Non
         messages = [turns(1)[0]] + [
             {**turn, "role": "tool"} if i % 2 else turn for i, turn in enumerate(turns(61)[1:])
         ]
-    ((text, spans, error),) = template_sandbox.render(CHATML, {}, "turns", [(messages, None)])
+    ((text, spans, error),) = template_sandbox.render(ChatTemplate(CHATML, {}), [(messages, None)], "turns")
     own = [message["content"] for message in messages if message["role"] == "assistant"]
     assert not error and [text[start:end] for start, end in spans] == [f"{content}</s>\n" for content in own]
 
@@ -133,20 +134,20 @@ def test_a_template_that_numbers_its_turns_is_rendered_exactly() -> None:
         "<assistant>", "<assistant{{ messages | length + 1 }}>"
     )
     messages = turns(40)
-    ((text, spans, error),) = template_sandbox.render(numbered, {}, "turns", [(messages, None)])
+    ((text, spans, error),) = template_sandbox.render(ChatTemplate(numbered, {}), [(messages, None)], "turns")
     own = [f"{message['content']}</s>\n" for message in messages[1::2]]
     assert not error and [text[start:end] for start, end in spans] == own
 
 
 def test_a_late_turn_that_is_rendered_otherwise_later_is_an_error() -> None:
     hidden = CHATML.replace("m.content", "(m.content if loop.last or loop.index != 30 else 'gone')")
-    ((_, _, error),) = template_sandbox.render(hidden, {}, "turns", [(turns(40), None)])
+    ((_, _, error),) = template_sandbox.render(ChatTemplate(hidden, {}), [(turns(40), None)], "turns")
     assert "renders turn by turn" in error
 
 
 def test_rendering_time_is_linear_in_the_number_of_turns() -> None:
     """A chat of 6,000 turns takes 3 s; to render each prefix took minutes."""
-    ((_, spans, error),) = template_sandbox.render(CHATML, {}, "turns", [(turns(6000), None)])
+    ((_, spans, error),) = template_sandbox.render(ChatTemplate(CHATML, {}), [(turns(6000), None)], "turns")
     assert not error and len(spans) == 3000
 
 
@@ -197,8 +198,9 @@ def test_an_interrupt_between_question_and_answer_does_not_mix_up_the_next() -> 
 
 
 def test_the_process_ends_with_its_parent(tmp_path: Path) -> None:
-    program = "import os; from finetune.data.template_sandbox import render, _child\n"
-    program += "render('x', {}, 'none', [([], None)]); print(_child(os.getpid()).process.pid, flush=True)\n"
+    program = "import os; from finetune.data.template_sandbox import ChatTemplate, render, _child\n"
+    program += "render(ChatTemplate('x', {}), [([], None)])\n"
+    program += "print(_child(os.getpid()).process.pid, flush=True)\n"
     program += "os.kill(os.getpid(), 9)"  # no chance to clean up
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     pid = int(done.stdout)
@@ -224,6 +226,7 @@ def test_a_template_that_refuses_a_shortened_chat_renders_the_whole_chat(refusal
     """A late turn is looked for in a shortened chat first."""
     messages = turns(30)
     late = refusal.replace("%}{{", " and messages[1].content != '1 Maria did.' %}{{", 1)
-    ((text, spans, error),) = template_sandbox.render(late + CHATML, {}, "turns", [(messages, None)])
+    template = ChatTemplate(late + CHATML, {})
+    ((text, spans, error),) = template_sandbox.render(template, [(messages, None)], "turns")
     own = [f"{message['content']}</s>\n" for message in messages[1::2]]
     assert not error and [text[start:end] for start, end in spans] == own

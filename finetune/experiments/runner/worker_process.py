@@ -91,26 +91,30 @@ class Metrics:
                 yield Evaluation(self.count, int(record["step"]), float(record[self.key]))
 
 
+class Trial(NamedTuple):
+    words: list[str]
+    """Of `finetune train`."""
+    folder: Path
+    """The run folder."""
+    log: Path
+    """Where the output goes."""
+    cpu: bool = False
+
+
 def run(
-    words: list[str],
-    folder: Path,
-    log: Path,
+    trial: Trial,
     key: str,
     judge: Callable[[Evaluation], str],
     waiting: Callable[[], tuple[str, str]],
-    *,
-    cpu: bool = False,
 ) -> Ended:
-    """Run `finetune train WORDS` to its end.
+    """Run `finetune train` to its end.
 
     Args:
-        folder: its run folder.
-        log: what it says goes there.
         key: of the value in metrics.jsonl, and of the result.
         judge: why the run is to end after an evaluation; empty: it goes on.
         waiting: called between looks; why the run is to end (empty: it goes on), and as what.
-        cpu: whether runs here are on the CPU.
     """
+    words, folder, log, cpu = trial
     began, metrics, killed = time.monotonic(), Metrics(folder / "metrics.jsonl", key), killed_for_memory()
     state, reason, started = "", "", None
     evaluations: list[Evaluation] = []

@@ -284,7 +284,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         judge, waiting = judges(job, drawn)
         log = asked.folder / "logs" / f"{folder.name}.txt"
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
-        ended = worker_process.run(words, folder, log, key, judge, waiting, cpu=cpu)
+        ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
         if ended.state != "lost":
             failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
             job.ran.append(failed if ended.state == "failed" else None)

@@ -116,7 +116,10 @@ def test_machines_that_are_launched_otherwise_are_told(launch, name, values, mon
     for value in values:
         monkeypatch.setenv(name, value)
         setup = machine_setup.choose(
-            attention="sdpa", base="none", adapter_type="lora", against_fp8=lambda: ""
+            attention="sdpa",
+            base="none",
+            adapter_type="lora",
+            weights=machine_setup.Weights(against_fp8=lambda: ""),
         )
         held.append(resume_facts.facts(loaded, setup))
     assert held[0] != held[1]
