@@ -51,7 +51,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
         )
         return [f"adapter.init_from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
     check_weights(folder, adapter.source)
-    saved = regular_files.read_json(folder / "adapter_config.json", "adapter.init_from")
+    saved = untrusted_files.read_object(folder / "adapter_config.json", "adapter.init_from")
     problems = _source_problems(saved, adapter, base, revision)
     if problems:
         raise UserError(*problems)

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import config_sizes, regular_files
+from finetune.core import config_values, regular_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -211,10 +211,14 @@ def _entries(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _model_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _config(path, key)
-    content = _read(path, key)
+    yield from problems_of_config(_read(path, key), path, key)
+
+
+def problems_of_config(content: Any, path: Path, key: str) -> Iterator[Problem]:
+    """Sizes and classes in the content of a model's config.json that no model has."""
     if isinstance(content, dict):  # the axes of a quantization are no sizes of the model
         content = {name: value for name, value in content.items() if name != "quantization_config"}
-    yield from config_sizes.problems(_entries(content), str(path), key)
+    yield from config_values.problems(_entries(content), str(path), key)
 
 
 def _tokenizer_config(path: Path, key: str) -> Iterator[Problem]:

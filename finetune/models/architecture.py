@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
-from finetune.core import packages, regular_files
+from finetune.core import packages, regular_files, untrusted_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.kernels.kernel_limits import FP8_MULTIPLE
@@ -97,9 +97,13 @@ def read(model: Model) -> Architecture:
 
 
 def config_in(path: Path) -> Any:
-    """A model's config.json, by `as_config` (exit 2 if it can't be read)."""
+    """A model's config.json, by `as_config` (exit 2 if it can't be read, or has values of other types)."""
     try:
-        return as_config(regular_files.read_json(path, "model.name"))
+        raw = regular_files.read_json(path, "model.name")
+        problems = list(untrusted_files.problems_of_config(raw, path, "model.name"))
+        if problems:
+            raise UserError(*problems)
+        return as_config(raw)
     except (OSError, ValueError, AttributeError) as error:
         problem = Problem("the folder holds no config.json that can be read", "model.name", found=str(error))
         raise UserError(problem) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from finetune.models import model_files
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterator
 
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
@@ -30,7 +31,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     model_files.check_exists(model)
     if Path(model.name).is_dir():  # of a model, or of an adapter with its tokenizer
         untrusted_files.check_files(Path(model.name), "model.name")
-    with stage("loaded the tokenizer", "model.name"):
+    with stage("loaded the tokenizer", "model.name"), _damage_named(Path(model.name)):
         tokenizer = model_files.from_hub(AutoTokenizer.from_pretrained, model)
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -49,6 +50,30 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     _check_new(model.add_tokens, tokenizer.get_vocab())
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+@contextlib.contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """Say that a local tokenizer.json is damaged, if that is why loading fails (exit 2)."""
+    try:
+        yield
+    except Exception:  # the libraries raise plain exceptions for a damaged file
+        if (damage := _damage(folder / "tokenizer.json")) is None:
+            raise
+        what = "the tokenizer's file is damaged"
+        raise UserError(Problem(what, "model.name", str(folder / "tokenizer.json"), damage[:200])) from None
+
+
+def _damage(path: Path) -> str | None:
+    """Why the library of tokenizers can't read a file; `None`: it can, or there is none."""
+    from tokenizers import Tokenizer
+
+    try:
+        if path.is_file():
+            Tokenizer.from_file(str(path))
+    except Exception as error:  # the library's one type for every fault of the file
+        return str(error)
+    return None
 
 
 def read_vocabulary(model: Model) -> dict[str, int] | None:
@@ -178,7 +203,7 @@ def own_template(model: Model) -> str | dict[str, str] | None:
             {"default": default, "tool_use": regular_files.read_text(more, "model.name")} if more else default
         )
     path = found["tokenizer_config.json"]
-    said = regular_files.read_json(path, "model.name").get("chat_template") if path else None
+    said = untrusted_files.read_object(path, "model.name").get("chat_template") if path else None
     return {one["name"]: one["template"] for one in said} if isinstance(said, list) else said
 
 
@@ -198,7 +223,7 @@ def declared_ends(model: Model, config: Any = None) -> set[int]:
     """
     path = model_files.small_file(model, "generation_config.json")
     if path:
-        ends = regular_files.read_json(path, "model.name").get("eos_token_id")
+        ends = untrusted_files.read_object(path, "model.name").get("eos_token_id")
     else:
         ends = getattr(config or model_files.read_config(model), "eos_token_id", None)
     return {end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)}

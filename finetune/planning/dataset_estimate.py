@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.autoconfig.batch_size import count_steps
-from finetune.core import regular_files
+from finetune.core import regular_files, untrusted_files
 from finetune.core.errors import UserError
 from finetune.core.verified_files import Damaged
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
@@ -348,7 +348,7 @@ def _characters(part: Any) -> int:
 
 def _special(config: str) -> dict[str, str]:
     """The tokenizer's special tokens, which templates name."""
-    held = regular_files.read_json(Path(config)) if config else {}
+    held = untrusted_files.read_object(Path(config), "model.name") if config else {}
     found = {name: held.get(name) for name in SPECIAL}
     texts = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
@@ -359,5 +359,5 @@ def _template(model: Model) -> str:
     if path := file_on_disk(model, "chat_template.jinja"):
         return regular_files.read_text(path)
     path = file_on_disk(model, "tokenizer_config.json")
-    said = regular_files.read_json(path).get("chat_template") if path else None
+    said = untrusted_files.read_object(path, "model.name").get("chat_template") if path else None
     return said if isinstance(said, str) else ""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from finetune.core.errors import UserError
 from finetune.data.encoding import make_encoder
 from finetune.models import tokenizer_files
 from finetune.models.tokenizer_setup import load_tokenizer
@@ -92,3 +93,15 @@ def test_read_ignores_padding_that_the_file_asks_for_as_loading_does(tmp_path: P
     found = tokenizer_files.read(Model(name=str(tmp_path / "model")))
     assert found
     assert len(found.backend_tokenizer.encode("hi").ids) < 64
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", "[1]", '{"version": "1.0", "model": {"type": "BPE", "merges": [1]}}']
+)
+def test_load_tokenizer_of_a_damaged_file_names_it(content: str, tmp_path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(UserError, match=r"tokenizer\.json") as caught:
+        load_tokenizer(Model(name=str(folder)))
+    assert caught.value.code == 2

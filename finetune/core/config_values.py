@@ -1,4 +1,4 @@
-"""The sizes that a model's config names: no model is built of numbers that none has."""
+"""The sizes and classes that a model's config names: no model is built of values that none has."""
 
 from __future__ import annotations
 
@@ -38,11 +38,16 @@ _POSITIVE = frozenset(
         "vocab_size",
     }
 )  # fmt: skip
+# One number in every config; heads and layers may be given for each part of a model
+_ONE_NUMBER = frozenset({"vocab_size", "hidden_size", "max_position_embeddings", "n_positions"})
 
 
 def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
-    """Sizes that are negative, zero or too large, of the keys and values of a config."""
+    """Keys of a config whose value has another type, or is a size that is negative, zero or too large."""
     for name, value in entries:
+        if expected := _other_type(name, value):
+            yield Problem("a value of another type", key, path, f"{name}: {value!r}"[:200], expected)
+            continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         most = next((most for end, most in _MOST if f"_{name}".endswith(f"_{end}")), None)
@@ -52,3 +57,15 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
         if not least <= value <= most:
             what, expected = "a size that no model has", f"from {least:,} to {most:,}"
             yield Problem(what, key, path, f"{name}: {value}"[:200], expected)
+
+
+def _other_type(name: str, value: Any) -> str:
+    """The type that a key needs, if its value has another one. Every key may be null."""
+    if value is None:
+        return ""
+    if name in _ONE_NUMBER and type(value) not in (int, float):
+        return "a number"
+    if name == "model_type" and not isinstance(value, str):
+        return "a string"
+    is_names = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return "" if name != "architectures" or is_names else "a list of strings"

@@ -7,11 +7,11 @@ import json
 import pytest
 from transformers import CONFIG_MAPPING, logging
 
-from finetune.core import config_sizes, untrusted_files
+from finetune.core import config_values, untrusted_files
 
 
 @pytest.mark.filterwarnings("ignore")  # some defaults are deprecated
-def test_config_sizes_accept_the_defaults_of_every_family() -> None:
+def test_config_values_accept_the_defaults_of_every_family() -> None:
     before, count = logging.get_verbosity(), 0
     logging.set_verbosity_error()
     try:
@@ -21,7 +21,7 @@ def test_config_sizes_accept_the_defaults_of_every_family() -> None:
             except Exception:
                 continue
             count += 1
-            assert not list(config_sizes.problems(untrusted_files._entries(config), family, "model.name"))
+            assert not list(config_values.problems(untrusted_files._entries(config), family, "model.name"))
     finally:
         logging.set_verbosity(before)
     assert count > 500
