@@ -81,6 +81,7 @@ def _no_module(
     target: str, targets: str | Iterable[str], available: list[str], key: str = "target_modules"
 ) -> Problem:
     """The problem of one of the targets, which matches nothing."""
+    available = [name for name in available if not name.isdecimal()]  # as of the layers in a list
     listed = [] if isinstance(targets, str) else list(targets)
     place = f"adapter.{key}.{listed.index(target)}" if listed else f"adapter.{key}"
     fix, parts = nearest(target, available), _listed(target, available)
@@ -170,8 +171,10 @@ def _targets(
     if lost := _without_match(targets, names.linear if everything else list(names.kinds)):
         return [_no_target(target, names, adaptable, options, peft) for target in lost]
     if not picked and not options.get("target_parameters"):
+        if not targets:
+            return [Problem("is empty", key, found=str(targets), fix=_suggested(peft, names))]
         what = "no module is left for an adapter after the exclusions"
-        limits = ("exclude_modules", "modules_to_save", "layers_to_transform")
+        limits = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
         asked = ", ".join(name for name in limits if options.get(name) is not None)
         return [Problem(what, key, found=f"{targets} with {asked}", fix=f"drop {asked}")]
     usable = {*adaptable, names.head}
@@ -203,6 +206,8 @@ def _no_target(
     available, experts = list(dict.fromkeys(map(short, adaptable))), _expert_parameters(names)
     problem = _no_module(target, options["target_modules"], available)
     found, fix = problem.found or "no layer that this type adapts", problem.fix
+    if not fix and names.linear and re.fullmatch(r"(all[-_ ]?)?linear", target.strip().lower()):
+        fix = f"target_modules: {target_modules.EVERYTHING}"
     if experts and _means_experts(target, experts):
         fix = _experts_instead(options, names, peft)
         found += f"; parameters of experts: {', '.join(experts)}"
@@ -375,7 +380,7 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
     PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one
     would be the first then, the adapter can't be opened again.
     """
-    available = list(dict.fromkeys(map(short, names)))
+    available = [name for name in dict.fromkeys(map(short, names)) if not name.isdecimal()]
     problems, hits = list[Problem](), {name: [one for one in pattern if _ends(name, one)] for name in names}
     used = {one for matching in hits.values() for one in matching}
     for lost in (one for one in pattern if one not in used):

@@ -61,7 +61,7 @@ class Model(Section):
     the q-types; fp8 (e4m3) under lora, rslora, dora, adalora and ia3 where the GPU has fp8 GEMMs and the
     layers are large enough to gain; else none. nf4, fp4 and int8 are bitsandbytes'. A checkpoint that is
     quantized already keeps its own storage, or is dequantized (docs/quantized_checkpoints.md)."""
-    add_tokens: list[str] = []
+    add_tokens: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that become tokens of their own; their rows begin as the mean of all others, and train."""
 
 

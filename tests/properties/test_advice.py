@@ -304,6 +304,50 @@ REFUSED: list[dict[str, Any]] = [
         "adapter.modules_to_save": ["embed_tokens"],
     },
     {"adapter.type": "ia3", "model.add_tokens": ["<a>"], "adapter.modules_to_save": ["lm_head"]},
+    {"adapter.target_modules": "all_linear"},
+    {"adapter.target_modules": "linear"},
+    {"adapter.target_modules": ["all-linear"]},
+    {"adapter.target_modules": []},
+    {"adapter.layers_to_transform": [9]},
+    {"adapter.layers_pattern": "layer", "adapter.layers_to_transform": [0]},
+    {"adapter.modules_to_save": ["q_proj"], "adapter.target_modules": ["q_proj"]},
+    {"adapter.exclude_modules": ["q_porj"]},
+    {"adapter.type": "vera", "adapter.modules_to_save": ["lmhead"]},
+    {"adapter.type": "adalora", "adapter.total_step": 5},
+    {"adapter.init_lora_weights": "gausian"},
+    {"adapter.bias": "lora"},
+    {"train.train_sampling_strategy": "group_by_lenght"},
+    {"train.dataloader_multiprocessing_context": "spwan", "train.dataloader_num_workers": 1},
+    {"train.include_num_input_tokens_seen": "non-padding"},
+    {"train.group_by_length": True},
+    {
+        "train.lr_scheduler_type": "warmup_stable_decay",
+        "train.lr_scheduler_kwargs": {"num_decay_steps": 5, "decay_type": "cosin"},
+    },
+    {"train.optim": "galore_adamw"},
+    {"model.dtype": "bfloat16"},
+    {"model.quantization": "int4"},
+    {"model.attention": "flash_attention_4"},
+    {"data.too_long": "trunc"},
+    {"data.role_map": {"human": "usr"}},
+    {"data.expect": {"dropd": 0.1}},
+    {"speed.compile": "reduce_overhead"},
+    {"speed.loss": "chunk"},
+    {"speed.offload": "optimiser"},
+    {
+        "model.name": "GPT2",
+        "data.validation_fraction": 0.3,
+        "eval.max_new_tokens": 500,
+        "eval.generate": True,
+    },
+    {"model.name": "GPT2", "adapter.modules_to_save": ["lm_head"], "model.add_tokens": ["<a>"]},
+    {"model.name": "BLOOM", "adapter.target_modules": ["word_embeddings", "lm_head"]},
+    {"model.name": "GPT_OSS", "adapter.target_modules": ["router"]},
+    {"model.name": "MIXTRAL", "adapter.target_modules": ["w1", "w2"], "adapter.type": "adalora"},
+    {"model.name": "MAMBA", "adapter.type": "dora", "adapter.target_modules": ["x_proj", "dt_proj"]},
+    {"model.name": "MAMBA", "adapter.type": "prefix_tuning", "adapter.num_virtual_tokens": 3},
+    {"model.name": "UNTIED", "adapter.modules_to_save": ["lm_head", "embed_token"]},
+    {"model.name": "UNTIED", "adapter.trainable_token_indices": {"lm_heads": [1]}},
     {"data.columns": {"mesages": "messages"}},
     {"model.add_tokens": ["<|im_end|>"]},
 ]
@@ -424,3 +468,14 @@ def test_new_tokens_advice_trains_the_head_of_an_untied_model(
         change == {"adapter.modules_to_save": [embedding, "lm_head", "norm"]} for change in found
     )
     assert not problems(advice.make(found[0], raw))
+
+
+def test_no_advice_names_the_number_of_a_layer(changed, problems) -> None:
+    for key, value in (("exclude_modules", ["w1"]), ("rank_pattern", {"w1": 4})):
+        (problem,) = problems(changed({"model.name": "MIXTRAL", f"adapter.{key}": value}))
+        assert not problem.fix and "0" not in problem.found.split(", ")
+
+
+def test_an_empty_new_token_is_an_error_of_its_key(changed, problems) -> None:
+    (problem,) = problems(changed({"model.add_tokens": [""]}))
+    assert problem.key.startswith("model.add_tokens") and problem.expected
