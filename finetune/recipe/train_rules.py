@@ -100,7 +100,7 @@ def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
             yield key, "out of range", {**texts, "expected": ">= 0"}
         elif one in ENDS and isinstance(peak, int | float) and 0 < peak <= min(number, LARGEST):
             what = f"is no end to go down to: train.learning_rate is {peak:g}"
-            yield key, what, {**texts, "fix": f"{{{one}: {peak / 10:g}}}"}
+            yield key, what, {**texts, "fix": f"{peak / 10:g}"}
 
 
 def _is_finite(number: float) -> bool:
