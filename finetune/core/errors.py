@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _LABELLED = re.compile(r"  (found|expected|try): +(.*)")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's words, of no type of their own
 
 
 class Exit(IntEnum):
@@ -141,11 +142,15 @@ def unexpected(error: Exception, doing: str) -> UserError:
 
 
 def explain(error: Exception, doing: str) -> UserError:
-    """What to tell a user of an exception: the disk is full, or what `unexpected` says.
+    """What to tell a user of an exception: the disk or the memory is full, or what `unexpected` says.
 
     Args:
         doing: of `Stage`, where no stage remembers itself on the exception.
     """
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
+        at = vars(error).get("finetune_stage") or Stage(doing)
+        what, fix = f"no memory was left while finetune {at.doing}", "a machine or a limit with more memory"
+        return UserError(Problem(what, found=" ".join(str(error).split())[:LONGEST], fix=fix), code=at.code)
     if not isinstance(error, OSError) or error.errno not in FULL:
         return unexpected(error, doing)
     fix = "room on it, then the same command again; a run goes on with --resume=auto"

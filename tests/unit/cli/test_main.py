@@ -316,6 +316,17 @@ def test_guarded_exception_of_finetune_itself_is_called_a_bug(capsys) -> None:
     assert "finetune failed while it ran `finetune fails`: this is a bug of finetune (finetune/core/" in said
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError(f"{errors.NO_MEMORY}: you tried ...")])
+def test_guarded_exception_for_lack_of_memory_is_no_bug(error: Exception, capsys) -> None:
+    def reads(options: argparse.Namespace) -> None:
+        with errors.stage("trained the model", code=errors.Exit.TRAINING):
+            raise error
+
+    assert main.guarded(reads, argparse.Namespace(debug=False)) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("error: no memory was left while finetune trained the model") and "bug" not in said
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
