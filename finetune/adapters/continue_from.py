@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import initialization
+from finetune.adapters import initialization, target_modules
 from finetune.core import regular_files, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
+    from finetune.models.module_names import Names
     from finetune.recipe.schema import Adapter
 
 MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"
@@ -237,6 +238,22 @@ def _source_file(source: str, name: str) -> Any:
     return None
 
 
+def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
+    """Regular expressions of `adapter.init_from` and of the recipe that take too long on a model's names."""
+    saved = _source_file(str(adapter.source), "adapter_config.json")
+    options = {**(saved if isinstance(saved, dict) else {}), **adapter.options()}
+    return target_modules.slow_patterns(options, [*names.kinds, *names.tower_kinds], "adapter.init_from")
+
+
+def check_patterns(folder: Path, model: Any) -> None:
+    """Refuse an adapter with a regular expression that PEFT would not finish on a model (exit 2)."""
+    path = folder / "adapter_config.json"
+    options = untrusted_files.read_object(path, str(path))
+    names = [name for name, _ in model.named_modules() if name]
+    if problems := target_modules.slow_patterns(options, names, str(path)):
+        raise UserError(*problems)
+
+
 def _whole_rows(source: str) -> int | None:
     """The rows of embeddings or a head that a local adapter's file holds whole; `None`: it holds none."""
     folder = None
@@ -279,6 +296,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
         problems.append(Problem(what, "model.add_tokens", found=f"{bare} new tokens", fix=fix))
     if problems:
         raise UserError(*problems)
+    check_patterns(folder, model)
     with refusals(f"the adapter of {source} does not go on this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]

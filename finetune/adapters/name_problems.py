@@ -46,6 +46,8 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
     if not peft:
         return []
     options = target_modules.with_targets(options, peft, names)
+    if slow := target_modules.slow_patterns(options, [*names.kinds, *names.tower_kinds]):
+        return slow
     kinds = adapter_types.layer_kinds(peft)
     adaptable = [n for n in names.modules if kinds is None or (names.kinds[n] in kinds and n != names.head)]
     picked = target_modules.targeted(options, names)

@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import pattern_time
+from finetune.core.errors import Problem
 from finetune.models import module_names
-from finetune.recipe import adapter_types
+from finetune.recipe import adapter_rules, adapter_types
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -29,6 +31,27 @@ def match(targets: str | Iterable[str], names: Collection[str]) -> dict[str, int
     if isinstance(targets, str):
         return {targets: sum(bool(re.fullmatch(targets, name)) for name in names)}
     return {t: sum(is_suffix(t, name) for name in names) for t in targets}
+
+
+def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str = "") -> list[Problem]:
+    """The problem of the first regular expression that takes too long on the names of a model.
+
+    Args:
+        options: of the recipe, or of a PEFT config.
+        names: of all modules.
+        key: of the recipe that names the config; the empty string: the options are the recipe's own.
+    """
+    asked = [one for one in adapter_rules.patterns(options) if not pattern_time.is_plain(one[1])]
+    if not asked:
+        return []
+    wrapped = [f"base_model.model.{name}" for name in names]  # as PEFT names them in its own model
+    slow = pattern_time.find_slow([pattern for _, _, pattern in asked], [*names, *wrapped])
+    if slow is None:
+        return []
+    option, text, _ = asked[slow]
+    what, fix = "this regular expression takes too long", "a list of names, or a pattern with fewer repeats"
+    found = f"{option}: {text}" if key else text
+    return [Problem(what, key or f"adapter.{option}", found=found[:200], fix=fix)]
 
 
 def with_targets(options: Mapping[str, Any], peft: str, names: Names) -> dict[str, Any]:

@@ -108,6 +108,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     from peft import PeftModel
 
     base: Any = open_base(recipe)
+    continue_from.check_patterns(folder.adapter, base)
     with refused:
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
     held = checkpoint_headers.tensors(folder.adapter)

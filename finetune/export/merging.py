@@ -16,6 +16,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from transformers.pytorch_utils import Conv1D
 
+from finetune.adapters import continue_from
 from finetune.autoconfig import mixed_precision
 from finetune.core import packages, run_checks, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
@@ -168,6 +169,7 @@ def write_merged(
     from peft import PeftConfig, PeftModel
 
     plain = plain_base(recipe, setup)
+    continue_from.check_patterns(folder.adapter, plain)
     config: Any = PeftConfig.from_pretrained(str(folder.adapter))
     rows = getattr(config, "trainable_token_indices", None)  # of both at once, where they are tied
     tied = False if rows else untie(plain)

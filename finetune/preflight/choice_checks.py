@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import name_problems
+from finetune.adapters import continue_from, name_problems
 from finetune.autoconfig import (
     attention_choice,
     base_quantization,
@@ -128,9 +128,12 @@ def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
 
 
 def against_names(recipe: Recipe, names: Names) -> list[Problem]:
-    """What a model of these names lacks for a recipe's adapter; nothing where it has one to start from."""
+    """What a model of these names lacks for a recipe's adapter. An adapter to continue from has the names of
+    the model that it was trained on."""
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
-    if recipe.adapter.source or not kind.peft:
+    if recipe.adapter.source:
+        return continue_from.slow_patterns(recipe.adapter, names)
+    if not kind.peft:
         return []
     added = tokenizer_setup.read_added_tokens(recipe.model)
     if added is None:  # the run knows the rows of the new tokens

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import nearest
+from finetune.core.pattern_time import Pattern
 from finetune.recipe.adapter_types import (
     CONFIGURED_INITS,
     FAST_ON_FP8,
@@ -34,7 +35,8 @@ _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
 _CODED = re.compile(r"(proj|c_attn|c_fc|query_key_value|dense|fc\d|w\d)$")
 _UNCODED = re.compile("embed|head|norm|wte")
 # Options that are regular expressions, and what PEFT puts around them (peft 0.21.2, tuners/tuners_utils.py,
-# check_target_module_exists, and utils/other.py, get_pattern_key). Lists of the first three hold plain names
+# check_target_module_exists; utils/other.py, get_pattern_key; tuners/fourierft/model.py and c3a/model.py).
+# Lists of the first three hold plain names
 _WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")
 _PATTERNS = {
     **dict.fromkeys(_WHOLE, "{}"),
@@ -42,7 +44,13 @@ _PATTERNS = {
     "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
     "rank_pattern": r"(.*\.)?({})$",
     "alpha_pattern": r"(.*\.)?({})$",
+    "lambda_pattern": r"(.*\.)?({})$",
+    "n_frequency_pattern": r".*\.{}$",
+    "block_size_pattern": r".*\.{}$",
 }
+_LONGEST = 10_000
+# Sets of characters beyond ASCII, such as [\0-\U0010ffff], take 10 ms each to compile
+_SHORT = re.compile(rf"(?!.*\\[uUN])[\0-\x7f]{{0,{_LONGEST}}}", re.DOTALL)
 # Names of embeddings and heads in transformers' models, for rules that know the recipe alone
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings", "tokens_embed", "w")
 HEADS = ("lm_head", "embed_out", "head", "output_projection")
@@ -114,24 +122,38 @@ def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
     return found
 
 
-def _patterns(adapter: Mapping[str, Any]) -> Found:
-    """Options that PEFT reads as regular expressions, and that are none."""
-    asked = list[tuple[str, str, str]]()
+def patterns(adapter: Mapping[str, Any]) -> list[tuple[str, str, Pattern]]:
+    """What PEFT reads as regular expressions: each one's option, its text, and how PEFT matches it."""
+    found = []
     for key, around in _PATTERNS.items():
-        value = adapter.get(key)
-        whole = isinstance(value, str)
-        if whole or key not in _WHOLE:
-            values = [value] if whole else value if isinstance(value, list | dict) else ()
-            asked += [(key, one, around) for one in values if isinstance(one, str)]
+        value, method = adapter.get(key), "fullmatch" if key in _WHOLE else "match"
+        if isinstance(value, str):
+            texts: Iterable[Any] = [value]
+        else:
+            texts = value if isinstance(value, list | set | dict) and key not in _WHOLE else ()
+        found += [
+            (key, text, Pattern(method, around.replace("{}", text)))
+            for text in texts
+            if isinstance(text, str)
+        ]
+    return found
+
+
+def _patterns(adapter: Mapping[str, Any]) -> Found:
+    """Options that PEFT reads as regular expressions, and that are none, or that take long to compile."""
     found: Found = []
-    for key, pattern, around in asked:
+    for key, text, pattern in patterns(adapter):
+        if not _SHORT.fullmatch(text):
+            what, expected = "takes too long to compile", f"at most {_LONGEST:,} characters, all of ASCII"
+            found.append((f"adapter.{key}", what, {"found": text[:200], "expected": expected}))
+            continue
         try:
-            re.compile(around.replace("{}", pattern))
+            re.compile(pattern.text)
         except (re.error, OverflowError, RecursionError) as error:
-            names = re.findall(r"[^\W\d]\w*", pattern)
+            names = re.findall(r"[^\W\d]\w*", text)
             fix = f"[{', '.join(names)}]" if key in _WHOLE else max(names, key=len, default="drop it")
             what = f"not a regular expression: {getattr(error, 'msg', error)}"
-            found.append((f"adapter.{key}", what, {"found": pattern, "fix": fix}))
+            found.append((f"adapter.{key}", what, {"found": text, "fix": fix}))
     return found
 
 
@@ -290,8 +312,8 @@ def _rebasing(
     ]
     beside += ["bias"] if adapter.get("bias") not in (None, "none") else []
     beside += ["model.add_tokens"] if added else []
-    patterns = [k for k in ("rank_pattern", "alpha_pattern") if adapter.get(k)]
-    beside += patterns if kind.sets.get("use_rslora") or adapter.get("use_rslora") else []
+    by_pattern = [k for k in ("rank_pattern", "alpha_pattern") if adapter.get(k)]
+    beside += by_pattern if kind.sets.get("use_rslora") or adapter.get("use_rslora") else []
     if beside:
         what = "is saved as a difference of LoRAs, which has no place for what else trains"
         found.append((key, what, {"found": f"{init} with {', '.join(beside)}", "fix": "drop one of them"}))

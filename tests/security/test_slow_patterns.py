@@ -1,0 +1,129 @@
+"""Regular expressions that would take years are refused, whichever file they come from."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from finetune.cli import main
+from finetune.core import pattern_time
+from finetune.core.errors import UserError
+from finetune.core.pattern_time import Pattern
+from finetune.evaluation import reopen
+from finetune.run_folder import run_folder
+from support.limited_commands import LimitedCommands
+from support.paths import MODEL, QUICKSTART
+from support.soak import soak_except
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BOMBS = [
+    r"((\w|\.)+)+#",
+    r"(.|\w)*#",
+    ".*" * 12 + "#",
+    ".?" * 40 + "#",
+    "(.|.)" * 30 + "#",
+    r"(?=(.+)+#).*",
+]
+OF_LISTS = ("modules_to_save", "layers_pattern")
+OF_TEXTS = ("target_modules", "exclude_modules", *OF_LISTS)
+OF_MAPS = ("rank_pattern", "alpha_pattern")
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[LimitedCommands]:
+    with LimitedCommands() as running:
+        yield running
+
+
+def options(key: str, pattern: str) -> dict[str, Any]:
+    """LoRA's, with a pattern in one of them."""
+    value: Any = {pattern: 4} if key in OF_MAPS else [pattern] if key in OF_LISTS else pattern
+    found: dict[str, Any] = {"target_modules": ["q_proj"], "r": 8, "lora_alpha": 16, key: value}
+    return {**found, "layers_to_transform": [0]} if key == "layers_pattern" else found
+
+
+CASES = [*((key, BOMBS[0]) for key in (*OF_TEXTS, *OF_MAPS)), *(("target_modules", one) for one in BOMBS[1:])]
+
+
+@pytest.mark.parametrize("command", soak_except(["check"], ["check", "plan"]))
+@pytest.mark.parametrize(("key", "pattern"), soak_except(CASES[::4], CASES))
+def test_recipe_with_a_slow_pattern_is_refused(
+    key: str, pattern: str, command: str, tmp_path, commands
+) -> None:
+    recipe = yaml.safe_load(QUICKSTART.read_text())
+    recipe["model"] = {"name": str(MODEL)}
+    recipe["adapter"] = {"type": "lora", **options(key, pattern)}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ended = commands.run(command, str(tmp_path / "recipe.yaml"))
+    assert not ended.wrong and ended.code == 2, ended
+    assert f"adapter.{key}: " in ended.said and "takes too long" in ended.said
+
+
+def write_adapter(folder: Path, key: str, pattern: str) -> None:
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(MODEL), **options(key, pattern)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    (folder / "adapter_model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+
+
+@pytest.mark.parametrize("key", soak_except(["target_modules"], [*OF_TEXTS, *OF_MAPS]))
+def test_adapter_to_continue_from_with_a_slow_pattern_is_refused(key: str, tmp_path, commands) -> None:
+    write_adapter(tmp_path, key, BOMBS[0])
+    recipe = yaml.safe_load(QUICKSTART.read_text())
+    recipe["model"] = {"name": str(MODEL)}
+    recipe["adapter"] = {"type": "lora", "init_from": str(tmp_path), "from_other_base": True}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    ended = commands.run("check", str(tmp_path / "recipe.yaml"))
+    assert not ended.wrong and ended.code == 2, ended
+    assert f"{key}: " in ended.said and "takes too long" in ended.said
+
+
+def test_run_whose_adapter_has_a_slow_pattern_is_not_opened(trained, capsys) -> None:
+    run = trained()
+    path = run.path / "adapter" / "adapter_config.json"
+    saved = json.loads(path.read_text())
+    for key in ("target_modules", "rank_pattern"):
+        path.write_text(json.dumps({**saved, **options(key, BOMBS[0])}))
+        with pytest.raises(UserError, match="takes too long"):
+            reopen.reopen(run, run_folder.recipe_of(run))
+    assert main.main(["merge", str(run.path)]) == 2
+    assert "takes too long" in capsys.readouterr().err
+
+
+LONG = ["[\0-\U0010ffff]" * 1500, r"[\0-\U0010ffff]" * 600, "a" * 10_001]
+
+
+@pytest.mark.parametrize("pattern", soak_except(LONG[:1], LONG), ids=lambda one: ascii(one[-2:]))
+def test_pattern_that_takes_long_to_compile_is_refused(pattern: str, tmp_path, commands) -> None:
+    recipe = yaml.safe_load(QUICKSTART.read_text())
+    recipe["adapter"] = {"type": "lora", **options("target_modules", pattern)}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe, allow_unicode=False))
+    ended = commands.run("check", str(tmp_path / "recipe.yaml"))
+    assert not ended.wrong and ended.code == 2 and "takes too long to compile" in ended.said, ended
+
+
+def test_usual_patterns_are_not_slow() -> None:
+    layers = range(100)
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj", "input_layernorm")
+    names = [f"model.layers.{layer}.{part}" for layer in layers for part in parts]
+    usual = [
+        r".*\.(q|k|v|o)_proj",
+        r"(\w+\.)*self_attn\.\w+",
+        r"model\.layers\.(?:[0-9]|[1-9][0-9])\.(?:self_attn|mlp)\.(?:q_proj|k_proj|gate_proj|down_proj)",
+        # as Unsloth writes them
+        r"(?:.*?(?:language|text).*?(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense).*?(?:\w+_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:q_proj|k_proj|v_proj|o_proj|gate_proj))",
+    ]
+    started = time.process_time()
+    assert pattern_time.find_slow([Pattern("fullmatch", one) for one in usual], names) is None
+    assert pattern_time.find_slow([Pattern("match", rf"(.*\.)?({one})$") for one in usual], names) is None
+    assert time.process_time() - started < 1
+    assert [pattern_time.is_plain(one) for one in ("q_proj", r"layers\.1\.mlp", "a+", "[a]")] == [
+        True, True, False, False,
+    ]  # fmt: skip
