@@ -22,6 +22,7 @@ from finetune.core.errors import Exit, Problem, UserError
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
+    from transformers import TrainerControl, TrainerState, TrainingArguments
 
     Vectors = list[tuple[bool, list[torch.nn.Parameter]]]
 
@@ -44,7 +45,14 @@ class AllocateRanks(TrainerCallback):
     update_and_allocate(), zero_grad()) and does not clip.
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
+    ) -> None:
         self.tensors, self.masks = tensors(model), {}
 
     def on_optimizer_step(

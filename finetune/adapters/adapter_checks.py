@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
+    from peft import PeftModel
+    from torch import nn
 
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Adapter
 
 
-def add_row_receipt(adapted: Any, added: Sequence[int], ledger: RunChecks) -> None:
+def add_row_receipt(adapted: PeftModel, added: Sequence[int], ledger: RunChecks) -> None:
     """Each new token's row trains, in embeddings and head: by itself, or in what trains as a whole."""
     count, heads = (
         _rows_trained(module, added)
@@ -30,7 +32,7 @@ def add_row_receipt(adapted: Any, added: Sequence[int], ledger: RunChecks) -> No
     ledger.add("model.add_tokens", f"{len(added)} rows train", got, how)
 
 
-def _rows_trained(module: Any, added: Sequence[int]) -> int:
+def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
     """How many of the new tokens' rows train in embeddings or a head, as PEFT has wrapped them."""
     if rows := getattr(module, "token_adapter", None):
         found = set(rows.token_indices["default"]) & set(added)
@@ -39,7 +41,7 @@ def _rows_trained(module: Any, added: Sequence[int]) -> int:
     return len(added) if whole and whole["default"].weight.requires_grad else 0
 
 
-def add_receipts(adapted: Any, adapter: Adapter, known: module_names.Names, ledger: RunChecks) -> None:
+def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names, ledger: RunChecks) -> None:
     """Type, modules by name, ranks, and what else trains: read back from the live model."""
     config, kind = adapted.peft_config["default"], adapter_types.find(adapter.type)
     asked = " ".join([kind.peft.upper(), *(f"with {key}" for key in kind.sets)])

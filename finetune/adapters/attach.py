@@ -86,7 +86,7 @@ def attach(
     return qat.follow(adapted)
 
 
-def _settle(adapted: Any, adapter: Adapter, model: PreTrainedModel) -> None:
+def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> None:
     """Name the base in the config, freeze what PEFT leaves to train by mistake, and let TRL find the head.
 
     Raises:
@@ -136,7 +136,7 @@ def _fit_to_layers(model: PreTrainedModel, config: Any, known: module_names.Name
         config.target_modules = set(known.linear)
 
 
-def _fit_to_width(model: PreTrainedModel, config: Any) -> None:
+def _fit_to_width(model: PreTrainedModel, config: PeftConfig) -> None:
     """Sizes of prompt vectors. PEFT reads them by names that many configs lack (`num_attention_heads`)."""
     text: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()

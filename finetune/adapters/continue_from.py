@@ -20,6 +20,7 @@ from finetune.recipe.adapter_rules import EMBEDDINGS, HEADS
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from torch import nn
     from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
@@ -319,7 +320,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     return adapted
 
 
-def check_whole(adapted: Any, names: Sequence[str], source: str) -> None:
+def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
     """Every tensor of the adapter is in its file; PEFT leaves what is missing as it was drawn (exit 4).
 
     Args:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
+    from torch import nn
     from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
@@ -71,7 +72,7 @@ def calibration(dataset: Any, device: torch.device) -> list[dict[str, torch.Tens
     return [{name: tensor.to(device) for name, tensor in collate(group).items()} for group in groups]
 
 
-def rebases(adapted: Any) -> bool:
+def rebases(adapted: nn.Module) -> bool:
     """Whether the live adapter stands on a base that it changed."""
     config = getattr(adapted, "peft_config", {}).get("default")
     init = getattr(config, "init_lora_weights", None)
@@ -91,7 +92,7 @@ def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tenso
         adapted.save_pretrained(str(target), state_dict=state, **options)
 
 
-def embeddings(adapted: Any) -> dict[str, Any]:
+def embeddings(adapted: PeftModel) -> dict[str, Any]:
     """What PEFT is told of embeddings, which it saves where they were resized or are adapted themselves.
 
     By itself it compares their size with the config that the Hub's `main` has just then.
@@ -144,14 +145,14 @@ def _start_zero_rows(adapted: Any, ledger: RunChecks) -> None:
         ledger.add("DoRA on rows of zeros", f"{rows} finite", got, "magnitudes that were 0", ok=True)
 
 
-def _plain(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+def _plain(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     """PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) look at the weights alone."""
     from peft import get_peft_model
 
     return get_peft_model(model, config)
 
 
-def _eva(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+def _eva(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     """EVA (arXiv 2410.07170): A from the inputs of each layer, ranks where they explain most."""
     from peft import get_peft_model, initialize_lora_eva_weights
 
@@ -192,7 +193,7 @@ def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     return get_peft_model(model, config)
 
 
-def _loftq(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantising lost, as far as r goes."""
     if model.device.type != "cuda":
         what, fix = "PEFT's LoftQ quantises on a CUDA device only", "init_lora_weights: true"
@@ -218,7 +219,7 @@ def _loftq(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     return adapted
 
 
-def _first_logits(model: Any, batches: Batches) -> torch.Tensor:
+def _first_logits(model: nn.Module, batches: Batches) -> torch.Tensor:
     import torch
 
     batch = {name: tensor for name, tensor in batches()[0].items() if name != "labels"}

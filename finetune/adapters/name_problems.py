@@ -268,7 +268,7 @@ def _is_read_by_mamba(name: str, names: Names, peft: str) -> bool:
     return names.family in _MAMBA and peft in _MAMBA_TYPES and short(name) in _MAMBA_LAYERS
 
 
-def _mamba(names: Names, peft: str, picked: list[str], targets: Any) -> list[Problem]:
+def _mamba(names: Names, peft: str, picked: list[str], targets: object) -> list[Problem]:
     layers = sorted({short(name) for name in picked if _is_read_by_mamba(name, names, peft)})
     if not layers:
         return []

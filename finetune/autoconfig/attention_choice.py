@@ -19,6 +19,7 @@ from finetune.kernels import kernel_limits
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
 
 # Families whose layers hand everything that shapes attention to transformers' interface as arguments; a tiny
@@ -98,7 +99,7 @@ def read(config: Any) -> Attends:
     )
 
 
-def _lacks(config: Any) -> tuple[str, ...]:
+def _lacks(config: ModelConfig) -> tuple[str, ...]:
     """What the class that a config is for refuses; nothing, where there is none: that does not load."""
     flags = upstream_options.causal_flags(config.model_type)
     supports = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}

@@ -7,7 +7,7 @@ benchmarks/README.md); where the GPU is what is waited for it is nothing, and re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.autoconfig import activation_checkpointing, compilation, memory_estimate
 from finetune.core.run_checks import Choice
@@ -16,6 +16,7 @@ from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from finetune.autoconfig.memory_estimate import Memory
+    from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Adapter, Data, Speed
 
@@ -45,7 +46,7 @@ def differs(
     data: Data,
     adapter: Adapter,
     speed: Speed,
-    config: Any,
+    config: ModelConfig,
     *,
     alone: bool,
     attention: str,
@@ -126,7 +127,7 @@ def beside(
     return again, offload, chosen, plan
 
 
-def products(config: Any, tokens: int, peak: float | None, *, kind: str) -> float:
+def products(config: ModelConfig, tokens: int, peak: float | None, *, kind: str) -> float:
     """Seconds of a pass's products with the weights of one layer, on a GPU of `peak` FLOP/s in bf16."""
     one = memory_estimate.widths(config)
     size = one.hidden * (one.qkv + one.queries + 3 * one.intermediate)

@@ -11,7 +11,10 @@ Llama at 16,384 tokens on an H200 (benchmarks/gpu.json), and a 1.1B shape on PEF
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
 
 GIB = 2**30
 SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
@@ -105,7 +108,7 @@ def split(checkpointing: str, layers: int) -> tuple[int, int]:
     return 0, int(some) if some else layers * (kind == "mlp")
 
 
-def widths(config: Any) -> Widths:
+def widths(config: ModelConfig) -> Widths:
     """The widths of a transformers config. A state-space model has no heads: one as wide as `hidden_size`."""
     config = config.get_text_config()
     hidden, heads = largest(config, "hidden_size"), largest(config, "num_attention_heads") or 1
@@ -116,13 +119,13 @@ def widths(config: Any) -> Widths:
     return Widths(*sizes, largest(config, "num_hidden_layers"), largest(config, "vocab_size") or 1)
 
 
-def largest(config: Any, key: str) -> int:
+def largest(config: ModelConfig, key: str) -> int:
     """A number of a config, the largest where it has one for each layer; 0 where it has none."""
     value = getattr(config, key, None) or 0
     return max(value) if isinstance(value, list | tuple) else value
 
 
-def kept_gib(config: Any, tokens: int, keeps: Keeps) -> float:
+def kept_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
     """Memory that backward keeps for `tokens` tokens with nothing recomputed, in GiB.
 
     Compiled LoRA on an 8B Llama at 16,384 tokens: fused 54, else 62 (measured 54 and 60). PEFT's own
@@ -154,7 +157,7 @@ def _kept(one: Widths, keeps: Keeps) -> float:
     return 4 * hidden + heads + 2 * queries + 3 * wide + inputs + outputs + dropped
 
 
-def backward_gib(config: Any, tokens: int, keeps: Keeps) -> float:
+def backward_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
     """Gradients that are there at once while backward is in an MLP, the largest place, in GiB.
 
     8B at 16,384: 1.35 (1.33, from rows with all layers recomputed).
@@ -164,7 +167,7 @@ def backward_gib(config: Any, tokens: int, keeps: Keeps) -> float:
     return tokens * 2 * (wide * one.intermediate + one.hidden // 4) / GIB
 
 
-def loss_gib(config: Any, tokens: int, *, compiled: bool = True, trained: bool = False) -> float:
+def loss_gib(config: ModelConfig, tokens: int, *, compiled: bool = True, trained: bool = False) -> float:
     """What is there at once while the loss is computed, beside what layers keep, in GiB.
 
     A chunk's logits, the gradient of the hidden states, and those in and around the last norm. 8B at 16,384:
@@ -206,7 +209,7 @@ def logit_bytes(*, compiled: bool, capped: bool, narrow: int = 2, wide: int = 4)
     return narrow + (0 if compiled else wide * (3 if capped else 2))
 
 
-def softcap(config: Any) -> float | None:
+def softcap(config: ModelConfig) -> float | None:
     """A model's softcap of its logits, by the names that families have for it."""
     text = config.get_text_config()
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -221,7 +224,7 @@ def chunk_rows(rows: int, most: int) -> int:
 
 
 def activations(
-    config: Any,
+    config: ModelConfig,
     tokens: int,
     keeps: Keeps,
     *,

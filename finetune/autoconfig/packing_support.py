@@ -14,6 +14,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Data, Train
 
 DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
@@ -21,7 +22,7 @@ ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attent
 MASKED = ("sdpa", "eager", "flex_attention")  # attention that learns the borders from a mask
 
 
-def check(config: Any, data: Data, train: Train, attention: str, processes: int = 1) -> None:
+def check(config: ModelConfig, data: Data, train: Train, attention: str, processes: int = 1) -> None:
     """Refuse to pack examples for a model that can't keep them apart or whose mask is too short.
 
     Args:
@@ -59,7 +60,7 @@ def _keys(data: Data) -> list[str]:
     return [f"data.{key}" for key in ("packing", "padding_free") if getattr(data, key)]
 
 
-def obstacle(config: Any, attention: str) -> str:
+def obstacle(config: ModelConfig, attention: str) -> str:
     """Return why a model can't keep packed examples apart, or an empty string."""
     text = config.get_text_config()
     family = text.model_type

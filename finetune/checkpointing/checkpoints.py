@@ -355,11 +355,6 @@ def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tenso
         return {name: file.get_tensor(name) for name in names}
 
 
-def digests(path: Path) -> dict[str, str]:
-    """File -> sha256, as the manifest has them."""
-    return {name: said["sha256"] for name, said in read_json(path, MANIFEST)["files"].items()}
-
-
 def size(content: Content) -> int:
     """Bytes of all tensors."""
     held = [value for name, value in content.items() if name.endswith(".safetensors")]

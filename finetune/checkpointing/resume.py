@@ -103,7 +103,7 @@ def _same_file(key: str, *written: Any) -> bool:
     return key in resume_contract.IGNORED and taken[0] == taken[1] and all(map(_at_one_place, *names))
 
 
-def _named(written: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+def _named(written: object) -> tuple[list[Any], list[dict[str, Any]]]:
     """The names in a path or a list of sources, and the other keys of each: a path alone has the defaults."""
     items = written if isinstance(written, list) else [written]
     sources = [{**Source(name="").model_dump(), **(i if isinstance(i, dict) else {"name": i})} for i in items]

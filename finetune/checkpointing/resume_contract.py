@@ -250,13 +250,13 @@ def _among(key: str, names: tuple[str, ...]) -> bool:
     return any(key == name or (name.endswith(".") and key.startswith(name)) for name in names)
 
 
-def _moved(key: str, then: Any, now: Any) -> bool:
+def _moved(key: str, then: object, now: object) -> bool:
     """Whether all that differs is where activations wait for backward: they come back bit for bit."""
     optimizer = [value in ("optimizer", "all") for value in (then, now)]
     return key == "speed.offload" and optimizer[0] == optimizer[1]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return shortened(json.dumps(value, ensure_ascii=False), SHOWN)
 
 

@@ -56,13 +56,13 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
     raise _unknown(name, value)
 
 
-def _unknown(name: str, value: Any) -> UserError:
+def _unknown(name: str, value: object) -> UserError:
     what = f"{name}: a {type(value).__name__} can't be kept in a checkpoint"
     fix = "another train.optim; or train.save_strategy=no"
     return UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
 
 
-def restore(value: Any, tensors: dict[str, Tensor]) -> Any:
+def restore(value: object, tensors: dict[str, Tensor]) -> Any:
     """What `flatten` was given."""
     import torch
 

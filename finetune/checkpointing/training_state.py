@@ -158,7 +158,7 @@ def structure(path: Path) -> dict[str, Any]:
     return found
 
 
-def put_back(trainer: Any, *names: str) -> None:
+def put_back(trainer: Trainer, *names: str) -> None:
     """Parts that are large are let go of: a process would hold them until training ends."""
     for name in names:
         kept = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
@@ -192,13 +192,13 @@ def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
     return so_far
 
 
-def _weights(trainer: Any) -> dict[str, torch.nn.Parameter]:
+def _weights(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
     """In the dtype they are trained in; parts of ZeRO-3 know what they are parts of."""
     return trainable_parameters.trainable(trainer.model)
 
 
 @torch.no_grad()
-def _set_weights(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
+def _set_weights(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
     trained = trainable_parameters.trainable(trainer.model)
     wrong = sorted(
         name
@@ -216,7 +216,7 @@ def _set_weights(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
             parameter.copy_(sharded_tensors.part_of(kept[name], parameter))
 
 
-def _allocation(trainer: Any) -> dict[str, torch.Tensor]:
+def _allocation(trainer: Trainer) -> dict[str, torch.Tensor]:
     """AdaLoRA's importances and masks."""
     if not trainer.orthogonality_weight and not hasattr(trainer, "singular_vectors"):
         return {}
@@ -224,13 +224,13 @@ def _allocation(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in found.items() if not name.startswith("parameter.")}
 
 
-def _set_allocation(trainer: Any, kept: dict[str, torch.Tensor]) -> None:
+def _set_allocation(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
     if hasattr(trainer, "singular_vectors"):
         weights = {f"parameter.{name}": tensor.detach().clone() for name, tensor in _weights(trainer).items()}
         adalora.restore_allocation(trainer.model, {**weights, **kept})
 
 
-def _set_optimizer(trainer: Any, kept: Any) -> None:
+def _set_optimizer(trainer: Trainer, kept: Any) -> None:
     if deepspeed_zero.used():
         deepspeed_zero.put_back(trainer.optimizer, kept)
         return
@@ -242,28 +242,28 @@ def _set_optimizer(trainer: Any, kept: Any) -> None:
     trainer.optimizer.load_state_dict(kept)
 
 
-def _scaler(trainer: Any) -> Any:
+def _scaler(trainer: Trainer) -> Any:
     """fp16's; `None` without."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     return scaler.state_dict() if scaler is not None else None
 
 
-def _set_scaler(trainer: Any, kept: Any) -> None:
+def _set_scaler(trainer: Trainer, kept: Any) -> None:
     if kept:
         trainer.accelerator.scaler.load_state_dict(kept)
 
 
-def _callbacks(trainer: Any) -> dict[str, Any]:
+def _callbacks(trainer: Trainer) -> dict[str, Any]:
     return {name: callback.state_dict() for name, callback in trainer.remembering.items()}
 
 
-def _set_callbacks(trainer: Any, kept: dict[str, Any]) -> None:
+def _set_callbacks(trainer: Trainer, kept: dict[str, Any]) -> None:
     for name, callback in trainer.remembering.items():
         if name in kept:  # one of an older version may lack it, and goes on as if it had just begun
             callback.load_state_dict(kept[name])
 
 
-def _log(trainer: Any) -> dict[str, Any]:
+def _log(trainer: Trainer) -> dict[str, Any]:
     """What has been summed since the last logged step."""
     return {
         "loss": trainer._tr_loss.detach().to("cpu", copy=True),
@@ -274,7 +274,7 @@ def _log(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _set_log(trainer: Any, kept: dict[str, Any]) -> None:
+def _set_log(trainer: Trainer, kept: dict[str, Any]) -> None:
     device = trainer.args.device
     trainer._tr_loss = kept["loss"].to(device)
     trainer._globalstep_last_logged = kept["step"]
@@ -283,11 +283,11 @@ def _set_log(trainer: Any, kept: dict[str, Any]) -> None:
     trainer.sums.update(send_to_device(kept["sums"], device))
 
 
-def _batches(trainer: Any) -> Any:
+def _batches(trainer: Trainer) -> Any:
     return torch.as_tensor(trainer.batches, dtype=torch.int64).cpu()
 
 
-def _set_batches(trainer: Any, kept: Any) -> None:
+def _set_batches(trainer: Trainer, kept: Any) -> None:
     trainer.batches = kept.to(trainer.args.device)
 
 

@@ -63,7 +63,7 @@ class Console:
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
         known = secrets()
 
-        def shown(text: Any) -> Text:
+        def shown(text: object) -> Text:
             return Text(visible(masked(str(text), known)))
 
         table = Table(box=None, pad_edge=False)

@@ -18,7 +18,7 @@ def templates(folder: Path) -> Any:
     import jinja2
     from markupsafe import Markup
 
-    def shown(value: Any) -> Any:
+    def shown(value: object) -> Any:
         return visible_lines(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     loader = jinja2.FileSystemLoader([folder, SHARED])

@@ -14,7 +14,7 @@ _ACTING = re.compile(r"([<`]|!(?=\[)|\](?=[(\[:]))")  # outside of code spans
 _SPAN = re.compile(r"`[^`]*`")
 
 
-def plain(text: Any) -> str:
+def plain(text: object) -> str:
     """A text on one line in which Markdown finds nothing but code spans."""
     line = " ".join(visible_lines(text).split())
     parts, at = [], 0
@@ -24,7 +24,7 @@ def plain(text: Any) -> str:
     return "".join([*parts, _escaped(line[at:])])
 
 
-def code(text: Any) -> str:
+def code(text: object) -> str:
     """A code span that ends where the text does."""
     return f"`{visible(text).replace('`', chr(39))}`"
 
@@ -43,7 +43,7 @@ def table(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _cell(text: Any) -> str:
+def _cell(text: object) -> str:
     return plain(text).replace("|", "\\|")
 
 

@@ -30,8 +30,8 @@ class RunChecks:
     def add(
         self,
         option: str,
-        expected: Any,
-        actual: Any,
+        expected: object,
+        actual: object,
         how: str,
         *,
         ok: bool | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
@@ -70,7 +69,7 @@ def copy(name: str, target: Path) -> list[Path]:
     return written
 
 
-def _named_files(value: Any) -> list[str]:
+def _named_files(value: object) -> list[str]:
     """Every `examples/...` path in a recipe."""
     if isinstance(value, dict):
         return [path for item in value.values() for path in _named_files(item)]

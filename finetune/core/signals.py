@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit
 
@@ -39,7 +39,7 @@ def listening(heard: Callable[[str], None]) -> Iterator[None]:
     """
     process, first = os.getpid(), 0.0
 
-    def handle(number: int, frame: Any) -> None:
+    def handle(number: int, frame: object) -> None:
         nonlocal first
         if os.getpid() != process:
             return

@@ -16,7 +16,7 @@ LOSSES = ("base_loss", "tuned_loss")
 TEXTS = ("source", "settings", "verdict")  # among them
 
 
-def spelt(value: Any) -> Any:
+def spelt(value: object) -> Any:
     """Nested lists and dicts, with the numbers that JSON lacks as text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -25,7 +25,7 @@ def spelt(value: Any) -> Any:
     return [spelt(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
-def check_depth(value: Any, levels: int = DEEPEST) -> None:
+def check_depth(value: object, levels: int = DEEPEST) -> None:
     """Refuse JSON that nests lists and objects too deeply for functions that call themselves.
 
     Raises:
@@ -39,7 +39,7 @@ def check_depth(value: Any, levels: int = DEEPEST) -> None:
             check_depth(one, levels - 1)
 
 
-def number(value: Any) -> Any:
+def number(value: object) -> Any:
     """A number that stands as text, as a number."""
     return float(value) if isinstance(value, str) and value in SPELT else value
 
@@ -52,7 +52,7 @@ def scores(content: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _numbers(value: Any) -> Any:
+def _numbers(value: object) -> Any:
     if isinstance(value, str) and value in SPELT:
         return float(value)
     if isinstance(value, dict):

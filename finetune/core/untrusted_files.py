@@ -198,7 +198,7 @@ def _redirects(path: Path, key: str) -> Iterator[Problem]:
     yield Problem(what, key, found=path.name, fix=fix)
 
 
-def _entries(value: Any) -> Iterator[tuple[str, Any]]:
+def _entries(value: object) -> Iterator[tuple[str, Any]]:
     """Each key and value of nested JSON."""
     if isinstance(value, dict):
         for key, item in value.items():

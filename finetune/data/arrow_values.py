@@ -52,14 +52,14 @@ def _values(batch: Any) -> list[Any]:
     return [value for index in range(batch.num_rows) for value in _values(batch.slice(index, 1))]
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """A value less the keys that are null: columns give every mapping the keys of all (tool arguments)."""
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-def _decoded(decode: Decoder, value: Any, where: str) -> Row | BadRow:
+def _decoded(decode: Decoder, value: object, where: str) -> Row | BadRow:
     try:
         return checked_row(decode(value), where, escapes=True)
     except (ValueError, RecursionError) as error:
@@ -124,7 +124,7 @@ def _struct_decoder(fields: Iterable[pyarrow.Field], name: str, prefix: str) -> 
     return lambda value: {key: _apply(decoders.get(key), part) for key, part in value.items()}
 
 
-def _apply(decode: Decoder | None, value: Any) -> Any:
+def _apply(decode: Decoder | None, value: object) -> Any:
     return value if decode is None or value is None else decode(value)
 
 

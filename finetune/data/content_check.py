@@ -160,7 +160,7 @@ def _reasoning(message: Message) -> tuple[list[str], str]:
     return list(dict.fromkeys(thoughts)), content
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Each name and each value in a tool call's arguments, as text."""
     if isinstance(value, dict):
         for name, inner in value.items():

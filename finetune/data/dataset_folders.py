@@ -263,7 +263,7 @@ def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
     return found
 
 
-def _stays_below(path: Any) -> bool:
+def _stays_below(path: object) -> bool:
     """Whether a path or pattern of a card leads nowhere but below its folder."""
     parts = PurePosixPath(str(path)).parts
     return not PurePosixPath(str(path)).is_absolute() and ".." not in parts

@@ -75,6 +75,6 @@ class Example:
         return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest())
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value that is found, for a message."""
     return repr(value)[:60] if not isinstance(value, str) else value[:60]

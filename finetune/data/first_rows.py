@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.data.examples import Row
 
@@ -39,7 +39,7 @@ class FirstRows:
         return not self.was_cut and next(self.rows, None) is None
 
 
-def _characters(part: Any) -> int:
+def _characters(part: object) -> int:
     """Of all texts in a value, and one for each other value."""
     total, todo = 0, [part]
     while todo:

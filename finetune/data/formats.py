@@ -149,7 +149,7 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
     return sorted(left)
 
 
-def _says(part: Any) -> bool:
+def _says(part: object) -> bool:
     """Whether a column holds anything; false, 0 and an empty list are something."""
     return part is not None and part != ""
 

@@ -118,7 +118,7 @@ def _outside(name: str, found: str) -> Problem:
     return Problem(what, "data.name", found=found, expected="paths in the repository", fix=fix)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     """Each text in nested values; a value that YAML aliases repeat counts once."""
     waiting, seen = [value], set[int]()
     while waiting:

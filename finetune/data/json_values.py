@@ -22,7 +22,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 DECODER = json.JSONDecoder(object_pairs_hook=_mapping)
 
 
-def checked_row(value: Any, where: str, escapes: bool) -> Row | BadRow:
+def checked_row(value: object, where: str, escapes: bool) -> Row | BadRow:
     """A value of a JSON file; `escapes`: it may hold one half of a surrogate pair, which no text can."""
     if not isinstance(value, dict):
         fix, found = hints.value(value), json.dumps(value) if not isinstance(value, list) else "an array"

@@ -25,7 +25,7 @@ EACH = 8  # bytes of a value that an encoding repeats at no cost
 LISTS = (pyarrow.ListArray, pyarrow.LargeListArray, pyarrow.FixedSizeListArray)
 
 
-def read_parquet(content: Any, path: Path, limits: Limits) -> Iterator[Any]:
+def read_parquet(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) -> Iterator[Any]:
     """The batches of a parquet file, a group of rows after another.
 
     Raises:
@@ -51,7 +51,7 @@ def read_parquet(content: Any, path: Path, limits: Limits) -> Iterator[Any]:
         yield from file.iter_batches(batch_size=rows, row_groups=[index])
 
 
-def read_arrow(content: Any, path: Path, limits: Limits) -> Iterator[Any]:
+def read_arrow(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) -> Iterator[Any]:
     """The batches of an Arrow file or stream.
 
     Raises:
@@ -80,7 +80,7 @@ def _arrow_batches(content: Any) -> Iterator[Any]:
     yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _batch_rows(content: Any, path: Path, group: Any, index: int, limits: Limits) -> int:
+def _batch_rows(content: pyarrow.MemoryMappedFile, path: Path, group: Any, index: int, limits: Limits) -> int:
     """Rows of a batch that memory has room for: a value of a dictionary may stand in each of them."""
     columns = [group.column(number) for number in range(group.num_columns)]
     if any("DELTA_BYTE_ARRAY" in one.encodings for one in columns):  # values share their beginnings

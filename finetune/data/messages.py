@@ -72,7 +72,7 @@ def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
 
 
-def json_of(value: Any, what: str, where: str) -> Any:
+def json_of(value: object, what: str, where: str) -> Any:
     """What a value says that may be JSON text; in the end it must be something that JSON can say."""
     try:
         if not isinstance(value, str):
@@ -193,7 +193,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
 
 
-def _is_text(value: Any) -> bool:
+def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pyarrow
+
 MOST_PAGES = 200_000  # of a column in a group of rows
 UNCOMPRESSED, COMPRESSED, PAGE, PAGE_V2 = 2, 3, 5, 8  # fields of a page's header
 VALUES = 1  # field of `PAGE` and `PAGE_V2`
@@ -18,7 +20,7 @@ TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 1, 2, 3, 7, 8, 12  # kinds of fields
 INTEGERS = (4, 5, 6)
 
 
-def of_column(content: Any, column: Any) -> list[int]:
+def of_column(content: pyarrow.MemoryMappedFile, column: Any) -> list[int]:
     """The uncompressed bytes of each page of a column in a group of rows.
 
     Raises:

@@ -289,7 +289,7 @@ def _compiled(template: str, way: str) -> tuple[Any, Any]:
     return value, limits
 
 
-def _not_null(value: Any) -> Any:
+def _not_null(value: object) -> Any:
     if value is None:
         raise _Refused("the template would write a null, as the text None")
     return value

@@ -154,7 +154,7 @@ def all_of(flag: bool) -> bool:
     return not any_of(not flag)[0]
 
 
-def gathered(value: Any) -> list[Any]:
+def gathered(value: object) -> list[Any]:
     """What each rank has, by rank."""
     found: list[Any] = [value] * PartialState().num_processes
     if len(found) > 1:
@@ -162,7 +162,7 @@ def gathered(value: Any) -> list[Any]:
     return found
 
 
-def gathered_on_main(value: Any) -> list[Any]:
+def gathered_on_main(value: object) -> list[Any]:
     """What each rank has, by rank; empty but on rank 0."""
     state = PartialState()
     if state.num_processes == 1:

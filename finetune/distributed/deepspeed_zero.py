@@ -5,12 +5,15 @@ DeepSpeed's own checkpoints are pickles; here each process's part is plain tenso
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import PartialState, init_empty_weights
 from accelerate.utils import DistributedType
 from transformers.modeling_utils import local_torch_dtype
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # ZeRO-1's and 2's names; then ZeRO-3's
 _KEPT += ("optimizer_state_dict", "fp32_flat_groups")
@@ -51,7 +54,7 @@ def cast(adapted: torch.nn.Module, precision: str) -> None:
                 parameter.data = parameter.data.to(dtype)
 
 
-def state_dict(optimizer: Any) -> dict[str, Any]:
+def state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """What a checkpoint keeps of an optimizer: under ZeRO of this process's part."""
     found = optimizer.state_dict()
     return {name: found[name] for name in _KEPT if name in found} if used() else found

@@ -9,10 +9,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from finetune.core.run_checks import RunChecks
 
 
-def ours(model: Any) -> bool:
+def ours(model: nn.Module) -> bool:
     """Whether `average` exchanges this model's gradients: an adapter's, under data parallelism.
 
     DDP would do it in the last backward, where a rank that runs out of memory leaves the others waiting. For
@@ -23,7 +25,7 @@ def ours(model: Any) -> bool:
 
 
 @torch.no_grad()
-def average(model: Any) -> int:
+def average(model: nn.Module) -> int:
     """Each gradient, averaged over processes, in one piece: what trains is all of one dtype
     (`trainable_parameters.train_in_fp32`). Returns its bytes.
 

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import nn
+
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The whole tensor. Of a part every process must ask: they exchange theirs."""
@@ -48,7 +50,7 @@ def give_back(model: torch.nn.Module) -> None:
             module.reshard()
 
 
-def gathered(model: Any) -> dict[str, torch.Tensor] | None:
+def gathered(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """What rank 0 saves of a split model, on the CPU: of an adapter what is its own, and what else trains.
     `None`: the model is whole.
 
@@ -73,7 +75,7 @@ def gathered(model: Any) -> dict[str, torch.Tensor] | None:
     return found
 
 
-def gathered_values(value: Any) -> Any:
+def gathered_values(value: object) -> Any:
     """A copy of `value`, nested dicts and lists, on the CPU of rank 0, with each part of a tensor made whole.
 
     All processes call it, and the others keep nothing.

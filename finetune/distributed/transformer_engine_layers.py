@@ -12,6 +12,8 @@ from finetune.distributed import launch_environment
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
+
 
 def used() -> bool:
     """Whether the launch converts the model's linear layers to TransformerEngine's."""
@@ -39,13 +41,13 @@ def head_kept(model: Any) -> Iterator[None]:
         model.set_output_embeddings(head)
 
 
-def layers(model: Any) -> list[Any]:
+def layers(model: nn.Module) -> list[Any]:
     """Those of TransformerEngine that multiply in fp8; its LayerNorm does not."""
     found = (m for m in model.modules() if type(m).__module__.startswith("transformer_engine"))
     return [layer for layer in found if hasattr(layer, "fp8_meta")]
 
 
-def rounded(model: Any) -> int:
+def rounded(model: nn.Module) -> int:
     """Layers of TransformerEngine that rounded to fp8 forward and backward, by what delayed scaling keeps of
     inputs, weights and gradients (2.20, DelayedScalingRecipeState): zeros and ones until then."""
     kept = [layer.fp8_meta for layer in layers(model)]
@@ -54,6 +56,6 @@ def rounded(model: Any) -> int:
     return sum(both == [True, True] for both in moved)
 
 
-def weights(model: Any) -> dict[str, torch.Tensor]:
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict, as transformers reads it: without the largest values that these layers remember."""
     return {name: t for name, t in model.state_dict().items() if not name.endswith("_extra_state")}

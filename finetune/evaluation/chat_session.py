@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rich.console import Console
+    from transformers import PreTrainedTokenizerBase
 
     from finetune.data.encoding import Encoder
 
@@ -234,7 +235,7 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
 class Listener:
     """What `generate` tells each new token to (transformers' streamer)."""
 
-    def __init__(self, tokenizer: Any, heard: Callable[[str], None]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, heard: Callable[[str], None]) -> None:
         self.tokenizer, self.heard = tokenizer, heard
         self.ids: list[int] | None = None  # the first call brings the prompt
 

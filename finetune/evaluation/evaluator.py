@@ -34,6 +34,8 @@ from finetune.run_folder import comparability, run_folder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.core.console import Console
     from finetune.data.preparation import HeldOut
     from finetune.recipe.schema import Recipe
@@ -123,7 +125,7 @@ def run(
 
 def measure(
     asked: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     rows: list[HeldOut],
     texts: list[str],
     recipe: Recipe,
@@ -145,7 +147,9 @@ def measure(
     return Measured(score, general, found, time.perf_counter() - started)
 
 
-def by_vllm(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def by_vllm(
+    folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """`eval.tasks` of base and tuned by vLLM, which serves the adapter as it was saved."""
     rank = getattr(recipe.adapter, "r", None)
     plain = recipe.adapter.type in ("lora", "rslora") and recipe.model.quantization in ("auto", "none")

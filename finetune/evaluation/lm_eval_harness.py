@@ -30,6 +30,9 @@ from finetune.models import model_files, token_limits
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.recipe.schema import Eval, Model
 
 HERE = "WHERE_THE_TURN_GOES_ON "  # with a space that a template may take off
@@ -90,7 +93,9 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
     return metrics
 
 
-def texts(settings: Eval, tokenizer: Any, date: str | None) -> list[tuple[str, list[str], int, bool]]:
+def texts(
+    settings: Eval, tokenizer: PreTrainedTokenizerBase, date: str | None
+) -> list[tuple[str, list[str], int, bool]]:
     """The texts of the tasks that lm-eval reads itself: what it asks a model, without a model.
 
     Returns:
@@ -115,7 +120,7 @@ def texts(settings: Eval, tokenizer: Any, date: str | None) -> list[tuple[str, l
     return found
 
 
-def _build_requests(task: Any, settings: Eval, tokenizer: Any, date: str | None) -> None:
+def _build_requests(task: Any, settings: Eval, tokenizer: PreTrainedTokenizerBase, date: str | None) -> None:
     """Make the requests of a task, as `lm_eval.simple_evaluate` does before it asks a model."""
     from lm_eval.evaluator_utils import get_sample_size
 
@@ -184,7 +189,12 @@ def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
 
 
 def run(
-    model: Any, tokenizer: Any, settings: Eval, *, seeded: bool = True, date: str | None = None
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Eval,
+    *,
+    seeded: bool = True,
+    date: str | None = None,
 ) -> dict[str, Any]:
     """`eval.tasks` of one model: lm-eval's results, with every row's values.
 
@@ -205,7 +215,7 @@ def run(
     return results
 
 
-def grouped(model: Any, tokenizer: Any, settings: Eval) -> dict[bool, list[Any]]:
+def grouped(model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Eval) -> dict[bool, list[Any]]:
     """lm-eval's specifications of the tasks, by whether they go through the chat template."""
     options = {}  # of vLLM's none: it reads no generation_config where it is given its parameters
     if settings.engine == "hf":
@@ -271,7 +281,9 @@ def _evaluate(
     return box[0] or {}
 
 
-def language_model(model: Any, tokenizer: Any, batch_size: int, date: str | None = None) -> Any:
+def language_model(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int, date: str | None = None
+) -> Any:
     """lm-eval's wrapper round a loaded model, spread over the processes of this launch."""
     from lm_eval.models import huggingface
 
@@ -305,7 +317,12 @@ def language_model(model: Any, tokenizer: Any, batch_size: int, date: str | None
 
 
 def chat_text(
-    tokenizer: Any, turns: list[Any], options: dict[str, Any], *, goes_on: bool, date: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[Any],
+    options: dict[str, Any],
+    *,
+    goes_on: bool,
+    date: str | None = None,
 ) -> str:
     """A chat by the tokenizer's template, in the process and under the limits of `data.render`; as lm-eval
     and transformers make it, which would render it here.

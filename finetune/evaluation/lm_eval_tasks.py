@@ -220,7 +220,7 @@ def check_registered(made: dict[str, Any]) -> None:
         raise UserError(*(Problem(what, key, made["task"], name) for key, name in missing))
 
 
-def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:
     """Every text, keys included, by the keys that lead to it."""
     if isinstance(value, str):
         yield name, value

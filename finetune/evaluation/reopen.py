@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 
-def base_stands(tuned: Any) -> bool:
+def base_stands(tuned: object) -> bool:
     """Whether the base is the tuned model with its adapter off; PEFT trains biases in place."""
     config = getattr(tuned, "peft_config", {}).get("default")
     return config is not None and getattr(config, "bias", "none") in (None, "none")

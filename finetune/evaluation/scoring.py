@@ -33,7 +33,9 @@ from finetune.speed import packing_isolation
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.recipe.schema import Data, Eval
 
@@ -129,7 +131,7 @@ def score(
     return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
 
 
-def score_texts(model: Any, tokenizer: Any, texts: list[str], settings: Eval) -> Score:
+def score_texts(model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str], settings: Eval) -> Score:
     """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
     mine = _own(range(len(texts)))
     longest = token_limits.text_limit(model.config)  # `text_limits.check` counts the texts that are longer
@@ -187,7 +189,7 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
 
 
 @contextlib.contextmanager
-def inference(model: Any) -> Any:
+def inference(model: PreTrainedModel | PeftModel) -> Any:
     """Evaluation mode, no gradients, attention that takes a mask, and the launch's precision where the
     weights are not already in it."""
     precision = mixed_precision.launch(detection.detect()).precision
@@ -216,7 +218,9 @@ def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
         size //= 2
 
 
-def row_losses(model: Any, rows: list[list[Encoded]], pad: Any, settings: Eval) -> list[tuple[float, int]]:
+def row_losses(
+    model: nn.Module, rows: list[list[Encoded]], pad: Any, settings: Eval
+) -> list[tuple[float, int]]:
     """For each row, the sum of negative log-likelihoods (fp32, summed in fp64) and the tokens with loss."""
     documents = [document for row in rows for document in row]
     run = partial(token_losses, model, documents, pad)
@@ -269,13 +273,17 @@ def batches(
         order = order[size:]
 
 
-def stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end an answer: those it was trained to end with, and what else the model declares."""
     return sorted(encoding.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
 
 
 def generate(
-    model: Any, tokenizer: Any, prompts: list[list[int]], longest: int, settings: Eval
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    longest: int,
+    settings: Eval,
 ) -> list[tuple[str, bool]]:
     """The greedy answer to each prompt, stripped, and whether it ended by itself.
 
@@ -288,7 +296,7 @@ def generate(
 
 
 def greedy_answers(
-    model: Any, tokenizer: Any, prompts: list[list[int]], room: int, batch_size: int
+    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], room: int, batch_size: int
 ) -> list[tuple[str, bool]]:
     """At most `room` tokens after each prompt, as text, stripped, and whether they end by themselves.
 
@@ -323,7 +331,7 @@ def greedy_answers(
     return answers
 
 
-def logits(model: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+def logits(model: PreTrainedModel | PeftModel, rows: list[list[int]]) -> list[torch.Tensor]:
     """Logits of each row of ids alone, (length, vocabulary) on the CPU: what a saved model must reproduce."""
     with inference(model):
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
@@ -18,6 +18,8 @@ from finetune.run_folder import run_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.data.preparation import HeldOut
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 CHOSEN = "the validation set also chose the weights (eval.eval_steps), so its figures are slightly optimistic"
 
 
-def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[HeldOut], list[str]]:
+def held_out(
+    folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[HeldOut], list[str]]:
     """The validation set: from the run's folder; from the data the first time, or where it is overridden.
 
     Returns:
@@ -56,7 +60,7 @@ def held_out(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> tuple[list[He
     return rows, notes
 
 
-def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: Any) -> list[HeldOut]:
+def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
     """The validation set in a run's folder, with the token ids that the run counted.
 
     Raises:

@@ -31,7 +31,9 @@ from finetune.run_folder import run_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from transformers import PreTrainedModel
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.console import Console
@@ -114,7 +116,9 @@ def run(
     return report
 
 
-def scores(tokenizer: Any, rows: Any, recipe: Recipe, opened: Any) -> dict[str, Any] | None:
+def scores(
+    tokenizer: PreTrainedTokenizerBase, rows: Any, recipe: Recipe, opened: nn.Module
+) -> dict[str, Any] | None:
     """Before and after quantising; a merge (without `rows`) is judged by its logits."""
     return scoring.score(opened, tokenizer, rows, recipe.data, recipe.eval).as_json() if rows else None
 
@@ -159,7 +163,12 @@ def note_interrupted(target: Path) -> list[str]:
 
 
 def write_merged(
-    folder: RunFolder, recipe: Recipe, setup: Setup, dtype: torch.dtype, tokenizer: Any, whole: Path
+    folder: RunFolder,
+    recipe: Recipe,
+    setup: Setup,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase,
+    whole: Path,
 ) -> dict[str, Any]:
     """Merge in fp32 onto the base that training saw, cast, and save to `whole`.
 
@@ -274,7 +283,7 @@ def retie(merged: Any) -> None:
         say_tied(merged, True)
 
 
-def say_tied(opened: Any, tied: bool) -> None:
+def say_tied(opened: PreTrainedModel | PeftModel, tied: bool) -> None:
     for config in (opened.config, opened.config.get_text_config()):
         config.tie_word_embeddings = tied
 
@@ -289,7 +298,7 @@ class Target(NamedTuple):
 
 
 def write_quantized(
-    source: Path, target: Target, setup: Setup, tokenizer: Any, packed: Path
+    source: Path, target: Target, setup: Setup, tokenizer: PreTrainedTokenizerBase, packed: Path
 ) -> dict[str, Any]:
     """Quantize the weights in `source`, as they were trained for, and save them to `packed`."""
     kind, dtype, trained = target

@@ -262,7 +262,7 @@ def without_variables(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "launch": {**launch, "environment": kept}}
 
 
-def write_json(path: Path, content: Any, *, indent: int) -> None:
+def write_json(path: Path, content: object, *, indent: int) -> None:
     text = json.dumps(strict_json.spelt(content), indent=indent, ensure_ascii=False, allow_nan=False)
     path.write_text(text + "\n", encoding="utf-8", errors="replace")  # half a surrogate pair is no text
 
@@ -318,7 +318,7 @@ def numbered(name: str, taken: Collection[str]) -> str:
     return next(free for free in names if free not in taken)
 
 
-def without_paths(value: Any, known: dict[str, str], *, free: bool = False) -> Any:
+def without_paths(value: object, known: dict[str, str], *, free: bool = False) -> Any:
     """JSON without this machine's paths, but for their last names.
 
     Args:

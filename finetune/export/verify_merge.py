@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.data.preparation import HeldOut
     from finetune.recipe.schema import Recipe
@@ -39,7 +42,9 @@ PROBE_LOGITS = 2**29  # of one model in memory: 2 GiB in fp32; a large vocabular
 LOST = 0.5
 
 
-def probes(recipe: Recipe, tokenizer: Any, held_out: list[HeldOut]) -> tuple[list[list[int]], str]:
+def probes(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, held_out: list[HeldOut]
+) -> tuple[list[list[int]], str]:
     """Token ids of the rows that prove the merge, and where they are from: held-out, else training."""
     if held_out:
         found = [document.ids for row in held_out[:PROBE_ROWS] for document in row.documents][:PROBE_ROWS]
@@ -84,7 +89,7 @@ def trained(
     return tuned, base, scores
 
 
-def logits(opened: Any, rows: list[list[int]]) -> list[torch.Tensor]:
+def logits(opened: PreTrainedModel | PeftModel, rows: list[list[int]]) -> list[torch.Tensor]:
     """Logits of each row of ids alone, (tokens, vocabulary), fp32 on the CPU; the model is left in fp32."""
     in_fp32(opened.eval())
     device = opened.device

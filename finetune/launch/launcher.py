@@ -28,6 +28,7 @@ from finetune.hardware.detection import detect
 from finetune.launch import accelerate_config
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from finetune.hardware.detection import Hardware
@@ -281,7 +282,7 @@ def _say_problems(*problems: Problem) -> None:
     standard_streams.say(*(line for one in problems for line in str(one).split("\n")), error=True)
 
 
-def check_shares(asked: Any, config: dict[str, Any]) -> None:
+def check_shares(asked: argparse.Namespace, config: dict[str, Any]) -> None:
     """Refuse processes that can't be as many on each machine: Accelerate would start fewer (exit 2)."""
     given = [getattr(asked, name) or config.get(name) or 1 for name in ("num_processes", "num_machines")]
     count, machines = map(int, given)
@@ -325,7 +326,7 @@ def first(failures: dict[int, Any]) -> tuple[int, Any]:
     return min(failures.items(), key=order)
 
 
-def forward(number: int, frame: Any) -> None:
+def forward(number: int, frame: object) -> None:
     """Hand a signal to the processes of the launch; they end by themselves, and the launcher after them.
 
     Before there are any it ends the launch. Processes that `--max_restarts` begins again end at once. It

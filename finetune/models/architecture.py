@@ -25,10 +25,10 @@ from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
 
 if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
     from finetune.models.module_names import Names
     from finetune.recipe.schema import Model
 
-FROM_CONFIG = "config.json"
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -225,17 +225,17 @@ EXPERTS_OF_A_TOKEN = (
 )  # fmt: skip
 
 
-def experts(config: Any) -> int:
+def experts(config: ModelConfig) -> int:
     """Of a layer of a text model, which transformers holds as tensors of three dimensions; 0: it has none."""
     return _most(config, EXPERTS_OF_A_LAYER)
 
 
-def experts_of_a_token(config: Any) -> int:
+def experts_of_a_token(config: ModelConfig) -> int:
     """Experts that a token of a text model is sent to; 0: it has none."""
     return _most(config, EXPERTS_OF_A_TOKEN)
 
 
-def _most(config: Any, keys: tuple[str, ...]) -> int:
+def _most(config: ModelConfig, keys: tuple[str, ...]) -> int:
     """The largest of these numbers in a config, or in its `ffn_config`; some give one for each layer."""
     inner = getattr(config, "ffn_config", None) or {}
     inner = inner if isinstance(inner, dict) else vars(inner)

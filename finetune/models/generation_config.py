@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 
 def declared_stops(generation: Any) -> set[int]:
@@ -26,7 +29,7 @@ def settle_generation(generation: Any, stops: list[int]) -> list[str]:
     return notes + _storable(generation)
 
 
-def _storable(generation: Any) -> list[str]:
+def _storable(generation: GenerationConfig) -> list[str]:
     """Make it one that can be saved: transformers opens one that samples without `do_sample`, and won't."""
     refused, sampling = _refused(generation), generation.do_sample
     if not refused:
@@ -43,7 +46,7 @@ def _storable(generation: Any) -> list[str]:
     return notes if mended else notes[1:]
 
 
-def _refused(generation: Any) -> list[str]:
+def _refused(generation: GenerationConfig) -> list[str]:
     """The values for which transformers does not save a generation config."""
     try:
         generation.validate(strict=True)

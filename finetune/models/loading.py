@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.model_config import ModelConfig
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Model
 
@@ -88,7 +89,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     return loaded
 
 
-def without_weights(config: Any, dtype: torch.dtype) -> Any:
+def without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
     """A model of this config, for a process that gets its part of the weights from rank 0.
 
     Names, shapes, dtypes and buffers are right; the weights' memory is never touched, so that it takes none.

@@ -12,6 +12,8 @@ from finetune.recipe import upstream_options
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from finetune.core.model_config import ModelConfig
+
 GENERATES_TEXT = re.compile(
     r"(ForCausalLM|LMHeadModel|LMHead|ForConditionalGeneration|Decoder)$", re.IGNORECASE
 )
@@ -23,7 +25,7 @@ NOT_CAUSAL = ("cpmant", "xlnet")
 NO_BASE_MODEL = ("llama4", "llama4_text")
 
 
-def check(config: Any) -> None:
+def check(config: ModelConfig) -> None:
     """Refuse a checkpoint that is not a causal language model, by its config.json (exit 2)."""
     known = {
         **upstream_options.model_classes("CAUSAL_LM"),
@@ -38,7 +40,7 @@ def check(config: Any) -> None:
         raise UserError(Problem(what, "model.name", found=f"model_type: {config.model_type}", fix=fix))
 
 
-def unsupported(config: Any) -> str:
+def unsupported(config: ModelConfig) -> str:
     """Why finetune does not train a checkpoint; empty: it does."""
     family, text = config.model_type, config.get_text_config()
     causal = upstream_options.model_classes("CAUSAL_LM").get(family)
@@ -71,12 +73,12 @@ def sees_later_tokens(text: Any) -> bool:
     return both_ways or getattr(text, "is_causal", None) is False or text.model_type in NOT_CAUSAL
 
 
-def has_tied_head(config: Any) -> bool:
+def has_tied_head(config: ModelConfig) -> bool:
     """Whether the output head is the embedding, by the config of the whole model."""
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: ModelConfig) -> Any:
     """The class of transformers that loads a checkpoint with this config.
 
     Args:

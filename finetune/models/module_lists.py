@@ -31,6 +31,10 @@ from finetune.models.module_names import Names
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import nn
+
+    from finetune.core.model_config import ModelConfig
+
 FORMAT = 4  # of the lists on disk: raise it if `Names` or what it is made of changes
 SHIPPED = Path(__file__).parent / "module_lists.json"
 # Keys of a config.json that change no module
@@ -139,7 +143,7 @@ def build_without_weights(folder: Path) -> Any:
         return model_class.auto_class(config).from_config(config, dtype=torch.bfloat16)
 
 
-def of_meta_model(model: Any) -> Names:
+def of_meta_model(model: nn.Module) -> Names:
     """The names of a model on the meta device, with the modules that no gradient reaches."""
     names = module_names.of_model(model)
     return replace(names, without_gradient=_without_gradient(model, names))
@@ -152,7 +156,7 @@ def run_without_values(model: Any) -> None:
     model.set_experts_implementation("batched_mm")
 
 
-def _without_gradient(model: Any, names: Names) -> tuple[str, ...]:
+def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
     """Modules in which no gradient reaches an adapter, seen in one forward pass without memory.
 
     The model reads their weight without a call to their forward, or only chooses by their output. The empty
@@ -180,7 +184,7 @@ def _without_gradient(model: Any, names: Names) -> tuple[str, ...]:
     )
 
 
-def _logits(model: Any, **options: bool) -> Any:
+def _logits(model: nn.Module, **options: bool) -> Any:
     """The logits of training's forward on the meta device; `None`: it ends in an error."""
     import torch
 
@@ -197,7 +201,7 @@ def _shipped_families() -> dict[str, Any]:
     return held["families"] if version("transformers").startswith(f"{held['transformers']}.") else {}
 
 
-def _shipped(config: Any) -> Names | None:
+def _shipped(config: ModelConfig) -> Names | None:
     """The shipped list with the sizes of a config; `None`: none is shipped for such a config."""
     family = _shipped_families().get(config.model_type)
     if family is None or config.get_text_config() is not config:
@@ -210,7 +214,7 @@ def _shipped(config: Any) -> Names | None:
         return None
 
 
-def expand(family: dict[str, Any], config: Any) -> Names:
+def expand(family: dict[str, Any], config: ModelConfig) -> Names:
     """A family's list with the sizes of a config: `*` stands for the number of a layer."""
     tied = bool(config.tie_word_embeddings)
     without = f"{family['head']}.weight" if tied else ""
@@ -237,12 +241,12 @@ def _layer_by_layer(entries: dict[str, Any], layers: int) -> Iterator[tuple[str,
             yield from ((name.replace("*", str(index)), value) for name, value in listed)
 
 
-def _size(config: Any, expression: str) -> int:
+def _size(config: ModelConfig, expression: str) -> int:
     """`2*num_key_value_heads*head_dim+hidden_size` of a config."""
     return sum(prod(_value(config, part) for part in term.split("*")) for term in expression.split("+"))
 
 
-def _value(config: Any, part: str) -> int:
+def _value(config: ModelConfig, part: str) -> int:
     if part.isdecimal():
         return int(part)
     value = getattr(config, part, None)

@@ -6,9 +6,12 @@ import inspect
 import re
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-TEXT_MODEL = "language_model"  # what transformers calls the decoder of a multimodal model
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 LINEAR = ("Linear", "Conv1D")  # what "all-linear" means; GPT-2's Conv1D is a linear layer, stored transposed
 # The kinds of modules that some adapter changes; any other module's kind is the name of its class
 NO_WEIGHT = "no weight"
@@ -114,7 +117,7 @@ def _name_of(named: list[tuple[str, Any]], module: Any) -> str:
     return next((name for name, one in named if one is module), "")
 
 
-def kind_of(module: Any) -> str:
+def kind_of(module: nn.Module) -> str:
     """The class that PEFT takes a module for: one of `KINDS`, or the name of its own class.
 
     Some modules are none of `KINDS`, because an adapter's forward would compute nonsense there, or fail:
@@ -143,13 +146,13 @@ def kind_of(module: Any) -> str:
     return name
 
 
-def of_experts(model: Any) -> int:
+def of_experts(model: nn.Module) -> int:
     """Bytes of the experts' weights that stand in one parameter for all: no linear layers."""
     named = model.named_parameters()
     return sum(p.nbytes for name, p in named if p.dim() == 3 and ".experts." in name)
 
 
-def stored_as(layer: Any) -> str:
+def stored_as(layer: nn.Module) -> str:
     """The value of `model.quantization` that a module is stored with; empty: not quantized."""
     weight: Any = getattr(layer, "weight", None)
     if type(weight).__module__.startswith("torchao."):
@@ -161,7 +164,7 @@ def stored_as(layer: Any) -> str:
     return getattr(getattr(weight, "quant_state", None), "quant_type", "")
 
 
-def of_text(model: Any) -> list[Any]:
+def of_text(model: PreTrainedModel) -> list[Any]:
     """The modules of a transformers model that text runs through: all, but for a multimodal one's towers."""
     if model.config.get_text_config() is model.config:
         return list(model.modules())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +13,12 @@ from finetune.models import module_names
 from finetune.quantization.fp8_linear import Fp8Linear
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from finetune.core.run_checks import RunChecks
 
 
-def add_coded_receipt(model: Any, storage: str, ledger: RunChecks) -> None:
+def add_coded_receipt(model: PreTrainedModel, storage: str, ledger: RunChecks) -> None:
     """Linear layers of a base that bitsandbytes or torchao quantised, and what it weighs, counted on the live
     model, before an adapter is on it."""
     head = model.get_output_embeddings()
@@ -30,7 +32,7 @@ def add_coded_receipt(model: Any, storage: str, ledger: RunChecks) -> None:
     ledger.add("model.quantization", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
 
 
-def add_receipt(base: Any, ledger: RunChecks) -> None:
+def add_receipt(base: PreTrainedModel, ledger: RunChecks) -> None:
     """Layers in fp8 and what they weigh, counted on the live base, before an adapter is on it."""
     head = base.get_output_embeddings()
     linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]

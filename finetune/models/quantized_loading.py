@@ -15,6 +15,9 @@ from finetune.recipe.adapter_types import QUANTISED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedModel
+
+    from finetune.core.model_config import ModelConfig
     from finetune.core.run_checks import RunChecks
     from finetune.quantization.stored_weights import Stored
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks", ".absmax")
 
 
-def options(config: Any, stored: Stored | None, storage: str, compute: torch.dtype) -> dict[str, Any]:
+def options(config: ModelConfig, stored: Stored | None, storage: str, compute: torch.dtype) -> dict[str, Any]:
     """The `quantization_config` argument of `from_pretrained`, if it needs one; `config` is completed.
 
     Args:
@@ -64,7 +67,9 @@ def _quantised(storage: str, compute: torch.dtype) -> Any:
     )
 
 
-def finish(loaded: Any, stored: Stored, storage: str, dtype: torch.dtype, ledger: RunChecks | None) -> None:
+def finish(
+    loaded: PreTrainedModel, stored: Stored, storage: str, dtype: torch.dtype, ledger: RunChecks | None
+) -> None:
     """Dequantize the weights that must not stay quantized. Cast the other weights to the dtype of the run.
 
     transformers keeps the dtype of the files for a quantized checkpoint.
@@ -88,13 +93,15 @@ def finish(loaded: Any, stored: Stored, storage: str, dtype: torch.dtype, ledger
         _add_dequantized_check(loaded, stored, dtype, ledger)
 
 
-def _kept_in_fp32(loaded: Any) -> set[str]:
+def _kept_in_fp32(loaded: PreTrainedModel) -> set[str]:
     """The weights that transformers keeps in float32 in this architecture, in any run."""
     parts = [*(loaded._keep_in_fp32_modules or ()), *(loaded._keep_in_fp32_modules_strict or ())]
     return {name for name, _ in loaded.named_parameters() if any(part in name for part in parts)}
 
 
-def _add_dequantized_check(loaded: Any, stored: Stored, dtype: torch.dtype, ledger: RunChecks) -> None:
+def _add_dequantized_check(
+    loaded: PreTrainedModel, stored: Stored, dtype: torch.dtype, ledger: RunChecks
+) -> None:
     """Count the weights that are numbers again."""
     kept = _kept_in_fp32(loaded)
     weights = [one for name, one in loaded.named_parameters() if one.dim() > 1 and name not in kept]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.models import architecture
+
+if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
 
 COEFFICIENT = "router_aux_loss_coef"  # of the model's config, and of `train:`
 SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)
 
 
-def check(config: Any, asked: float | None) -> None:
+def check(config: ModelConfig, asked: float | None) -> None:
     """Refuse a router's loss of a model that has no router, or whose config does not count experts (exit 2).
 
     Args:
@@ -30,7 +33,7 @@ def check(config: Any, asked: float | None) -> None:
         raise UserError(Problem(what, f"train.{COEFFICIENT}", found=f"{coefficient:g}", fix=fix))
 
 
-def count_experts(config: Any) -> dict[str, Any]:
+def count_experts(config: ModelConfig) -> dict[str, Any]:
     """Give a live model's config the names by which TRL reads the number of experts.
 
     TRL reads `num_experts` and `num_experts_per_tok`. GraniteMoE says `num_local_experts`, DeepSeek-V3
@@ -48,7 +51,7 @@ def count_experts(config: Any) -> dict[str, Any]:
     return before
 
 
-def restore(config: Any, before: dict[str, Any]) -> None:
+def restore(config: ModelConfig, before: dict[str, Any]) -> None:
     """Undo what `count_experts` and TRL changed, so that the model is saved with its own config."""
     text = config.get_text_config()
     for name in SET:

@@ -10,6 +10,7 @@ from finetune.models import tokenizer_setup
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Eval
 
 NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")  # what families call it
@@ -47,7 +48,7 @@ def _scaled(rope: Any) -> bool:
     return extends or any(_scaled(inner) for inner in rope.values())
 
 
-def apply(tokenizer: PreTrainedTokenizerBase, config: Any, rows: int) -> str:
+def apply(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, rows: int) -> str:
     """Hold a tokenizer to the positions and the embedding of its model.
 
     Args:

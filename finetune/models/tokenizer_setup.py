@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Model
 
 
@@ -167,7 +168,7 @@ def without_backend(name: str) -> Problem:
     return Problem(what, "model.name", found=f"{name}, which transformers runs in Python", fix=fix)
 
 
-def _add_tokens(tokenizer: Any, texts: list[str]) -> None:
+def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     """New tokens, each of which is seen wherever its text stands."""
     from transformers import AddedToken
 
@@ -215,7 +216,7 @@ def digest(template: str | dict[str, str]) -> str:
     return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
-def declared_ends(model: Model, config: Any = None) -> set[int]:
+def declared_ends(model: Model, config: ModelConfig | None = None) -> set[int]:
     """Ids that the model's own files say to end an answer: the config's, without one of generation.
 
     Args:
@@ -234,7 +235,7 @@ def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [int(tokenizer.get_vocab()[token]) for token in model.add_tokens]
 
 
-def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase, config: Any) -> int:
+def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> int:
     """Rows of the model's embedding, from its config and the tokens that are added to it."""
     rows = config.get_text_config().vocab_size
     return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])

@@ -32,6 +32,7 @@ from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Model, Publish, Recipe
 
 IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
@@ -314,7 +315,7 @@ def _adapter(recipe: Recipe) -> list[str]:
     return [*notes, *filter(None, (listed.note, uneven))]
 
 
-def _tokens_of_source(recipe: Recipe, config: Any) -> list[str]:
+def _tokens_of_source(recipe: Recipe, config: ModelConfig) -> list[str]:
     """The tokens of a local adapter to continue from, beside those of a local base model."""
     source, known = recipe.adapter.source, None
     if source and Path(source).exists() and config:
@@ -325,7 +326,7 @@ def _tokens_of_source(recipe: Recipe, config: Any) -> list[str]:
     return continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, known, rows)
 
 
-def _module_list(section: Model, config: Any) -> module_lists.ModuleList | None:
+def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList | None:
     """Names in a local model; `None`: `_model` says what is wrong with it.
 
     Raises:

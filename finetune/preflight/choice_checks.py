@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.adapters import continue_from, name_problems
 from finetune.autoconfig import (
@@ -29,6 +29,7 @@ ONLY_LINEAR = ("fp8", "torchao_int8")  # bitsandbytes stores GPT-2's Conv1D laye
 
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.model_config import ModelConfig
     from finetune.models.module_names import Names
     from finetune.quantization.stored_weights import Stored
     from finetune.recipe.schema import Recipe
@@ -80,7 +81,7 @@ def check_model(recipe: Recipe) -> None:
         raise UserError(*found)
 
 
-def check_stored(recipe: Recipe, config: Any) -> Stored | None:
+def check_stored(recipe: Recipe, config: ModelConfig) -> Stored | None:
     """How a checkpoint that is quantized already is stored; `None`: it is not, or its config is not known.
 
     Raises:
@@ -171,7 +172,7 @@ def pinned(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": section})
 
 
-def against_fp8(recipe: Recipe, config: Any = None) -> str:
+def against_fp8(recipe: Recipe, config: ModelConfig | None = None) -> str:
     """Why `model.quantization: auto` does not store the base in fp8, by recipe and model; empty: it may.
 
     Args:
@@ -189,7 +190,7 @@ def model_against_fp8(model: Model) -> str:
     return config_against_fp8(model_files.read_config(model))
 
 
-def config_against_fp8(config: Any) -> str:
+def config_against_fp8(config: ModelConfig) -> str:
     """Why `model.quantization: auto` does not store a model with this config in fp8; empty: it may."""
     width = getattr(config.get_text_config(), "hidden_size", 0)
     if width < FP8_WIDTH:

@@ -27,6 +27,8 @@ from finetune.speed import packing_isolation
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from torch import nn
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Adapter
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 TOKENS = 16
 
 
-def check(adapted: Any, adapter: Adapter, setup: Setup, ledger: RunChecks) -> None:
+def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks) -> None:
     """Refuse an adapter with tensors that no gradient reaches; freeze such parameters of `full`.
 
     Raises:
@@ -65,7 +67,7 @@ def check(adapted: Any, adapter: Adapter, setup: Setup, ledger: RunChecks) -> No
     ledger.add("gradients", expected, expected, how)
 
 
-def inputs_on_meta(model: Any) -> dict[str, Any] | None:
+def inputs_on_meta(model: nn.Module) -> dict[str, Any] | None:
     """The first inputs that a model takes on the meta device; `None`: its forward needs real values."""
     module_lists.run_without_values(model)
     ids = _tokens(model)
@@ -77,7 +79,7 @@ def inputs_on_meta(model: Any) -> dict[str, Any] | None:
     return None
 
 
-def problems_on_meta(adapted: Any, adapter: Adapter, inputs: dict[str, Any]) -> list[Problem]:
+def problems_on_meta(adapted: nn.Module, adapter: Adapter, inputs: dict[str, Any]) -> list[Problem]:
     """What `check` finds here, of an adapter on a model that takes these inputs on the meta device."""
     trained = trainable_parameters.trainable(adapted)
     try:
@@ -93,7 +95,10 @@ def needs_values(error: BaseException | None) -> bool:
 
 
 def unreached(
-    model: Any, trained: dict[str, torch.nn.Parameter], attention: str, inputs: dict[str, Any] | None = None
+    model: nn.Module,
+    trained: dict[str, torch.nn.Parameter],
+    attention: str,
+    inputs: dict[str, Any] | None = None,
 ) -> list[str]:
     """Trained tensors that the logits do not depend on. An expert that no token reaches is no fault.
 
@@ -124,7 +129,7 @@ def unreached(
     return [name for name in lost if ".experts." not in name]
 
 
-def _sharing_layers(model: Any) -> dict[str, Any]:
+def _sharing_layers(model: nn.Module) -> dict[str, Any]:
     """The layers, by full name, of an adapter whose tensors are shared by all of them."""
     config = getattr(model, "peft_config", {}).get("default")
     if config is None or str(config.peft_type.value).lower() not in adapter_types.SHARES:
@@ -132,7 +137,7 @@ def _sharing_layers(model: Any) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
-def _inputs(model: Any) -> dict[str, Any]:
+def _inputs(model: nn.Module) -> dict[str, Any]:
     ids = _tokens(model)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
 
@@ -141,7 +146,7 @@ def _tokens(model: Any) -> torch.Tensor:
     return torch.arange(TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
 
 
-def _is_of_adapter(adapted: Any, adapter: Adapter, attention: str, error: Exception) -> bool:
+def _is_of_adapter(adapted: nn.Module, adapter: Adapter, attention: str, error: Exception) -> bool:
     """Whether the adapter raised an error of the forward, or the model runs without it."""
     if adapter.type == "full" or isinstance(error, torch.AcceleratorError) or should_reduce_batch_size(error):
         return False
@@ -162,7 +167,7 @@ def _runs_without(adapted: Any, attention: str) -> bool:
     return True
 
 
-def _failing(adapted: Any, adapter: Adapter, error: Exception) -> Problem:
+def _failing(adapted: nn.Module, adapter: Adapter, error: Exception) -> Problem:
     """The problem of an adapter that raised an error in the forward pass."""
     said = f"{type(error).__name__}: {first_line(error)}"
     kind, picked = adapter_types.find(adapter.type), getattr(adapted, "targeted_module_names", [])
@@ -174,7 +179,7 @@ def _failing(adapted: Any, adapter: Adapter, error: Exception) -> Problem:
     return Problem(what, "adapter.type", found=said, fix="adapter.type: lora")
 
 
-def _failing_layer(adapted: Any, error: Exception) -> str:
+def _failing_layer(adapted: nn.Module, error: Exception) -> str:
     """The full name, in the base model, of the layer in whose adapter an error was raised; empty: in none."""
     names = {id(module): name for name, module in adapted.named_modules()}
     owners = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -215,13 +220,13 @@ def _name_in_base(tensor: str) -> str:
     return plain.replace(".modules_to_save.default.", ".")
 
 
-def _module_of(adapted: Any, tensor: str) -> str:
+def _module_of(adapted: nn.Module, tensor: str) -> str:
     """The full name, in the base model, of the module that PEFT has wrapped for a trained tensor."""
     parts = tensor.split(".")[:-1]
     return _wrapped(adapted, parts) or ".".join(parts).removeprefix("base_model.model.")
 
 
-def _wrapped(adapted: Any, path: list[str]) -> str | None:
+def _wrapped(adapted: nn.Module, path: list[str]) -> str | None:
     """The full name of the first module on a path that PEFT has wrapped; `None`: none is."""
     module = adapted
     for index, part in enumerate(path):
@@ -231,7 +236,7 @@ def _wrapped(adapted: Any, path: list[str]) -> str | None:
     return None
 
 
-def _problems(adapted: Any, lost: list[str], adapter: Adapter) -> list[Problem]:
+def _problems(adapted: nn.Module, lost: list[str], adapter: Adapter) -> list[Problem]:
     """The modules of the tensors, by the option that named them."""
     options, kind = adapter.options(), adapter_types.find(adapter.type)
     if kind.prompt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.autoconfig import attention_choice, batch_size, mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
@@ -35,6 +35,7 @@ from finetune.recipe import adapter_rules, adapter_types, qat_rules
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Adapter, Data, Model, Recipe, Speed, Train
 
@@ -409,7 +410,7 @@ def against_launch(recipe: Recipe) -> None:
         raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in found))
 
 
-def against_window(config: Any) -> None:
+def against_window(config: ModelConfig) -> None:
     """Refuse a model whose sliding window context parallelism would cut through (exit 2)."""
     if (window := attention_choice.read(config).window) is not None:
         what = f"parallelism_config_cp_size of the {launch_environment.CONFIG} cuts through a sliding window"

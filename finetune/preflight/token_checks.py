@@ -73,7 +73,9 @@ def check(recipe: Recipe) -> list[str]:
     return [*notes, *long]
 
 
-def _audit(recipe: Recipe, tokenizer: Any, rows: int, ends: set[int], longest: int | None) -> list[str]:
+def _audit(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int, ends: set[int], longest: int | None
+) -> list[str]:
     """Render and encode the first examples as training does; returns a note on those that are too long."""
     from finetune.data import preparation
 

@@ -41,6 +41,8 @@ from finetune.training import pipeline
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from finetune.hardware.detection import Hardware
     from finetune.profiling.trace_analysis import Ran
     from finetune.recipe.schema import Recipe
@@ -99,7 +101,9 @@ class Trace(TrainerCallback):
         """Seconds of the traced step: on the CPU those this thread ran, not those another process took."""
         return self.now() if self.cuda else time.thread_time()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         model: Any = kwargs["model"]
         self.attention = str(model.config.get_text_config()._attn_implementation).removeprefix("finetune_")
         model.register_forward_pre_hook(self.count, with_kwargs=True)
@@ -119,13 +123,17 @@ class Trace(TrainerCallback):
         while self.ranges:
             self.ranges.pop().__exit__(None, None, None)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.enter("optimizer")
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.leave()
 
-    def count(self, module: Any, given: Any, inputs: dict[str, Any]) -> None:
+    def count(self, module: object, given: object, inputs: dict[str, Any]) -> None:
         """Tokens of a batch, and those that are not padding."""
         if self.profiler is not None and "input_ids" in inputs:
             size, labels = inputs["input_ids"].numel(), inputs.get("labels")
@@ -136,7 +144,9 @@ class Trace(TrainerCallback):
             mask = inputs.get("attention_mask")
             self.real += inputs["input_ids"].numel() if mask is None else int(mask.sum())
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.begun = self.now()
         if state.global_step > WARM and self.profiler is None:
             self.waits.append(self.begun - self.ended)
@@ -149,7 +159,9 @@ class Trace(TrainerCallback):
             self.profiler.start()
             self.traced, self.lost = self.own(), time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         before, self.ended = self.ended, self.now()
         if self.profiler is not None:
             if state.global_step == WARM + TIMED + TRACED["cuda" if self.cuda else "cpu"]:

@@ -10,14 +10,17 @@ bitsandbytes' own layer keeps them; nothing is copied but its tables. Each weigh
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.kernels import ops
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def is_four_bit(base: Any) -> bool:
+
+def is_four_bit(base: nn.Module) -> bool:
     """Whether a layer is bitsandbytes' `Linear4bit`; told by name, as PEFT does: it need not be installed."""
     return type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes.")
 
@@ -61,7 +64,7 @@ def stored(base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return packed.view(base.out_features, base.in_features // 2), state.absmax, table
 
 
-def weight(base: Any) -> torch.Tensor:
+def weight(base: nn.Module) -> torch.Tensor:
     """The weight that a layer computes with, [out, in] in its compute dtype."""
     return ops.dequantise(list(stored(base)), compute_dtype(base))
 

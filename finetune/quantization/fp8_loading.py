@@ -8,7 +8,7 @@ memory. A checkpoint that holds e4m3 weights with a scale for each output, or on
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -25,6 +25,12 @@ from finetune.kernels.ops import E4M3, quantise_rows
 from finetune.quantization import stored_weights
 from finetune.quantization.fp8_linear import Fp8Linear, fits
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from finetune.core.model_config import ModelConfig
+
 METHOD = "finetune_fp8"
 SCALE = "weight_scale"
 
@@ -32,7 +38,7 @@ SCALE = "weight_scale"
 class Fp8BaseConfig(QuantizationConfigMixin):
     """The frozen fp8 base has nothing to set: which layers it takes is said by `fits`."""
 
-    def __init__(self, **_: Any) -> None:
+    def __init__(self, **_: object) -> None:
         self.quant_method: Any = METHOD
 
 
@@ -53,11 +59,11 @@ class Fp8BaseQuantizer(HfQuantizer):
             raise ValueError(f"its fp8 weights have no fp8 layer here: {', '.join(lost[:6])}")
         return model
 
-    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
         module, leaf = get_module_from_name(model, param_name)
         return isinstance(module, Fp8Linear) and leaf in ("weight", SCALE)
 
-    def param_element_size(self, model: Any, param_name: str, param: torch.Tensor) -> float:
+    def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
         """Bytes that a weight will take: transformers reserves the GPU's memory by it."""
         leaf = param_name.rpartition(".")[2]
         coded = leaf == "weight" and self.param_needs_quantization(model, param_name)
@@ -66,7 +72,7 @@ class Fp8BaseQuantizer(HfQuantizer):
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantise()
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
         """Plain linear layers again, with the weights that the fp8 ones compute with."""
         for name, module in list(model.named_modules()):
             if isinstance(module, Fp8Linear):
@@ -93,7 +99,7 @@ class _Quantise(ConversionOps):
     """One weight as it is read -> its codes and scale; what is coded already stays as it is."""
 
     @torch.no_grad()
-    def convert(self, input_dict: dict[str, Any], *_: Any, **given: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: object, **given: Any) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
@@ -118,7 +124,7 @@ def stored_layers(files: list[str]) -> set[str]:
     return found
 
 
-def renamed(model: Any, names: set[str]) -> set[str]:
+def renamed(model: PreTrainedModel, names: set[str]) -> set[str]:
     """Layers of a checkpoint by the names that they have in the model: transformers renames what it reads
     (Gemma 3's `language_model.model.layers`)."""
     mapping = get_model_conversion_mapping(model) if names else []
@@ -128,7 +134,7 @@ def renamed(model: Any, names: set[str]) -> set[str]:
     return {rename_source_key(f"{name}.weight", *given)[0].removesuffix(".weight") for name in names}
 
 
-def check_checkpoint(config: Any) -> None:
+def check_checkpoint(config: ModelConfig) -> None:
     """Refuse a checkpoint that is quantised otherwise than the fp8 base can take.
 
     Raises:
@@ -159,7 +165,7 @@ def products(layers: list[Any]) -> int:
     return sum(stacks.values()) + len(alone)
 
 
-def refuse_merges(adapted: Any) -> None:
+def refuse_merges(adapted: nn.Module) -> None:
     """PEFT merges by adding an adapter to its layer's weight: to codes, as if they were numbers. Here it says
     so instead, at the layer's own `merge`."""
     for layer in adapted.modules():
@@ -178,14 +184,14 @@ def _merge(layer: Any, *args: Any, **options: Any) -> Any:
     raise UserError(Problem(what, "model.quantization", found="fp8", fix=fix))
 
 
-def pack(base: Any) -> None:
+def pack(base: nn.Module) -> None:
     """Codes as FSDP can split them: see `Fp8Linear.pack`."""
     for layer in base.modules():
         if isinstance(layer, Fp8Linear):
             layer.pack()
 
 
-def _module(model: Any, name: str) -> Any:
+def _module(model: nn.Module, name: str) -> Any:
     return dict(model.named_modules()).get(name)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
+    from torch import nn
+    from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Qat
@@ -52,7 +54,7 @@ def torchao_config(section: Qat) -> Any:
     return config(**{"weight_dtype": torch.__dict__[section.weight_dtype], key: granularity})
 
 
-def prepare(model: Any, section: Qat | None, ledger: RunChecks | None = None) -> Any:
+def prepare(model: PreTrainedModel, section: Qat | None, ledger: RunChecks | None = None) -> Any:
     """Make the decoder's linear layers round their weights in forward; `None` changes nothing.
 
     Done before an adapter is put on, whose own matrices are never rounded. The weights keep their values
@@ -120,7 +122,7 @@ def kept_gib(model: torch.nn.Module) -> float:
     return sum(8 * layer.weight.numel() for layer in rounding(model).values()) / 2**30
 
 
-def follow(adapted: Any) -> Any:
+def follow(adapted: nn.Module) -> Any:
     """Make each adapted layer round its merged weight; without `prepare` before it, nothing changes.
 
     Raises:
@@ -158,7 +160,7 @@ class Merged(NamedTuple):
     bias: torch.Tensor | None
 
 
-def _merging(name: str, layer: Any) -> Callable[[Any], Merged]:
+def _merging(name: str, layer: nn.Module) -> Callable[[Any], Merged]:
     """The function that merges an adapted layer as PEFT's own `merge` does, and lets gradients pass."""
     from peft.tuners import adalora, ia3, lora
     from peft.tuners.lora.variants import DoraLinearVariant
@@ -208,7 +210,7 @@ class Watch:
             for name, layer in self.layers.items()
         ]
 
-    def _saw(self, name: str, quantiser: Any, inputs: tuple[Any, ...], rounded: torch.Tensor) -> None:
+    def _saw(self, name: str, quantiser: object, inputs: tuple[Any, ...], rounded: torch.Tensor) -> None:
         weight = inputs[0].detach().float()
         self.seen[name] = (rounded.detach().float() - weight).norm() / weight.norm()
 

@@ -19,6 +19,7 @@ from finetune.recipe.adapter_types import FOUR_BIT
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Recipe
 
 DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")  # methods that transformers dequantizes exactly while it loads
@@ -80,7 +81,7 @@ def read(config: Any) -> Stored | None:
     return Stored(method, "fp8" if fp8 else "", _detail(declared))
 
 
-def declaration(config: Any) -> dict[str, Any]:
+def declaration(config: ModelConfig) -> dict[str, Any]:
     """The `quantization_config` of a model, or of its text model as transformers reads it; empty: none."""
     if config is None:
         return {}
@@ -97,7 +98,7 @@ def declaration(config: Any) -> dict[str, Any]:
     return {}
 
 
-def forget(config: Any) -> Any:
+def forget(config: ModelConfig) -> Any:
     """The same config, for weights that are not quantized."""
     for section in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
@@ -105,7 +106,7 @@ def forget(config: Any) -> Any:
     return config
 
 
-def complete(config: Any, **values: Any) -> None:
+def complete(config: ModelConfig, **values: Any) -> None:
     """Add to what a model's config says of its quantization: how transformers is to load it."""
     for section in (config, config.get_text_config()):
         if declared := getattr(section, "quantization_config", None):

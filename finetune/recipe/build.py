@@ -154,7 +154,7 @@ def _field(name: str, source: upstream_options.UpstreamField) -> tuple[Any, Any]
     return (annotation, Field(default=None, description=first_sentence))
 
 
-def _limits(name: str, plain: Any) -> dict[str, Any]:
+def _limits(name: str, plain: object) -> dict[str, Any]:
     """What values an upstream key may have, beside their type."""
     if name in _LIMITS:
         return _LIMITS[name]

@@ -144,7 +144,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     Of `eval.tasks` only those that end as files do: a folder may be called as one of lm-eval's tasks is.
     """
 
-    def resolve(value: Any, exists: Callable[[str], bool] = os.path.exists) -> Any:
+    def resolve(value: object, exists: Callable[[str], bool] = os.path.exists) -> Any:
         if isinstance(value, list):
             return [resolve(item) for item in value]
         if isinstance(value, dict) and isinstance(value.get("name"), str):  # one of several sources

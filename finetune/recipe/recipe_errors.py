@@ -170,7 +170,7 @@ def _place(item: Any, where: Where) -> tuple[str, ...]:
     return tuple(loc)
 
 
-def _problem(path: tuple[str, ...], items: list[Any], raw: Any, where: Where, known: Known) -> Problem:
+def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where, known: Known) -> Problem:
     key, kind, value = ".".join(path), items[0]["type"], items[0]["input"]
     if kind == "extra_forbidden":
         return unknown_key(path, raw, where, known)
@@ -266,12 +266,12 @@ def _literals(item: Any) -> list[str]:
     return re.findall(r"'([^']*)'", item["ctx"]["expected"])
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     """A value as it stands in a recipe."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _value(raw: Any, path: tuple[str, ...]) -> Any:
+def _value(raw: object, path: tuple[str, ...]) -> Any:
     for part in path:
         if isinstance(raw, list):
             raw = dict(zip(map(str, range(len(raw))), raw, strict=True))
@@ -286,7 +286,7 @@ def place_of(path: tuple[str, ...], where: Where) -> str:
     return where.get(path, "")
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A found value with its type, short."""
     text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
     names = {

@@ -177,13 +177,13 @@ def owner_of(key: str) -> str:
     return next((who for prefix, who in OWNED_PREFIXES.items() if key.startswith(prefix)), "")
 
 
-def current(key: str, value: Any) -> tuple[str, Any]:
+def current(key: str, value: object) -> tuple[str, Any]:
     """Today's name of a dotted key, and today's name of its value; what was not renamed stays as it is."""
     key = KEYS.get(key) or RECORDED.get(key, key)
     return key, current_value(key, value)
 
 
-def current_value(key: str, value: Any) -> Any:
+def current_value(key: str, value: object) -> Any:
     """Today's name of a value of format 1, by today's key."""
     if key not in VALUES or isinstance(value, bool):
         return value

@@ -242,12 +242,12 @@ _Checkpointing = (
 )
 
 
-def _checkpointing_of(value: Any) -> Any:
+def _checkpointing_of(value: object) -> Any:
     """`true` means `full`, `false` means `none`."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-def _metric_of(value: Any) -> Any:
+def _metric_of(value: object) -> Any:
     """Transformers prefixes the names of its metrics."""
     return value.removeprefix("eval_") if value in ("eval_loss", "eval_exact_match") else value
 

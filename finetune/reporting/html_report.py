@@ -282,7 +282,7 @@ def render(run: Run, verdict: Verdict) -> str:
     return template().render(given)
 
 
-def shown(text: Any) -> str:
+def shown(text: object) -> str:
     """A text of the run, and of a long one only the beginning."""
     text = str(text)
     cut = f" ... {len(text) - run_files.LONGEST:,} more characters" if len(text) > run_files.LONGEST else ""

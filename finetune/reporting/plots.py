@@ -314,7 +314,7 @@ def _log(axis: Any, set_scale: Any) -> None:
     axis.set_tick_params(which="minor", length=0)
 
 
-def _number(value: float, _: Any = None) -> str:
+def _number(value: float, _: object = None) -> str:
     """12,000, 0.25 or 4e-5, as a person writes it."""
     text = f"{value:,.5g}" if 1e-4 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
     return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")

@@ -143,7 +143,7 @@ def near(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SAME_BASE) or math.isnan(one) or math.isnan(other)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a line: hashes and long texts shortened."""
     if isinstance(value, list):
         return "[" + ", ".join(map(shown, value)) + "]"

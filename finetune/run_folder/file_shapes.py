@@ -415,7 +415,7 @@ def parse(text: str) -> Any:
     return found
 
 
-def check(name: str, content: Any) -> None:
+def check(name: str, content: object) -> None:
     """Hold the content of a file to its shape.
 
     Raises:

@@ -134,7 +134,7 @@ class RunFolder:
         """Trained, saved and evaluated."""
         return self.weights.exists() and (self.path / "eval.json").exists()
 
-    def write(self, name: str, value: Any) -> None:
+    def write(self, name: str, value: object) -> None:
         """Write `value` as JSON, whole or not at all: without secrets, and with NaN and Inf as text."""
         text = masked(json.dumps(strict_json.spelt(value), indent=1, allow_nan=False)) + "\n"
         try:

@@ -22,7 +22,7 @@ from finetune.core import formatting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from finetune.core.run_checks import RunChecks
 
@@ -95,7 +95,9 @@ class Activations:
         self.current: Pass | None = None
         self.last: weakref.ref[Pass] | None = None
 
-    def run(self, around: Callable[..., Any], layer: Any, call: Callable[..., Any], *inputs: Any) -> Any:
+    def run(
+        self, around: Callable[..., Any], layer: nn.Module, call: Callable[..., Any], *inputs: Any
+    ) -> Any:
         """A layer's call, by transformers' own."""
         self.wait_for_leaving(LEAVING)
         self.current = Pass(layer, inputs[0].numel() // SMALL, self.last() if self.last else None)

@@ -21,6 +21,9 @@ from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from finetune.core.run_checks import RunChecks
 
 ROWS = 4096  # of W that are in float32 at once
@@ -100,7 +103,7 @@ def factored(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
     return square.clamp(min=0).sqrt()
 
 
-def _times(base: Any, a: torch.Tensor) -> torch.Tensor:
+def _times(base: nn.Module, a: torch.Tensor) -> torch.Tensor:
     """W a^T [out, r] in a's dtype. A 16-bit W goes in as it is, a as three 16-bit parts that sum to it."""
     weight, exact = _weight(base), a.dtype
     if isinstance(base, fp8_linear.Fp8Linear):
@@ -141,18 +144,24 @@ class RefreshNorms(TrainerCallback):
     def __init__(self, norms: Any, ledger: RunChecks) -> None:
         self.norms, self.ledger = norms, ledger
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.norms.refresh(stepped=True)  # weights may have come from a checkpoint
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.norms.refresh(stepped=True)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         error, how = self.norms.error(), "||W + s B A|| after the last step against one made anew (relative)"
         self.ledger.add("DoRA norms", "those of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
 
 
-def refreshing(model: Any, ledger: RunChecks) -> list[TrainerCallback]:
+def refreshing(model: nn.Module, ledger: RunChecks) -> list[TrainerCallback]:
     """What makes DoRA's norms anew, where they are fused."""
     norms = getattr(model, "finetune_norms", None)
     return [RefreshNorms(norms, ledger)] if norms else []

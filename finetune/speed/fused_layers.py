@@ -96,7 +96,7 @@ class Fused:
         model.finetune_norms = self.norms
         model.finetune_fused_by = self
 
-    def start(self, *_: Any) -> None:
+    def start(self, *_: object) -> None:
         """Before a forward pass: nothing of one that an error ended, norms of the weights as they are."""
         followed = False
         for stack in self.stacks:
@@ -168,7 +168,7 @@ def _stacks_of(module: Any) -> list[Stack]:
     return [one for one in module.finetune_fused if isinstance(one, Stack)]
 
 
-def _drops(module: Any) -> bool:
+def _drops(module: nn.Module) -> bool:
     """Whether an MLP's adapter drops inputs of its last layer, which a whole one never makes."""
     down = getattr(module, "down_proj", None)
     return isinstance(down, lora.LoraLayer) and _dropout(down)
@@ -214,7 +214,7 @@ def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return type(self).forward(self, x)
 
 
-def _stacks(module: Any, fast: set[nn.Module]) -> list[Group]:
+def _stacks(module: nn.Module, fast: set[nn.Module]) -> list[Group]:
     """Groups of a module's own linear layers that run as one, their forwards replaced; added to `fast`."""
     found: list[Group] = []
     alone = dict(module.named_children())

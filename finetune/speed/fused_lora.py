@@ -14,7 +14,7 @@ absmax and table of each layer in 4 bits: its weight is made once in forward, on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft.tuners.adalora import AdaLoraLayer
@@ -25,6 +25,9 @@ from torch import nn
 from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import dora_norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Stored = Sequence[torch.Tensor]  # a frozen weight as it is held
 
@@ -38,7 +41,7 @@ class Factors(NamedTuple):
     entry: torch.Tensor | None = None  # [in]: a factor of x, of IA3's feedforward layers
 
 
-def factors(layer: Any) -> Factors:
+def factors(layer: nn.Module) -> Factors:
     """The adapter of a layer, made from PEFT's own parameters, so that they get the gradients."""
     if not isinstance(layer, BaseTunerLayer):
         return Factors()
@@ -258,7 +261,7 @@ class _Linear(torch.autograd.Function):
     """y = x W^T + t b^T; t and b may be `None`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, t: Any, b: Any, stored: Stored) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, t: Tensor, b: Tensor, stored: Stored) -> torch.Tensor:
         y = product(x, stored)
         if t is not None:
             ops.add_product_(y, t, b)
@@ -284,7 +287,7 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, t: Any, b: Any, column: Any, a_down: Any, b_down: Any, stored: Stored,
+        ctx: Any, x: Tensor, t: Tensor, b: Tensor, column: Any, a_down: Any, b_down: Any, stored: Stored,
         stored_down: Stored, act: str, kept: str,
     ) -> torch.Tensor:  # fmt: skip
         gu, in_fp8 = product(x, stored), len(stored_down) == 2

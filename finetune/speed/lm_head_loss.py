@@ -24,7 +24,9 @@ from finetune.speed.chunked_cross_entropy import IGNORED, TokenLoss, computes_al
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
-    from torch import Tensor
+    from peft import PeftModel
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, TrainingArguments
 
     from finetune.core.run_checks import RunChecks
 
@@ -57,7 +59,7 @@ class Installed:
     """Whether anything as wide as the vocabulary was among them."""
 
 
-def choose(asked: str, model: Any, arguments: Any) -> Choice:
+def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice:
     """`chunked` or `trl`, TRL's fused head; `auto` takes the first wherever it gives the same loss.
 
     Raises:
@@ -75,7 +77,7 @@ def choose(asked: str, model: Any, arguments: Any) -> Choice:
     return Choice("trl", f"auto: {obstacle}; {prove_fused(model, obstacle)}")
 
 
-def prove_fused(model: Any, obstacle: str) -> str:
+def prove_fused(model: nn.Module, obstacle: str) -> str:
     """That TRL's fused head gives the loss of the model's own logits, on a row of random tokens.
 
     TRL, too, multiplies what `base_model` returns with the head, and knows some of the families' formulas.
@@ -110,7 +112,7 @@ class Untried(Exception):
 
 
 @contextlib.contextmanager
-def trying(model: Any) -> Iterator[None]:
+def trying(model: nn.Module) -> Iterator[None]:
     """The model in evaluation and eager mode, and afterwards as it was, with its own forward."""
     base, training = base_of(model), model.training
     before, compiles = vars(base).get("forward"), base.config._attn_implementation == "flex_attention"
@@ -132,7 +134,7 @@ def row_of(base: Any) -> Tensor:
     return ids.to(base.get_input_embeddings().weight.device)
 
 
-def own_losses(base: Any) -> Tensor:
+def own_losses(base: nn.Module) -> Tensor:
     """Cross-entropy of each token, of the model's own logits."""
     ids = row_of(base)
     try:
@@ -168,7 +170,7 @@ def run_obstacle(model: Any, arguments: Any) -> str:
     return next((reason for reason, is_so in obstacles.items() if is_so), "")
 
 
-def head_obstacle(base: Any) -> str:
+def head_obstacle(base: PreTrainedModel | PeftModel) -> str:
     """Why the loss can't be computed from this model's head; the empty string if it can.
 
     `formula` is proved: of given hidden states the model's own forward makes the same logits. No layer runs.
@@ -297,7 +299,7 @@ def install(model: Any, *, compiled: bool) -> Installed:
     return ran
 
 
-def restore(module: Any, forward: Any) -> None:
+def restore(module: nn.Module, forward: Any) -> None:
     """An instance's own forward, or its class's if it had none."""
     if forward is None:
         del module.forward

@@ -26,6 +26,10 @@ from finetune.speed.apply_to_model import decoder_layers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from peft import PeftModel
+    from torch import nn
+    from transformers import PreTrainedModel
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
 
@@ -49,7 +53,9 @@ class Leak(NamedTuple):
     gradients: float
 
 
-def prove_apart(model: Any, tokens: int, attention: str, ledger: RunChecks, switch_off: str = "") -> None:
+def prove_apart(
+    model: PreTrainedModel | PeftModel, tokens: int, attention: str, ledger: RunChecks, switch_off: str = ""
+) -> None:
     """RunCheck that the documents of a packed row do not see each other on this model.
 
     Args:
@@ -86,7 +92,7 @@ def prove_apart(model: Any, tokens: int, attention: str, ledger: RunChecks, swit
 
 
 @contextlib.contextmanager
-def as_trained(model: Any, attention: str) -> Iterator[None]:
+def as_trained(model: nn.Module, attention: str) -> Iterator[None]:
     """The model's forward in training, but without dropout, and in eager mode: no shape but training's is
     compiled. (flex_attention is compiled by transformers, and needs it.)"""
     training = model.training
@@ -122,7 +128,7 @@ def deterministic() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def leaks(model: Any, tokens: int, **extra: Any) -> tuple[Leak, Leak]:
+def leaks(model: PreTrainedModel | PeftModel, tokens: int, **extra: Any) -> tuple[Leak, Leak]:
     """What moves in the second document: for the same input once more, and for another first document.
 
     Args:
@@ -182,7 +188,7 @@ class _Comparison(NamedTuple):
     """Which tokens are no padding."""
     differences: list[float]
 
-    def compare(self, layer: Any, args: Any, given: Any, output: Any) -> None:
+    def compare(self, layer: nn.Module, args: Any, given: Any, output: Any) -> None:
         """Run one layer's attention again on the same input, without its mask: what differs is its own doing,
         and not what the layers after it make of a last bit."""
         self.model.set_attn_implementation(self.ours)
@@ -208,7 +214,9 @@ def masked(model: Any) -> Iterator[str]:
         model.set_attn_implementation(name)
 
 
-def _second_of(model: Any, first: Any, second: Any, extra: dict[str, Any]) -> tuple[torch.Tensor, list[Any]]:
+def _second_of(
+    model: nn.Module, first: Any, second: Any, extra: dict[str, Any]
+) -> tuple[torch.Tensor, list[Any]]:
     """Logits of the second document, and the gradients its loss gives to what is trained.
 
     Each call draws the same random numbers: some models have dropout that no module of theirs shows.

@@ -17,6 +17,8 @@ from finetune.distributed import collectives
 from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Data
 
@@ -45,7 +47,7 @@ class StepKind(NamedTuple):
     """Bytes of each trained number beside weight and gradient, as `model_setup.beside` has them."""
 
 
-def search(model: Any, rows: Rows, batch: Batch, step: StepKind, ledger: RunChecks) -> Batch:
+def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: RunChecks) -> Batch:
     """The largest divisor of each process's share that fits, found with the longest rows.
 
     Forward, loss and backward of more and more rows, with the optimizer's state and its like stood in for;

@@ -16,6 +16,9 @@ from finetune.evaluation import lm_eval_harness, scoring
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
+
     from finetune.core.run_checks import RunChecks
     from finetune.data.preparation import HeldOut
     from finetune.recipe.schema import Data, Eval, Recipe
@@ -30,7 +33,7 @@ class Validate(TrainerCallback):
     def __init__(
         self,
         rows: list[HeldOut],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         data: Data,
         settings: Eval,
         metrics: Metrics,
@@ -66,7 +69,14 @@ class Validate(TrainerCallback):
         for name, value in kept.items():
             setattr(self, name, value)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
+    ) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
         if not last and (self.settings.eval_steps is None or step % self.settings.eval_steps):
             return
@@ -93,7 +103,14 @@ class Validate(TrainerCallback):
         if state.is_world_process_zero:
             self.write(step, state.epoch, found, seconds)
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: object,
+    ) -> None:
         """Trackers, which come later, hear it with the step's loss."""
         logs.update(self.unsaid)
         self.unsaid = {}
@@ -133,7 +150,7 @@ class Validate(TrainerCallback):
         record = {"step": step, "epoch": epoch, **found, "eval_seconds": seconds}
         self.metrics.append(record)
 
-    def restore(self, model: Any, state: Any, ledger: RunChecks) -> None:
+    def restore(self, model: nn.Module, state: Any, ledger: RunChecks) -> None:
         """Put the best weights back, and add a run check that counts the evaluations."""
         steps = state.global_step
         every = self.settings.eval_steps or steps
@@ -156,7 +173,11 @@ class Validate(TrainerCallback):
 
 
 def asked(
-    recipe: Recipe, tokenizer: Any, adapted: Any, metrics: Metrics, declared: Collection[int] = ()
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    adapted: nn.Module,
+    metrics: Metrics,
+    declared: Collection[int] = (),
 ) -> list[Validate]:
     """The evaluation while training, if `eval.eval_steps` asks for one."""
     if recipe.eval.eval_steps is None:

@@ -20,6 +20,9 @@ from finetune.training import optimizers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from peft import PeftModel
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import Choice, RunChecks
 
@@ -90,13 +93,22 @@ class FirstStep(TrainerCallback):
         self.operations = {event.name(): event.shapes() for event in events}
         self.fp8_gemms = sum(event.name() == "aten::_scaled_mm" for event in events)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
+    ) -> None:
         self.first = state.global_step + 1
         self.offloaded = activation_offload.of(model)
         if self.offloaded:
             self.offloaded.restart()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if state.global_step != self.first:
             return
         add, step = self.ledger.add, f"step {self.first}"
@@ -141,7 +153,7 @@ class FirstStep(TrainerCallback):
             add("speed.compile", "0 graph breaks", got, how, ok=whole or self.compiled.reason != "asked for")
         self.ledger.check()
 
-    def _fp8_products(self, model: Any) -> int:
+    def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
         """Those of a forward through the decoder; 1 where layers lend others their keys, or by torchao."""
         layers = apply_to_model.decoder_layers(model)
         text = model.config.get_text_config() if layers else None
@@ -149,7 +161,9 @@ class FirstStep(TrainerCallback):
             return 1
         return max(1, fp8_loading.products(layers))
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
         if self.cudagraphs:
             add_receipt(self.ledger, len(apply_to_model.decoder_layers(kwargs["model"])))

@@ -16,13 +16,16 @@ from finetune.distributed.launch_environment import BACKENDS, said, zero_stage
 from finetune.quantization import four_bit, fp8_linear
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
     from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Train
 
 
-def add(trainer: Any, launch: Launch, ledger: RunChecks) -> None:
+def add(trainer: Trainer, launch: Launch, ledger: RunChecks) -> None:
     """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
     got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
     ledger.add("precision", launch.precision, got.mixed_precision, how, code=code)
@@ -106,7 +109,9 @@ class Prepared(TrainerCallback):
         self.launch, self.trainer, self.ledger = launch, trainer, ledger
         self.trained, self.looked = numbers(trainer.model), False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         model, optimizer = given["model"], given["optimizer"]
         how, add = "parameters with requires_grad, before and after preparing", self.ledger.add
         add("trained numbers of the prepared model", self.trained, numbers(model), how)
@@ -135,7 +140,9 @@ class Prepared(TrainerCallback):
             self._converted(model)
         self.ledger.check()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
         if self.looked:
             return
         self.looked = True
@@ -186,7 +193,7 @@ class Prepared(TrainerCallback):
         how, code = "the engine, and DeepSpeed's parts in this process", Exit.ENVIRONMENT
         self.ledger.add("split by DeepSpeed", asked, got, how, ok=ok, code=code)
 
-    def _converted(self, model: Any) -> None:
+    def _converted(self, model: nn.Module) -> None:
         """Layers that Accelerate put in place of plain linear ones."""
         own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
         made = [m for m in model.modules() if type(m).__module__.startswith(own)]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from finetune.core.console import Console
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Train
@@ -59,12 +61,24 @@ class NonFinite(TrainerCallback):
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        **kwargs: object,
+    ) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.device = self.trained[0].device
 
     def on_pre_optimizer_step(
-        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: object,
     ) -> None:
         self.check()
         engine, inner = self.trainer.model_wrapped, optimizer.optimizer
@@ -95,17 +109,28 @@ class NonFinite(TrainerCallback):
                 optimizer.zero_grad()  # none: nothing to update with
                 getattr(inner, "queue", {}).clear()  # torchao's, of gradients that are on the CPU already
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if control.should_log or control.should_evaluate or control.should_save:
             self.check()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.check()
         self.trainer, self.trained = None, []  # which hold the model
         if self.skipped:
             self.screen.say(f"note: {self.skipped} steps were left out: their gradients were not finite")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: object,
+    ) -> None:
         if self.allowed:
             logs["skipped_steps"] = self.skipped
 
@@ -262,7 +287,7 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
     return f"the gradient of {bad[-1]}" if bad else ""
 
 
-def _real(value: Any) -> bool:
+def _real(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
@@ -284,7 +309,14 @@ class Overflow(TrainerCallback):
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Any = None,
+        **kwargs: object,
+    ) -> None:
         if not optimizer.step_was_skipped:
             self.in_a_row = 0
             return
@@ -296,7 +328,9 @@ class Overflow(TrainerCallback):
             problem = Problem(what, found=f"after step {state.global_step}", fix=fix)
             raise UserError(problem, code=Exit.TRAINING)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         got, how = f"{self.skipped} of {state.global_step}", "Accelerate's optimizer, asked after each step"
         self.ledger.add("steps left out by fp16's loss scaler", "as few as it needs", got, how, ok=True)
         if self.skipped:
@@ -304,7 +338,14 @@ class Overflow(TrainerCallback):
                 f"note: fp16's loss scaler left out {self.skipped} steps, whose gradients overflowed"
             )
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Any = None,
+        **kwargs: object,
+    ) -> None:
         logs["skipped_steps"] = self.skipped
 
 
@@ -327,7 +368,9 @@ class Spikes(TrainerCallback):
         self.losses.extend(kept["losses"])
         self.said = kept["said"]
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: Any, control: TrainerControl, logs: Any = None, **kwargs: object
+    ) -> None:
         if "loss" not in logs:
             return
         self.losses.append(logs["loss"])

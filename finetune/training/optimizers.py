@@ -15,12 +15,17 @@ from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor
+    from torch.optim import Optimizer
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Speed
 
 
 def loraplus_optimizer(
-    adapted: Any, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
+    adapted: PeftModel, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer, in which B learns `ratio` times as fast as A; so do one-dimensional weights,
     such as DoRA's magnitudes.
@@ -53,7 +58,9 @@ def loraplus_optimizer(
     return made
 
 
-def add_loraplus_receipt(adapted: Any, optimizer: Any, rate: float, ratio: float, ledger: RunChecks) -> None:
+def add_loraplus_receipt(
+    adapted: nn.Module, optimizer: Any, rate: float, ratio: float, ledger: RunChecks
+) -> None:
     """How fast A and B learn, read from the optimizer that ran; `rate` is the peak learning rate."""
     groups = optimizer.param_groups
     rates = {id(p): float(group.get("initial_lr", group["lr"])) for group in groups for p in group["params"]}
@@ -123,7 +130,7 @@ def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, d
     return kind, options
 
 
-def add_receipt(optimizer: Any, optim: str, kind: Any, ledger: RunChecks) -> None:
+def add_receipt(optimizer: Optimizer, optim: str, kind: object, ledger: RunChecks) -> None:
     """What stepped, and what its state is kept in, read from the state after the first step.
 
     Args:
@@ -163,7 +170,7 @@ def add_receipt(optimizer: Any, optim: str, kind: Any, ledger: RunChecks) -> Non
         ledger.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", got, how, ok=ok)
 
 
-def _kept_in(parameter: Any, state: dict[str, Any]) -> str:
+def _kept_in(parameter: Tensor, state: dict[str, Any]) -> str:
     """What the moments of a parameter are kept in: a dtype, or torchao's class of fewer bits."""
     moments = [t for t in state.values() if hasattr(t, "dtype") and t.shape == parameter.shape]
     names = {
@@ -188,7 +195,9 @@ class SendGradients(TrainerCallback):
     tensor's step on the CPU runs beside the next one's copy.
     """
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if not args.max_grad_norm:
             return
         wrapped = kwargs["optimizer"]

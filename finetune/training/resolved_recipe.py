@@ -17,6 +17,9 @@ from finetune.run_folder import run_folder
 from finetune.training.auto_correction import MICRO_BATCH, SET_BY
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import TrainingArguments
+
     from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.core.run_checks import Choice
@@ -52,7 +55,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def choices(
-    run: RunContext, batch: Batch, steps: int, adapted: Any, fast: dict[str, Choice]
+    run: RunContext, batch: Batch, steps: int, adapted: nn.Module, fast: dict[str, Choice]
 ) -> run_folder.Choices:
     """Every value that was not simply read from the recipe, with who set it and why."""
     recipe, setup, correction = run.recipe, run.setup, run.correction
@@ -112,7 +115,9 @@ def choices(
     }
 
 
-def write_start(run: RunContext, chosen: run_folder.Choices, data: dict[str, Report], arguments: Any) -> None:
+def write_start(
+    run: RunContext, chosen: run_folder.Choices, data: dict[str, Report], arguments: TrainingArguments
+) -> None:
     """recipe.resolved.yaml, data_report.json and environment.json."""
     folder = run.folder
     folder.write_text(folder.recipe.name, run_folder.resolved_yaml(run.recipe, chosen))

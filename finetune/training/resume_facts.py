@@ -12,6 +12,8 @@ from finetune.distributed import collectives, launch_environment
 from finetune.training import resolved_recipe
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
@@ -51,7 +53,7 @@ def contract_of(
     recipe: Recipe,
     setup: Setup,
     length: RunLength,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     prepared: Prepared,
     arguments: SFTConfig,
 ) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from transformers import TrainerCallback
 from finetune.core import safe_files, strict_json
 
 if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.console import Console
     from finetune.hardware.detection import Hardware
@@ -39,7 +41,9 @@ class Metrics(TrainerCallback):
 
         self.elapsed = 0.0  # seconds since the last logged step, before this process went on from it
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.idle_since = time.perf_counter()
         self.logged_at = self.idle_since - self.elapsed
         self.screen.start(state.max_steps, state.global_step)
@@ -52,12 +56,16 @@ class Metrics(TrainerCallback):
         self.logged_step, self.logged_tokens = kept["step"], kept["tokens"]
         self.elapsed, self.waited = kept["seconds"]
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.screen.stop()
         if (share := self.all_waited / max(self.all_seconds, 1e-9)) > DATA_WAIT:
             self.screen.say(f"note: steps waited for data {share:.0%} of their time: {WAITING}")
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         now = time.perf_counter()
         self.waited += now - self.idle_since
         if self.live_steps == 0:  # the first rows come from workers that are only starting
@@ -71,11 +79,15 @@ class Metrics(TrainerCallback):
             self.screen.say(f"note: {what}: {WAITING}")
         self.live_steps += 1
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last step, whatever logging_steps is
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(
+        self, args: TrainingArguments, state: Any, control: TrainerControl, logs: Any = None, **kwargs: object
+    ) -> None:
         if not state.is_world_process_zero or "loss" not in logs:
             return
         now, steps = time.perf_counter(), state.global_step - self.logged_step

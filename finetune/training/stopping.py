@@ -24,6 +24,9 @@ from finetune.training import loader_workers
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch.optim import Optimizer
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from finetune.checkpointing.checkpoints import Writer
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Train
@@ -129,16 +132,27 @@ class Schedule(TrainerCallback):
             self.strategy = "steps"
         self.saved = False
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.saved_at, self.longest = time.monotonic(), 0.0
         self.stepped_at: float | None = None
         given = self.train.save_steps or 500  # upstream's own number
         self.every = given if given >= 1 else math.ceil(given * state.max_steps)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.stop.step_began = time.monotonic()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        optimizer: Optimizer | None = None,
+        **kwargs: object,
+    ) -> None:
         self.stop.step_began = None
         self.writer.check()
         if self.stepped_at is None and optimizer is not None and self.strategy != "no":

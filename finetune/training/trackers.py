@@ -21,6 +21,8 @@ from finetune.core.visible_text import visible
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
     from finetune.run_folder.run_folder import RunFolder
 
 LONGEST_NAME = 128  # characters of a name that W&B takes
@@ -51,7 +53,9 @@ class Tracked(TrainerCallback):
                 callback.logging_dir = str(self.folder.path / "tensorboard")
         trainer.add_callback(self)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.where = (args, state, control)
 
     def tell_scores(self) -> None:

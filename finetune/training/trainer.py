@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from datasets import Dataset
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
     from trl.trainer.sft_config import SFTConfig
 
@@ -104,7 +105,7 @@ class Trainer(SFTTrainer):
         if self.chunked and isinstance(self.train_dataset, Sized):  # streams join batches, of tensors alone
             self.data_collator = partial(chunked_cross_entropy.counted, self.data_collator)
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """One micro-batch, or the whole step again in smaller ones (see `oom_recovery`)."""
         step, last = self.state.global_step + 1, self.accelerator.sync_gradients
         batches = self.micro_batches.keep(step, inputs)
@@ -123,7 +124,7 @@ class Trainer(SFTTrainer):
             self.exchanged = gradient_reduction.average(model)
         return value
 
-    def attempt(self, model: Any, batches: Any, items: Any, *, last: bool) -> Any:
+    def attempt(self, model: nn.Module, batches: Any, items: Any, *, last: bool) -> Any:
         """The gradients of some micro-batches, unless memory runs out, or has before; their summed loss.
 
         Args:
@@ -158,7 +159,7 @@ class Trainer(SFTTrainer):
         return self.state.global_step < self.first_step.first
 
     @contextlib.contextmanager
-    def in_training(self, model: Any) -> Iterator[None]:
+    def in_training(self, model: nn.Module) -> Iterator[None]:
         """`model.train()`, which upstream calls before every forward, does nothing where nothing is to do: it
         walks all modules, 12 ms of Python for 32 layers with LoRA, in which a GPU stands still.
 
@@ -177,7 +178,7 @@ class Trainer(SFTTrainer):
         finally:
             del model.train
 
-    def repeats(self, model: Any, items: Any) -> bool:
+    def repeats(self, model: nn.Module, items: object) -> bool:
         """Whether a step can be made again, in parts: no other process waits in the middle of it, for its
         gradients or for what TRL's loss gathers; and nothing in the loss goes by the number of passes."""
         alone = self.accelerator.num_processes == 1 and not hasattr(model, "backward")  # DeepSpeed's engine
@@ -199,7 +200,7 @@ class Trainer(SFTTrainer):
         said = [f"{what} (micro-batch {n} of {len(found)})" for n, what in enumerate(found, start=1) if what]
         return next(iter(said), "finite when the step was made again: what was not has passed")
 
-    def loss_of(self, inputs: Any) -> Any:
+    def loss_of(self, inputs: dict[str, Any]) -> Any:
         with self.compute_loss_context_manager():
             return self.compute_loss(self.model, self._prepare_inputs(inputs))
 
@@ -231,7 +232,9 @@ class Trainer(SFTTrainer):
             value = value + weight * (regulariser - regulariser.detach())
         return value
 
-    def chunked_loss(self, model: Any, inputs: dict[str, Any], counts: Any, num_items_in_batch: Any) -> Any:
+    def chunked_loss(
+        self, model: nn.Module, inputs: dict[str, Any], counts: Any, num_items_in_batch: Any
+    ) -> Any:
         """TRL's loss to rounding, from the wrapped model; what TRL logs is summed where it is."""
         num_labels, num_tokens = chunked_cross_entropy.numbers(inputs) if None in counts else counts
         found = model(**inputs, num_labels=num_labels)
@@ -340,7 +343,7 @@ class Trainer(SFTTrainer):
         self.loader = inner  # not left to the garbage: there queues are closed first, and torch waits 20 s
         return loader
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: object, trial: object) -> None:
         if self.nonfinite:
             self.nonfinite.check()  # on a GPU the step's norm may still be on its way
         self.store_flos()
@@ -357,7 +360,7 @@ class Trainer(SFTTrainer):
         for each in self.timed:
             each.loads()
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         training_state.put_back(self, "weights", "allocation", "callbacks")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -378,7 +381,7 @@ class Trainer(SFTTrainer):
         self.state.compute_steps(self.args, max_steps)  # of this recipe, not of the checkpoint's
         return place
 
-    def _run_epoch(self, *args: Any, **given: Any) -> None:  # upstream calls it by name
+    def _run_epoch(self, *args: object, **given: Any) -> None:  # upstream calls it by name
         if given["resume_from_checkpoint"] and given["epoch"] == given["epochs_trained"]:
             training_state.put_back(self, "log", "batches")
             inside = given["steps_trained_in_current_epoch"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.checkpointing import checkpoints
 from finetune.core.console import Console
@@ -67,7 +67,7 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
 
 
 def add_data_receipts(
-    recipe: Recipe, tokenizer: Any, report: Report, screen: Console, ledger: RunChecks
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, report: Report, screen: Console, ledger: RunChecks
 ) -> None:
     """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
     data = recipe.data

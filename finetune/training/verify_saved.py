@@ -31,6 +31,8 @@ from finetune.recipe.adapter_types import FOUR_BIT
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
     from finetune.run_folder.run_folder import RunFolder
@@ -153,7 +155,7 @@ def family(name: str) -> str:
     return before.rpartition(".")[2] if named else "weights"
 
 
-def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
+def hashes(adapted: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, str]:
     """Hashes, in fp32, of the tensors that must come back from disk, by name.
 
     Where a saved one is larger, the trained one is its first part: PiSSA and its kin come back as [A | A0]
@@ -168,7 +170,7 @@ def hashes(adapted: Any, shapes: dict[str, torch.Size]) -> dict[str, str]:
     return found
 
 
-def _to_save(adapted: Any) -> dict[str, torch.Tensor]:
+def _to_save(adapted: nn.Module) -> dict[str, torch.Tensor]:
     """The trained tensors; of vectors before the prompt what PEFT saves, not the net that makes them."""
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     if config is not None and config.is_prompt_learning:

@@ -18,7 +18,7 @@ from finetune.run_folder.run_folder import RunFolder
 from support import two_ranks
 from support.faults import Fault, injected
 from support.paths import QUICKSTART, ROOT
-from support.runs import metrics, receipts
+from support.runs import digests, metrics, receipts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,12 +125,12 @@ def test_two_processes_train_what_one_does(
 def goes_on(run: RunFolder, again: Callable[[], Any]) -> None:
     """From step 2, as if it had been killed after it, to the same bits; not as a run that is not split."""
     last, logged = run.checkpoints / "step-4", metrics(run)
-    kept, contract = checkpoints.digests(last), checkpoints.read_json(last, checkpoints.CONTRACT)
+    kept, contract = digests(last), checkpoints.read_json(last, checkpoints.CONTRACT)
     for folder in (last, run.weights):
         shutil.rmtree(folder)
     (run.path / "eval.json").unlink()
     again()
-    found = checkpoints.digests(last)
+    found = digests(last)
     tensors = {name for name in kept if name.endswith(".safetensors")}
     assert {"weights.safetensors", "ranks.safetensors"} <= tensors
     assert {name: kept[name] for name in tensors} == {name: found[name] for name in tensors}

@@ -31,6 +31,7 @@ from finetune.speed import apply_to_model
 from finetune.training import model_setup, stopping
 from support import fsdp_on_cpus, two_ranks
 from support.paths import QUICKSTART
+from support.runs import digests
 from support.soak import soak_except
 
 # Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
@@ -195,7 +196,7 @@ def test_a_run_goes_on_bit_for_bit(kind: str, runs: Callable[[str], Path]) -> No
     ends = [one.checkpoints / "step-4" for one in (whole, again)]
     for path in ends:
         checkpoints.verify(path)
-    kept = [checkpoints.digests(path) for path in ends]
+    kept = [digests(path) for path in ends]
     tensors = {name for name in kept[0] if name.endswith(".safetensors")}
     assert {"weights.safetensors", "optimizer.safetensors"} <= tensors
     assert {name: kept[0][name] for name in tensors} == {name: kept[1][name] for name in tensors}

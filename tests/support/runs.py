@@ -7,6 +7,8 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from finetune.run_folder.run_folder import RunFolder
 
 
@@ -18,6 +20,14 @@ def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
 def metrics(run: RunFolder) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
+
+
+def digests(checkpoint: Path) -> dict[str, str]:
+    """File -> sha256, as the manifest of a checkpoint has them."""
+    from finetune.checkpointing import checkpoints  # imports torch
+
+    files = checkpoints.read_json(checkpoint, checkpoints.MANIFEST)["files"]
+    return {name: said["sha256"] for name, said in files.items()}
 
 
 def keep_what_is_imported() -> None:

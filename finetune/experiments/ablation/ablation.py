@@ -177,7 +177,7 @@ def stem(asked: Asked) -> str:
     return Path(asked.path).stem
 
 
-def rank(r: Any) -> str:
+def rank(r: object) -> str:
     return f"_rank{r}" if isinstance(r, int) else ""
 
 

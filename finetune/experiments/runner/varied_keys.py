@@ -45,7 +45,7 @@ def overrides(values: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def key_problem(key: str, value: Any, at: str) -> Problem | None:
+def key_problem(key: str, value: object, at: str) -> Problem | None:
     """What is wrong with a recipe's dotted key, with the nearest one; `None`: there is such a key."""
     known = build.known_keys()
     types = (names for name, names in known.items() if name.startswith("adapter."))
@@ -64,7 +64,7 @@ def key_problem(key: str, value: Any, at: str) -> Problem | None:
     return recipe_errors.unknown_key(path, raw, {path: at}, known)
 
 
-def under(path: Sequence[str], value: Any) -> Any:
+def under(path: Sequence[str], value: object) -> Any:
     """A value as it stands in a recipe under nested keys."""
     for name in reversed(path):
         value = {name: value}

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig.batch_size import most_processes, split_batch
 from finetune.checkpointing import checkpoints
@@ -141,7 +141,7 @@ def _parts(path: Path) -> dict[str, dict[str, str]]:
     return found
 
 
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, str]]:
+def _leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
     """Every number and text, by its name."""
     if isinstance(value, dict) and "dict" in value:
         for key, part in value["dict"]:

@@ -144,7 +144,9 @@ def unsaid(keys: Iterable[str]) -> dict[str, Any]:
     return {key: getattr(value, "value", value) for key, value in found.items()}
 
 
-def _try(path: str, given: list[str], recipe: Recipe, space: Space, key: str, value: Any) -> UserError | None:
+def _try(
+    path: str, given: list[str], recipe: Recipe, space: Space, key: str, value: object
+) -> UserError | None:
     """What is wrong with a recipe that has this value, under an adapter type that has the key."""
     kinds = space.parameters[TYPE].choices if TYPE in space.parameters else None
     kinds = [kind for kind in kinds or [recipe.adapter.type] if key == TYPE or _has(kind, key)]
@@ -181,7 +183,7 @@ def _has(kind: Any, key: str) -> bool:
         return False
 
 
-def _of_a_product(problem: Problem, value: Any, times: str, recipe: Recipe) -> Problem:
+def _of_a_product(problem: Problem, value: object, times: str, recipe: Recipe) -> Problem:
     """A problem of what no one has written: it is drawn, times the recipe's own."""
     product = f"{problem.found}: {value} times {times}, {own_value(recipe, times)}"
     fix = problem.fix or f"another {times}, or a space (--space) with other values"

@@ -177,7 +177,7 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
     return found
 
 
-def _place(one: Parameter, value: Any) -> Any:
+def _place(one: Parameter, value: object) -> Any:
     """Where a choice stands among the others; a multiple by its size."""
     labels = list(map(varied_keys.text_of, one.choices or ()))
     return value if one.times else labels.index(varied_keys.text_of(value))
@@ -249,7 +249,7 @@ def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: sign * row["value"])
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """A value in a table's cell."""
     return figure(value) if isinstance(value, float) else varied_keys.text_of(value)
 
