@@ -39,7 +39,7 @@ def identity(recipe: Recipe, data: list[str], *launch: Any) -> str:
 
     Args:
         data: hashes of the examples.
-        launch: what the launch decides.
+        launch: values that the launch sets.
     """
     values = recipe.model_dump(mode="json", exclude_none=True, exclude={"publish": True})
     values["train"].pop("output_dir", None)
@@ -68,7 +68,7 @@ def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Move what stands in the place of a run; returns where it is now."""
+    """Move the folder in the place of a run to `aside/`, and return its new path."""
     name = aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     for number in itertools.count(2):  # two in one second, or a clock that was set back
         if not os.path.lexists(folder.parent / aside):
@@ -91,7 +91,7 @@ def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -
     """A recipe that an experiment found, as a file that works anywhere on this machine.
 
     Args:
-        chosen: dotted key -> (value, where it is from).
+        chosen: a value and its source, by dotted key.
         head: lines of comment.
     """
     paths = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}

@@ -7,7 +7,7 @@ import ast
 from support.paths import ROOT
 
 MOST = 6
-APART = "finetune/kernels/"  # operators, whose arguments are those of one launch of a kernel
+APART = "finetune/kernels/"  # an operator takes all arguments of a kernel
 KNOWN = {
     "finetune/autoconfig/cuda_graphs.py differs",
     "finetune/autoconfig/memory_estimate.py activations",
