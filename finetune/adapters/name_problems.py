@@ -379,11 +379,15 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
 def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
     """Keys that match nothing, and keys that match the same module and give it other values.
 
+    A key is a regular expression for the end of a name (PEFT's `get_pattern_key`).
     PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one
     would be the first then, the adapter can't be opened again.
     """
     available = [name for name in dict.fromkeys(map(short, names)) if not name.isdecimal()]
-    problems, hits = list[Problem](), {name: [one for one in pattern if _ends(name, one)] for name in names}
+    # compiled once each: `re` forgets patterns where there are more than 512
+    ends = {one: re.compile(rf"(.*\.)?({one})$") for one in pattern}
+    hits = {name: [one for one, end in ends.items() if end.match(name)] for name in names}
+    problems = list[Problem]()
     used = {one for matching in hits.values() for one in matching}
     for lost in (one for one in pattern if one not in used):
         what = f'"{lost}" matches no module that gets an adapter'
@@ -399,11 +403,6 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
         texts = {"found": name, "fix": f'"{early}" in place of "{first}", which stays the first'}
         problems.append(Problem(what, f"adapter.{key}", **texts))
     return problems
-
-
-def _ends(name: str, pattern: str) -> bool:
-    """Whether a regular expression is the end of a name (PEFT's `get_pattern_key`)."""
-    return bool(re.match(rf"(.*\.)?({pattern})$", name))
 
 
 def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> list[Problem]:

@@ -12,7 +12,7 @@ from finetune.models import module_names
 from finetune.recipe import adapter_rules, adapter_types
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping
 
     from finetune.models.module_names import Names
 
@@ -30,7 +30,15 @@ def match(targets: str | Iterable[str], names: Collection[str]) -> dict[str, int
         return {EVERYTHING: len(names)}
     if isinstance(targets, str):
         return {targets: sum(bool(re.fullmatch(targets, name)) for name in names)}
-    return {t: sum(is_suffix(t, name) for name in names) for t in targets}
+    counts = Counter(ending for name in names for ending in _endings(name))
+    return {t: counts[t] for t in targets}
+
+
+def _endings(name: str) -> Iterator[str]:
+    """What `is_suffix` takes for a name's targets: the name, and its text after each dot."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
 
 
 def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str = "") -> list[Problem]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import traceback
 from collections.abc import Set
@@ -19,13 +20,17 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.core.privacy import masked
+from finetune.core.privacy import masked, secrets
 from finetune.core.visible_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _LABELLED = re.compile(r"  (found|expected|try): +(.*)")
+MOST_PROBLEMS = 100  # that one error shows; it counts the others
+LONGEST_NAME = 200  # characters of a name that is compared with others
+# Of an OSError: the path that a user named cannot be opened
+UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's words, of no type of their own
 
@@ -67,14 +72,18 @@ class Problem:
         texts = [("found:", self.found), *(("", line) for line in self.more.split("\n"))]
         texts += [("expected:", self.expected), ("try:", self.fix)]
         lines += [f"  {label:<10} {text}" for label, text in texts if text]
-        return "\n".join(visible(masked(line)) for line in lines)
+        known = secrets()
+        return "\n".join(visible(masked(line, known)) for line in lines)
 
 
 class UserError(Exception):
     """All problems found at one point, raised together."""
 
     def __init__(self, *said: Problem | str, code: Exit = Exit.INPUT) -> None:
-        problems = tuple(_printed(p) if isinstance(p, str) else p for p in said)
+        problems = tuple(_printed(p) if isinstance(p, str) else p for p in said[:MOST_PROBLEMS])
+        if more := len(said) - len(problems):
+            last = problems[-1]
+            problems += (Problem(f"{more:,} more problems are not shown", last.key, last.where),)
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
         self.code = code
@@ -142,7 +151,7 @@ def unexpected(error: Exception, doing: str) -> UserError:
 
 
 def explain(error: Exception, doing: str) -> UserError:
-    """What to tell a user of an exception: the disk or the memory is full, or what `unexpected` says.
+    """What to tell a user of an exception: no memory, an unusable path, a full disk, or `unexpected`.
 
     Args:
         doing: of `Stage`, where no stage remembers itself on the exception.
@@ -151,6 +160,10 @@ def explain(error: Exception, doing: str) -> UserError:
         at = vars(error).get("finetune_stage") or Stage(doing)
         what, fix = f"no memory was left while finetune {at.doing}", "a machine or a limit with more memory"
         return UserError(Problem(what, found=" ".join(str(error).split())[:LONGEST], fix=fix), code=at.code)
+    if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename:
+        key = getattr(vars(error).get("finetune_stage"), "key", "")
+        where = str(error.filename)[:LONGEST_NAME]
+        return UserError(Problem("this path cannot be opened", key, where, os.strerror(error.errno)))
     if not isinstance(error, OSError) or error.errno not in FULL:
         return unexpected(error, doing)
     fix = "room on it, then the same command again; a run goes on with --resume=auto"
@@ -214,6 +227,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     Two letters that changed places come first (lroa: lora, not road), then a name that was not ended (adam:
     the first that begins so), then the likest.
     """
+    if len(name) > LONGEST_NAME:
+        return ""
     asked, offered = name.lower(), sorted(names) if isinstance(names, Set) else names
     by_lower = {candidate.lower(): candidate for candidate in offered}
     turned = [asked[:i] + asked[i : i + 2][::-1] + asked[i + 2 :] for i in range(len(asked) - 1)]

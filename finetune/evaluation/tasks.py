@@ -13,11 +13,12 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Eval
 
 SUFFIXES = (".yaml", ".yml")
+MOST_TASKS = 200  # of one recipe
+MOST_COMPARED = 10  # unknown names that are compared with those of lm-eval, which takes 0.1 s each
 MOST_BAD = 1000  # wrong examples of a task, after which no more are read
 GENERAL = "general_text"  # what is measured on `eval.forgetting`, by its name in eval.json
 SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
@@ -106,6 +109,9 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
     Raises:
         UserError: everything that is wrong with them (exit 2), or a package is missing (3).
     """
+    if len(settings.tasks) > MOST_TASKS:
+        found, expected = f"{len(settings.tasks):,}", f"at most {MOST_TASKS}"
+        raise UserError(Problem("has too many entries", "eval.tasks", found=found, expected=expected))
     problems, held = [], {name: [name] for name in settings.tasks if not is_file(name)}
     metrics: dict[str, tuple[str, ...]] = {}
     for name in filter(is_file, dict.fromkeys(settings.tasks)):
@@ -188,18 +194,28 @@ def check_names(settings: Eval) -> None:
 def _files_of(root: Path, name: str) -> list[Path]:
     """The files that are called after a task, or are in a folder that is, and state its name."""
     states = re.compile(rf"^(task|group|tag):\s*['\"]?{re.escape(name)}['\"]?\s*$", re.MULTILINE)
-    plain = re.fullmatch(r"[\w-]+", name) is not None
-    files = itertools.chain(root.rglob(f"{name}.yaml"), root.rglob(f"{name}/**/*.yaml")) if plain else ()
-    return [path for path in dict.fromkeys(files) if states.search(path.read_text(encoding="utf-8"))]
+    files = _files_by_name(root).get(name, ())
+    return [path for path in files if states.search(path.read_text(encoding="utf-8"))]
+
+
+@cache
+def _files_by_name(root: Path) -> dict[str, list[Path]]:
+    """The YAML files below a folder by their names without suffix, and by each folder that they are in."""
+    found: dict[str, list[Path]] = {}
+    for path in sorted(root.rglob("*.yaml")):
+        for name in {path.stem, *path.relative_to(root).parts[:-1]}:
+            found.setdefault(name, []).append(path)
+    return found
 
 
 def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:
     """What is wrong with names of tasks that lm-eval has not."""
     other = "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
     missing = [name for name in names if name not in known]
+    fixes = [nearest(name, known) for name in missing[:MOST_COMPARED]]
     return [
-        Problem("no such task", "eval.tasks", found=name, fix=nearest(name, known) or other)
-        for name in missing
+        Problem("no such task", "eval.tasks", found=name, fix=fix or other)
+        for name, fix in zip_longest(missing, fixes, fillvalue="")
     ]
 
 

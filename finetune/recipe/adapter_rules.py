@@ -48,6 +48,11 @@ _PATTERNS = {
     "n_frequency_pattern": r".*\.{}$",
     "block_size_pattern": r".*\.{}$",
 }
+_MOST = {
+    **dict.fromkeys((*_PATTERNS, "target_parameters"), 1000),
+    "modules_to_save": 100,
+    "layers_pattern": 100,
+}
 _LONGEST = 10_000
 # Sets of characters beyond ASCII, such as [\0-\U0010ffff], take 10 ms each to compile
 _SHORT = re.compile(rf"(?!.*\\[uUN])[\0-\x7f]{{0,{_LONGEST}}}", re.DOTALL)
@@ -142,6 +147,12 @@ def patterns(adapter: Mapping[str, Any]) -> list[tuple[str, str, Pattern]]:
 def _patterns(adapter: Mapping[str, Any]) -> Found:
     """Options that PEFT reads as regular expressions, and that are none, or that take long to compile."""
     found: Found = []
+    for key, most in _MOST.items():
+        if isinstance(adapter.get(key), list | dict) and len(adapter[key]) > most:
+            texts = {"found": f"{len(adapter[key]):,}", "expected": f"at most {most:,}"}
+            found.append((f"adapter.{key}", "has too many entries", texts))
+    if found:
+        return found
     for key, text, pattern in patterns(adapter):
         if not _SHORT.fullmatch(text):
             what, expected = "takes too long to compile", f"at most {_LONGEST:,} characters, all of ASCII"

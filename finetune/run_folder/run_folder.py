@@ -7,7 +7,6 @@ adapter/ (or model/ after full fine-tuning)
 from __future__ import annotations
 
 import functools
-import glob
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pydantic import BaseModel
 
 from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.folder_search import match_paths
 from finetune.core.paths import local_path
 from finetune.core.privacy import masked
 from finetune.core.visible_text import visible
@@ -366,7 +366,7 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
     gone = [
         (key, name)
         for key, name in (needed if files else ())
-        if local_path(name) and not os.path.exists(name) and not glob.glob(name)
+        if local_path(name) and not os.path.exists(name) and not _is_pattern_of_files(name, key)
     ]
     fix = "where it is here, at the end of the command: {}=PATH"
     fixes = {"model.name": fix, "data.validation": fix + "; or {}=null, to do without", "data.name": fix}
@@ -529,11 +529,16 @@ def local_paths(recipe: Recipe) -> dict[str, Any]:
     return {key: path for key, path in found.items() if path != named[key]}
 
 
+def _is_pattern_of_files(name: str, key: str = "data.name") -> bool:
+    """Whether a name has wildcards and names files here."""
+    return any(mark in name for mark in "*?[") and bool(match_paths(name, Path(), key))
+
+
 def _absolute(name: Any) -> Any:
     if isinstance(name, list):
         return [_absolute(item) for item in name]
     if isinstance(name, Source):
         return name.model_copy(update={"name": _absolute(name.name)})
-    if isinstance(name, str) and (os.path.exists(name) or glob.glob(name)):
+    if isinstance(name, str) and (os.path.exists(name) or _is_pattern_of_files(name)):
         return os.path.abspath(name)
     return name

@@ -15,7 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
+from finetune.core import errors
+from finetune.recipe import loader
+from finetune.run_folder import run_folder
 from support.limited_commands import LimitedCommands
 from support.paths import MODEL, QUICKSTART
 from support.soak import soak_except
@@ -517,3 +521,79 @@ def test_safetensors_whose_header_is_longer_than_the_file_are_refused(
     (folder / "model.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
     ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
     assert not ended.wrong and ended.code == 2 and "its header would be" in ended.said, ended
+
+
+def recipe_with(section: str, entries: dict[str, Any], folder: Path) -> str:
+    """A recipe with odd entries in one section."""
+    recipe = yaml.safe_load(QUICKSTART.read_text())
+    recipe["model"] = {"name": str(MODEL)}
+    recipe["data"] = {
+        **recipe["data"],
+        "name": str(MODEL.parent / "data" / "train.jsonl"),
+        "validation": None,
+    }
+    recipe[section] = {**recipe.get(section, {}), **entries}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return str(folder / "recipe.yaml")
+
+
+LONG = "k" * 200_000
+LARGE: list[tuple[str, dict[str, Any]]] = [
+    ("train", {LONG: 1}),
+    ("train", {f"k{number}": 1 for number in range(9000)}),
+    ("adapter", {LONG: 1}),
+    ("adapter", {"target_modules": [LONG]}),
+    ("adapter", {"target_modules": [f"q{number}" for number in range(900)]}),
+    ("adapter", {"rank_pattern": {f"q{number}": 4 for number in range(900)}}),
+    *(
+        ("adapter", {key: [f"q{number}" for number in range(9000)]})
+        for key in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters")
+    ),
+    ("adapter", {"rank_pattern": {f"q{number}": 4 for number in range(9000)}}),
+    ("adapter", {"layer_replication": [[0, 10**9]]}),
+    ("eval", {"tasks": [LONG]}),
+    ("eval", {"tasks": [f"a{number}" for number in range(9000)]}),
+    ("eval", {"tasks": [f"./a{number}.yaml" for number in range(9000)]}),
+    ("data", {"name": [{"name": f"a{number}.jsonl"} for number in range(5000)]}),
+    ("data", {"name": LONG}),
+    ("data", {"name": "[a]" * 60_000}),
+    ("data", {"name": "*/" * 60_000}),
+    ("data", {"name": "/*/*/*/*/*/*/*/*/*/a.jsonl"}),
+    ("data", {"name": "/**/*.jsonl"}),
+    ("data", {"name": "/"}),
+    ("data", {"name": "a\0b.jsonl"}),
+    ("model", {"name": LONG}),
+    ("model", {"name": "a\0b"}),
+]
+LARGE_IN_CI = [LARGE[0], LARGE[4], LARGE[6], LARGE[17], LARGE[18], LARGE[19], LARGE[23]]
+
+
+@pytest.mark.parametrize(
+    ("section", "entries"), soak_except(LARGE_IN_CI, LARGE), ids=lambda one: str(one)[:40]
+)
+def test_recipe_with_long_names_or_many_entries_is_refused(
+    section: str, entries: dict[str, Any], tmp_path, commands
+) -> None:
+    ended = commands.run("check", recipe_with(section, entries, tmp_path))
+    assert not ended.wrong and ended.code == 2, ended
+    assert ended.said.count("error:") <= 2 * errors.MOST_PROBLEMS
+
+
+def test_error_with_many_problems_shows_some_and_counts_the_others() -> None:
+    said = str(errors.UserError(*(errors.Problem(str(number)) for number in range(350))))
+    assert said.count("error:") == errors.MOST_PROBLEMS + 1 and "250 more problems are not shown" in said
+
+
+@pytest.mark.parametrize("name", ["/*/*/*/*/*/*/*/*/*/a.jsonl", "/**/*.jsonl"])
+def test_pattern_of_a_recipe_in_a_run_folder_looks_at_few_files(name: str) -> None:
+    recipe = loader.load(QUICKSTART, [f"data.name={name}", f"model.name={MODEL}"])
+    with pytest.raises(errors.UserError):
+        run_folder.local_paths(recipe)
+
+
+@pytest.mark.parametrize("key", ["r", "lora_alpha"])
+@pytest.mark.parametrize("value", [10**9, 10**30])
+def test_huge_numbers_of_an_adapter_end_soon(key: str, value: int, tmp_path, commands) -> None:
+    """A rank of a billion is valid: `plan` says that no machine has the memory."""
+    ended = commands.run("check", recipe_with("adapter", {key: value}, tmp_path))
+    assert not ended.wrong, ended

@@ -20,7 +20,7 @@ NAMES = ("report.html", "eval.json", "merged", "eval.other.json", "merge.json", 
 
 
 def copied(source: Path, target: Path) -> Path:
-    """A copy of a run folder. No damage changes the content of weights, so both folders name the same files."""
+    """A copy of a run folder. No damage changes weights, so both folders name the same files of weights."""
     shutil.copytree(source, target, copy_function=_copy)
     return target
 
