@@ -21,7 +21,7 @@ import multi_gpu
 from gpu_inputs import SHAPES, document_lengths
 
 from finetune.hardware import gpus
-from finetune.planning import dataset_estimate, planned_choices, planner, sharding_cost
+from finetune.planning import dataset_estimate, memory_by_phase, planner, sharding_cost
 from finetune.recipe import loader
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def make(
     machine, processes = planner.planned_machine(known, count)
     if cap_gib:
         machine = replace(
-            machine, memory_gib=cap_gib + planned_choices.CONTEXT_GIB
+            machine, memory_gib=cap_gib + memory_by_phase.CONTEXT_GIB
         )  # a cap of the allocator's own
     return planner.make(loaded, machine, processes, by=by)
 

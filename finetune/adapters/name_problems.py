@@ -449,16 +449,29 @@ def experts_named(options: Mapping[str, Any], names: Names) -> dict[str, int]:
     PEFT makes `target_parameters` of the names that experts' layers had in transformers 4: of "all-linear",
     and of a list that names all of them.
     """
+    return {parameter: len(layers) for parameter, layers in _experts_by_layers(options, names).items()}
+
+
+def replaced_by_experts(options: Mapping[str, Any], names: Names) -> set[str]:
+    """Last names of layers that get no adapter, because PEFT adapts parameters of experts in their place.
+
+    Shared experts and dense MLPs have layers of these names too.
+    """
+    return {layer for layers in _experts_by_layers(options, names).values() for layer in layers}
+
+
+def _experts_by_layers(options: Mapping[str, Any], names: Names) -> dict[str, set[str]]:
+    """Parameters of experts that PEFT adapts, each with the layers that it had in transformers 4."""
     layers = EXPERTS.get(upstream_options.moe_patterns().get(names.family, ""))
     targets = options.get("target_modules")
     if layers is None or targets is None:
         return {}
     gate, up, down = layers
-    if targets == target_modules.EVERYTHING:
-        return {"gate_up_proj": 2, "down_proj": 1, "gate.weight": 1}
-    named = {one for one in (*layers, "gate") if _names_expert(targets, one, names)}
     asked = {"gate_up_proj": {gate, up}, "down_proj": {down}, "gate.weight": {"gate"}}
-    return {parameter: len(layers) for parameter, layers in asked.items() if layers <= named}
+    if targets == target_modules.EVERYTHING:
+        return asked
+    named = {one for one in (*layers, "gate") if _names_expert(targets, one, names)}
+    return {parameter: layers for parameter, layers in asked.items() if layers <= named}
 
 
 def _names_expert(targets: Any, layer: str, names: Names) -> bool:

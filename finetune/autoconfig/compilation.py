@@ -10,6 +10,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import Choice
 
 if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
 
 GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes that record CUDA graphs
@@ -19,19 +20,30 @@ MAX_RANK = 256  # of the adapters in one fused product
 
 
 class Work(NamedTuple):
-    """What a run asks of a model."""
+    """What a process is to do with a model, and what it has for that."""
 
-    tokens: int  # of one forward pass, at most
-    flops: float  # of this process, over the whole run
-    sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
-    eager: str = ""  # why `auto` does not compile
-    parts: int = 1  # that gradients and the optimizer's state are split into, of which this process has one
-    awaited: float = (
-        0.0  # GiB of weights that come to this device when training starts, less those that leave
-    )
-    host: float = math.inf  # GiB of the CPU's memory that this process may fill with what leaves the GPU
-    each: float = 12.0  # bytes of a number that trains, beside its weight: gradient and AdamW's moments
-    differs: str = "not known to be alike"  # why passes can't be CUDA graphs, if `auto` is to say
+    tokens: int
+    """Of one forward pass, at most."""
+    flops: float | None
+    """Of this process, over the whole run; `None`: the number of steps is not known."""
+    sharded: str = ""
+    """What splits weights between processes: FSDP, DeepSpeed."""
+    eager: str = ""
+    """Why `auto` does not compile."""
+    parts: int = 1
+    """Into how many parts gradients and optimizer state are split. This process has one of them."""
+    awaited: float = 0.0
+    """GiB of weights that come to this device when training starts, less those that leave."""
+    host: float = math.inf
+    """GiB of the CPU's memory that this process may fill with what leaves the GPU."""
+    each: float = 12.0
+    """Bytes of a number that trains, beside its weight: gradient and optimizer state."""
+    differs: str = "not known to be alike"
+    """Why passes can't be CUDA graphs, if `auto` is to say."""
+    usable: float = 0.0
+    """GiB that training may fill, the weights and the adapter being there."""
+    once: bool = False
+    """TransformerEngine's fp8 is in force in forward alone: no layer can run again in backward."""
 
 
 def choose_fused(
@@ -62,34 +74,42 @@ def choose_fused(
     return Choice("on", "auto")
 
 
-def choose_compile(asked: str | bool, work: Work | None, hardware: Hardware) -> Choice:
+def fused_obstacle(config: ModelConfig) -> str:
+    """Why no linear layer of such a model can run fused; the empty string: its config forbids it nowhere."""
+    clipped = getattr(config.get_text_config(), "clip_qkv", None) is not None
+    return "the model clips q, k and v in place" if clipped else ""
+
+
+def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
     """Whether each decoder layer is compiled: where the run is long enough for it to pay.
 
     How long it takes is not asked, which a plan knows and a run does not: both decide by its products.
 
-    Args:
-        work: `None` where it is not known yet.
-
     Raises:
         UserError: CUDA graphs are asked for where there is no GPU (exit 3).
     """
-    if asked in GRAPHS and hardware.device == "cpu":
-        what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
-        raise UserError(Problem(what, "speed.compile", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
+    check_compile(asked, hardware)
     if asked != "auto":
         return Choice("on" if asked else "off", "asked for")
     if hardware.device == "cpu":
         return Choice("off", "auto: on the CPU it does not pay")
-    if work is None:
-        text = f"auto: for more than {PAYS_FROM} s of products at {PRODUCTS:.0%} of the peak"
-        return Choice("on", f"{text}, decided when the model is loaded")
     if work.eager:
         return Choice("off", f"auto: {work.eager}")
+    if work.flops is None:
+        text = f"auto: for more than {PAYS_FROM} s of products at {PRODUCTS:.0%} of the peak"
+        return Choice("on", f"{text}, decided when the model is loaded")
     seconds = work.flops / (PRODUCTS * (hardware.peak_flops or 100e12))
     text = f"auto: about {seconds:,.0f} s of products at {PRODUCTS:.0%} of the peak"
     if seconds < PAYS_FROM:
         return Choice("off", f"{text}, it pays from {PAYS_FROM} s up")
     return Choice("on", text)
+
+
+def check_compile(asked: str | bool, hardware: Hardware) -> None:
+    """Refuse CUDA graphs where there is no GPU (exit 3)."""
+    if asked in GRAPHS and hardware.device == "cpu":
+        what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
+        raise UserError(Problem(what, "speed.compile", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
 
 
 def against_breaks(compile: str | bool, broken: str) -> Problem | None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.autoconfig.memory_estimate import Memory
     from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Adapter, Data, Speed
+    from finetune.recipe.schema import Recipe, Speed
 
 # Seconds in which Python launches a compiled layer, forward and backward. Between what machines differ in:
 # 4.0 to 6.3 ms (135m-bf16), 2.8 to 3.2 (135m-full) and 6.2 to 7.9 on fp8 (24gb_fastest, benchmarks/LOG.md)
@@ -43,15 +43,7 @@ def alone(processes: int) -> bool:
 
 
 def differs(
-    data: Data,
-    adapter: Adapter,
-    speed: Speed,
-    config: ModelConfig,
-    *,
-    alone: bool,
-    attention: str,
-    storage: str,
-    searched: bool,
+    recipe: Recipe, config: ModelConfig, *, alone: bool, attention: str, storage: str, searched: bool
 ) -> str:
     """Why passes of a run are not alike enough, or not known to be, for `auto` to record them; or nothing.
 
@@ -59,6 +51,7 @@ def differs(
         alone: of `alone`.
         searched: the rows of a pass are found by trying.
     """
+    data, adapter, speed = recipe.data, recipe.adapter, recipe.speed
     if not (data.packing or data.padding_free):
         return "rows are padded to lengths of their own"
     if data.streaming:

@@ -224,31 +224,18 @@ def chunk_rows(rows: int, most: int) -> int:
 
 
 def activations(
-    config: ModelConfig,
-    tokens: int,
-    keeps: Keeps,
-    *,
-    free: float,
-    trained: int,
-    offload: str,
-    extra: float = 0.0,
-    each: float = 12.0,
-    sharded: bool = False,
+    config: ModelConfig, tokens: int, keeps: Keeps, *, usable: float, offload: str, extra: float = 0.0
 ) -> Memory:
     """The memory plan of `tokens` tokens.
 
     Args:
-        free: GiB that nothing holds, the weights and the adapter being there.
-        trained: numbers that the optimizer moves here.
+        usable: GiB that activations and what passes may fill (`usable_gib`, less what training adds).
         extra: GiB that is kept beside what this knows of (`qat.kept_gib`).
-        each: bytes of a number that trains, as `Work` has it.
-        sharded: the launch splits the weights.
     """
     one = widths(config)
     loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted or keeps.head)
     moments = loss, backward_gib(config, tokens, keeps)
-    passing = max(moments) + MARGIN_GIB
-    room = usable_gib(free, sharded=sharded) - passing - each * trained / GIB
+    room = usable - max(moments) - MARGIN_GIB
     row = tokens * one.hidden * 2 / GIB
     kept = kept_gib(config, tokens, keeps) + extra
     gone = away(offload, one.layers)

@@ -17,7 +17,7 @@ from finetune.autoconfig import (
 )
 from finetune.autoconfig.attention_choice import Rows
 from finetune.autoconfig.batch_size import most_processes
-from finetune.autoconfig.compilation import choose_compile
+from finetune.autoconfig.compilation import Work, choose_compile
 from finetune.core import run_checks
 from finetune.core.console import Console
 from finetune.core.errors import UserError
@@ -154,7 +154,7 @@ def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, st
 
 
 def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
-    compile, reason = choose_compile(speed.compile, None, machine)
+    compile, reason = choose_compile(speed.compile, Work(0, None), machine)
     state = "active" if compile == "on" else "off"
     asked, gpu = speed.activation_checkpointing != "auto", machine.device == "cuda"
     checkpointing = "active" if speed.activation_checkpointing != "none" and (asked or gpu) else "off"

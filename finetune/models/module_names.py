@@ -76,10 +76,29 @@ class Names:
         return replace(self, shapes=grown)
 
     @cached_property
+    def has_decoder_layers(self) -> bool:
+        """Whether the decoder layers stand in one list named `layers`, as `decoder_of(model).layers`."""
+        lists = {found[1] for name in self.kinds if (found := re.match(r"((?:.*?\.)?layers)\.\d+", name))}
+        return len([name for name in lists if "encoder" not in name]) == 1
+
+    @cached_property
     def layers(self) -> int:
         """The number of layers: one more than the highest number in a name."""
         numbers = {int(found[1]) for name in self.modules if (found := re.search(r"\.(\d+)\.", name))}
         return max(numbers, default=-1) + 1
+
+
+def decoder_of(model: Any) -> Any:
+    """The module that calls the decoder layers of a transformers model.
+
+    Of some families `get_decoder()` returns the whole model or the head (transformers 5.22: Llama 4, Mllama,
+    ModernBERT decoder). There it is the base model.
+    """
+    decoder = model.get_decoder()
+    if hasattr(decoder, "layers"):
+        return decoder
+    below = model.base_model if model.base_model is not model else getattr(model, "model", decoder)
+    return below if hasattr(below, "layers") else decoder
 
 
 def _linear_shapes(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.adapters import name_problems, target_modules
 from finetune.autoconfig.compilation import MAX_RANK
-from finetune.models import architecture, module_names
+from finetune.models import module_names
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
@@ -59,11 +59,13 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     if not kind.peft:
         return Adapted([], found.of_text, 0, False, False, False)
     linear = found.linear
-    options: dict[str, Any] = {"target_modules": "all-linear", **adapter.options(), **kind.sets}
+    options: dict[str, Any] = {**kind.defaults, **adapter.options(), **kind.sets}
     options = target_modules.with_targets(options, kind.peft, found.names)
     if kind.build:
         options |= kind.build(options, max(steps, 12), linear, found.names.family)
     names = [name for name in target_modules.targeted(options, found.names) if name in linear]
+    instead = name_problems.replaced_by_experts(options, found.names) if kind.peft == "lora" else ()
+    names = [name for name in names if module_names.short(name) not in instead]
     counted = kind.peft in FUSED_TYPES
     dropout, dora = bool(options.get("lora_dropout")), bool(options.get("use_dora"))
     trained, largest = 0, 0
@@ -77,8 +79,10 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
             continue
         trained += rank * (inputs + outputs) + (rank if kind.peft == "adalora" else 0)
         trained += outputs * (dora + bool(options.get("lora_bias")))
-    whole = options.get("modules_to_save") or ()
-    whole = [n for n in found.names.parameters if any(n.rpartition(".")[0].endswith(name) for name in whole)]
+    ends = tuple(options.get("modules_to_save") or ())
+    whole = [name for name in found.names.parameters if name.rpartition(".")[0].endswith(ends)]
+    head = bool(ends) and found.names.head.endswith(ends)
+    whole += [f"{found.names.embedding}.weight"] * (head and found.names.tied)  # PEFT trains a copy
     saved = sum(prod(found.tensors[name]) for name in whole)
     rows = len(model.add_tokens) * (2 - found.names.tied) * text.hidden_size
     experts = _parameters(options, found.names) if kind.peft == "lora" else 0
@@ -92,9 +96,11 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     if any(found.names.kinds[name] == "Conv1D" for name in names):
         obstacle = obstacle or "the base is stored as Conv1D"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-    fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS and not architecture.experts(text)
+    fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS
+    fits &= not any(name.endswith("experts") for name in found.names.kinds)
     fits &= not dropout or not any("down_proj" in name for name in names)
-    fits &= not getattr(text, "mlp_bias", False)
+    fits &= not any(name.endswith(tuple(f"{one}.bias" for one in MLP)) for name in found.names.parameters)
+    fits &= not getattr(text, "residual_dropout", 0)  # of Seed-OSS, in the MLP's own forward
     inside = {name.rpartition(".")[0] for name in names if module_names.short(name) in MLP}
     return Adapted(
         names,
@@ -108,7 +114,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         unknown="" if counted and not experts else unknown,
         obstacle=obstacle,
         saved=saved,
-        head=any(name.removesuffix(".weight") == found.names.head for name in whole),
+        head=head,
         experts=experts,
     )
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from finetune.planning.sharding_cost import Share
     from finetune.recipe.schema import Eval
 
+CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
+CPU_GIB = 1.5  # of a process with the libraries imported
 HOST = "CPU memory"  # what leaves the GPU, beside the phases
 
 
@@ -64,25 +66,19 @@ def outside(found: Architecture, precision: str) -> float:
     return (found.parameters - size) * architecture.BYTES[DTYPES[precision]] / GIB
 
 
-def keeps(run: PlannedRun, *, fused: bool, compiled: bool) -> Keeps:
-    """What backward keeps, in `memory_estimate`'s terms."""
-    found, has, storage = run.model, run.adapter, run.storage
-    linear, layers = found.linear, found.config.get_text_config().num_hidden_layers
-    dropped = sum(linear[name][1] for name in has.names) // layers if has.dropout else 0
-    repeated = run.attention in ("sdpa", "eager")
-    return Keeps(
-        # an MLP without adapters runs fused for the sake of rounding to fp8 alone
-        fused and has.fusable and (has.mlps or storage == "fp8"),
-        compiled,
-        not run.full,
-        has.columns,
-        dropped,
-        repeated,
-        has.rank > 0,
-        storage in FOUR_BIT,
-        fp8=storage == "fp8",
-        head=has.head,
-    )
+def room(run: PlannedRun, share: Share) -> tuple[float, float, float]:
+    """GiB of a device: what nothing holds once the model is loaded, what a run may take in all, and what a
+    step leaves free where weights are split."""
+    machine, precision, full = run.target.machine, run.target.precision, run.full
+    held = of_process(run.model, run.storage, precision, share, full=full)
+    held += 0.0 if full else 4 * run.adapter.trained / GIB / share.weights
+    held += share.gathered + share.more + share.outside
+    system = CPU_GIB if machine.device == "cpu" else CONTEXT_GIB + share.nccl
+    free = max(0.0, machine.memory_gib - system - held)
+    alone = machine.memory_gib - system + share.nccl - held + share.more
+    usable = held - share.more + memory_estimate.usable_gib(max(0.0, alone), sharded=False)
+    kept_free = usable - held - memory_estimate.usable_gib(free, sharded=True) if share.weights > 1 else 0.0
+    return free, min(usable, machine.memory_gib), kept_free
 
 
 def phases(run: PlannedRun, chosen: Chosen) -> dict[str, dict[str, float]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from finetune.autoconfig import machine_setup, memory_estimate, mixed_precision, optimizer_choice
 from finetune.autoconfig.batch_size import MARGIN, Batch, most_processes, sizes, split_batch
+from finetune.autoconfig.decisions import decide, decide_fused
 from finetune.core.errors import Problem, UserError
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -27,7 +28,7 @@ from finetune.planning import (
     measured_rates,
     memory_by_phase,
     plan_notes,
-    planned_choices,
+    planned_spec,
     sharding_cost,
     step_time,
 )
@@ -229,7 +230,7 @@ def under(
     chosen = of(1, recipe.speed.activation_checkpointing, recipe.speed.offload)
     checkpointing, offload = chosen.choices["activation checkpointing"], chosen.choices["offload"]
     usable = MARGIN * (
-        machine.memory_gib - (planned_choices.CONTEXT_GIB if machine.device == "cuda" else 0.0)
+        machine.memory_gib - (memory_by_phase.CONTEXT_GIB if machine.device == "cuda" else 0.0)
     )
     for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
         made = of(rows, checkpointing.value, offload.value)
@@ -315,7 +316,7 @@ def planned_run(
     """What is known of a run, and the choices that it needs: how the base is stored, and what attends."""
     model = architecture.read(recipe.model)
     target = Target(machine, processes, by, by.precision or mixed_precision.launch(machine).precision)
-    base, attention = planned_choices.storage_and_attention(recipe, model, target)
+    base, attention = planned_spec.storage_and_attention(recipe, model, target)
     batch = split_batch(recipe.train, processes // by.sharing)
     rows = dataset_estimate.rows_of(recipe.data, recipe.model, batch.per_device, recipe.train.seed)
     steps = dataset_estimate.known_steps(recipe.train, rows, batch, processes // by.sharing)
@@ -335,25 +336,27 @@ def planned_run(
 
 def _choose(run: PlannedRun, *, searched: bool) -> tuple[memory_by_phase.Chosen, dict[str, Choice], float]:
     """What a run would choose for speed and memory, and the GiB that a step leaves free."""
-    by, found = run.target.by, run.model
-    fused = planned_choices.fused(run)
-    of_row = run.batch.per_device * run.row_tokens / by.sharing  # as in a run, which knows its rows
-    work = step_time.flops(found, run.adapter, run.full) * of_row * run.batch.accumulation
-    compile = planned_choices.compiled(run, fused, work)
-    kept = memory_by_phase.keeps(run, fused=fused.value == "on", compiled=compile.value == "on")
-    kept = kept._replace(uncast=kept.adapted and (by.weights or by.half))
-    share = _share(run)
-    graphs = planned_choices.graphed(run, compile, searched=searched)
-    memory, usable, kept_free = planned_choices.room(run, kept, share)
-    checkpointing, offload, graphs, memory = planned_choices.recomputed(run, memory, graphs)
-    on = graphs.value == "on"
-    chosen = memory_by_phase.Chosen(kept, memory, checkpointing.value, share, usable, on)
+    by, speed, machine = run.target.by, run.recipe.speed, run.target.machine
+    sharded, share = by.name if by.weights else "", _share(run)
+    fused = decide_fused(planned_spec.model_spec(run, fused=True), speed.fused, machine, sharded)
+    spec = planned_spec.model_spec(run, fused=fused.value == "on")
+    free, usable, kept_free = memory_by_phase.room(run, share)
+    work = planned_spec.work(run, share, free, searched=searched)
+    decided = decide(spec, speed, work, machine, fused)
+    chosen = memory_by_phase.Chosen(
+        kept=decided.keeps,
+        memory=decided.memory,
+        checkpointing=decided.checkpointing.value,
+        share=share,
+        usable=usable,
+        graphs=decided.graphs.value == "on",
+    )
     choices = {
-        "fused": fused,
-        "compile": compile,
-        "CUDA graphs": graphs,
-        "activation checkpointing": checkpointing,
-        "offload": offload,
+        "fused": decided.fused,
+        "compile": decided.compile,
+        "CUDA graphs": decided.graphs,
+        "activation checkpointing": decided.checkpointing,
+        "offload": decided.offload,
     }
     return chosen, choices, kept_free
 

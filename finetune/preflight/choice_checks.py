@@ -62,7 +62,7 @@ def setup_of(recipe: Recipe) -> Setup:
     )
     packing_support.check(config, recipe.data, recipe.train, setup.attention.value, setup.launch.rows_apart)
     optimizer_choice.check(recipe.train, recipe.speed, setup)
-    compilation.choose_compile(recipe.speed.compile, None, setup.hardware)  # refuses what no CPU can do
+    compilation.check_compile(recipe.speed.compile, setup.hardware)
     given = recipe.train.passed_on()
     data_loader.loader(setup.hardware, int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), given)
     mixed_precision.check_tf32(given.get("tf32"), setup.hardware)

@@ -6,112 +6,93 @@ input wraps that, and compile stands inside both, so that a recomputed layer run
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from finetune.autoconfig import compilation, cuda_graphs, memory_estimate
-from finetune.autoconfig.compilation import Work, choose_compile
-from finetune.autoconfig.memory_estimate import Keeps, Memory
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.autoconfig import compilation, memory_estimate
+from finetune.autoconfig.decisions import Decisions, ModelSpec, decide, decide_fused, none_fused
 from finetune.core.run_checks import Choice
-from finetune.distributed import collectives, launch_environment, sharded_tensors
+from finetune.distributed import collectives
 from finetune.models import module_names
-from finetune.quantization import qat
-from finetune.quantization.fp8_linear import Fp8Linear
-from finetune.recipe import adapter_types
 from finetune.speed.activation_offload import Activations
+from finetune.speed.live_model_spec import decoder_layers, fused_mlps, live_model_spec
 from finetune.speed.lm_head_loss import base_of
 
 if TYPE_CHECKING:
+    from finetune.autoconfig.compilation import Work
     from finetune.core.run_checks import RunChecks
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Speed
 
 
-def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunChecks) -> dict[str, Choice]:
-    """Change the model's own modules in place, read back what changed, and return what was chosen.
+def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunChecks) -> Decisions:
+    """Change the model's own modules in place, read back what changed, and return what was decided.
 
     Raises:
         UserError: what was asked for can't be had together, or not here (exit 3).
     """
-    layers = decoder_layers(model)
-    if not layers:
-        return unknown(model, speed)
-    fused, whole = choose_fused(speed.fused, model, hardware, work.sharded), False
-    done = fused.reason
+    spec = live_model_spec(model)
+    fused = decide_fused(spec, speed.fused, hardware, work.sharded)
     if fused.value == "on":
-        fused, whole = add_fused(model, layers, fused, ledger)
-        done = str(ledger.receipts[-1].actual)
-    broken = breaking(model)
-    if problem := compilation.against_breaks(speed.compile, broken):
-        raise UserError(problem, code=Exit.ENVIRONMENT)
-    work = work._replace(eager=work.eager or broken)
-    compile = as_rank_0(choose_compile(speed.compile, work, hardware))
-    graphs = choose_graphs(model, speed.compile, work, compile, hardware)
-    how = {"fused": whole, "compiled": compile.value == "on", "offload": speed.offload}
-    plan = memory(model, work.tokens, hardware, **how, parts=work.parts, each=work.each, sharded=work.sharded)
-    room, host = least(plan.room - work.awaited, work.host)
-    plan = plan._replace(room=room, host=host, unfused=f"speed.fused: {done}")
-    made = cuda_graphs.beside(graphs, speed, speed.activation_checkpointing, plan, hardware)
-    checkpointing, offload, graphs = as_rank_0(made[:3])
-    if problem := compilation.against_graphs(speed.compile, checkpointing.value, offload.value, work.sharded):
-        raise UserError(problem, code=Exit.ENVIRONMENT)
-    if checkpointing.value != "none":
-        count, mlps = memory_estimate.split(checkpointing.value, len(layers))
-        rounded = checkpointing.value.startswith("mlp_int8")
+        fused, spec = add_fused(model, fused, ledger)
+    room = memory_estimate.usable_gib(free_gib(hardware), sharded=bool(work.sharded)) - work.awaited
+    usable, host = least(room, work.host)
+    decided = decide(spec, speed, work._replace(usable=usable, host=host), hardware, fused)
+    # As rank 0 decides, whose GPU may be another: a layer that one recomputes gathers its weights once more,
+    # where they are split, and a rank that does not would never answer
+    decided = collectives.from_main(lambda: decided)
+    if spec.layers:
+        change_layers(model, decided, hardware, ledger)
+    if decided.compile.value == "on":
+        compile_layers(model, decided, speed, ledger)
+    return decided
+
+
+def change_layers(model: Any, decided: Decisions, hardware: Hardware, ledger: RunChecks) -> None:
+    """Recompute layers, and let their inputs wait in the CPU's memory, as was decided."""
+    layers, checkpointing = decoder_layers(model), decided.checkpointing.value
+    if checkpointing != "none":
+        count, mlps = memory_estimate.split(checkpointing, len(layers))
+        rounded, whole = checkpointing.startswith("mlp_int8"), decided.keeps.fused
         add_activation_checkpointing(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
-    if count := round(memory_estimate.away(offload.value, len(layers)) * len(layers)):
+    if count := round(memory_estimate.away(decided.offload.value, len(layers)) * len(layers)):
         device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
-        chosen = [
-            one for one in layers if one.gradient_checkpointing or checkpointing.value in ("mlp", "mlp_int8")
-        ]
+        chosen = [one for one in layers if one.gradient_checkpointing or checkpointing in ("mlp", "mlp_int8")]
         count = min(count, len(chosen))
         Activations([chosen[i * len(chosen) // count] for i in range(count)], device, layers[-1])
-    if compile.value == "on":
-        torch._dynamo.reset()  # of a run before in this process
-        torch._dynamo.utils.counters.clear()
-        # eager runs what is over it, without a word: layers may differ by their ranks
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
-        torch._dynamo.config.optimize_ddp = False  # that cuts each layer in two at its first MiB of gradients
-        # The first layer's input asks for a gradient, as the others' do: a graph of its own, which it would
-        # be without, is 8 s of compiling (benchmarks/LOG.md), and the gradient a thousandth of a step
-        base_of(model).enable_input_require_grads()
-        mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
-        mode = mode or (compilation.GRAPHS[0] if graphs.value == "on" else None)
-        for layer in layers:
-            layer.compile(mode=mode)  # in place: torch.compile(layer) would rename every key
-        for parameter in [p for layer in layers for p in layer.parameters() if graphs.value == "on"]:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(own_gradient)
-        compiled = sum(layer._compiled_call_impl is not None for layer in layers)
-        how = "layers with a compiled call"
-        ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
-    chosen = {"speed.fused": fused, "speed.compile": compile, "speed.activation_checkpointing": checkpointing}
-    return {**chosen, "speed.offload": worth(offload, model), "CUDA graphs": graphs}
 
 
-def choose_graphs(model: Any, asked: str | bool, work: Work, compile: Choice, hardware: Hardware) -> Choice:
-    """Whether the compiled layers of this model run as CUDA graphs."""
-    fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
-    kind = "full" if not hasattr(model, "peft_config") else "fp8" if fp8 else "adapter"
-    products = cuda_graphs.products(model.config, work.tokens, hardware.peak_flops, kind=kind)
-    return cuda_graphs.choose(asked, compile, differs=work.differs, products=products, kind=kind)
+def compile_layers(model: Any, decided: Decisions, speed: Speed, ledger: RunChecks) -> None:
+    """Compile each decoder layer in place, as CUDA graphs where that was decided."""
+    layers, graphs = decoder_layers(model), decided.graphs.value == "on"
+    torch._dynamo.reset()  # of a run before in this process
+    torch._dynamo.utils.counters.clear()
+    # eager runs what is over it, without a word: layers may differ by their ranks
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
+    torch._dynamo.config.optimize_ddp = False  # that cuts each layer in two at its first MiB of gradients
+    # The first layer's input asks for a gradient, as the others' do: a graph of its own, which it would
+    # be without, is 8 s of compiling (benchmarks/LOG.md), and the gradient a thousandth of a step
+    base_of(model).enable_input_require_grads()
+    mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
+    mode = mode or (compilation.GRAPHS[0] if graphs else None)
+    for layer in layers:
+        layer.compile(mode=mode)  # in place: torch.compile(layer) would rename every key
+    for parameter in [p for layer in layers for p in layer.parameters() if graphs]:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(own_gradient)
+    compiled = sum(layer._compiled_call_impl is not None for layer in layers)
+    how = "layers with a compiled call"
+    ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
 
 
 def least(*memory: float) -> list[float]:
     """Of each number the least that a rank has."""
     return [min(each) for each in zip(*collectives.gathered(memory), strict=True)]
-
-
-def as_rank_0(chosen: Any) -> Any:
-    """What rank 0 has chosen, whose GPU may be another. All must choose alike: a layer that one recomputes
-    gathers its weights once more, where they are split, and a rank that does not would never answer."""
-    return collectives.from_main(lambda: chosen)
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
@@ -122,79 +103,24 @@ def own_gradient(parameter: torch.Tensor) -> None:
         parameter.grad.own = True  # pyright: ignore[reportAttributeAccessIssue] (a mark of ours)
 
 
-def unknown(model: Any, speed: Speed) -> dict[str, Choice]:
-    """What is chosen for a model whose decoder layers are not where transformers' decoders have them.
-
-    Raises:
-        UserError: something was asked for that needs them (exit 3).
-    """
-    reason, off = f"the layers of {type(base_of(model)).__name__} are not known", (False, "none", "auto")
-    options = ("fused", "compile", "activation_checkpointing", "offload")
-    problems = [
-        Problem(reason, f"speed.{name}", found=getattr(speed, name), fix=f"speed.{name}: {fix}")
-        for name, fix in zip(options, ("auto", "auto", "auto", "none"), strict=True)
-        if getattr(speed, name) not in off and getattr(speed, name) != "optimizer"
-    ]
-    if problems:
-        raise UserError(*problems, code=Exit.ENVIRONMENT)
-    made = {f"speed.{name}": Choice("off", reason) for name in options[:2]}
-    made |= {"speed.activation_checkpointing": Choice("none", reason), "CUDA graphs": Choice("off", reason)}
-    offload = speed.offload if speed.offload != "auto" else "none"
-    return {**made, "speed.offload": worth(Choice(offload, reason), model)}
-
-
-def choose_fused(asked: str | bool, model: Any, hardware: Hardware, sharded: str = "") -> Choice:
-    """Whether adapters run through the fused forwards of `fused_lora`.
-
-    Raises:
-        UserError: asked for where there is no adapter (exit 2), or where weights are sharded (exit 3).
-    """
-    if sharded and hasattr(model, "peft_config"):
-        reason = f"{sharded} splits the weights that fast forwards hold whole"
-        if asked is True:
-            problem = Problem(reason, "speed.fused", found=sharded, fix="speed.fused: auto")
-            raise UserError(problem, code=Exit.ENVIRONMENT)
-        return Choice("off", reason if asked == "auto" else "asked for")
-    adapted, rounding = hasattr(model, "peft_config"), bool(qat.rounding(model))
-    dtype = str(model.dtype).removeprefix("torch.")
-    return compilation.choose_fused(asked, hardware, adapted=adapted, dtype=dtype, rounding=rounding)
-
-
-def add_fused(model: Any, layers: list[Any], chosen: Choice, ledger: RunChecks) -> tuple[Choice, bool]:
-    """Fuse, with a run check; returns the choice with what was done, and whether every layer's MLP is fused:
-    that of a layer with experts is not, if only what they share is.
+def add_fused(model: Any, chosen: Choice, ledger: RunChecks) -> tuple[Choice, ModelSpec]:
+    """Fuse, with a run check; returns the choice with what was done, and the model as it is then.
 
     Raises:
         UserError: asked for, and no layer can be (exit 3).
     """
     from finetune.speed.fused_layers import Fused
 
-    made = Fused(model, layers)
-    left = "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(made.left.items()))
-    got = f"{made.served} linear layers" + (f"; {left}" if left else "")
-    got += "".join(f"; {count} MLPs in parts: {reason}" for reason, count in sorted(made.parts.items()))
+    made = Fused(model, decoder_layers(model))
     if chosen.reason == "asked for" and not made.served:
-        what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
-        raise UserError(Problem(what, "speed.fused", found=left, fix=fix), code=Exit.ENVIRONMENT)
+        raise none_fused(made.left_out())
     how = f"fast forwards on the live model, at most {made.worst:.1g} from the modules' own (relative)"
+    got = made.summary()
     ledger.add("speed.fused", "what can be fused", got, how, ok=True)
-    value = "on" if made.served else "off"
-    whole = made.mlps == len(layers) and not any(experts_of(layer) for layer in layers)
-    return chosen if chosen.reason == "asked for" else Choice(value, f"{chosen.reason}: {got}"), whole
-
-
-def breaking(model: Any) -> str:
-    """Why layers can't be compiled whole: forwards of PEFT's that break the graph; empty: none is left."""
-    whole = [module for module in model.modules() if hasattr(module, "finetune_fused")]
-    fused, found = {id(part) for module in whole for part in module.modules()}, set[str]()
-    for module in model.modules():
-        if not isinstance(module, BaseTunerLayer) or id(module) in fused:
-            continue
-        kind = type(module).__module__.split(".")[-2]
-        found |= {kind} if kind in adapter_types.BREAKING else set()
-        found |= {"DoRA"} if getattr(module, "lora_magnitude_vector", None) else set()
-        found |= {"experts' adapters"} if type(module).__name__ == "ParamWrapper" else set()
-    return f"PEFT's forward of {', '.join(sorted(found))} breaks the graph" if found else ""
+    spec = replace(live_model_spec(model), unfused=got)
+    if chosen.reason == "asked for":
+        return chosen, spec
+    return Choice("on" if made.served else "off", f"{chosen.reason}: {got}"), spec
 
 
 def add_activation_checkpointing(
@@ -240,81 +166,9 @@ def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:
     return checkpoint(own, norm, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def fused_mlps(layer: Any) -> list[Any]:
-    """Gate and up of a decoder layer's fused MLPs."""
-    fused = [m.finetune_fused for m in layer.modules() if hasattr(m, "finetune_fused")]
-    return [parts[0] for parts in fused if len(parts) == 3]
-
-
-def experts_of(layer: Any) -> list[Any]:
-    """The experts of a decoder layer's MLP, whose weights stand in one parameter or in a list of modules."""
-    return [module for name, module in layer.named_modules() if name.endswith("experts")]
-
-
 def norms_of(layer: Any) -> list[Any]:
     """The norms of a decoder layer whose output its linear layers read, and so keep until backward."""
     return [m for m in layer.children() if "Norm" in type(m).__name__ and not list(m.children())]
-
-
-def worth(offload: Choice, model: Any) -> Choice:
-    """The choice, with what there is to gain from the optimizer's part."""
-    if offload.value not in ("optimizer", "all"):
-        return offload
-    state = 8 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 2**30
-    little = ", which is little: an adapter's" if hasattr(model, "peft_config") else ""
-    return Choice(offload.value, f"AdamW's state takes {state:.2g} GiB{little}")
-
-
-def decoder_layers(model: Any) -> list[Any]:
-    """The decoder layers of a transformers or PEFT model, in order; none where they are not to be found."""
-    layers = getattr(base_of(model).get_decoder(), "layers", None)
-    return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
-
-
-def memory(
-    model: Any,
-    tokens: int,
-    hardware: Hardware,
-    *,
-    fused: bool,
-    compiled: bool,
-    offload: str = "none",
-    parts: int = 1,
-    each: float = 12.0,
-    sharded: str = "",
-) -> Memory:
-    """The memory plan of `tokens` tokens on this model and device; `parts`, `each`, `sharded`: as `Work` has
-    them."""
-    trained = {n: sharded_tensors.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
-    ia3 = any("ia3_l" in name for name in trained)
-    columns = ia3 or any("lora_magnitude_vector" in name for name in trained)
-    adapted, layers = hasattr(model, "peft_config"), max(1, len(decoder_layers(model)))
-    repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
-    repeated &= launch_environment.parallel("CP") == 1  # where rows are shared SDPA has no mask
-    four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
-    keeps = Keeps(fused, compiled, adapted, columns, dropped(model) // layers, repeated, not ia3, four_bit)
-    in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
-    keeps = keeps._replace(uncast=adapted and parts > 1, fp8=in_fp8, head=head_trains(model))
-    given = {"free": free_gib(hardware), "trained": sum(trained.values()) // parts, "offload": offload}
-    return memory_estimate.activations(
-        model.config, tokens, keeps, **given, extra=qat.kept_gib(model), each=each, sharded=bool(sharded)
-    )
-
-
-def head_trains(model: Any) -> bool:
-    """Whether the output head does: with all, or by `modules_to_save`."""
-    head = model.get_output_embeddings()
-    return head is not None and any(parameter.requires_grad for parameter in head.parameters())
-
-
-def dropped(model: Any) -> int:
-    """Inputs of the layers whose adapter drops some of them, summed over the model."""
-    adapters = (m for m in model.modules() if getattr(m, "lora_dropout", None))
-    drops = (
-        any(isinstance(d, torch.nn.Dropout) for d in m.lora_dropout.values()) * m.in_features
-        for m in adapters
-    )
-    return sum(drops)
 
 
 def free_gib(hardware: Hardware) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -67,15 +67,19 @@ def computes_all(rows: int, num_labels: int) -> bool:
     return (rows - num_labels) * FEW <= rows
 
 
+class Head(NamedTuple):
+    """An output head: what makes logits of hidden states."""
+
+    weight: Tensor
+    """(vocabulary, hidden); with a gradient if it trains."""
+    bias: Tensor | None = None
+    """(vocabulary,), the same."""
+    softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)."""
+
+
 def token_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    num_labels: int | None = None,
-    compiled: bool = False,
+    hidden: Tensor, head: Head, labels: Tensor, *, num_labels: int | None = None, compiled: bool = False
 ) -> TokenLoss:
     """Sum of -log softmax(h W^T + b)[label] over the rows with a label: `cross_entropy(reduction="sum")`.
 
@@ -83,12 +87,10 @@ def token_loss(
 
     Args:
         hidden: (..., hidden), of which row i predicts `labels`[i].
-        weight: (vocabulary, hidden); with a gradient if it trains.
         labels: (...), int64; -100 where there is none.
-        bias: (vocabulary,), the same.
-        softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
         num_labels: labels that are not -100; `None` asks the device, and waits for it.
     """
+    weight, bias, softcap = head
     device = weight.device
     autocast = torch.is_autocast_enabled(device.type)
     dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype

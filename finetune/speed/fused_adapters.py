@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Exit, Problem, UserError, only_user_errors
 from finetune.quantization import four_bit, fp8_linear
-from finetune.speed import apply_to_model
+from finetune.speed import live_model_spec, lm_head_loss
 from finetune.speed.fused_layers import Fused
 from finetune.speed.fused_lora import Stack, base_of
 
@@ -38,14 +38,12 @@ def apply(model: PeftModel) -> PeftModel:
         fix = "peft.get_peft_model(model, LoraConfig(...)) first"
         raise UserError(Problem("the model has no adapter", found=type(model).__name__, fix=fix))
     remove(model)
-    layers = apply_to_model.decoder_layers(model)
+    layers = live_model_spec.decoder_layers(model)
     if not layers:
-        what = (
-            f"finetune does not know where the layers of {type(apply_to_model.base_of(model)).__name__} are"
-        )
+        what = f"finetune does not know where the layers of {type(lm_head_loss.base_of(model)).__name__} are"
         raise UserError(Problem(what, fix="train without finetune.speed.apply"), code=Exit.ENVIRONMENT)
     fused = Fused(model, layers, every_pass=True)
-    left = "; ".join(f"{count} stay PEFT's: {reason}" for reason, count in sorted(fused.left.items()))
+    left = fused.left_out()
     if not fused.served:
         remove(model)
         fix = "train without finetune.speed.apply"

@@ -18,7 +18,8 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from finetune.autoconfig.compilation import MAX_RANK
+from finetune.autoconfig.compilation import MAX_RANK, fused_obstacle
+from finetune.models import module_names
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import dora_norm, lm_head_loss
 from finetune.speed.fused_lora import Stack, base_of, gated_mlp, project
@@ -71,9 +72,9 @@ class Fused:
         self.left, self.worst, self.parts = Counter[str](), 0.0, Counter[str]()
         self.every_pass = every_pass
         fast, groups = set[nn.Module](), list[Group]()
-        clipped = getattr(model.config.get_text_config(), "clip_qkv", None) is not None
+        against = fused_obstacle(model.config)
         every = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
-        for layer in [] if clipped else layers:
+        for layer in [] if against else layers:
             adapted = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)] or every[:1]
             for module in layer.modules():
                 if drops := _drops(module):
@@ -83,18 +84,27 @@ class Fused:
         magnitudes = [m for m in fast if getattr(m, "lora_magnitude_vector", None)]
         self.norms = dora_norm.Norms(magnitudes) if magnitudes else None
         # on the decoder: a loss in chunks calls it, and not the model
-        decoder = lm_head_loss.base_of(model).get_decoder()
+        decoder = module_names.decoder_of(lm_head_loss.base_of(model))
         self.hook = decoder.register_forward_pre_hook(self.start) if groups else None
         groups = self._right(groups, fast)
         self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
         self.served = sum(len(group.members) for group in groups)
         self.mlps = sum(group.called != group.members for group in groups)
-        reason = "the model clips q, k and v in place" if clipped else "no forward of ours is for it"
+        reason = against or "no forward of ours is for it"
         for module in model.modules():
             if isinstance(module, BaseTunerLayer) and module not in fast:
                 self.left[obstacle(module) or reason] += 1
         model.finetune_norms = self.norms
         model.finetune_fused_by = self
+
+    def summary(self) -> str:
+        """How many linear layers are fused, and what is not, with the reasons."""
+        parts = [f"{count} MLPs in parts: {reason}" for reason, count in sorted(self.parts.items())]
+        return "; ".join(filter(None, [f"{self.served} linear layers", self.left_out(), *parts]))
+
+    def left_out(self) -> str:
+        """How many adapted layers PEFT's own forward runs, by the reason."""
+        return "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(self.left.items()))
 
     def start(self, *_: object) -> None:
         """Before a forward pass: nothing of one that an error ended, norms of the weights as they are."""

@@ -19,7 +19,7 @@ from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
-from finetune.speed.chunked_cross_entropy import IGNORED, TokenLoss, computes_all, token_loss
+from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -283,12 +283,10 @@ def install(model: Any, *, compiled: bool) -> Installed:
         )
         result = token_loss(
             hidden * found.scale if found.scale != 1 else hidden,
-            weight,
+            Head(weight, bias if bias is None else bias * found.scale, found.softcap),
             torch.nn.functional.pad(
                 labels[:, 1:], (0, 1), value=IGNORED
             ),  # a copy of ids, not of hidden states
-            bias=bias if bias is None else bias * found.scale,
-            softcap=found.softcap,
             num_labels=num_labels,
             compiled=compiled,
         )

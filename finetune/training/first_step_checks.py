@@ -14,7 +14,7 @@ from finetune.core.errors import Exit
 from finetune.distributed import collectives
 from finetune.kernels import kernel_limits
 from finetune.quantization import fp8_loading, qat
-from finetune.speed import activation_offload, apply_to_model
+from finetune.speed import activation_offload, live_model_spec
 from finetune.training import optimizers
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class FirstStep(TrainerCallback):
 
     def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
         """Those of a forward through the decoder; 1 where layers lend others their keys, or by torchao."""
-        layers = apply_to_model.decoder_layers(model)
+        layers = live_model_spec.decoder_layers(model)
         text = model.config.get_text_config() if layers else None
         if not self.own_fp8 or getattr(text, "num_kv_shared_layers", 0):
             return 1
@@ -166,7 +166,7 @@ class FirstStep(TrainerCallback):
     ) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
         if self.cudagraphs:
-            add_receipt(self.ledger, len(apply_to_model.decoder_layers(kwargs["model"])))
+            add_receipt(self.ledger, len(live_model_spec.decoder_layers(kwargs["model"])))
         if self.compiled and self.compiled_graphs:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.compiled_graphs
             how = "of batches of other lengths: data.packing and padding_free have one"

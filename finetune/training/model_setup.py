@@ -30,7 +30,7 @@ from finetune.models import fingerprint, loading, module_names, router_loss, tok
 from finetune.preflight import choice_checks, gradient_probe
 from finetune.quantization import qat
 from finetune.recipe import adapter_types
-from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
+from finetune.speed import apply_to_model, live_model_spec, lm_head_loss, packing_isolation
 from finetune.training import auto_correction, batch_search, oom_recovery, optimizers
 
 if TYPE_CHECKING:
@@ -81,15 +81,10 @@ def make_fast(
         packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
     name = collectives.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
     section, before = resume_contract.as_chosen(recipe.speed, run.found, name)
-    once = transformer_engine_layers.used() and section.activation_checkpointing == "auto"
-    section = section.model_copy(update={"activation_checkpointing": "none"}) if once else section
     corrected = run.correction.choice(auto_correction.CHECKPOINTING)
     if corrected:
         section = section.model_copy(update={"activation_checkpointing": corrected.value})
-    fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger)
-    if once:
-        why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_environment.ONCE}"
-        fast["speed.activation_checkpointing"] = fast["speed.activation_checkpointing"]._replace(reason=why)
+    fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger).by_option()
     fast |= {auto_correction.CHECKPOINTING: corrected} if corrected else {}
     same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
     fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
@@ -121,7 +116,7 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         awaited += 2 * sum(linear) if launch.precision != "no" else 0
     if sharded == "FSDP":
         layers = [
-            sum(p.nbytes for p in layer.parameters()) for layer in apply_to_model.decoder_layers(adapted)
+            sum(p.nbytes for p in layer.parameters()) for layer in live_model_spec.decoder_layers(adapted)
         ]
         whole = sum(p.nbytes for p in every)
         outside = whole - sum(layers) if layers else 0
@@ -139,12 +134,21 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
     plain = hasattr(adapted, "peft_config") and setup.storage.value in mixed_precision.STORED
     eager = launch_environment.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
-    given = recipe.data, recipe.adapter, recipe.speed, adapted.config
     alone = cuda_graphs.alone(launch.processes)
     searched = recipe.train.per_device_train_batch_size == "auto"
-    differs = cuda_graphs.differs(*given, alone=alone, searched=searched, **kinds)
-    memory = awaited / 2**30, host / 2**30, each
-    return compilation.Work(tokens, flops, sharded, eager, parts, *memory, differs)
+    differs = cuda_graphs.differs(recipe, adapted.config, alone=alone, searched=searched, **kinds)
+    return compilation.Work(
+        tokens,
+        flops,
+        sharded=sharded,
+        eager=eager,
+        parts=parts,
+        awaited=awaited / memory_estimate.GIB,
+        host=host / memory_estimate.GIB,
+        each=each,
+        differs=differs,
+        once=transformer_engine_layers.used(),
+    )
 
 
 def beside(recipe: Recipe, setup: Setup) -> float:
@@ -206,7 +210,7 @@ def corrector(
     run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> auto_correction.Corrector | None:
     """What starts the run again if its first step runs out of memory; `None`: no `auto` can take less."""
-    layers = apply_to_model.decoder_layers(adapted)
+    layers = live_model_spec.decoder_layers(adapted)
     level = fast[auto_correction.CHECKPOINTING].value
     allowed = partial(choice_checks.allows, run.recipe, run.setup)
     change = auto_correction.next_change(
@@ -214,7 +218,7 @@ def corrector(
         level if layers and not transformer_engine_layers.used() else "full",
         batch,
         allowed,
-        fused_mlps=bool(layers) and all(map(apply_to_model.fused_mlps, layers)),
+        fused_mlps=bool(layers) and all(map(live_model_spec.fused_mlps, layers)),
         offloads=bool(memory_estimate.away(fast["speed.offload"].value, max(1, len(layers)))),
     )
     alone = run.setup.launch.processes == 1

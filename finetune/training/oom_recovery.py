@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.autoconfig import memory_estimate
+from finetune.autoconfig import decisions, memory_estimate
+from finetune.autoconfig.compilation import Work
 from finetune.checkpointing import training_state
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.distributed import collectives
-from finetune.speed import apply_to_model, chunked_cross_entropy
+from finetune.speed import chunked_cross_entropy
+from finetune.speed.live_model_spec import live_model_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -119,20 +121,16 @@ def needed(
         chosen: what was chosen for `speed:`, by option.
         beside: bytes of each trained number beside weight and gradient.
     """
-    if setup.launch.sharded or not apply_to_model.decoder_layers(model):
+    spec, tokens = live_model_spec(model), rows * length
+    if setup.launch.sharded or not spec.layers:
         return ""
     fused, compiled = (chosen[f"speed.{name}"].value == "on" for name in ("fused", "compile"))
-    tokens, adapted = rows * length, hasattr(model, "peft_config")
-    how = {"fused": fused, "compiled": compiled, "offload": chosen["speed.offload"].value}
-    memory = apply_to_model.memory(model, tokens, setup.hardware, **how)
+    keeps = decisions.keeps_of(spec, 1, fused=fused, compiled=compiled)
+    memory = decisions.plan_memory(spec, Work(tokens, None), keeps, chosen["speed.offload"].value)
     at_loss, at_backward = memory_estimate.at_once(memory, chosen["speed.activation_checkpointing"].value)
-    trains = apply_to_model.head_trains(model)
-    at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, trained=trains)
-    at_backward += memory_estimate.backward_gib(
-        model.config, tokens, memory_estimate.Keeps(fused, compiled, adapted)
-    )
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    held = sum(p.nbytes for p in model.parameters()) + (4 + beside) * trained
+    at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, trained=spec.head)
+    at_backward += memory_estimate.backward_gib(model.config, tokens, keeps)
+    held = sum(p.nbytes for p in model.parameters()) + (4 + beside) * spec.trained
     total = held / memory_estimate.GIB + max(at_loss, at_backward)
     total += memory.graphs if chosen["CUDA graphs"].value == "on" else 0.0
     what = "one row" if rows == 1 else f"{rows} rows"

@@ -18,7 +18,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from finetune.autoconfig import machine_setup
+from finetune.autoconfig import decisions, machine_setup
+from finetune.autoconfig.compilation import Work
 from finetune.checkpointing import checkpoints, resume_contract
 from finetune.cli import main
 from finetune.core.errors import UserError
@@ -27,7 +28,7 @@ from finetune.quantization import four_bit
 from finetune.recipe import loader
 from finetune.recipe.schema import Eval, Train
 from finetune.run_folder.run_folder import RunFolder
-from finetune.speed import apply_to_model
+from finetune.speed.live_model_spec import live_model_spec
 from finetune.training import model_setup, stopping
 from support import fsdp_on_cpus, two_ranks
 from support.paths import QUICKSTART
@@ -289,10 +290,15 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
         work = model_setup.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
         assert work.awaited == pytest.approx(more / 2**30), "autocast's copies"
         assert work.each == (16 if processes > 1 else 12), "and the gradients DDP sends"
-    how = {"fused": False, "compiled": False}
-    rooms = [apply_to_model.memory(base, 64, setup.hardware, **how, parts=n).room for n in (1, 4)]
+    spec = live_model_spec(base)
+    kept = decisions.keeps_of(spec, 1, fused=False, compiled=False)
+
+    def room_of(work: Work) -> float:
+        return decisions.plan_memory(spec, work, kept, "none").room
+
+    rooms = [room_of(Work(64, None, parts=parts)) for parts in (1, 4)]
     assert rooms[1] - rooms[0] == pytest.approx(12 * whole / 4 * 0.75 / 2**30, rel=1e-3)
-    light = apply_to_model.memory(base, 64, setup.hardware, **how, each=6.0).room
+    light = room_of(Work(64, None, each=6.0))
     assert light - rooms[0] == pytest.approx((12 - 6) * whole / 4 / 2**30, rel=1e-3)
     elsewhere = base.to("meta")  # where its head is a copy
     apart = sum(p.nbytes for p in elsewhere.parameters()) - whole

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.quantization import fp8_linear
-from finetune.speed.apply_to_model import decoder_layers
 from finetune.speed.fused_layers import Fused
+from finetune.speed.live_model_spec import decoder_layers
 from support.kernel_steps import apart, step
 from support.soak import soak_except
 

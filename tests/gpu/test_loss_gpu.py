@@ -8,6 +8,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from finetune.autoconfig import memory_estimate
 from finetune.speed import chunked_cross_entropy
+from finetune.speed.chunked_cross_entropy import Head
 from support.runs import metrics, receipts
 from support.soak import soak_except
 from support.trainers import trainer_of
@@ -57,7 +58,9 @@ def test_in_bf16_it_is_no_worse_than_transformers_own(
 
     true = hidden.detach().double().requires_grad_()
     wanted, usual = plain(true, weight.double(), torch.float64), plain(hidden, weight, torch.float32)
-    ours = chunked_cross_entropy.token_loss(hidden, weight, labels, softcap=softcap, compiled=compiled).nll
+    ours = chunked_cross_entropy.token_loss(
+        hidden, Head(weight, softcap=softcap), labels, compiled=compiled
+    ).nll
     (right,) = torch.autograd.grad(wanted, true)
     off = [torch.autograd.grad(value, hidden)[0].double() - right for value in (usual, ours)]
     assert abs(ours.item() - wanted.item()) <= 1.5 * abs(usual.item() - wanted.item()) + 1e-5 * wanted.item()
@@ -70,11 +73,11 @@ def test_it_asks_the_device_nothing(share: float, compiled: bool) -> None:
     hidden, weight, labels = inputs_with(share)
     count = int((labels != -100).sum())
     given = {"num_labels": count, "compiled": compiled}
-    chunked_cross_entropy.token_loss(hidden, weight, labels, **given).nll.backward()  # compiles
+    chunked_cross_entropy.token_loss(hidden, Head(weight), labels, **given).nll.backward()  # compiles
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        chunked_cross_entropy.token_loss(hidden, weight, labels, **given).nll.backward()
+        chunked_cross_entropy.token_loss(hidden, Head(weight), labels, **given).nll.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -117,7 +120,7 @@ def test_it_holds_chunks_and_the_gradient_of_hidden_states() -> None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found = chunked_cross_entropy.token_loss(hidden, weight, labels, num_labels=rows)
+    found = chunked_cross_entropy.token_loss(hidden, Head(weight), labels, num_labels=rows)
     peak, kept = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_allocated() - before
     gradient = rows * hidden_size * 2
     assert (

@@ -11,7 +11,7 @@ import torch
 
 from finetune.core.run_checks import RunChecks
 from finetune.recipe.schema import Speed
-from finetune.speed import activation_offload, apply_to_model
+from finetune.speed import activation_offload, apply_to_model, live_model_spec
 from finetune.training import optimizers
 from support.offloading import assert_same, batches, distance, gradients, model_of
 from support.runs import metrics, receipts
@@ -32,7 +32,7 @@ OFTEN = [*product(["lora", "full"], DTYPES, [False]), ("lora", torch.bfloat16, T
 )
 def test_inputs_that_left_and_came_back_change_nothing(kind: str, dtype: torch.dtype, compiled) -> None:
     model = model_of(kind).to("cuda", dtype)
-    layers = apply_to_model.decoder_layers(model)
+    layers = live_model_spec.decoder_layers(model)
     plain = gradients(model)
     if compiled:
         for layer in layers:
@@ -70,7 +70,7 @@ def test_no_more_than_three_inputs_are_on_the_gpu_at_a_time() -> None:
     asks for.
     """
     model = large(12)
-    for layer in (layers := apply_to_model.decoder_layers(model)):
+    for layer in (layers := live_model_spec.decoder_layers(model)):
         layer.input_layernorm.weight.requires_grad_(True)
     apply_to_model.add_activation_checkpointing(model, layers, len(layers), RunChecks())
     entry = 8192 * 2048 * 2

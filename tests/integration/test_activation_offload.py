@@ -12,7 +12,7 @@ from finetune.cli import main
 from finetune.core.run_checks import Choice, RunChecks
 from finetune.hardware.detection import Hardware
 from finetune.recipe.schema import Speed
-from finetune.speed import activation_offload, apply_to_model
+from finetune.speed import activation_offload, apply_to_model, live_model_spec
 from support import two_ranks
 from support.offloading import assert_same, batches, gradients, model_of
 from support.paths import QUICKSTART
@@ -24,7 +24,7 @@ from support.soak import soak_except
 def test_inputs_that_left_and_came_back_change_nothing(kind: str, recomputed: int) -> None:
     model = model_of(kind)
     plain = gradients(model)
-    layers, ledger = apply_to_model.decoder_layers(model), RunChecks()
+    layers, ledger = live_model_spec.decoder_layers(model), RunChecks()
     apply_to_model.add_activation_checkpointing(model, layers, recomputed, ledger)
     chosen = [layer for layer in layers if layer.gradient_checkpointing]
     made = activation_offload.Activations(chosen, model.device)
@@ -42,8 +42,8 @@ def test_inputs_that_left_and_came_back_change_nothing(kind: str, recomputed: in
 def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
     """Norms and MLPs are made again, what is left leaves: inputs, attention's q, k, v and output."""
     model = model_of(kind)
-    layers = apply_to_model.decoder_layers(model)
-    apply_to_model.add_fused(model, layers, Choice("on", "asked for"), RunChecks())
+    layers = live_model_spec.decoder_layers(model)
+    apply_to_model.add_fused(model, Choice("on", "asked for"), RunChecks())
     plain = gradients(model)
     ledger = RunChecks()
     apply_to_model.add_activation_checkpointing(model, layers, 0, ledger, mlps=len(layers))
@@ -65,9 +65,9 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
     cpu = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
     chosen = apply_to_model.apply(model, asked, compilation.Work(64, 1e9), cpu, ledger := RunChecks())
     made = activation_offload.of(model)
-    assert made and made.layers == apply_to_model.decoder_layers(model)[:1] and chosen["speed.offload"].value
+    assert made and made.layers == live_model_spec.decoder_layers(model)[:1] and chosen.offload.value
     order = list[str]()
-    fetch, last = made.fetch, apply_to_model.decoder_layers(model)[-1].mlp.down_proj.lora_A["default"].weight
+    fetch, last = made.fetch, live_model_spec.decoder_layers(model)[-1].mlp.down_proj.lora_A["default"].weight
     made.fetch = lambda owner: (order.append("fetch"), fetch(owner))[1]
     last.register_post_accumulate_grad_hook(lambda _: order.append("last layer's gradient"))
     gradients(model)
@@ -83,8 +83,8 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
 def test_what_is_made_again_is_not_kept_when_compiled(half: str) -> None:
     """A compiler sees that forward and backward make the same product, and would keep it."""
     model, saved = model_of("lora"), list[tuple[torch.Size, torch.dtype]]()
-    layers = apply_to_model.decoder_layers(model)[:1]
-    apply_to_model.add_fused(model, layers, Choice("on", "asked for"), RunChecks())
+    layers = live_model_spec.decoder_layers(model)[:1]
+    apply_to_model.add_fused(model, Choice("on", "asked for"), RunChecks())
     plain = gradients(model)
     apply_to_model.add_activation_checkpointing(
         model, layers, 0, RunChecks(), mlps=half == "mlp", rounded=half == "int8"
@@ -111,10 +111,10 @@ def test_layers_alike_are_compiled_once(how: str) -> None:
     """The first layer's input has no gradient, all others share one graph: 80 layers took minutes."""
     model = model_of("lora")
     model.config.use_cache = False
-    layers = apply_to_model.decoder_layers(model)
+    layers = live_model_spec.decoder_layers(model)
     layers += [copy.deepcopy(layers[1]) for _ in range(2)]
     model.base_model.model.model.layers = torch.nn.ModuleList(layers)
-    apply_to_model.add_fused(model, layers, Choice("on", "asked for"), RunChecks())
+    apply_to_model.add_fused(model, Choice("on", "asked for"), RunChecks())
     mlps = len(layers) if how == "mlp" else 0
     apply_to_model.add_activation_checkpointing(
         model, layers, 0, RunChecks(), mlps=mlps, rounded=how == "int8"
@@ -140,7 +140,7 @@ def chosen(gpus: list[Hardware], rooms: list[float]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(apply_to_model, "free_gib", lambda _: rooms[rank])
         made = apply_to_model.apply(model_of("lora"), Speed(fused=False), work, gpus[rank], RunChecks())
-    print("chosen:", made["speed.compile"].value, made["speed.activation_checkpointing"].value)
+    print("chosen:", made.compile.value, made.checkpointing.value)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def sharded_gradients(half: bool) -> None:
     found = []
     for offloaded in (False, True):
         model = model_of("full")
-        layers = apply_to_model.decoder_layers(model)
+        layers = live_model_spec.decoder_layers(model)
         apply_to_model.add_activation_checkpointing(model, layers, 0 if half else len(layers), RunChecks())
         for module in (*layers, model):
             fully_shard(module)
@@ -185,7 +185,7 @@ def test_weights_that_fsdp_splits_stay(half: bool) -> None:
 
 def test_a_pass_that_failed_leaves_nothing() -> None:
     model = model_of("lora")
-    layers = apply_to_model.decoder_layers(model)
+    layers = live_model_spec.decoder_layers(model)
     apply_to_model.add_activation_checkpointing(model, layers, len(layers), RunChecks())
     made = activation_offload.Activations(layers, model.device)
     right = gradients(model)
@@ -204,7 +204,7 @@ def test_a_pass_that_failed_leaves_nothing() -> None:
 
 def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
     model = model_of("lora")
-    layers = apply_to_model.decoder_layers(model)
+    layers = live_model_spec.decoder_layers(model)
     apply_to_model.add_activation_checkpointing(model, layers, len(layers), RunChecks())
     made = activation_offload.Activations(layers, model.device)
     kept: list[weakref.ref] = []

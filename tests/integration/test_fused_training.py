@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.autoconfig import decisions
 from finetune.autoconfig.compilation import Work
 from finetune.core.errors import UserError
 from finetune.core.run_checks import Choice, RunChecks
@@ -20,9 +21,9 @@ from finetune.hardware.detection import Hardware
 from finetune.kernels import ops
 from finetune.quantization import fp8_linear, fp8_loading
 from finetune.recipe.schema import Speed
-from finetune.speed import apply_to_model, fused_lora, packing_isolation
-from finetune.speed.apply_to_model import decoder_layers
+from finetune.speed import apply_to_model, fused_lora, live_model_spec, packing_isolation
 from finetune.speed.fused_layers import Fused
+from finetune.speed.live_model_spec import decoder_layers
 from support.fused_models import IDS, LINEAR, TYPES, adapted, ranked, step, worst
 from support.runs import metrics, receipts
 
@@ -82,8 +83,9 @@ def test_an_mlp_of_experts_is_not_whole_where_what_they_share_is_fused() -> None
     for family, extra in (("llama", {}), ("qwen2_moe", sizes)):
         model = adapted(ranked(), family, **extra)
         layers = decoder_layers(model)
-        _, whole = apply_to_model.add_fused(model, layers, Choice("on", "auto"), RunChecks())
-        assert all(apply_to_model.fused_mlps(layer) for layer in layers) and whole == (family == "llama")
+        _, spec = apply_to_model.add_fused(model, Choice("on", "auto"), RunChecks())
+        assert all(live_model_spec.fused_mlps(layer) for layer in layers)
+        assert spec.fused_mlps == (family == "llama")
 
 
 def test_recomputed_layers_leave_nothing_behind() -> None:
@@ -217,7 +219,7 @@ def test_layers_that_are_not_found() -> None:
     model = AutoModelForCausalLM.from_config(made)
     assert decoder_layers(model) == []
     chosen = apply_to_model.apply(model, Speed(), WORK, CPU, RunChecks())
-    assert chosen["speed.compile"].reason == "the layers of FalconForCausalLM are not known"
+    assert chosen.compile.reason == "the layers of falcon are not known"
     with pytest.raises(UserError) as error:
         apply_to_model.apply(
             model, Speed(compile=True, activation_checkpointing="full"), WORK, CPU, RunChecks()
@@ -299,10 +301,11 @@ def test_sharded_weights_are_not_held_whole(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert sharded() == "FSDP"
     model = adapted(ranked())
-    chosen = apply_to_model.choose_fused("auto", model, CPU, sharded())
+    spec = live_model_spec.live_model_spec(model)
+    chosen = decisions.decide_fused(spec, "auto", CPU, sharded())
     assert chosen.value == "off" and "FSDP splits the weights" in chosen.reason
     with pytest.raises(UserError, match="FSDP splits the weights"):
-        apply_to_model.choose_fused(True, model, CPU, sharded())
+        decisions.decide_fused(spec, True, CPU, sharded())
 
 
 @pytest.mark.parametrize(("fused", "count"), [(False, 7), (True, 4)])

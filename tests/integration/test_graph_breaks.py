@@ -13,7 +13,7 @@ from finetune.core.run_checks import Choice, RunChecks
 from finetune.hardware.detection import Hardware
 from finetune.models import loading
 from finetune.recipe import adapter_types, loader
-from finetune.speed import apply_to_model
+from finetune.speed import live_model_spec
 from support.paths import QUICKSTART
 from support.soak import soak_except
 
@@ -48,11 +48,11 @@ def adapted(*overrides: str) -> Any:
 def test_auto_knows_what_breaks_the_graph(given: tuple[str, ...], said: str) -> None:
     made = adapted(*given)
     breaks = compiled_in_parts(made)
-    reason = apply_to_model.breaking(made)
-    assert breaks == bool(reason) == bool(said) and said in reason
-    work = compilation.Work(4096, 1e20, eager=reason)
+    reason = live_model_spec.breaking(made)
+    assert breaks == bool(reason) and reason == ({said} if said else set())
+    work = compilation.Work(4096, 1e20, eager=said)
     auto = compilation.choose_compile("auto", work, H100)
-    assert (auto.value, reason in auto.reason) == ("off" if said else "on", True)
+    assert (auto.value, said in auto.reason) == ("off" if said else "on", True)
 
 
 def compiled_in_parts(made: Any) -> bool:
@@ -62,7 +62,7 @@ def compiled_in_parts(made: Any) -> bool:
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    apply_to_model.decoder_layers(made)[0].compile(backend="eager")
+    live_model_spec.decoder_layers(made)[0].compile(backend="eager")
     try:
         made(input_ids=torch.arange(24)[None]).logits.sum().backward()
         return bool(torch._dynamo.utils.counters["graph_break"])
@@ -86,9 +86,9 @@ def test_dora_breaks_nothing_where_it_is_fused() -> None:
     from finetune.speed.fused_layers import Fused
 
     made = adapted("adapter.type=dora")
-    assert "DoRA" in apply_to_model.breaking(made)
-    Fused(made, apply_to_model.decoder_layers(made))
-    assert apply_to_model.breaking(made) == ""
+    assert "DoRA" in live_model_spec.breaking(made)
+    Fused(made, live_model_spec.decoder_layers(made))
+    assert not live_model_spec.breaking(made)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,6 @@ def test_dora_breaks_nothing_where_it_is_fused() -> None:
 def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatch) -> None:
     """Under `auto` what it did not know of is a receipt."""
     monkeypatch.setattr(compilation, "choose_compile", lambda *given: Choice("on", reason))
-    monkeypatch.setattr(apply_to_model, "choose_compile", compilation.choose_compile)
     monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
     given = ("adapter.type=loha", ONE, "train.learning_rate=1e-2")
     if reason == "asked for":

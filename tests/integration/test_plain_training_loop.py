@@ -18,7 +18,7 @@ from transformers import (
 from transformers import Trainer as HfTrainer
 
 from finetune.recipe import loader
-from finetune.speed.chunked_cross_entropy import IGNORED, token_loss
+from finetune.speed.chunked_cross_entropy import IGNORED, Head, token_loss
 from finetune.training import pipeline
 from support.paths import QUICKSTART
 from support.runs import metrics
@@ -63,7 +63,7 @@ def in_chunks(model: Any, batch: dict[str, Any]) -> torch.Tensor:
     backbone, head = model.get_base_model().base_model, model.get_output_embeddings()
     hidden = backbone(batch["input_ids"], batch["attention_mask"], use_cache=False).last_hidden_state
     labels = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    nll = token_loss(hidden, head.weight, labels, num_labels=int((labels != IGNORED).sum())).nll
+    nll = token_loss(hidden, Head(head.weight), labels, num_labels=int((labels != IGNORED).sum())).nll
     assert nll is not None
     return nll
 

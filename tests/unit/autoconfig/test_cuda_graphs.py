@@ -88,12 +88,11 @@ def test_by_themselves_graphs_fit_and_no_layer_is_made_again_whole(
 def test_passes_have_to_be_alike(changes: list[str], why: str) -> None:
     loaded = loader.load(QUICKSTART, changes)
     config = architecture.read(loaded.model).config
-    sections = loaded.data, loaded.adapter, loaded.speed, config
     searched = loaded.train.per_device_train_batch_size == "auto"
     kinds = {"attention": "varlen", "storage": "bf16", "searched": searched}
-    found = cuda_graphs.differs(*sections, alone=True, **kinds)
+    found = cuda_graphs.differs(loaded, config, alone=True, **kinds)
     assert why in found and bool(why) == bool(found)
-    assert why or "GPUs" in cuda_graphs.differs(*sections, alone=False, **kinds)
+    assert why or "GPUs" in cuda_graphs.differs(loaded, config, alone=False, **kinds)
 
 
 @pytest.mark.parametrize(

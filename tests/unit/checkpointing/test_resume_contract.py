@@ -14,7 +14,7 @@ from finetune.core import run_checks
 from finetune.core.errors import UserError
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
-from finetune.speed import apply_to_model
+from finetune.speed import live_model_spec
 from finetune.training import load_data, model_setup, resume_facts, training_arguments
 from support.paths import DATA, QUICKSTART
 from support.trainers import run_context
@@ -125,7 +125,7 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
         model = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, 2)
         work = model_setup.work_of(model, one, setup, 64, 1.0)
         fast = model_setup.make_fast(run, model, arguments, work)
-        count = sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model))
+        count = sum(layer.gradient_checkpointing for layer in live_model_spec.decoder_layers(model))
         return count, fast["speed.activation_checkpointing"]
 
     assert resumed(setup.hardware.name) == (3, run_checks.Choice("full:3", model_setup.AS_BEFORE))

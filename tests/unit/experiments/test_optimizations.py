@@ -20,7 +20,7 @@ from finetune.experiments.sweep import search_space
 from finetune.hardware import detection
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
-from finetune.speed import apply_to_model
+from finetune.speed import live_model_spec
 from finetune.training import load_data, model_setup, training_arguments
 from support.paths import QUICKSTART, ROOT
 from support.scripts import module_of
@@ -185,7 +185,7 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
         "attention": model.config._attn_implementation,
         "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),
         "bf16": arguments.bf16,
-        "recomputed": sum(layer.gradient_checkpointing for layer in apply_to_model.decoder_layers(model)),
+        "recomputed": sum(layer.gradient_checkpointing for layer in live_model_spec.decoder_layers(model)),
         "loss": fast["speed.loss"].value,
         "optim": str(arguments.optim),
         "flat": arguments.padding_free,

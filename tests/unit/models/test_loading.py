@@ -214,7 +214,7 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would take longer than layers")
     assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", only)
     assert chosen(room=30.0, at=CPU) == ("none", "none", "auto: no GPU")
-    given = {"free": 30.0, "trained": 0, "offload": "auto"}
+    given = {"usable": 27.6, "offload": "auto"}
     for fused, share in ((True, 4096 / 7700), (False, 0.0)):  # FSDP2 splits what would be fused
         made = activations(LLAMA_8B, 16384, Keeps(fused, fp8=True), **given)
         assert made.beside == share and (made.rounding == math.inf) == (not fused)

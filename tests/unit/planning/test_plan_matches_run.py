@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.adapters import attach
-from finetune.autoconfig import batch_size
+from finetune.autoconfig import batch_size, decisions
 from finetune.cli import main
 from finetune.core import run_checks
 from finetune.core.errors import UserError
@@ -19,7 +19,7 @@ from finetune.models import loading
 from finetune.planning import (
     memory_by_phase,
     plan_report,
-    planned_choices,
+    planned_spec,
     planner,
     sharding_cost,
     suggestions,
@@ -74,7 +74,7 @@ def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
     made = planned(large, *SHORT, AUTO, "model.quantization=none", gpu="h100-80gb")
     rows, one = made.batch.per_device, planned(large, *SHORT, "train.per_device_train_batch_size=1")
     assert 1 < rows < 96 and 96 % rows == 0 and made.batch.accumulation == 96 // rows
-    most = batch_size.MARGIN * (made.machine.memory_gib - planned_choices.CONTEXT_GIB)
+    most = batch_size.MARGIN * (made.machine.memory_gib - memory_by_phase.CONTEXT_GIB)
     assert made.usable <= most and made.fits
     assert (
         made.choices["activation checkpointing"].value
@@ -172,13 +172,15 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     loaded = loader.load(large, given)
     machine, _ = planner.planned_machine("b200", 2)
     run, _ = planner.planned_run(loaded, machine, 2, sharding_cost.DDP)
-    kept, found = memory_by_phase.keeps(run, fused=False, compiled=True), run.model
+    spec, found = planned_spec.model_spec(run, fused=False), run.model
+    kept = decisions.keeps_of(spec, 1, fused=False, compiled=True)
     linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096
 
     def left(precision: str, by: sharding_cost.Sharding) -> float:
         shared = sharding_cost.share(by, 2, 0.0, 0.0, 0)
         asked = replace(run, storage="fp32", target=replace(run.target, precision=precision))
-        return planned_choices.room(asked, kept, shared)[0].room
+        asked = planned_spec.work(asked, shared, 100.0, searched=False)
+        return decisions.plan_memory(spec, asked, kept, "none").room
 
     whole = left("no", sharding_cost.ONE)
     assert whole - left("bf16", sharding_cost.ONE) == pytest.approx(2 * linear / 2**30)

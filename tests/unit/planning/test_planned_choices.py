@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +12,16 @@ from transformers import AutoConfig
 
 from finetune.adapters import attach, trainable_parameters
 from finetune.autoconfig import memory_estimate
+from finetune.autoconfig.compilation import Work
 from finetune.cli import doctor_report, main
 from finetune.core.errors import Exit, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
 from finetune.models import architecture
-from finetune.planning import adapter_size, memory_by_phase, plan_report, planner, sharding_cost, suggestions
+from finetune.planning import adapter_size, plan_report, planned_spec, planner, sharding_cost, suggestions
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
-from finetune.speed import apply_to_model, chunked_cross_entropy, fused_layers
+from finetune.speed import apply_to_model, chunked_cross_entropy, fused_layers, live_model_spec
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.plans import LLAMA_8B, planned
 
@@ -107,7 +107,7 @@ def test_what_trains_of_experts_is_counted(
     has = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 100)
     assert has.trained == sum(p.numel() for p in trainable_parameters.trainable(adapted).values())
     wrapped = getattr(adapted, "targeted_parameter_names", ())
-    assert bool(has.experts) == bool(wrapped) == bool(apply_to_model.breaking(adapted)) and not has.fusable
+    assert bool(has.experts) == bool(wrapped) == bool(live_model_spec.breaking(adapted)) and not has.fusable
     said = [receipt for receipt in ledger.receipts if receipt.option == "adapter.target_parameters"]
     assert len(said) == bool(wrapped)
     if wrapped:
@@ -166,7 +166,7 @@ def test_mlps_are_whole_in_a_plan_where_they_are_in_a_run(
     adapted = attach.attach(real, loaded.adapter, 9, RunChecks())
     assert fused_layers.Fused(adapted, real.model.layers).mlps == whole
     run, _ = planner.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
-    assert memory_by_phase.keeps(run, fused=True, compiled=True).fused == bool(whole)
+    assert planned_spec.model_spec(run, fused=True).fused_mlps == bool(whole)
 
 
 def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
@@ -182,9 +182,7 @@ def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
     assert fused_layers.obstacle(layer) == has.obstacle == "DoRA with dropout drops the base's input too"
     speed = loaded.speed.model_copy(update={"compile": True})
     with pytest.raises(UserError, match=r"speed\.compile: PEFT's forward of DoRA breaks the graph"):
-        apply_to_model.apply(
-            adapted, speed, SimpleNamespace(sharded="", eager=""), detection.detect(), RunChecks()
-        )
+        apply_to_model.apply(adapted, speed, Work(64, None), detection.detect(), RunChecks())
 
 
 def test_saved_modules_are_no_thin_products(large: Path) -> None:
@@ -286,7 +284,9 @@ def test_the_loss_has_the_chunks_that_are_planned(compiled: bool, softcap: float
         monkeypatch.setattr(module, "chunk_rows", lambda rows, of: most.append(of) or chunk_rows(rows, of))
     monkeypatch.setattr(chunked_cross_entropy, "_compiled", lambda: chunked_cross_entropy.softmax_in_place)
     hidden, weight = torch.ones(8, 16, dtype=torch.bfloat16), torch.ones(99, 16, dtype=torch.bfloat16)
-    chunked_cross_entropy.token_loss(hidden, weight, torch.arange(8), softcap=softcap, compiled=compiled)
+    chunked_cross_entropy.token_loss(
+        hidden, chunked_cross_entropy.Head(weight, softcap=softcap), torch.arange(8), compiled=compiled
+    )
     config = AutoConfig.for_model("gemma2", vocab_size=99, final_logit_softcapping=softcap)
     memory_estimate.loss_gib(config, 8, compiled=compiled)
     assert len(most) == 2 and most[0] == most[1]

@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from finetune.adapters import attach
-from finetune.autoconfig import machine_setup, memory_estimate, optimizer_choice
+from finetune.autoconfig import machine_setup, optimizer_choice
 from finetune.autoconfig.batch_size import Batch
 from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.data.audit import Report
-from finetune.hardware import detection, gpus
+from finetune.hardware import gpus
 from finetune.models import architecture, loading
 from finetune.planning import (
     adapter_size,
-    memory_by_phase,
     planner,
     sharding_cost,
     step_time,
@@ -114,22 +113,6 @@ def test_quantised_weights_are_counted_as_they_are_stored() -> None:
     buffers = {name: buffer.nbytes for name, buffer in coded.named_buffers() if "inv_freq" not in name}
     real = sum(p.nbytes for p in coded.parameters()) + sum(buffers.values())
     assert architecture.weights(found, "fp8", "no") == real
-
-
-def test_a_plan_asks_what_a_run_asks() -> None:
-    """What `speed.apply` computes of the live model is what a plan computes of its config."""
-    from finetune.speed import apply_to_model
-
-    for kind in ("lora", "dora", "ia3", "full"):
-        real, counted, found = adapted(f"adapter.type={kind}", "train.learning_rate=1e-3")
-        live = apply_to_model.memory(real, 4096, detection.detect(), fused=False, compiled=False)
-        loaded = loader.load(QUICKSTART, [f"adapter.type={kind}", "train.learning_rate=1e-3"])
-        run, _ = planner.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
-        kept = memory_by_phase.keeps(run, fused=False, compiled=False)
-        without = memory_estimate.activations(
-            found.config, 4096, kept, free=8, trained=counted.trained, offload="none"
-        )
-        assert (live.kept, live.norms, live.entry) == (without.kept, without.norms, without.entry), kind
 
 
 def test_an_8b_llama_is_planned_as_it_was_measured(large) -> None:

@@ -345,11 +345,11 @@ def test_four_h100_choose_by_the_memory_that_was_free(large) -> None:
     config = architecture.read(loader.load(large).model).config
     keeps = memory_estimate.Keeps(fused=False, compiled=True, uncast=True)
     trained, size = 41_943_040 // 4, {"parts": 16.06e9 / 4, "layers": 3 * 436e6, "ends": 2 * 1.05e9}
-    how = {"free": 74.7, "trained": trained, "offload": "none", "each": 12.0}
+    awaited, states = sum(size.values()) / memory_estimate.GIB, 12 * trained / memory_estimate.GIB
     before, now = (
-        memory_estimate.activations(config, 16384, keeps, **how, sharded=sharded) for sharded in (False, True)
+        memory_estimate.activations(config, 16384, keeps, usable=usable - states, offload="none")
+        for usable in (memory_estimate.usable_gib(74.7, sharded=sharded) for sharded in (False, True))
     )
-    awaited = sum(size.values()) / memory_estimate.GIB
     plan = now._replace(room=now.room - awaited)
     assert plan.kept == pytest.approx(62, abs=0.5) and before.room - awaited > plan.room + 7
     chosen = activation_checkpointing.choose_activation_checkpointing("auto", plan, H100)

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.kernels import ops
 from finetune.quantization import four_bit
-from finetune.speed.apply_to_model import decoder_layers
 from finetune.speed.fused_layers import Fused, obstacle
+from finetune.speed.live_model_spec import decoder_layers
 from support.four_bit import in_four_bits
 
 

@@ -15,6 +15,7 @@ from finetune.autoconfig import memory_estimate
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.speed import chunked_cross_entropy, lm_head_loss
+from finetune.speed.chunked_cross_entropy import Head
 from support.runs import metrics, receipts
 from support.soak import soak_except
 from support.trainers import FAMILIES, SIZE, given, opened, trainer_of
@@ -50,8 +51,8 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
     for chunk_bytes in (1, 2**30):
         monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", chunk_bytes)
         for count in (int(there.sum()), None):
-            given = {"bias": bias if with_bias else None, "softcap": softcap, "num_labels": count}
-            found = chunked_cross_entropy.token_loss(hidden, weight, labels, **given)
+            head = Head(weight, bias if with_bias else None, softcap)
+            found = chunked_cross_entropy.token_loss(hidden, head, labels, num_labels=count)
             assert torch.allclose(found.nll, wanted, rtol=1e-10, atol=1e-10)
             for got, gradient in zip(torch.autograd.grad(found.nll * 0.3, trained), gradients, strict=True):
                 assert torch.allclose(got, gradient, rtol=0, atol=1e-10)
@@ -61,7 +62,7 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
             else:
                 assert torch.allclose(found.entropy, entropy, rtol=0, atol=1e-9)
             with torch.no_grad():
-                only = chunked_cross_entropy.token_loss(hidden, weight, labels, **given)
+                only = chunked_cross_entropy.token_loss(hidden, head, labels, num_labels=count)
             assert torch.equal(only.nll, found.nll) and only.entropy is None
 
 
@@ -71,7 +72,7 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
 def test_compiled_it_is_the_same() -> None:
     hidden, weight, labels, _ = inputs_with(0.6)
     plain, fused = (
-        chunked_cross_entropy.token_loss(hidden, weight, labels, softcap=4.0, compiled=compiled)
+        chunked_cross_entropy.token_loss(hidden, Head(weight, softcap=4.0), labels, compiled=compiled)
         for compiled in (False, True)
     )
     gradients = [torch.autograd.grad(found.nll, hidden)[0] for found in (plain, fused)]
@@ -80,7 +81,8 @@ def test_compiled_it_is_the_same() -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     labels[:3] = -100  # rows with a label are never as many
     assert (
-        chunked_cross_entropy.token_loss(hidden, weight, labels, softcap=4.0, compiled=True).nll < plain.nll
+        chunked_cross_entropy.token_loss(hidden, Head(weight, softcap=4.0), labels, compiled=True).nll
+        < plain.nll
     )
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs > 0
 
@@ -95,7 +97,7 @@ def test_in_lower_precision_it_is_no_worse_than_transformers_own(dtype: torch.dt
     wanted = cross_entropy(linear(true, weight.double()), labels, reduction="sum")
     (right,) = torch.autograd.grad(wanted, true)
     plain = cross_entropy(linear(hidden, weight).float(), labels, reduction="sum")
-    ours = chunked_cross_entropy.token_loss(hidden, weight, labels).nll
+    ours = chunked_cross_entropy.token_loss(hidden, Head(weight), labels).nll
     assert ours.dtype == torch.float32
     errors = [abs(value.item() - wanted.item()) for value in (plain, ours)]
     off = [
@@ -111,7 +113,7 @@ def test_a_head_s_bias_may_train_alone() -> None:
     wanted = cross_entropy(linear(hidden, weight, bias), labels, reduction="sum")
     got = [
         torch.autograd.grad(one, bias)[0]
-        for one in (chunked_cross_entropy.token_loss(hidden, weight, labels, bias=bias).nll, wanted)
+        for one in (chunked_cross_entropy.token_loss(hidden, Head(weight, bias), labels).nll, wanted)
     ]
     assert torch.allclose(*got, rtol=0, atol=1e-10)
 
@@ -120,7 +122,7 @@ def test_what_backward_holds_is_the_gradient_and_no_logits() -> None:
     hidden, weight, labels, _ = inputs_with(0.5)
     count = int((labels != -100).sum())
     made = chunked_cross_entropy.token_loss(
-        hidden, weight, labels, num_labels=count
+        hidden, Head(weight), labels, num_labels=count
     ).nll  # torch 2.11 frees both at once
     kept = [tensor.nbytes for tensor in made.grad_fn.saved_tensors if tensor is not None]
     assert sum(kept) == count * (HIDDEN * 8 + 1 + 8)  # and which rows they are

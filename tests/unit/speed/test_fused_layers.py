@@ -11,8 +11,8 @@ from peft import LoraConfig
 from finetune.core.run_checks import Choice, RunChecks
 from finetune.quantization import fp8_linear
 from finetune.speed import apply_to_model
-from finetune.speed.apply_to_model import decoder_layers
 from finetune.speed.fused_layers import Fused
+from finetune.speed.live_model_spec import decoder_layers
 from support.fused_models import IDS, LINEAR, TYPES, adapted, ranked, step, worst
 from support.soak import soak_except
 
@@ -160,8 +160,9 @@ def test_dropout_drops_what_pefts_drops(family: str, targets: Any, mlps: int) ->
     assert abs(float(ours - loss)) < 1e-10 and worst(our_gradients, gradients) < 1e-10
     ledger = RunChecks()
     again = adapted(config, family)
-    chosen, whole = apply_to_model.add_fused(again, decoder_layers(again), Choice("on", "auto"), ledger)
-    assert whole == bool(mlps) and ("2 MLPs in parts: lora_dropout" in chosen.reason) == (not whole)
+    chosen, spec = apply_to_model.add_fused(again, Choice("on", "auto"), ledger)
+    assert spec.fused_mlps == bool(mlps)
+    assert ("2 MLPs in parts: lora_dropout" in chosen.reason) == (not spec.fused_mlps)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])

@@ -1,0 +1,135 @@
+"""What `autoconfig.decisions` asks of a model and a launch that are not there, from a recipe and a config."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import (
+    attention_choice,
+    base_quantization,
+    compilation,
+    cuda_graphs,
+    memory_estimate,
+    mixed_precision,
+    optimizer_choice,
+)
+from finetune.autoconfig.compilation import Work
+from finetune.autoconfig.decisions import ModelSpec
+from finetune.core.run_checks import Choice
+from finetune.distributed import launch_environment
+from finetune.planning import sharding_cost, step_time
+from finetune.preflight import choice_checks
+from finetune.recipe import adapter_types
+
+if TYPE_CHECKING:
+    from finetune.models.architecture import Architecture
+    from finetune.planning.planned_run import PlannedRun, Target
+    from finetune.planning.sharding_cost import Share
+    from finetune.recipe.schema import Recipe
+
+
+def storage_and_attention(recipe: Recipe, found: Architecture, target: Target) -> tuple[Choice, Choice]:
+    """How the base would be stored and what attends, as `choice_checks.setup_of` asks it for a run."""
+    flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
+    against = partial(choice_checks.against_fp8, recipe, found.config)
+    by, precision, machine = target.by, target.precision, target.machine
+    launched = sharding_cost.launched(by, 1, precision)
+    if kept := base_quantization.whole_base(launched):
+        against = partial(str, kept)
+    asked = "fp8" if by.frozen_fp8 and recipe.model.quantization == "auto" else recipe.model.quantization
+    stored = choice_checks.check_stored(recipe, found.config)
+    base = base_quantization.choose_base(asked, kind, precision, machine, against, stored)
+    dtype = mixed_precision.compute_dtype(precision, base.value)
+    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
+    attends = attention_choice.read(found.config)
+    return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))
+
+
+def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:
+    """The model as it would be after its adapter is attached.
+
+    Args:
+        fused: adapters run fused.
+    """
+    has, storage = run.adapter, run.storage
+    linear = run.model.linear
+    layers = memory_estimate.widths(run.model.config).layers if run.model.names.has_decoder_layers else 0
+    # bitsandbytes' and ours leave what they don't store in codes in the launch's dtype
+    dtypes = mixed_precision.STORED if storage in mixed_precision.STORED else mixed_precision.DTYPES
+    plain = storage if storage in mixed_precision.STORED else run.target.precision
+    return ModelSpec(
+        config=run.model.config,
+        layers=layers,
+        adapted=not run.full,
+        dtype=dtypes[plain],
+        codes="fp8" if storage == "fp8" else "4-bit" if storage in adapter_types.FOUR_BIT else "",
+        trained=has.trained,
+        columns=has.columns,
+        multiplied=run.full or has.rank > 0,
+        dropped=sum(linear[name][1] for name in has.names) // max(1, layers) if has.dropout else 0,
+        head=run.full or has.head,
+        repeated=run.attention in ("sdpa", "eager"),
+        rounding=run.recipe.speed.qat is not None,
+        rounded_gib=8 * _numbers(run) / memory_estimate.GIB if run.recipe.speed.qat else 0.0,
+        # an MLP without adapters runs fused for the sake of rounding to fp8 alone
+        fused_mlps=has.fusable and (has.mlps or storage == "fp8"),
+        obstacle=_obstacle(run),
+        breaks=_breaks(run, fused=fused) if layers else frozenset(),
+    )
+
+
+def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
+    """What a process would do, as `model_setup.work_of` has it for a run.
+
+    Args:
+        free: GiB of the device that nothing holds when the model and its adapter are there.
+        searched: the sequences of a pass are found by trying.
+    """
+    by, machine, recipe = run.target.by, run.target.machine, run.recipe
+    of_row = run.batch.per_device * run.row_tokens / by.sharing  # as in a run, which knows its rows
+    flops = step_time.flops(run.model, run.adapter, run.full) * of_row * run.batch.accumulation
+    with launch_environment.under(dict(by.variables)):
+        eager = launch_environment.eager(plain=not run.full and run.storage in mixed_precision.STORED)
+        alone = cuda_graphs.alone(run.target.processes)
+    state = optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed) + 4 * share.half
+    averages = memory_estimate.AVERAGES if run.adapter.allocates else 0
+    kinds = {"attention": run.attention, "storage": run.storage}
+    usable = memory_estimate.usable_gib(free, sharded=share.weights > 1)
+    if run.full and share.states == 1 and run.target.precision != "no":  # autocast's copies
+        head = memory_estimate.widths(run.model.config)
+        usable -= 2 * (_numbers(run) + head.vocabulary * head.hidden) / memory_estimate.GIB
+    made = Work(
+        run.tokens,
+        None if run.steps is None else flops * run.steps,
+        sharded=by.name if by.weights else "",
+        eager=eager,
+        parts=share.states,
+        each=4 + 4 * share.buckets + state + averages,
+        differs=cuda_graphs.differs(recipe, run.model.config, alone=alone, searched=searched, **kinds),
+        usable=usable,
+        once=by.once,
+    )
+    if machine.host_gib is None:
+        return made
+    return made._replace(host=machine.host_gib / run.target.processes)
+
+
+def _numbers(run: PlannedRun) -> int:
+    """Numbers of the linear layers."""
+    return sum(outputs * inputs for outputs, inputs in run.model.linear.values())
+
+
+def _obstacle(run: PlannedRun) -> str:
+    """Why no layer of the adapter can run fused."""
+    if run.storage in ("int8", "torchao_int8"):
+        return f"the base is stored in {run.storage}"
+    return run.adapter.obstacle or compilation.fused_obstacle(run.model.config)
+
+
+def _breaks(run: PlannedRun, *, fused: bool) -> frozenset[str]:
+    """What of the adapter breaks the graph of torch.compile, in PEFT's own forward."""
+    has, kind = run.adapter, adapter_types.find(run.recipe.adapter.type).peft
+    found = {kind} & set(adapter_types.BREAKING)
+    found |= {"DoRA"} if has.columns and has.rank > 0 and not fused else set()
+    return frozenset(found | ({"experts' adapters"} if has.experts else set()))

@@ -1,0 +1,89 @@
+"""What `autoconfig.decisions` asks of a model in memory, and where its layers and MLPs are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from finetune.autoconfig.decisions import ModelSpec
+from finetune.distributed import launch_environment, sharded_tensors
+from finetune.models import module_names
+from finetune.quantization import qat
+from finetune.quantization.fp8_linear import Fp8Linear
+from finetune.recipe import adapter_types
+from finetune.speed.lm_head_loss import base_of
+
+
+def live_model_spec(model: Any) -> ModelSpec:
+    """Describe a transformers or PEFT model as it is now. After `Fused` it says what was fused."""
+    trained = {n: sharded_tensors.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
+    layers, ia3 = decoder_layers(model), any("ia3_l" in name for name in trained)
+    in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
+    four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
+    repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
+    return ModelSpec(
+        config=model.config,
+        layers=len(layers),
+        adapted=hasattr(model, "peft_config"),
+        dtype=str(model.dtype).removeprefix("torch."),
+        codes="fp8" if in_fp8 else "4-bit" if four_bit else "",
+        trained=sum(trained.values()),
+        columns=ia3 or any("lora_magnitude_vector" in name for name in trained),
+        multiplied=not ia3,
+        dropped=dropped(model) // max(1, len(layers)),
+        head=head_trains(model),
+        repeated=repeated and launch_environment.parallel("CP") == 1,  # there SDPA has no mask
+        rounding=bool(qat.rounding(model)),
+        rounded_gib=qat.kept_gib(model),
+        fused_mlps=bool(layers) and all(fused_mlps(layer) and not experts_of(layer) for layer in layers),
+        breaks=breaking(model),
+    )
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The decoder layers of a transformers or PEFT model, in order; none where they are not to be found."""
+    layers = getattr(module_names.decoder_of(base_of(model)), "layers", None)
+    return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
+
+
+def fused_mlps(layer: Any) -> list[Any]:
+    """Gate and up of a decoder layer's fused MLPs."""
+    fused = [m.finetune_fused for m in layer.modules() if hasattr(m, "finetune_fused")]
+    return [parts[0] for parts in fused if len(parts) == 3]
+
+
+def experts_of(layer: Any) -> list[Any]:
+    """The experts of a decoder layer's MLP, whose weights stand in one parameter or in a list of modules."""
+    return [module for name, module in layer.named_modules() if name.endswith("experts")]
+
+
+def head_trains(model: Any) -> bool:
+    """Whether the output head does: with all, or by `modules_to_save`."""
+    head = model.get_output_embeddings()
+    return head is not None and any(parameter.requires_grad for parameter in head.parameters())
+
+
+def dropped(model: Any) -> int:
+    """Inputs of the layers whose adapter drops some of them, summed over the model."""
+    adapters = (m for m in model.modules() if getattr(m, "lora_dropout", None))
+    drops = (
+        any(isinstance(d, torch.nn.Dropout) for d in m.lora_dropout.values()) * m.in_features
+        for m in adapters
+    )
+    return sum(drops)
+
+
+def breaking(model: Any) -> frozenset[str]:
+    """Forwards of PEFT's that break the graph of torch.compile, of a layer's modules that are not fused."""
+    whole = [module for module in model.modules() if hasattr(module, "finetune_fused")]
+    fused, found = {id(part) for module in whole for part in module.modules()}, set[str]()
+    for module in [module for layer in decoder_layers(model) for module in layer.modules()]:
+        if not isinstance(module, BaseTunerLayer) or id(module) in fused:
+            continue
+        kind = type(module).__module__.split(".")[-2]
+        found |= {kind} if kind in adapter_types.BREAKING else set()
+        found |= {"DoRA"} if getattr(module, "lora_magnitude_vector", None) else set()
+        found |= {"experts' adapters"} if type(module).__name__ == "ParamWrapper" else set()
+    return frozenset(found)
