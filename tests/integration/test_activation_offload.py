@@ -13,6 +13,7 @@ from finetune.core.run_checks import Choice, RunChecks
 from finetune.hardware.detection import Hardware
 from finetune.recipe.schema import Speed
 from finetune.speed import activation_offload, apply_to_model, live_model_spec
+from finetune.speed.fused_layers import Fused
 from support import two_ranks
 from support.offloading import assert_same, batches, gradients, model_of
 from support.paths import QUICKSTART
@@ -84,7 +85,7 @@ def test_what_is_made_again_is_not_kept_when_compiled(half: str) -> None:
     """A compiler sees that forward and backward make the same product, and would keep it."""
     model, saved = model_of("lora"), list[tuple[torch.Size, torch.dtype]]()
     layers = live_model_spec.decoder_layers(model)[:1]
-    apply_to_model.add_fused(model, Choice("on", "asked for"), RunChecks())
+    Fused(model, layers)
     plain = gradients(model)
     apply_to_model.add_activation_checkpointing(
         model, layers, 0, RunChecks(), mlps=half == "mlp", rounded=half == "int8"
