@@ -27,7 +27,7 @@ from finetune.cli import (
     train,
 )
 from finetune.core import import_paths, privacy, standard_streams
-from finetune.core.errors import Exit, Stopped, UserError, explain, nearest
+from finetune.core.errors import Exit, Stopped, UserError, explain, nearest, panics_as_errors
 from finetune.core.privacy import masked
 from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
@@ -53,7 +53,8 @@ def main(given: Sequence[str] | None = None) -> int:
 def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
     """The exit code of a command. Whatever ends it is one message; `--debug` shows the traceback too."""
     try:
-        command(options)
+        with panics_as_errors():
+            command(options)
     except UserError as error:
         if options.debug:
             privacy.excepthook(type(error), error, error.__traceback__)

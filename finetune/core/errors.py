@@ -117,6 +117,21 @@ class Stage(NamedTuple):
     code: Exit = Exit.ENVIRONMENT
 
 
+class Panic(RuntimeError):
+    """A library in Rust, such as tokenizers, panicked."""
+
+
+@contextlib.contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise the panic of a library in Rust as `Panic`: the type that Python gets is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise Panic(str(error)).with_traceback(error.__traceback__) from error
+
+
 @contextlib.contextmanager
 def stage(doing: str, key: str = "", fix: str = "", code: Exit = Exit.ENVIRONMENT) -> Iterator[None]:
     """Remember on an exception of another library what finetune was doing; `unexpected` puts it into words.
@@ -124,7 +139,8 @@ def stage(doing: str, key: str = "", fix: str = "", code: Exit = Exit.ENVIRONMEN
     The exception itself stays as it is: callers still tell out of memory and lost processes from it.
     """
     try:
-        yield
+        with panics_as_errors():
+            yield
     except UserError:
         raise
     except Exception as error:  # of any library; it is raised again
@@ -140,6 +156,7 @@ def unexpected(error: Exception, doing: str) -> UserError:
     """
     at = vars(error).get("finetune_stage") or Stage(doing)
     library, file, line = _raised_in(error)
+    library = "a library" if isinstance(error, Panic) else library
     ours = library == "finetune"
     what = f"{library} failed while finetune {at.doing}"
     fix = "; ".join(filter(None, [at.fix, "run the command again with --debug to see the traceback"]))
@@ -180,7 +197,8 @@ def only_user_errors(doing: str) -> Iterator[None]:
         doing: of `Stage`, where no stage remembers itself on the exception.
     """
     try:
-        yield
+        with panics_as_errors():
+            yield
     except UserError:
         raise
     except Exception as error:  # of any library; callers of the Python API get a UserError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.data.examples import BadRow, Row
-from finetune.data.json_values import DECODER, checked_row
+from finetune.data.json_values import DECODER, checked_row, has_too_many_values, too_many_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +35,9 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
             where = f"{name}[{index}]"
             if isinstance(value, Exception):
                 yield BadRow("unreadable", f"a value that can't be read: {value}", where)
+                continue
+            if has_too_many_values(value):
+                yield too_many_values(where)
                 continue
             found = without_nulls(value)
             yield _decoded(decode, found, where) if decode else Row(found, where)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data import hints
 from finetune.data.examples import BadRow, Example, Message, Row, short
+from finetune.data.json_values import has_too_many_values, too_many_values
 from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, system_text, tools
 
 if TYPE_CHECKING:
@@ -181,7 +182,10 @@ def convert(row: Row, data: Data, format: str) -> Example:
     messages, trained = read(_turns(value, format, data, row), roles, data.reasoning == "cut", row.where)
     if value.get("system"):
         messages = _with_system(messages, system_text(value["system"], row.where))
-    return Example(row.where, messages, tools(value.get("tools"), row.where), trained)
+    offered = tools(value.get("tools"), row.where)
+    if has_too_many_values([messages, offered]):  # of texts that hold JSON, each of which may be short
+        raise too_many_values(row.where)
+    return Example(row.where, messages, offered, trained)
 
 
 def _with_system(messages: list[Message], column: str) -> list[Message]:

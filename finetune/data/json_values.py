@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from finetune.data import hints
@@ -13,17 +14,41 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; Python would take the last of two values, other readers the first."""
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f'two values of the key "{twice}"')
     return found
 
 
+MOST_VALUES = 100_000  # of one example: list items and values of keys
+UNCOUNTED = 2 * MOST_VALUES  # bytes of JSON that cannot hold more: a value and a comma take two
 DECODER = json.JSONDecoder(object_pairs_hook=_mapping)
 
 
-def checked_row(value: object, where: str, escapes: bool) -> Row | BadRow:
-    """A value of a JSON file; `escapes`: it may hold one half of a surrogate pair, which no text can."""
+def has_too_many_values(value: object) -> bool:
+    """Whether the lists and mappings in a value hold more than `MOST_VALUES` values."""
+    left, waiting = MOST_VALUES, [value]
+    while waiting and left >= 0:
+        holder = waiting.pop()
+        parts = holder.values() if isinstance(holder, dict) else holder if isinstance(holder, list) else ()
+        left -= len(parts)
+        waiting += [part for part in parts if isinstance(part, dict | list)] if left >= 0 else ()
+    return left < 0
+
+
+def too_many_values(where: str) -> BadRow:
+    """An example that would take long to render and to compare."""
+    return BadRow("unreadable", "too many values in one example", where, expected=f"at most {MOST_VALUES:,}")
+
+
+def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED + 1) -> Row | BadRow:
+    """A value of a JSON file as a row, or why it is none.
+
+    Args:
+        escapes: it may hold one half of a surrogate pair, which no text can.
+        size: bytes of its JSON, where they are known.
+    """
+    if size > UNCOUNTED and has_too_many_values(value):
+        return too_many_values(where)
     if not isinstance(value, dict):
         fix, found = hints.value(value), json.dumps(value) if not isinstance(value, list) else "an array"
         return BadRow("unreadable", "a row must be a JSON object", where, found[:60], fix=fix)

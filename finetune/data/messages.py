@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from finetune.data import hints
+from finetune.data import hints, json_values
 from finetune.data.examples import BadRow, Message, short
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -81,9 +81,11 @@ def json_of(value: object, what: str, where: str) -> Any:
         found = json.loads(value, parse_constant=_no_constant)
         if "\\ud" in value.lower():  # one half of a surrogate pair is no character
             json.dumps(found, ensure_ascii=False).encode()
-        return found
     except (ValueError, TypeError, RecursionError):
         raise BadRow("malformed", f"{what} must be JSON", where, found=short(value)) from None
+    if len(value) > json_values.UNCOUNTED and json_values.has_too_many_values(found):
+        raise json_values.too_many_values(where)
+    return found
 
 
 def _no_constant(name: str) -> None:

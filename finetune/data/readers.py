@@ -18,7 +18,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.paths import refuse_lfs_pointer
 from finetune.data import hints, read_limits
 from finetune.data.examples import BadRow, Row
-from finetune.data.json_values import DECODER, checked_row, may_hold_surrogates
+from finetune.data.json_values import DECODER, MOST_VALUES, checked_row, may_hold_surrogates, too_many_values
 from finetune.data.read_limits import DEFAULT, ArchiveStream, Limits, RecordLines, limited_lines
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
         if text.strip():
             try:
                 escapes = may_hold_surrogates(text)
-                yield checked_row(DECODER.decode(text.decode()), f"{path}:{number}", escapes)
+                yield checked_row(DECODER.decode(text.decode()), f"{path}:{number}", escapes, len(text))
             except UnicodeDecodeError as error:
                 yield _not_utf8(path, number, offset + len(line) - len(text) + error.start, line)
             except (ValueError, RecursionError) as error:
@@ -86,7 +86,7 @@ def _json(path: Path, limits: Limits) -> Rows:
         raise UserError(Problem(what, where=str(path), found=", ".join(values)[:60], fix=fix))
     escapes, rows = may_hold_surrogates(content), values if array else [values]
     for index, value in enumerate(rows):
-        yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes)
+        yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes, len(content))
 
 
 _ARRAY, _NEXT = re.compile(r"\s*\[\s*"), re.compile(r"\s*(?:([,\]])\s*)?")
@@ -113,7 +113,7 @@ def _large_json(path: Path, limits: Limits) -> Rows:
             if fault:
                 what, where = f"not valid JSON: {fault}", f"{path}[{index}]"
                 raise UserError(Problem(what, where=where, found=text[at : at + 60]))
-            yield checked_row(value, f"{path}[{index}]", escapes=True)
+            yield checked_row(value, f"{path}[{index}]", True, end - at)
             at, index = end, index + 1
         rest = (text[at:] + file.read(_CHUNK)).strip()
         if rest:
@@ -176,6 +176,8 @@ def _header(reader: Any, path: Path) -> list[str]:
         raise UserError(Problem(what, "", f"{path}:1", names[0][:60], expected, fix)) from None
     if len(set(names)) < len(names):
         raise UserError(Problem("two columns of one name", where=f"{path}:1", found=", ".join(names)))
+    if len(names) > MOST_VALUES:
+        raise UserError(too_many_values(f"{path}:1").problem)
     if wrong := hints.separator(names):
         what, expected, fix = wrong
         raise UserError(Problem(what, "", f"{path}:1", names[0], expected, fix))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import regular_files, untrusted_files
-from finetune.core.errors import Problem, UserError, stage
+from finetune.core.errors import Problem, UserError, panics_as_errors, stage
 from finetune.models import model_files
 from finetune.recipe import upstream_options
 
@@ -57,7 +57,8 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
 def _damage_named(folder: Path) -> Iterator[None]:
     """Say that a local tokenizer.json is damaged, if that is why loading fails (exit 2)."""
     try:
-        yield
+        with panics_as_errors():
+            yield
     except Exception:  # the libraries raise plain exceptions for a damaged file
         if (damage := _damage(folder / "tokenizer.json")) is None:
             raise
@@ -71,7 +72,8 @@ def _damage(path: Path) -> str | None:
 
     try:
         if path.is_file():
-            Tokenizer.from_file(str(path))
+            with panics_as_errors():
+                Tokenizer.from_file(str(path))
     except Exception as error:  # the library's one type for every fault of the file
         return str(error)
     return None
@@ -93,7 +95,8 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
         return None
     regular_files.check_regular(path, "model.name", regular_files.limit_of(path))
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        with panics_as_errors():
+            tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # the library's one type for every fault of the file; loading it says which
         return None
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -127,3 +128,18 @@ def test_usual_patterns_are_not_slow() -> None:
     assert [pattern_time.is_plain(one) for one in ("q_proj", r"layers\.1\.mlp", "a+", "[a]")] == [
         True, True, False, False,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_tokenizer_whose_pattern_takes_too_long_is_refused(command: str, tmp_path, commands) -> None:
+    """The library of regular expressions in tokenizers gives up after 10^7 steps with a panic in Rust."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    pattern = {"Regex": "(.|.)+#|a"}
+    content["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "a" * 60, "completion": "a" * 60}) + "\n")
+    values = [f"model.name={folder}", f"data.name={tmp_path / 'data.jsonl'}", "data.format=auto"]
+    ended = commands.run(command, str(QUICKSTART), *values)
+    assert not ended.wrong and ended.code and "error: a library failed while" in ended.said, ended
