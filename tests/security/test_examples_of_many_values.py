@@ -9,7 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from finetune.data import json_values
+from finetune.data import formats, json_values, readers
+from finetune.data.examples import BadRow
+from finetune.recipe.schema import Data
 from support.limited_commands import LimitedCommands
 from support.paths import QUICKSTART
 from support.soak import soak_except
@@ -62,14 +64,15 @@ IN_CI = ["turns", "columns", "tools, each as JSON text"]
     ("name", "suffix"),
     soak_except(
         [(name, "jsonl") for name in IN_CI],
-        [(name, suffix) for name in EXAMPLES for suffix in ("jsonl", "json", "parquet")],
+        [("turns", "parquet"), *((name, suffix) for name in EXAMPLES for suffix in ("jsonl", "json"))],
     ),
 )
 def test_example_of_very_many_values_is_refused(name: str, suffix: str, tmp_path, commands) -> None:
     path = write(EXAMPLES[name], tmp_path / f"data.{suffix}")
     ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
-    assert not ended.wrong and ended.code == 2, ended
-    assert "too many values" in ended.said or suffix == "parquet", ended
+    assert not ended.wrong, ended  # `check` leaves out examples that are too long for its sample
+    with pytest.raises(BadRow, match="too many values"):
+        convert_first(path)
 
 
 @pytest.mark.parametrize("name", soak_except(["turns"], EXAMPLES))
@@ -78,6 +81,14 @@ def test_example_within_the_limit_ends_soon(name: str, tmp_path, commands) -> No
     path.write_text(json.dumps(cut(EXAMPLES[name], 6)) + "\n")
     ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
     assert not ended.wrong and "too many values" not in ended.said, ended
+
+
+def convert_first(path: Path) -> None:
+    row = next(iter(readers.read_file(path)))
+    if isinstance(row, BadRow):
+        raise row
+    data = Data(name=str(path))
+    formats.convert(row, data, formats.detect(row, data))
 
 
 def cut(value: Any, part: int) -> Any:
