@@ -33,7 +33,7 @@ def test_apply_on_a_loaded_model_learns_what_peft_learns(tmp_path: Any, quantiza
             output_dir=str(tmp_path),
             max_steps=8,
             per_device_train_batch_size=8,
-            learning_rate=0.01,
+            learning_rate=0.001,
             logging_steps=1,
             report_to="none",
             save_strategy="no",
