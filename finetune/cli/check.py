@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from finetune.cli.inputs import load, located
 from finetune.core import standard_streams
+from finetune.core.errors import UserError
 from finetune.core.formatting import labelled
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
 
 CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
     (
@@ -27,6 +32,25 @@ CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
+def _decided(recipe: Recipe) -> list[str]:
+    """What `autoconfig.decide` refuses of `speed:` for this model on this machine, as notes.
+
+    Only what was asked for can be refused, so that most recipes need no torch here.
+    """
+    speed = recipe.speed
+    values = speed.fused, speed.compile, speed.activation_checkpointing, speed.offload
+    if all(value in ("auto", "none", False) for value in values) or not Path(recipe.model.name).is_dir():
+        return []
+    from finetune.planning import planner
+    from finetune.preflight import checker
+
+    try:
+        planner.make(recipe, *planner.planned_machine(None, None))
+    except UserError as error:
+        return checker.refused_here(error)
+    return []
+
+
 def check(options: argparse.Namespace) -> None:
     """Check a recipe, its files, its module names and the first rows of its data."""
     from finetune.data import template_sandbox
@@ -37,6 +61,7 @@ def check(options: argparse.Namespace) -> None:
     recipe = load(options)
     with located(recipe):
         notes = checker.check(recipe)
+        notes = list(dict.fromkeys([*notes, *_decided(recipe)]))
     if not options.quiet:
         what = f"{recipe.adapter.type} on {recipe.model.name} with {recipe.data.name}"
         standard_streams.say(*map(labelled, notes), f"fine: {options.recipe}: {what}")

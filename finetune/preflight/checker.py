@@ -161,10 +161,15 @@ def _machine(recipe: Recipe) -> list[str]:
     try:
         choice_checks.setup_of(recipe)
     except UserError as error:
-        place = "on this machine" if error.code == Exit.ENVIRONMENT else "under this launch"
-        said = [(one.key, f"{one.what} ({one.found or one.fix})") for one in error.problems]
-        return [f"train would stop {place}: {': '.join(filter(None, one))}" for one in said]
+        return refused_here(error)
     return []
+
+
+def refused_here(error: UserError) -> list[str]:
+    """Notes on what `train` would refuse here."""
+    place = "on this machine" if error.code == Exit.ENVIRONMENT else "under this launch"
+    said = [(one.key, f"{one.what} ({one.found or one.fix})") for one in error.problems]
+    return [f"train would stop {place}: {': '.join(filter(None, one))}" for one in said]
 
 
 def advice(recipe: Recipe) -> list[str]:

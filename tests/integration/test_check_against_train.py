@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback
 
+from finetune.cli import main
 from finetune.core.errors import Problem, UserError
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import loader
@@ -238,3 +239,26 @@ def test_check_of_a_folder_with_a_run_is_a_note(good: list[str], tmp_path: Path)
     recipe = loader.load(QUICKSTART, good)
     assert verdict(lambda: pipeline.run(recipe, quiet=True, watchers=[StopAfterFirstStep()]))[0] == 0
     assert any("train.output_dir" in note and "is not empty" in note for note in checker.check(recipe))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["adapter.type=dora", "adapter.lora_dropout=0.05", "speed.compile=true"],
+        ["speed.fused=false", "speed.activation_checkpointing=mlp"],
+        ["speed.compile=true"],
+    ],
+    ids=" ".join,
+)
+def test_check_notes_what_train_refuses_of_a_models_speed(
+    overrides: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What only the model and its adapter decide, by the function that decides for the run."""
+    assert main.main(["check", str(QUICKSTART), *overrides]) == 0
+    noted = "train would stop on this machine: speed." in capsys.readouterr().out
+    recipe = loader.load(QUICKSTART, overrides)
+    if noted:
+        code, said = verdict(lambda: pipeline.run(recipe, quiet=True))
+        assert code == 3 and said
+    else:
+        assert overrides == ["speed.compile=true"]
