@@ -221,7 +221,7 @@ def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
         text = _header_of(regular_files.read_text(readme))
         if not _is_plain(yaml.parse(text, loader)):
             return {}
-        found = yaml.load(text, loader)["configs"]
+        found = yaml.safe_load(text)["configs"]
         return {str(config["config_name"]): config for config in found}
     except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # no card of a dataset
         return {}

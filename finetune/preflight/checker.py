@@ -87,7 +87,17 @@ def check(recipe: Recipe) -> list[str]:
     notes: list[str] = []
     problems: list[Problem] = []
     lacking: list[Problem] = []
-    for look in (run, publish_target.check_recipe, _first_examples, _cache_folder, _output_folder):
+    looks = (
+        run,
+        publish_target.check_recipe,
+        _first_examples,
+        token_checks.check,
+        _cache_folder,
+        _output_folder,
+    )
+    for look in looks:
+        if look is token_checks.check and any(problem.key == "model.name" for problem in problems):
+            continue  # a tokenizer of files that were refused is not opened
         try:
             notes += look(recipe)
         except UserError as error:
@@ -102,8 +112,7 @@ def _first_examples(recipe: Recipe) -> list[str]:
     notes = source_loading.notes_on_folders(recipe.data)
     counts_exactly = Path(recipe.model.name).is_dir() or recipe.data.streaming
     at_least = 0 if counts_exactly else recipe.train.effective_batch_size
-    notes += example_errors.first_rows(recipe.data, at_least)
-    return notes + token_checks.check(recipe)
+    return notes + example_errors.first_rows(recipe.data, at_least)
 
 
 def _cache_folder(recipe: Recipe) -> list[str]:

@@ -313,7 +313,7 @@ def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
     looked, ran = search_space_checks.Looked(space, [], "cpu", {}, 96), list[str]()
     complete = worker_process.Ended("complete", 1.0, "", 0.1, None)
     monkeypatch.setattr(
-        worker_process, "run", lambda _, folder, *__, **___: ran.append(folder.name) or complete
+        worker_process, "run", lambda trial, *_, **__: ran.append(trial.folder.name) or complete
     )
     with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
         rest = whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told(), list[Any]()

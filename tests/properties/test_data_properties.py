@@ -284,7 +284,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "adapter.lora_alpha": st.integers(1, 10**6),
     "adapter.lora_dropout": st.floats(0, 1, exclude_max=True),
     "adapter.target_modules": st.lists(st.sampled_from(["q_proj", "v_proj", "down_proj"]), min_size=1),
-    "adapter.rank_pattern": st.dictionaries(TEXT.filter(bool), st.integers(1, 64), max_size=3),
+    "adapter.rank_pattern": st.dictionaries(
+        st.text("abz_.0:#- '\"", min_size=1, max_size=12), st.integers(1, 64), max_size=3
+    ),
     "data.name": TEXT.map(lambda text: f"a{text}.jsonl"),
     "data.train_on": st.sampled_from(["assistant", "all"]),
     "train.learning_rate": st.floats(1e-30, 10),

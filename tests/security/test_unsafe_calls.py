@@ -45,7 +45,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
         "names below the cache that the user chose",
     ),
     "distributed/launch_environment.py": ({"write_text"}, "the file that torch's launcher names"),
-    "experiments/comparison/comparison.py": ({"mkdir"}, "the folder that the command line names"),
+    "experiments/runner/kept_runs.py": ({"mkdir"}, "the folder that the command line names"),
     "experiments/runner/measured_run.py": ({"mkdir"}, "folders; `refuse_links` came first"),
     "experiments/runner/rehearsal.py": ({"mkdtemp", "rmtree"}, "a new temporary folder"),
     "experiments/runner/verify_resume.py": (
