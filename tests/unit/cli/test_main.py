@@ -71,7 +71,8 @@ def test_help_answers_in_a_third_of_a_second() -> None:
 
 @pytest.mark.alone
 def test_check_answers_in_a_second() -> None:
-    assert fastest(["check", str(QUICKSTART)]) < 1
+    """On a machine on which `--help` takes an eighth of it; a slower one has eight times as long as that."""
+    assert fastest(["check", str(QUICKSTART)]) < max(1, 8 * fastest(["--help"]))
 
 
 def test_check_imports_nothing_large() -> None:
