@@ -87,20 +87,16 @@ def check(recipe: Recipe) -> list[str]:
     notes: list[str] = []
     problems: list[Problem] = []
     lacking: list[Problem] = []
-    looks = (
-        run,
-        publish_target.check_recipe,
-        _first_examples,
-        token_checks.check,
-        _cache_folder,
-        _output_folder,
-    )
-    for look in looks:
-        if look is token_checks.check and any(problem.key == "model.name" for problem in problems):
-            continue  # a tokenizer of files that were refused is not opened
+    refused = set[str]()
+    for look in (run, publish_target.check_recipe, _first_examples, _tokens, _cache_folder, _output_folder):
+        if look is _tokens and (
+            "_first_examples" in refused or any(one.key == "model.name" for one in problems)
+        ):
+            continue  # neither examples nor a tokenizer's files that were refused are read again
         try:
             notes += look(recipe)
         except UserError as error:
+            refused.add(look.__name__)
             of_kind = lacking if error.code == Exit.ENVIRONMENT else problems
             of_kind += [problem for problem in error.problems if problem not in of_kind]
     if problems or lacking:
@@ -113,6 +109,10 @@ def _first_examples(recipe: Recipe) -> list[str]:
     counts_exactly = Path(recipe.model.name).is_dir() or recipe.data.streaming
     at_least = 0 if counts_exactly else recipe.train.effective_batch_size
     return notes + example_errors.first_rows(recipe.data, at_least)
+
+
+def _tokens(recipe: Recipe) -> list[str]:
+    return token_checks.check(recipe)
 
 
 def _cache_folder(recipe: Recipe) -> list[str]:
