@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
 from finetune.core import standard_streams
 from finetune.core.errors import UserError
@@ -56,9 +57,10 @@ def check(options: argparse.Namespace) -> None:
     from finetune.data import template_sandbox
 
     template_sandbox.start()  # it gets ready beside the imports and the other checks
-    from finetune.preflight import checker
+    with fast_imports():
+        from finetune.preflight import checker
 
-    recipe = load(options)
+        recipe = load(options)
     with located(recipe):
         notes = checker.check(recipe)
         notes = list(dict.fromkeys([*notes, *_decided(recipe)]))

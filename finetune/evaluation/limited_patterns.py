@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import regex
-
 from finetune.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -21,6 +19,8 @@ class LimitedPattern:
     """A pattern with the methods that lm-eval's filters and our tasks call."""
 
     def __init__(self, pattern: str) -> None:
+        import regex
+
         self.pattern = pattern
         self._compiled = regex.compile(pattern)
 
@@ -43,6 +43,8 @@ class LimitedPattern:
 
 def problem(pattern: str) -> str:
     """Why a pattern cannot be used; the empty string if it can."""
+    import regex
+
     try:
         regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError, MemoryError) as error:

@@ -11,7 +11,6 @@ import ast
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, TemplateSyntaxError
 from pydantic import ValidationError
 
 from finetune.core import strict_yaml
@@ -66,6 +65,8 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
     Raises:
         UserError: the template is broken (exit 2); so does what it returns where a row is not to be rendered.
     """
+    from jinja2 import Environment, TemplateSyntaxError
+
     try:
         Environment().parse(template)  # this does not render it
     except TemplateSyntaxError as error:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import continue_from, target_modules
 from finetune.autoconfig import batch_size, compilation, data_loader, optimizer_choice, packing_support
 from finetune.core import packages
-from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.core.paths import on_the_hub
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
@@ -166,6 +165,8 @@ def _machine(recipe: Recipe) -> list[str]:
     )
     if not any(asked) or not Path(model.name).is_dir():
         return []
+    from finetune.core.console import quieten_libraries  # which imports rich
+
     quieten_libraries()
     try:
         choice_checks.setup_of(recipe)

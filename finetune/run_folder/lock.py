@@ -14,8 +14,6 @@ import time
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-import psutil
-
 from finetune.core import safe_files, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import can_be_path, why_not_makeable
@@ -147,6 +145,8 @@ def _alive(file: IO[str], held: str, *, watch: bool = True) -> bool:
             or machine may have been set since.
     """
     named = re.match(r"process (\d+) on (\S+),", held)
+    import psutil
+
     if not named or (named[2] == platform.node() and not psutil.pid_exists(int(named[1]))):
         return False
     path, touched = Path(file.name), os.fstat(file.fileno()).st_mtime

@@ -18,7 +18,7 @@ from support.paths import QUICKSTART, ROOT
 TUNE = ["space", "trials", "hours", "storage", "output", "accelerate", "final", "export-wandb"]
 
 
-def fastest(command: list[str], times: int = 3) -> float:
+def fastest(command: list[str], times: int = 8) -> float:
     """Seconds of wall time, the least of a few: a machine has slow moments of its own."""
     seconds = []
     for _ in range(times):
@@ -71,8 +71,7 @@ def test_help_answers_in_a_third_of_a_second() -> None:
 
 @pytest.mark.alone
 def test_check_answers_in_a_second() -> None:
-    """On a machine on which `--help` takes an eighth of it; a slower one has eight times as long as that."""
-    assert fastest(["check", str(QUICKSTART)]) < max(1, 8 * fastest(["--help"]))
+    assert fastest(["check", str(QUICKSTART)]) < 1
 
 
 def test_check_imports_nothing_large() -> None:
