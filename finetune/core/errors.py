@@ -126,7 +126,7 @@ def panics_as_errors() -> Iterator[None]:
     """Raise the panic of a library in Rust as `Panic`: the type that Python gets is no `Exception`."""
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # a panic is no Exception; everything else is raised again
         if type(error).__name__ != "PanicException":
             raise
         raise Panic(str(error)).with_traceback(error.__traceback__) from error

@@ -63,7 +63,7 @@ def test_losses_on_conv1d_layers_are_those_of_peft(family: str, kind: str) -> No
     torch.manual_seed(1)
     ours: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # PEFT's own use warns of `fan_in_fan_out`
         plain = base(family)
         torch.manual_seed(1)
         theirs: Any = get_peft_model(plain, PEFT[kind])

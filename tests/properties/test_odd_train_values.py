@@ -50,7 +50,7 @@ def refused(key: str, value: Any, folder: Path) -> list[Any]:
         return list(error.problems)
     setup = machine_setup.Setup(CPU, mixed_precision.launch(CPU), Choice("sdpa", ""), Choice("", ""))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # an odd value may warn; only errors count here
         training_arguments.training_arguments(recipe.train, recipe.data, setup, split_batch(recipe.train, 1))
     return []
 

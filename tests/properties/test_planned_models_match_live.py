@@ -78,7 +78,7 @@ def differences(family: str, adapter: str, folder: Path) -> list[str]:
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # PEFT's warnings of unusual targets are not compared
             found = both(family, adapter, folder)
     finally:
         logging.disable(logging.NOTSET)

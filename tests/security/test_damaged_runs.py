@@ -92,7 +92,7 @@ def hold(words: Callable[[Path], list[str]], whole: Path, place: Path, seed: int
     before = damaged_runs.content_of(outside)
     try:
         code = answer(words(run))
-    except Exception as error:
+    except Exception as error:  # any other exception is a traceback for the user
         raise AssertionError(f"{words(run)[0]} after {what}") from error
     assert code in (0, 2, 3, 4), what
     assert damaged_runs.content_of(outside) == before, what
@@ -194,6 +194,6 @@ def test_figures_of_damaged_runs_of_an_experiment_are_refused(block: int, whole,
                 calculate()
             except UserError as error:
                 assert error.code in (2, 4), (what, str(error))
-            except Exception as error:
+            except Exception as error:  # any other exception is a traceback for the user
                 raise AssertionError(f"seed {seed}: {file.name}: {what}") from error
         file.write_bytes(before)

@@ -151,7 +151,7 @@ def why_not_trained(recipe: Any, config: Any) -> str:
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # a cell may warn; only errors count here
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
             adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
             gradient_probe.check(adapted, recipe.adapter, SETUP, RunChecks())

@@ -29,7 +29,7 @@ def main(folder: Path, words: list[str]) -> None:
             named = [word.replace("RUN", str(copy)) for word in words]
             die_at(number)
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+                warnings.simplefilter("ignore")  # the process is killed; nobody reads its warnings
                 os._exit(finetune.cli.main.main([*named, "--quiet"]))
         _, status = os.waitpid(child, 0)
         if not os.WIFSIGNALED(status):

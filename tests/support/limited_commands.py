@@ -135,7 +135,7 @@ def _command(words: list[str], variables: dict[str, str], said: int) -> None:
         code = main.main(words)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
+    except BaseException:  # everything is printed: this process's output is what the test reads
         import traceback
 
         traceback.print_exc()

@@ -58,7 +58,7 @@ def trains(peft: str, kind: str) -> bool:
     configs = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # PEFT warns of layers that it changes without use
             config = configs[peft](target_modules=["layer"], **OPTIONS.get(peft, {}))
             adapted: Any = get_peft_model(Net(kind), config)  # type: ignore[arg-type]  (any module)
             adapted(torch.arange(8)[None]).square().sum().backward()
