@@ -74,6 +74,7 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
         counts |= {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
     theirs = [_theirs(name) for name in settings.tasks if not local.get(name)]
     if theirs:
+        tasks.check_names(settings)  # soon; lm-eval lists its tasks in 15 s
         from lm_eval.tasks import TaskManager
 
         known = any(isinstance(spec, str) for spec in theirs)
