@@ -1,4 +1,7 @@
-"""Examples to token ids and labels: read, render, encode, audit, pack and cache."""
+"""Turn examples into token ids and labels.
+
+The package reads, renders, encodes, audits, packs and caches the training data.
+"""
 
 from typing import TYPE_CHECKING
 

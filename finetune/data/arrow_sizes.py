@@ -1,7 +1,8 @@
-"""What the batches of an Arrow file expand to, from the headers of its messages.
+"""Compute the decompressed size of an Arrow file from the headers of its messages.
 
-The format: https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
-pyarrow shows no size of a compressed buffer before it has decompressed it.
+The format:
+https://arrow.apache.org/docs/format/Columnar.html#serialization-and-interprocess-communication-ipc
+pyarrow shows the size of a compressed buffer only after it has decompressed the buffer.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DICTIONARY, BATCH = 2, 3  # kinds of messages
-NODES, BUFFERS = 1, 2  # fields of a batch
-EACH = 8  # bytes of a value that takes none, such as a null
+DICTIONARY, BATCH = 2, 3  # message types
+NODES, BUFFERS = 1, 2  # fields of a record batch
+EACH = 8  # bytes counted for each value, because a null takes no bytes in the buffers
 
 
 def expanded_bytes(content: Any) -> int:
-    """The bytes that all batches of a file or stream have in memory, each value counted with `EACH`.
+    """Return the bytes that all batches of an Arrow file or stream take in memory.
+
+    Each value counts `EACH` bytes in addition to its buffers.
 
     Raises:
-        ValueError: a message that is damaged.
+        ValueError: a message is damaged.
     """
     import pyarrow
     from pyarrow import ipc
@@ -67,7 +70,7 @@ def _of_message(header: memoryview, body: memoryview) -> int:
 
 
 def _pairs(header: memoryview, batch: int, number: int) -> Iterator[tuple[int, int]]:
-    """Length and nulls of each array of a batch, or start and length of each buffer."""
+    """Yield (length, null count) of each array of a batch, or (start, length) of each buffer."""
     if at := _field(header, batch, number):
         vector = _follow(header, at)
         (count,) = struct.unpack_from("<I", header, vector)
@@ -76,12 +79,12 @@ def _pairs(header: memoryview, batch: int, number: int) -> Iterator[tuple[int, i
 
 
 def _follow(buffer: memoryview, at: int) -> int:
-    """Where a relative offset of a flatbuffer leads."""
+    """Return the position that a relative offset of a flatbuffer points to."""
     return at + struct.unpack_from("<I", buffer, at)[0]
 
 
 def _field(buffer: memoryview, table: int, number: int) -> int:
-    """Where a field of a flatbuffer's table is; 0: it has the default."""
+    """Return the position of a field in a flatbuffer table, or 0 if the field has its default value."""
     names = table - struct.unpack_from("<i", buffer, table)[0]
     if 4 + 2 * number >= struct.unpack_from("<H", buffer, names)[0]:
         return 0

@@ -1,4 +1,4 @@
-"""Documents as flat files of token ids, and rows as an Arrow file. Both are read through the page cache."""
+"""Store documents as flat files of token ids, and sequences as an Arrow file. Both are memory-mapped."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
     from finetune.data.encoding import Encoded
 
-CHUNK, MAX_TOKENS = 1000, 8_000_000  # documents or rows written together, and about their tokens
+# Documents or sequences per write, and their approximate number of tokens
+CHUNK, MAX_TOKENS = 1000, 8_000_000
 TOKENS = pyarrow.list_(pyarrow.int32())
 PLACES = pyarrow.schema({"where": pyarrow.string(), "cut": pyarrow.int32()})
 
 
 class Documents:
-    """Token ids and labels of all documents end to end (int32), and where each comes from."""
+    """Token ids and labels (int32) of all documents, concatenated, and the origin of each document."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,7 +56,7 @@ class Documents:
         self._clear()
 
     def close(self) -> None:
-        """End writing; what follows reads."""
+        """Finish writing and open the files for reading."""
         self._flush()
         self.places.close()
         for file in (*self.files, self.sink):
@@ -72,10 +73,15 @@ class Documents:
         return self.table.column("where")[index].as_py()
 
     def batch(self, order: NDArray[np.int64], counts: NDArray[np.int64]) -> dict[str, Any]:
-        """The columns of some rows: the documents `order`, `counts` of them in each row."""
+        """Return the columns of some sequences.
+
+        Args:
+            order: indices of the documents, sequence by sequence.
+            counts: number of documents in each sequence.
+        """
         lengths = np.frombuffer(self.lengths, np.int32)[order]
         stops = np.cumsum(lengths)
-        # Position in the flat files of each token: the document's own beginning, counted on from there
+        # Position of each token in the flat files: the start of its document plus its offset in the document
         positions = np.repeat(self.ends[order] - stops, lengths) + np.arange(stops[-1])
         ids, labels = (flat[positions] for flat in self.flat)
         labels[stops - lengths] = IGNORED  # the first token of a document is never a target
@@ -93,9 +99,13 @@ class Documents:
     def write_rows(
         self, path: Path, order: NDArray[np.int64], counts: NDArray[np.int64], packed: bool
     ) -> None:
-        """Rows of the documents `order`, `counts` of them in each: input_ids, labels, where they come from.
+        """Write sequences to an Arrow file: input_ids, labels and the origin of each document.
 
-        A packed row also has the lengths of its documents.
+        Packed sequences also store the lengths of their documents.
+
+        Args:
+            order: indices of the documents, sequence by sequence.
+            counts: number of documents in each sequence.
         """
         kinds = dict.fromkeys(("input_ids", "labels", "seq_lengths", "where", "cut"), TOKENS)
         kinds["where"] = pyarrow.list_(pyarrow.string())
@@ -112,7 +122,7 @@ class Documents:
                 stream.write_batch(pyarrow.record_batch([columns[n] for n in schema.names], schema))
 
     def remove(self) -> None:
-        """Delete the files; the rows have it all."""
+        """Delete the files. The Arrow file of the sequences holds all of their content."""
         del self.table, self.flat
         for name in ("ids.bin", "labels.bin", "places.arrow"):
             (self.folder / name).unlink()

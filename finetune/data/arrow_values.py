@@ -1,4 +1,4 @@
-"""Rows of Arrow tables as `datasets` gives them: extension types are decoded, or are an error."""
+"""Convert the rows of Arrow tables as `datasets` does. Extension types are decoded or raise an error."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ if TYPE_CHECKING:
 
     Decoder = Callable[[Any], Any]
 
-EXTENSION = b"ARROW:extension:name"  # in a field's metadata, where pyarrow does not know the type
-ARRAYS = "datasets.features.features.Array"  # Array2D to Array5D: their storage is lists of numbers
+# Key in a field's metadata that names an extension type unknown to pyarrow
+EXTENSION = b"ARROW:extension:name"
+ARRAYS = "datasets.features.features.Array"  # Array2D to Array5D, which are stored as lists of numbers
 
 
 def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
-    """Every row of tables or record batches.
+    """Yield every row of tables or record batches.
 
     Args:
-        name: the beginning of the position that errors show.
+        name: prefix of the position that errors show.
 
     Raises:
-        UserError: a column of a type that is not read (exit 2).
+        UserError: a column has a type that is not supported (exit 2).
     """
     start = 0
     for batch in batches:
@@ -45,8 +46,8 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
 
 
 def _values(batch: Any) -> list[Any]:
-    """Each row of a batch as a mapping, or the error that says why Python has no value for it."""
-    errors = (KeyError, ValueError, OverflowError)  # a key twice, a year after 9999
+    """Return each row of a batch as a mapping, or the error if Python cannot represent a value."""
+    errors = (KeyError, ValueError, OverflowError)  # for example a duplicate key, or a year after 9999
     try:
         return batch.to_pylist(maps_as_pydicts="strict")
     except errors as error:
@@ -56,7 +57,10 @@ def _values(batch: Any) -> list[Any]:
 
 
 def without_nulls(value: object) -> Any:
-    """A value less the keys that are null: columns give every mapping the keys of all (tool arguments)."""
+    """Remove the keys whose value is null.
+
+    A column gives every mapping the keys of all mappings (tool arguments).
+    """
     if isinstance(value, dict):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
@@ -85,14 +89,17 @@ def _decoder(kind: pyarrow.DataType, name: str, column: str) -> Decoder | None:
         return (lambda value: {key: _apply(decode, part) for key, part in value.items()}) if decode else None
     if _shares_values(kind):
         raise _not_read(f"type {kind}", name, column)
-    if types.is_nested(kind) and hasattr(kind, "value_field"):  # every kind of list
+    if types.is_nested(kind) and hasattr(kind, "value_field"):  # every list type
         decode = _field_decoder(kind.value_field, name, column)
         return (lambda value: [_apply(decode, part) for part in value]) if decode else None
     return None
 
 
 def _shares_values(kind: Any) -> bool:
-    """Whether one value may stand in every row of an array, which fills memory from a small file."""
+    """Return whether several rows can share one stored value.
+
+    A small file of such a type can fill the memory.
+    """
     from pyarrow import types
 
     views = types.is_list_view(kind) or types.is_large_list_view(kind)

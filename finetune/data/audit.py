@@ -1,4 +1,4 @@
-"""What became of every row, and whether that is good enough to train on: known before weights load."""
+"""Record the outcome of every example, and check it against `data.expect` before the model is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Data, Expect
 
 BINS = 24
-SAID = {  # what is counted -> what is said of so many rows
+SAID = {  # kind of outcome -> its text after "N of M rows"
     "unreadable": "can't be read",
     "malformed": "are malformed",
     "role_order": "have roles out of order",
@@ -49,53 +49,53 @@ DROPPED = ("too_long", "nothing_trained", "unanswered")
 
 @dataclass
 class Report:
-    """What became of the rows of one split; the run folder's `data_report.json` holds it."""
+    """Outcome of the examples of one split, stored in the run folder's `data_report.json`."""
 
     sources: dict[str, str] = field(default_factory=dict)
-    """File -> sha256 of its content; Hub data set -> what was asked for."""
+    """File -> sha256 of its content, or Hub dataset -> requested revision."""
     formats: dict[str, str] = field(default_factory=dict)
-    """Source -> format of its rows."""
+    """Source -> format of its examples."""
     unused: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Source -> column that is not used -> examples that have something there."""
+    """Source -> unused column -> number of examples with a value in that column."""
     read: dict[str, int] = field(default_factory=dict)
-    """Source -> its examples, used or not."""
+    """Source -> number of its examples, used or not."""
     passed_by: dict[str, list[str]] = field(default_factory=dict)
-    """Folder -> what in it is not read."""
+    """Folder -> entries in it that are not read."""
     folders: list[str] = field(default_factory=list)
-    """What is to be known of data files in folders that are not read, such as those of other splits."""
+    """Notes on data files that are not read, such as the files of other splits."""
     notes: list[str] = field(default_factory=list)
-    """What is to be known of the chat template and of the cache."""
+    """Notes on the chat template and the cache."""
     rows: int = 0
     kept: int = 0
     tokens: int = 0
     trained_tokens: int = 0
-    """Tokens that carry loss; a document's first token never does."""
+    """Tokens that contribute to the loss. The first token of a document never does."""
     trained_by: dict[str, int] = field(default_factory=dict)
-    """The same by who says them."""
+    """Speaker -> its tokens that contribute to the loss."""
     longest: int = 0
-    """Tokens of the longest row, kept or not."""
+    """Tokens of the longest example, kept or not."""
     lengths: dict[str, list[float]] = field(default_factory=dict)
-    """Histogram of kept rows (`counts`, `edges`) and `percentiles` 1, 25, 50, 75, 99."""
+    """Lengths of the kept documents: `counts` and `edges` of a histogram, and `percentiles`."""
     cut_tokens: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    """Rows of each kind in SAID."""
+    """Kind of outcome (a key of SAID) -> number of examples."""
     places: dict[str, list[str]] = field(default_factory=dict)
-    """The first rows of each kind."""
+    """Kind of outcome -> positions of its first examples."""
     reasons: dict[str, list[str]] = field(default_factory=dict)
-    """Of bad rows that are left out: what is wrong with the first of each kind."""
+    """Kind of outcome -> the distinct problems found first."""
     mix: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Source -> rows, tokens and weight."""
+    """Source -> examples, tokens and weight."""
     packing: dict[str, float] = field(default_factory=dict)
-    """Rows after packing, token budget and share of it that is filled."""
+    """Sequences after packing, the token budget, and the share of the budget that is filled."""
     positions: int = 0
-    """The model's positions, where examples were too long for them and not for `data.max_length`."""
+    """The model's maximum positions, if they dropped examples that `data.max_length` would have kept."""
     longest_prompt: int = 0
-    """Tokens of the longest prompt that an evaluation asks."""
+    """Tokens of the longest prompt that an evaluation generates from."""
     seen: int = 0
-    """Rows this is about, where the data is streamed and only the first ones were looked at; else 0."""
+    """Number of examples that this report covers if the data is streamed, else 0."""
     seconds: float = 0.0
     token_ids: str = ""
-    """A hash of the token ids and of what of them is trained on, in the order of the data."""
+    """Hash of the token ids and of the trained ranges, in the order of the data."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,7 +105,7 @@ class Report:
         return self.rows - self.kept
 
     def said(self) -> dict[str, str]:
-        """What is said of each kind of rows: `SAID`, or that the model's positions are what limits them."""
+        """Return the text of each kind. It names the model's maximum positions if they are the limit."""
         return (
             {**SAID, "too_long": f"are longer than the model's {self.positions} positions"}
             if self.positions
@@ -113,7 +113,7 @@ class Report:
         )
 
     def noted(self) -> list[tuple[str, str]]:
-        """What happened to some rows: its kind, and a line that says it."""
+        """Return each kind of outcome that occurred, with a line of text about it."""
         of = f"of {self.rows} rows"
         why = {kind: f": {'; '.join(reasons)}" for kind, reasons in self.reasons.items()}
         said = self.said()
@@ -136,34 +136,34 @@ class Report:
         return [*found, *(("template", note) for note in self.notes)]
 
     def remarks(self) -> list[str]:
-        """A line for each thing that happened to some rows."""
+        """Return one line of text for each kind of outcome that occurred."""
         return [said for _, said in self.noted()]
 
 
 def new_token_hash() -> hashlib.blake2b:
-    """A hash to which `add_tokens` adds documents."""
+    """Return an empty hash for `add_tokens`."""
     return hashlib.blake2b(digest_size=8)
 
 
 def add_tokens(found: hashlib.blake2b, document: Encoded) -> None:
-    """Add a document's token ids, and which of them are trained on, to a hash."""
+    """Add a document's token ids and its trained ranges to a hash."""
     found.update(array("i", [*document.ids, -1, *chain.from_iterable(document.trained), -1]))
 
 
 class Audit:
-    """Counts rows as they pass, then compares with what the recipe expects."""
+    """Count examples as they are read, then compare the counts with the limits of the recipe."""
 
     def __init__(self, encoder_for: Callable[[bool], Encoder], train_on: str, vocabulary: int | None) -> None:
         self.report = Report()
         self.encoder_for, self.train_on, self.vocabulary = encoder_for, train_on, vocabulary
         self.bad_rows = BadRows()
         self.trained_by: Counter[str] = Counter()
-        self.lengths, self.digests = array("i"), array("Q")  # of documents
-        self.firsts = array("B")  # whether a document is the first of its row
+        self.lengths, self.digests = array("i"), array("Q")  # one entry for each document
+        self.firsts = array("B")  # 1 if a document is the first of its example, else 0
         self.conversations, self.members = (
             array("Q"),
             array("q"),
-        )  # of conversations, the number of a document
+        )  # conversation hashes, and the index of the document that each hash belongs to
         self.beyond: list[str] = []
         self.token_ids = new_token_hash()
 
@@ -174,7 +174,7 @@ class Audit:
             places.append(where)
 
     def bad(self, bad: BadRow, source: str) -> None:
-        """A row that is left out."""
+        """Count an example that cannot be used."""
         self.report.rows += 1
         self.count(bad.kind, row_of(bad.problem.where))
         self.bad_rows.add(bad, source, self.report.formats.get(source, ""))
@@ -183,18 +183,18 @@ class Audit:
             reasons.append(bad.problem.what)
 
     def left_out(self, kind: str, where: str, length: int) -> None:
-        """A row that is left out for its length, or since nothing in it is trained on."""
+        """Count an example that is skipped because it is too long or has no token to train on."""
         self.report.rows += 1
         self.report.longest = max(self.report.longest, length)
         self.count(kind, where)
 
     def limited_to(self, limit: int, max_length: int) -> None:
-        """An example was left out: the limit was the model's, if it is below `data.max_length`."""
+        """Note that the model's positions limited a skipped example, if they are below `data.max_length`."""
         if limit < max_length:
             self.report.positions = limit
 
     def keep(self, example: Example, documents: list[Encoded]) -> None:
-        """A row that is trained on; a plain text may be several documents."""
+        """Count an example that is trained on. A plain text can become several documents."""
         report, where = self.report, example.where
         report.rows += 1
         report.kept += 1
@@ -229,18 +229,18 @@ class Audit:
         self._look_into(example, encoder)
 
     def look_at_ids(self, ids: list[int], where: str) -> None:
-        """Note the place of a token id that the model's embedding has no row for."""
+        """Note the position of a token id that is outside the model's embedding."""
         highest = max(ids, default=0)
         if self.vocabulary and highest >= self.vocabulary and len(self.beyond) < MAX_SHOWN:
             self.beyond.append(f"{where} (id {highest})")
 
     def check_ids(self) -> None:
-        """Refuse token ids that the model's embedding has no row for (exit 2)."""
+        """Raise a UserError for token ids that are outside the model's embedding (exit 2)."""
         if problems := self._beyond():
             raise UserError(*problems)
 
     def _look_into(self, example: Example, encoder: Encoder) -> None:
-        """Special tokens written in a content, and reasoning."""
+        """Count special tokens written in the content, and reasoning."""
         turns = example.messages or ()
         said = "\0".join([turn["content"] for turn in turns]) or f"{example.prompt}\0{example.completion}"
         if encoder.special.search(said):
@@ -249,10 +249,10 @@ class Audit:
             self.count("reasoning", example.where)
 
     def finish(self, places: Any, held_out: Audit | None = None) -> Report:
-        """Totals that need all rows: lengths, duplicates, rows that are held out as well.
+        """Complete the report with the values that need all examples, such as lengths and duplicates.
 
         Args:
-            places: index of a kept row -> its file:line.
+            places: maps the index of a kept document to its file:line.
             held_out: the audit of the validation examples.
         """
         report, lengths = self.report, np.frombuffer(self.lengths, dtype=np.int32)
@@ -285,15 +285,15 @@ class Audit:
         return report
 
     def of_rows(self) -> tuple[Any, Any]:
-        """Of each row its first document's index, and what it is known by."""
+        """Return the index of the first document of each example, and the digest of each example."""
         rows = np.flatnonzero(np.frombuffer(self.firsts, dtype=np.uint8))
         return rows, np.frombuffer(self.digests, dtype=np.uint64)[rows]
 
     def check(self, data: Data, held_out: int) -> None:
-        """Every limit that is passed, each with the first rows it concerns.
+        """Check every limit of `data.expect`.
 
         Raises:
-            UserError: exit 2.
+            UserError: a limit is exceeded. The error names the first examples of each kind (exit 2).
         """
         report, expect = self.report, data.expect
         problems = self._beyond()
@@ -312,13 +312,16 @@ class Audit:
             raise UserError(*problems)
 
     def check_held_out(self, data: Data) -> None:
-        """Validation examples must be fit to evaluate on (exit 2)."""
+        """Check that the validation examples can be used for evaluation (exit 2)."""
         self.check_rows(data)
         if self.report.rows and not self.report.kept:
             raise UserError(*self._nothing_left("data.validation" if data.validation else "data.name", False))
 
     def check_rows(self, data: Data) -> None:
-        """Stop at rows of a kind that is not allowed at all: a stream can say no more of them (exit 2)."""
+        """Raise a UserError for examples of a kind that has no tolerance in `data.expect` (exit 2).
+
+        A streamed dataset can only check these kinds, because its total is not known.
+        """
         bad = [p for kind in BAD if not getattr(data.expect, kind) for p in self.bad_rows.problems(kind)]
         bad += self._beyond()
         if data.too_long == "error" and "too_long" in self.report.counts:
@@ -327,7 +330,7 @@ class Audit:
             raise UserError(*bad)
 
     def _over(self, limit: str, kinds: tuple[str, ...], of: int, expect: Expect) -> list[Problem]:
-        """The problem, if more rows than the limit are of these kinds; few are shown one by one."""
+        """Return the problems if the examples of these kinds exceed the limit, one by one if they are few."""
         counts = {kind: n for kind in kinds if (n := self.report.counts.get(kind, 0))}
         total, allowed = sum(counts.values()), getattr(expect, limit)
         if total <= allowed * of:
@@ -354,11 +357,11 @@ class Audit:
         return [Problem(what, "model.name", found=found, expected=expected, fix=fix)]
 
     def _nothing_left(self, key: str, said: bool) -> list[Problem]:
-        """That no row is trained on, and each reason for it.
+        """Return the problem that no example is trained on, with each reason.
 
         Args:
-            key: what names the rows.
-            said: the problems of bad rows are said already.
+            key: the recipe key that names the source.
+            said: whether the problems of bad examples are already reported.
         """
         report = self.report
         causes = [kind for kind in (*BAD, *DROPPED) if kind in report.counts and not (said and kind in BAD)]
@@ -378,7 +381,10 @@ class Audit:
         return [*details, Problem(what, key, found=found, fix=fix)]
 
     def _remedies(self) -> dict[str, str]:
-        """What to do about each kind of rows: a longer `data.max_length` adds no positions to a model."""
+        """Return the advice for each kind of outcome.
+
+        If the model's positions are the limit, raising `data.max_length` does not help.
+        """
         if not self.report.positions:
             return dict(REMEDIES)
         longest = self.report.longest
@@ -416,6 +422,6 @@ def _speaker(example: Example, train_on: str) -> str:
 
 
 def _enough(count: int, of: int) -> float:
-    """The smallest limit of three digits that lets `count` of `of` pass."""
+    """Return the smallest limit, rounded up to three decimals, that allows `count` of `of` examples."""
     share = count / max(1, of)
     return min(1.0, np.ceil(share * 1000) / 1000)

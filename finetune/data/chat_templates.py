@@ -1,4 +1,4 @@
-"""Chat templates by name, their marked twins, and what one writes round a turn."""
+"""Chat templates by name, their marked variants, and the text that a template adds around a turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ A_TOOL = {"name": "qzlook", "description": "qz", "parameters": {"type": "object"
 
 @cache
 def bundled() -> dict[str, str]:
-    """Templates by name: TRL's for which it has a marked twin, and ours for families it has none for."""
+    """Return templates by name.
+
+    They are TRL's templates with a marked variant, and finetune's templates for model families that TRL
+    lacks.
+    """
     names = {entry.name.removesuffix(".jinja") for entry in _trl().iterdir()}
     found = {
         name: (_trl() / f"{name}.jinja").read_text(encoding="utf-8")
@@ -36,26 +40,30 @@ def bundled() -> dict[str, str]:
 
 
 def reads_clock(template: str) -> bool:
-    """Whether a template asks for the time, by the one function that transformers gives it."""
+    """Return whether a template calls `strftime_now`, the only way to read the time in transformers."""
     return "strftime_now" in template
 
 
 def _trl() -> Path:
-    """TRL's templates; it is not imported, which takes a third of a second."""
+    """Return the folder of TRL's templates without importing TRL, which takes a third of a second."""
     spec = find_spec("trl")
     assert spec and spec.origin
     return Path(spec.origin).parent / "chat_templates"
 
 
 def marked_twin(template: str) -> str | None:
-    """TRL's variant of a template with the assistant's tokens marked, if it has one."""
+    """Return TRL's variant of a template that marks the assistant's tokens, if TRL has one."""
     name = next((name for name, text in bundled().items() if text == template), None)
     twin = _trl() / f"{name}_training.jinja"
     return twin.read_text(encoding="utf-8") if name and twin.is_file() else None
 
 
 def read_template(name: str) -> str:
-    """A bundled template, or the content of a file (exit 2 if it is neither)."""
+    """Return a bundled template or the content of a file.
+
+    Raises:
+        UserError: the name is neither a bundled template nor a file (exit 2).
+    """
     path = Path(name)
     if path.is_file():
         try:
@@ -72,9 +80,9 @@ def read_template(name: str) -> str:
 
 
 def other_prompt(own: ChatTemplate, template: ChatTemplate, tools: Tools) -> tuple[str, ...]:
-    """A note if inference, which renders with `own`, will not begin as training's text does.
+    """Return a note if the prompt at inference, rendered with `own`, is not the start of the training text.
 
-    Qwen 3 writes no reasoning into earlier turns at inference; its marked twin writes it into all.
+    Qwen 3 omits the reasoning of earlier turns at inference, but its marked variant keeps it.
     """
     turns = [{"role": role, "content": f"qz{i}"} for i, role in enumerate(("user", "assistant") * 2)]
     notes = []
@@ -90,7 +98,7 @@ def other_prompt(own: ChatTemplate, template: ChatTemplate, tools: Tools) -> tup
 
 
 def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict[str, Any]:
-    """What a template writes round a turn and what it has no place for, seen from chats made for it."""
+    """Render test chats to find the text that a template adds around a turn and the parts that it omits."""
     user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
     (asked,) = render(template, [([user], tools)])
     if asked.error.startswith(BROKEN):

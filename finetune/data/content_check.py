@@ -1,7 +1,7 @@
-"""Find each part of an example in its rendering: texts, reasoning, tool calls and tools.
+"""Find each part of an example in its rendered text: contents, reasoning, tool calls and tools.
 
-A chat template is a program, and may leave out what it has no place for. Whitespace at the ends of a text and
-the ways to write a value (JSON, escapes) are the template's own. Nothing else may get lost in silence.
+A chat template is a program, and can omit parts that it does not support. It can strip whitespace and choose
+how to write a value (JSON, escapes). Every other loss raises an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
     from finetune.data.examples import Example, Message
 
-ANYWHERE = -1  # the message of a part that a template may place where it likes
-SHORT = 24  # characters of a text that may stand in a template by chance
-LONG = 20_000_000  # characters that are searched in a moment
-NAMES = {  # the kind of a part -> what it is called in an error
+# Message number of a part that a template can place anywhere
+ANYWHERE = -1
+# In characters. The template itself can contain a shorter text by chance.
+SHORT = 24
+# Character comparisons that take less than a moment
+LONG = 20_000_000
+NAMES = {  # kind of part -> its name in errors
     "system": "a system message",
     "user": "a text of the user",
     "assistant": "a text of the assistant",
@@ -34,21 +37,25 @@ NAMES = {  # the kind of a part -> what it is called in an error
     "tools": "a tool",
     "name": "the name of a speaker",
 }
-OPTIONAL = ("name", "reasoning")  # kinds that a template may leave out, the reasoning only of earlier turns
+# Kinds that a template can omit. It can omit reasoning only in earlier turns.
+OPTIONAL = ("name", "reasoning")
 
 
 class Part(NamedTuple):
-    """One text of an example that must reach the model."""
+    """One text of an example that must appear in the rendered text."""
 
     kind: str
     """A key of NAMES."""
     text: str
     message: int
-    """The number of its message, or ANYWHERE."""
+    """The index of its message, or ANYWHERE."""
 
 
 def parts(example: Example) -> list[Part]:
-    """Everything a chat says, in order; the system message and the tools may stand anywhere in a text."""
+    """Return every part of a chat, in order.
+
+    The system message and the tools can appear anywhere in the text.
+    """
     found = []
     for number, message in enumerate(example.messages or ()):
         role, content = message["role"], message["content"]
@@ -69,7 +76,7 @@ def parts(example: Example) -> list[Part]:
 
 
 def find_missing(parts: list[Part], text: str) -> list[Part]:
-    """The parts that are not in a text, which holds them in the order of their messages."""
+    """Return the parts that a rendered text lacks. The other parts appear in the order of their messages."""
     position = 0
     for part in parts:
         first = 0 if part.message == ANYWHERE else position
@@ -86,10 +93,11 @@ def find_missing(parts: list[Part], text: str) -> list[Part]:
 
 
 def doubtful(parts: list[Part], text: str) -> list[Part]:
-    """Short texts that the template itself may have written. Their absence would not be noticed."""
+    """Return the short parts that the template itself may have written. Their loss would go unnoticed."""
     brief = [part for part in parts if len(part.text) < SHORT and part.kind not in ("argument", "tools")]
     if len(brief) * len(text) > LONG:
-        return brief  # to count each of them would take longer than to render them once more
+        # Rendering the example again is faster than counting each part.
+        return brief
     said = "\0".join(part.text for part in parts)
     words = dict.fromkeys(part.text for part in brief)
     often = {word for word in words if text.count(word) > said.count(word)}
@@ -97,10 +105,10 @@ def doubtful(parts: list[Part], text: str) -> list[Part]:
 
 
 def with_markers(example: Example, doubts: list[Part]) -> tuple[Example, list[str]]:
-    """The example with a marker that no template writes in place of each doubtful text, and the markers."""
+    """Replace each doubtful part by a marker that no template writes. Return the example and the markers."""
     messages, markers = list(example.messages or ()), list[str]()
     for number, part in enumerate(doubts):
-        index, marker = max(part.message, 0), f"qzpart{number}qz"  # a system message is the first
+        index, marker = max(part.message, 0), f"qzpart{number}qz"  # the system message has index 0
         marked = _with_marker(messages[index], part, marker)
         markers.append(marker if marked else "")
         messages[index] = marked or messages[index]
@@ -108,7 +116,7 @@ def with_markers(example: Example, doubts: list[Part]) -> tuple[Example, list[st
 
 
 def _with_marker(message: Message, part: Part, marker: str) -> Message | None:
-    """Return the message with a marker in place of one part; `None` if the part is not unique."""
+    """Return the message with a marker in place of one part, or `None` if the part is not unique."""
     if part.kind == "call":
         calls = list(message["tool_calls"])
         names = [call["function"]["name"] for call in calls]
@@ -124,16 +132,16 @@ def _with_marker(message: Message, part: Part, marker: str) -> Message | None:
 
 
 def refuse(example: Example, missing: list[Part]) -> Part:
-    """Raise for a part that an example lacks in its rendering, unless the template may leave it out.
+    """Raise an error for a missing part, unless the template is allowed to omit it.
 
-    Many templates leave the reasoning before the user's last message out on purpose, as at inference.
-    Most have no place for the names of speakers.
+    Many templates omit the reasoning before the user's last message on purpose, as at inference. Most
+    templates have no place for the names of speakers.
 
     Returns:
-        The first of the parts that the template may leave out.
+        The first missing part, if the template is allowed to omit all missing parts.
 
     Raises:
-        BadRow: any other part.
+        BadRow: the template must not omit a missing part.
     """
     messages = example.messages or ()
     asked = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
@@ -161,7 +169,7 @@ def _reasoning(message: Message) -> tuple[list[str], str]:
 
 
 def _leaves(value: object) -> Iterator[str]:
-    """Each name and each value in a tool call's arguments, as text."""
+    """Yield each name and each value in a tool call's arguments, as text."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield str(name).strip()
@@ -183,13 +191,14 @@ def _of_tool(function: dict[str, Any]) -> list[str]:
 
 
 def _search(parts: list[Part], text: str) -> list[Part]:
-    """The parts that are not in a text without whitespace, each in its place between the others.
+    """Return the parts that a text without whitespace lacks. Each part must be between its neighbors.
 
-    Long parts are placed first. A short part inside a longer part does not count.
-    Reasoning that is there twice is placed late, for a template may leave out the first and keep the second.
+    The search places long parts first. A short part inside a longer part does not count. If two messages have
+    the same reasoning, the search places it last, because a template can omit the first and keep the second.
     """
     often = Counter(part.text for part in parts if part.kind == "reasoning")
-    placed: list[tuple[int, int, int]] = []  # message, start, end: sorted by both, for texts are in order
+    # (message, start, end) of each part found. Both orders agree, because the messages are rendered in order.
+    placed: list[tuple[int, int, int]] = []
     missing = []
 
     def order(number: int) -> tuple[bool, bool, int]:
@@ -220,13 +229,11 @@ def _search(parts: list[Part], text: str) -> list[Part]:
 
 
 def _free_place(text: str, form: str, low: int, high: int, others: list[tuple[int, int, int]]) -> int:
-    """Return the position of a form between two positions of a text, outside of other parts; -1 if absent."""
+    """Return the first position of a form between `low` and `high` that no other part covers, or -1."""
     start = text.find(form, low, high)
     while start >= 0:
         end = start + len(form)
-        index = bisect_left(
-            others, end, key=lambda spot: spot[1]
-        )  # the others before it begin before its end
+        index = bisect_left(others, end, key=lambda spot: spot[1])  # the last part that begins before `end`
         blocking = others[index - 1] if index else None
         if blocking is None or blocking[2] <= start:
             return start
@@ -235,21 +242,22 @@ def _free_place(text: str, form: str, low: int, high: int, others: list[tuple[in
 
 
 def _forms(text: str) -> Iterator[str]:
-    """The ways in which templates write a text, without whitespace."""
+    """Yield the ways in which templates write a text, without whitespace."""
     written = json.dumps(text, ensure_ascii=False)[1:-1]
     plain = (
         text,
         written,
         json.dumps(text)[1:-1],
-        json.dumps(written, ensure_ascii=False)[1:-1],  # JSON in a text of JSON
-        repr(text)[1:-1],  # what Jinja writes for a mapping
+        json.dumps(written, ensure_ascii=False)[1:-1],  # JSON inside a JSON string
+        repr(text)[1:-1],  # Jinja's output for a mapping
         repr(text + "'\"")[1:-4],
-        text.capitalize(),  # Python writes true as True
+        text.capitalize(),  # Python's spelling of true
     )
     yield from ("".join(form.split()) for form in plain)
     for form in plain:
         for quotes in ({"'": "&#39;", '"': "&#34;"}, {"'": "&#x27;", '"': "&quot;"}, {}):
             signs = {"&": "&amp;", "<": "&lt;", ">": "&gt;", **quotes}
             yield "".join(form.translate(str.maketrans(signs)).split())
-    in_html = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}  # Jinja's own tojson
+    # The escapes of Jinja's tojson filter
+    in_html = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
     yield "".join(written.translate(str.maketrans(in_html)).split())

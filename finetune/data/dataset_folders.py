@@ -1,11 +1,12 @@
-"""Choose the files of a folder that are read: the rules of `datasets`.
+"""Choose the files of a folder to read, by the rules of `datasets`.
 
-- `save_to_disk` lists the files of a dataset in state.json, and the splits of several in dataset_dict.json.
-- The README.md of a cloned dataset repository may list the files of each split under `configs:`.
-- In other folders, the names of files and of folders in it say the split: `test.jsonl`, `dev/`,
-  `data/train-00000-of-00002.parquet`.
+- `save_to_disk` lists the files of a dataset in state.json, and the splits of a `DatasetDict` in
+  dataset_dict.json.
+- The README.md of a cloned dataset repository can list the files of each split under `configs:`.
+- In other folders, the names of files and subfolders determine the split. Examples are `test.jsonl`, `dev/`
+  and `data/train-00000-of-00002.parquet`.
 
-Only one split is read: the training split for `data.name`, the validation split for `data.validation`.
+finetune reads one split: the training split for `data.name`, the validation split for `data.validation`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 
 Splits: TypeAlias = "dict[str, list[Path]]"
 
-NO_SPLIT = ""  # the split of a file whose name says none
-# Files that are of no split
+NO_SPLIT = ""  # the split of a file whose name contains no split
+# Files that belong to no split
 NOT_LISTED = "not part of the saved dataset"
 OTHER_CONFIGS = "other configs of README.md"
 BELOW = "in folders below"
 NEVER_READ = (NOT_LISTED, OTHER_CONFIGS, BELOW)
-# datasets.data_files.SPLIT_KEYWORDS; a test compares them
+# A copy of datasets.data_files.SPLIT_KEYWORDS. A test compares them.
 KEYWORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),
@@ -49,41 +50,41 @@ _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*\..*")
 _MAP_CACHE = re.compile(r"(cache-|tmp).*\.arrow")
 STATE, INFO, DICT = "state.json", "dataset_info.json", "dataset_dict.json"
 BOOKKEEPING = (STATE, INFO, DICT, "dataset_infos.json", "config.json")  # datasets.data_files.FILES_TO_IGNORE
-DEEPEST = 8  # folders within folders
+DEEPEST = 8  # maximum depth of nested folders
 
 
 class FolderFiles(NamedTuple):
-    """The files of a folder."""
+    """The files of a folder: those to read and all other data files."""
 
     read: list[Path]
     others: Splits
-    """Split, or what else the files are -> files that are not read."""
+    """Files that are not read, by split or by the reason why they have no split."""
 
 
 def choose_files(folder: Path, key: str) -> FolderFiles:
-    """The files of a folder that a recipe's key reads, and its other data files.
+    """Choose the files of a folder that a recipe key reads.
 
     Raises:
-        UserError: a manifest that names missing files, or no split to read (exit 2).
+        UserError: a manifest names missing files, or the folder has no split to read (exit 2).
     """
     return _choose_split(folder, key, _with_standard_names(_splits_of(folder, key)))
 
 
 def all_splits(folder: Path, key: str, config: str | None = None) -> Splits:
-    """Every split of a folder and its files, for tasks, which name their splits themselves.
+    """Return all splits of a folder with their files, for evaluation tasks that name their own splits.
 
     Args:
-        config: of those in README.md.
+        config: a config in README.md.
 
     Raises:
-        UserError: a manifest that names missing files, or several configs and none is named (exit 2).
+        UserError: a manifest names missing files, or no config of README.md is chosen (exit 2).
     """
     splits = _splits_of(folder, key, config)
     return {split or "train": paths for split, paths in splits.items() if split not in NEVER_READ and paths}
 
 
 def _splits_of(folder: Path, key: str, config: str | None = None) -> Splits:
-    """Each split of a folder, by its manifests or by the names of its files."""
+    """Return the splits of a folder from its manifests, or else from the names of its files."""
     splits = _splits_of_dict(folder, key)
     if splits is None:
         splits = _splits_of_readme(folder, key, config)
@@ -109,7 +110,10 @@ def _choose_split(folder: Path, key: str, splits: Splits) -> FolderFiles:
 
 
 def _check_one_kind(folder: Path, key: str, paths: list[Path]) -> None:
-    """Refuse files of several kinds that only folders below hold, such as those of a project (exit 2)."""
+    """Raise a UserError if subfolders alone hold the files, and the files have several types (exit 2).
+
+    Such a folder is probably a project, not a dataset.
+    """
     kinds = Counter(path.suffix for path in paths)
     if len(kinds) == 1 or any(path.parent == folder for path in paths):
         return
@@ -125,7 +129,7 @@ def count_files(paths: list[Path]) -> str:
 
 
 def as_name(paths: list[Path]) -> str:
-    """How a recipe names these files: a file, a folder, a pattern or a list."""
+    """Return a recipe value for these files: a file, a folder, a pattern or a list."""
     first, folder = paths[0], paths[0].parent
     if len(paths) == 1:
         return str(first)
@@ -140,12 +144,13 @@ def as_name(paths: list[Path]) -> str:
 
 
 def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
-    """The files of a dataset that `save_to_disk` wrote; `None`: the folder is none."""
+    """Return the files of a dataset that `save_to_disk` wrote, or `None` if the folder is no such dataset."""
     state = _json_in(folder / STATE)
     listed = state.get("_data_files") if isinstance(state, dict) else None
     if not isinstance(listed, list):
         return None
-    if state.get("_indices_data_files"):  # datasets 1; later versions ignore it and would read other rows
+    # Written by datasets 1; later versions ignore the indices and would read other rows
+    if state.get("_indices_data_files"):
         what = "an old save of a dataset with selected rows"
         fix = "load it with datasets<2, call flatten_indices(), and save it again"
         raise UserError(Problem(what, key, str(folder / STATE), fix=fix))
@@ -158,7 +163,7 @@ def _listed_in_state(folder: Path, key: str) -> list[Path] | None:
 
 
 def _splits_of_dict(folder: Path, key: str) -> Splits | None:
-    """The splits of a `DatasetDict` that `save_to_disk` wrote; `None`: the folder is none."""
+    """Return the splits of a `DatasetDict` that `save_to_disk` wrote, or `None` if the folder is not one."""
     content = _json_in(folder / DICT)
     names = content.get("splits") if isinstance(content, dict) else None
     if not isinstance(names, list):
@@ -178,7 +183,10 @@ def _splits_of_dict(folder: Path, key: str) -> Splits | None:
 
 
 def _with_standard_names(splits: Splits) -> Splits:
-    """The same with `validation` for `dev`; of several names of a split, the first in KEYWORDS is renamed."""
+    """Rename splits to their standard names, such as `dev` to `validation`.
+
+    If several names mean the same split, only the first name in KEYWORDS is renamed.
+    """
     standard_names = {}
     for standard, words in KEYWORDS.items():
         names = [name for name in splits if name.lower() in words]
@@ -189,7 +197,7 @@ def _with_standard_names(splits: Splits) -> Splits:
 
 
 def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Splits | None:
-    """The splits that `configs:` in README.md lists; `None`: it lists none that are here."""
+    """Return the splits under `configs:` in README.md, or `None` if none of their files is in the folder."""
     configs = _configs_of(folder / "README.md")
     by_config = {name: _splits_of_config(folder, entry) for name, entry in configs.items()}
     by_config = {name: splits for name, splits in by_config.items() if any(splits.values())}
@@ -209,10 +217,10 @@ def _splits_of_readme(folder: Path, key: str, config: str | None = None) -> Spli
 
 
 def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
-    """Config -> what the YAML at the beginning of a dataset card says of it.
+    """Return the configs in the YAML header of a dataset card by name.
 
     Raises:
-        UserError: the card is no regular file, or too large (exit 2).
+        UserError: the card is not a regular file, or is too large (exit 2).
     """
     import yaml
 
@@ -223,7 +231,7 @@ def _configs_of(readme: Path) -> dict[str, dict[str, Any]]:
             return {}
         found = yaml.safe_load(text)["configs"]
         return {str(config["config_name"]): config for config in found}
-    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # no card of a dataset
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError):  # not a dataset card
         return {}
 
 
@@ -233,7 +241,10 @@ def _header_of(card: str) -> str:
 
 
 def _is_plain(events: Iterable[Any]) -> bool:
-    """Whether YAML has no alias, which may stand for very much, and is not nested deeply."""
+    """Return whether YAML has no alias and no deep nesting.
+
+    A few aliases can expand to a very large value.
+    """
     depth = 0
     for event in events:
         kind = type(event).__name__
@@ -264,13 +275,16 @@ def _splits_of_config(folder: Path, config: dict[str, Any]) -> Splits:
 
 
 def _stays_below(path: object) -> bool:
-    """Whether a path or pattern of a card leads nowhere but below its folder."""
+    """Return whether a path or pattern of a card stays inside its folder."""
     parts = PurePosixPath(str(path)).parts
     return not PurePosixPath(str(path)).is_absolute() and ".." not in parts
 
 
 def _splits_by_name(folder: Path, key: str) -> Splits:
-    """The splits that names say. A file in a folder below counts where no file above is of its split."""
+    """Return the splits by file names.
+
+    A file in a subfolder counts only if no file above has the same split.
+    """
     found: Splits = {}
     for path, split in _labeled(folder, folder, Search(key)).items():
         found.setdefault(split, []).append(path)
@@ -278,13 +292,13 @@ def _splits_by_name(folder: Path, key: str) -> Splits:
     kept = {split: top[split] or paths for split, paths in found.items()}
     by_folder = any(_split_of(folder, path.parent / "-") == "train" for path in found.get("train", ()))
     if top.get(NO_SPLIT) and not (top.get("train") or by_folder):
-        kept.pop("train", None)  # such as old/train.jsonl
+        kept.pop("train", None)  # for example old/train.jsonl
     read = set(_all(kept))
     return {**kept, BELOW: [path for path in _all(found) if path not in read]}
 
 
 def _labeled(folder: Path, root: Path, search: Search) -> dict[Path, str]:
-    """Each data file in a folder and in those below it -> its split, or why it has none."""
+    """Return each data file in a folder and its subfolders, with its split or the reason why it has none."""
     if not search.is_new(folder):
         return {}
     found, names = {}, _listed_in_state(folder, search.key)
@@ -302,7 +316,7 @@ def _labeled(folder: Path, root: Path, search: Search) -> dict[Path, str]:
 
 
 def _split_of(root: Path, path: Path) -> str:
-    """The split of a file, from its path below the folder that is read."""
+    """Return the split of a file, from its path relative to the folder."""
     *folders, name = path.relative_to(root).parts
     shard = _SHARD.fullmatch(name)
     if folders == ["data"] and shard:
@@ -315,7 +329,7 @@ def _split_of(root: Path, path: Path) -> str:
 
 
 def _standard_name(split: str) -> str:
-    """`validation` for `dev`; another name as it is."""
+    """Return the standard name of a split, such as `validation` for `dev`, or the name itself."""
     return next((standard for standard, words in KEYWORDS.items() if split.lower() in words), split)
 
 
@@ -324,7 +338,7 @@ def _is_data(path: Path) -> bool:
 
 
 def _is_map_cache(path: Path) -> bool:
-    """Whether `Dataset.map` or `filter` wrote it, beside the dataset that it was called on."""
+    """Return whether `Dataset.map` or `Dataset.filter` wrote the file next to its dataset."""
     beside = path.parent
     return bool(_MAP_CACHE.fullmatch(path.name)) and ((beside / STATE).exists() or (beside / INFO).exists())
 
@@ -334,10 +348,10 @@ def _all(splits: Splits) -> list[Path]:
 
 
 def _json_in(path: Path) -> Any:
-    """The content of a manifest; `None`: it is missing or can't be read.
+    """Return the content of a manifest, or `None` if it is missing or cannot be read.
 
     Raises:
-        UserError: it is no regular file, or too large (exit 2).
+        UserError: the manifest is not a regular file, or is too large (exit 2).
     """
     try:
         return regular_files.read_json(path)

@@ -1,9 +1,14 @@
-"""Examples to token ids, and which of them carry loss.
+"""Convert examples to token ids and to the ranges of tokens that contribute to the loss.
 
-What is trained on is what the model has to say: from the end of the prompt it is given at inference to the
-token that ends its turn, both exactly. Where the assistant's turns are is never guessed. In this order: the
-chat template marks them itself (`{% generation %}`); TRL has a marked twin of the template; or the turns are
-rendered one by one, each text the beginning of the next. Otherwise it is an error.
+The trained range is exactly the text that the model generates at inference: it starts after the prompt and
+ends with the token that ends the turn. finetune never guesses where the assistant's turns are. It uses the
+first method that applies:
+
+1. The chat template marks the turns itself (`{% generation %}`).
+2. TRL has a marked variant of the template.
+3. finetune renders the chat turn by turn, and each text is a prefix of the next.
+
+If no method applies, finetune raises an error.
 """
 
 from __future__ import annotations
@@ -29,69 +34,72 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Data
 
 ENDS_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "</s>")
-LEFT_OUT = {  # a role or a key of messages -> what it is called
+LEFT_OUT = {  # role or key of a message -> its name in errors
     "system": "system messages",
     "tool_calls": "tool calls",
     "tool": "tool results",
     **dict.fromkeys(REASONING_KEYS, "reasoning"),
 }
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-ATTEMPTS = 8  # to shorten a row's prompts until the row fits
+ATTEMPTS = 8  # maximum number of attempts to shorten the prompts of an example
 
 
 class Encoded(NamedTuple):
-    """One row as the model sees it."""
+    """The tokens of one example."""
 
     ids: list[int]
     trained: list[tuple[int, int]]
-    """Ranges [start, end) of tokens that carry loss."""
+    """Ranges [start, end) of tokens that contribute to the loss."""
     merged: bool = False
-    """A token holds the end of the prompt and the beginning of the answer: inference never sees it."""
+    """Whether one token holds the end of the prompt and the start of the answer.
+
+    Inference never sees such a token.
+    """
     doubled: bool = False
-    """The text brought a BOS of its own, besides the tokenizer's; one was taken away."""
+    """Whether the text itself started with a BOS token, so that the tokenizer did not add another one."""
     cut: int = 0
-    """Tokens taken off the row's prompts."""
+    """Number of tokens removed from the prompts."""
     left_out: content_check.Part | None = None
-    """What the chat template may leave out, and does: reasoning of an earlier turn, or a speaker's name."""
+    """A part that the chat template omits and may omit: reasoning of an earlier turn, or a speaker's name."""
 
     def labels(self) -> list[int]:
-        """The token's own id where it carries loss, else -100."""
+        """Return the token id for each token that contributes to the loss, else -100."""
         return loss_mask.labels(self.ids, self.trained)
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """One way to turn examples into tokens, for training and evaluation alike."""
+    """Convert examples to tokens in the same way for training and evaluation."""
 
     tokenizer: Any
     train_on: str  # assistant | last_turn | completion | all
-    own: str = ""  # the tokenizer's template, as inference renders it
-    template: str = ""  # as training renders it: the same, or its marked twin
-    way: str = "none"  # marks | turns: how the assistant's turns are found
-    prompt_end: str = ""  # what the template writes before an answer
-    after_turn: str = ""  # what it writes at the end of a chat, after the end of the last turn
-    leaves_out: frozenset[str] = frozenset()  # what it has no place for, of LEFT_OUT
-    opening: tuple[int, ...] = ()  # what the tokenizer puts before a text that no template made
+    own: str = ""  # the tokenizer's template, used at inference
+    template: str = ""  # the template used in training: `own` or its marked variant
+    way: str = "none"  # how to find the assistant's turns: marks | turns | none
+    prompt_end: str = ""  # text that the template writes before an answer
+    after_turn: str = ""  # text that the template writes after the end of the last turn
+    leaves_out: frozenset[str] = frozenset()  # parts that the template omits (keys of LEFT_OUT)
+    opening: tuple[int, ...] = ()  # tokens that the tokenizer adds before a text without a template
     stops: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
-    """What is to be known of the template."""
+    """Notes on the template."""
     special: re.Pattern[str] = re.compile("(?!)")
-    """Any of the tokenizer's special tokens."""
+    """Matches any special token of the tokenizer."""
     date: str | None = None
-    """What a template that asks for the time is told."""
+    """The date given to a template that asks for the time."""
     with_tools: Encoder | None = None
-    """For chats with tools, where the tokenizer has a template of their own."""
+    """The encoder for chats with tools, if the tokenizer has a separate template for them."""
 
     def longest(self, max_length: int) -> int:
-        """Tokens of the longest example that fits `data.max_length` and the model's positions."""
+        """Return the most tokens that both `data.max_length` and the model's positions allow."""
         return min(max_length, int(self.tokenizer.model_max_length))
 
     def __call__(self, examples: list[Example]) -> list[Encoded | BadRow]:
-        """Tokens of each example, in order."""
+        """Encode each example, in order."""
         return self.tokenise(examples, self.render(examples))
 
     def render(self, examples: list[Example]) -> list[Rendered | None]:
-        """The text of each chat; `None` for examples that are none."""
+        """Render each chat. Examples that are not chats give `None`."""
         special, found = self.tokenizer.special_tokens_map, dict[int, Rendered]()
         for encoder, chosen in self._by_template(examples):
             chats = [(examples[index].messages, examples[index].tools) for index in chosen]
@@ -101,7 +109,7 @@ class Encoder:
         return [found.get(index) for index in range(len(examples))]
 
     def _by_template(self, examples: list[Example]) -> list[tuple[Encoder, list[int]]]:
-        """Indices of the chats that each template renders."""
+        """Return each encoder with the indices of the chats that its template renders."""
         of = [self._of(example) if example.messages else None for example in examples]
         found = [
             (encoder, [i for i, its in enumerate(of) if its is encoder])
@@ -114,12 +122,13 @@ class Encoder:
         return self.with_tools if self.with_tools and example.tools else self
 
     def tokenise(self, examples: list[Example], rendered: list[Rendered | None]) -> list[Encoded | BadRow]:
-        """Tokens of examples whose chats have been rendered, all in one call of the tokenizer."""
+        """Tokenize examples whose chats are already rendered."""
         backend = self.tokenizer.backend_tokenizer
-        # The template wrote the special tokens of a chat; adding them again would double the first one
+        # The template wrote the special tokens of a chat. Adding them again would double the first one.
         head, shared, encodings = self._encode_chats([text for text in rendered if text])
         chats = iter(encodings)
-        # A prompt and its completion are one text: a tokenizer may open every text with a space of its own
+        # Encode a prompt and its completion as one text, because some tokenizers start every text with a
+        # space.
         texts = [(example.prompt or "") + example.completion for example in examples if not example.messages]
         plain = iter(backend.encode_batch(texts, add_special_tokens=False))
         found: list[Encoded | BadRow] = []
@@ -141,9 +150,10 @@ class Encoder:
     def _find_missing(
         self, examples: list[Example], rendered: list[Rendered | None]
     ) -> list[list[content_check.Part]]:
-        """The parts of each chat that are not in its text.
+        """Return the parts of each chat that its rendered text lacks.
 
-        A short text may stand in what the template itself writes. Such chats are rendered once more.
+        The template itself can contain a short part by chance. Chats with such parts are rendered again with
+        markers.
         """
         found, doubts = list[list[content_check.Part]](), dict[int, list[content_check.Part]]()
         for index, (example, text) in enumerate(zip(examples, rendered, strict=True)):
@@ -162,16 +172,20 @@ class Encoder:
         return found
 
     def _encode_chats(self, chats: list[Rendered]) -> tuple[int, list[int], list[Any]]:
-        """Characters and ids of what all chats begin with, tokenised once, and the encodings of their rests.
+        """Tokenize the common beginning of all chats once, and the rest of each chat.
 
-        A special token splits the text before anything else is done to it, so nothing can reach across. That
-        is checked for the first text all the same.
+        The beginning ends before a special token. The tokenizer splits a text at special tokens first, so no
+        other token can cross this border. The first chat verifies this.
+
+        Returns:
+            The number of characters of the common beginning, its token ids, and the encoding of each rest.
         """
         backend, texts = self.tokenizer.backend_tokenizer, [chat.text for chat in chats]
         ends = [min(texts), max(texts)] if len(texts) > 1 else [""]
         same = os.path.commonprefix(ends)  # noqa: RUF071 (of texts, not of paths)
         first = min((chat.spans[0][0] for chat in chats if chat.spans), default=len(same))
-        marks = list(self.special.finditer(same[:first]))  # what carries loss is in the rest
+        # All tokens that contribute to the loss are in the rest
+        marks = list(self.special.finditer(same[:first]))
         head = marks[-1].start() if marks else 0
         shared = backend.encode(same[:head], add_special_tokens=False).ids
         encodings = backend.encode_batch([text[head:] for text in texts], add_special_tokens=False)
@@ -180,7 +194,7 @@ class Encoder:
         return head, shared, encodings
 
     def prompts(self, examples: list[Example]) -> list[list[int]]:
-        """Token ids of all before each example's answer, ending where the model is to go on."""
+        """Return the token ids of each prompt: all text before the answer, with the generation prompt."""
         backend, texts = self.tokenizer.backend_tokenizer, iter(self.prompt_texts(examples))
         found = []
         for example in examples:
@@ -192,12 +206,12 @@ class Encoder:
         return found
 
     def prompt_texts(self, examples: list[Example]) -> list[str]:
-        """All before the answer of each chat among the examples, ending where the model is to go on.
+        """Return the text of each chat before its last answer, including the generation prompt.
 
-        It is rendered by the template that is saved with the tokenizer, as any client will.
+        The template that is saved with the tokenizer renders it, as at inference.
 
         Raises:
-            UserError: a chat that this template refuses, though training's may take it (exit 2).
+            UserError: this template does not accept a chat that the training template may accept (exit 2).
         """
         special, found = self.tokenizer.special_tokens_map, dict[int, str]()
         for encoder, chosen in self._by_template(examples):
@@ -211,12 +225,15 @@ class Encoder:
         return [found[index] for index in sorted(found)]
 
     def shortened(self, example: Example, whole: Encoded, limit: int) -> Encoded | None:
-        """The example with the beginnings of its longest prompts cut off; `None` if that is not enough.
+        """Cut the beginnings of the longest prompts until the example fits.
 
-        Every answer and every system message stays whole.
+        Return `None` if it cannot fit.
+
+        Answers and system messages stay complete.
 
         Args:
-            whole: its tokens.
+            whole: the encoded example.
+            limit: maximum number of tokens.
         """
         if not example.messages:
             return self._cut_plain(example, whole, limit)
@@ -235,7 +252,7 @@ class Encoder:
         return None
 
     def _cut_longest(self, example: Example, excess: int) -> Example | None:
-        """The longest of the user's and the tools' contents without its first `excess` tokens."""
+        """Remove the first `excess` tokens of the longest user or tool message."""
         messages = list(example.messages or ())
         given = [index for index, message in enumerate(messages) if message["role"] in ("user", "tool")]
         contents = [messages[index]["content"] for index in given]
@@ -251,7 +268,7 @@ class Encoder:
         return replace(example, messages=messages)
 
     def _cut_plain(self, example: Example, whole: Encoded, limit: int) -> Encoded | None:
-        """A prompt without its first tokens, but for its BOS."""
+        """Remove the first tokens of a prompt, but keep its BOS token."""
         excess = len(whole.ids) - limit
         bos = int(whole.ids[0] == self.tokenizer.bos_token_id)
         prompt = whole.trained[0][0] if example.prompt is not None and self.train_on != "all" else 0
@@ -263,7 +280,7 @@ class Encoder:
         return whole._replace(ids=ids, trained=[(prompt - excess, len(ids))], cut=excess)
 
     def _plain(self, example: Example, encoding: Any) -> Encoded:
-        """A prompt and its completion, or a text, closed by the eos token."""
+        """Encode a prompt with its completion, or a text, and add the EOS token."""
         ids, doubled = self._opened(encoding.ids)
         start, merged = 0, False
         if example.prompt is not None and self.train_on != "all":
@@ -277,7 +294,7 @@ class Encoder:
         return Encoded(ids, [(start, len(ids))], merged, doubled)
 
     def _opened(self, ids: list[int]) -> tuple[list[int], bool]:
-        """A text with the tokenizer's BOS, which it may bring itself; then it is not given another."""
+        """Add the tokenizer's BOS token unless the text already starts with it."""
         opening = list(self.opening)
         brought = bool(opening) and ids[: len(opening)] == opening
         return (ids, True) if brought else (opening + ids, False)
@@ -323,14 +340,14 @@ class Encoder:
 def make_encoder(
     tokenizer: PreTrainedTokenizerBase, data: Data, chats: bool, declared: Collection[int] = ()
 ) -> Encoder:
-    """The exact way to find the assistant's tokens with this tokenizer.
+    """Create the encoder for a tokenizer.
 
     Args:
-        chats: whether there are chats at all; other rows need no template.
-        declared: ids that the model itself says to end an answer.
+        chats: whether the data contains chats. Other examples need no template.
+        declared: ids that the model's generation config declares as the end of an answer.
 
     Raises:
-        UserError: chats and no template, or one that does not compile (exit 2).
+        UserError: the data contains chats, but the template is missing or does not compile (exit 2).
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -338,7 +355,7 @@ def make_encoder(
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, Any] = {"opening": _opening(backend)}
-    # a config that names no token of its tokenizer's may still hold the defaults of its class
+    # Ignore ids that are no added tokens of this tokenizer: they can be defaults of the config class.
     ends = {token for token in declared if token in tokenizer.added_tokens_decoder}
     known["stops"] = frozenset(stop_ids(tokenizer) | ends)
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -364,7 +381,7 @@ def make_encoder(
 
 
 def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], tools: Any) -> Encoder:
-    """The encoder of chats that one template renders, with these tools."""
+    """Return the encoder of the chats that one template renders with these tools."""
     marked = own if MARKS.search(own) else marked_twin(own)
     way = "none" if data.train_on == "all" else "marks" if marked else "turns"
     template, special = marked or own, tokenizer.special_tokens_map
@@ -382,23 +399,24 @@ def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], to
 
 
 def _opening(backend: Any) -> tuple[int, ...]:
-    """What the tokenizer adds before every text: its BOS, or nothing."""
+    """Return the tokens that the tokenizer adds before every text: its BOS token, or nothing."""
     found = backend.encode("x", add_special_tokens=True)
     return tuple(found.ids[: found.special_tokens_mask.index(0)])
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that end a turn: the tokenizer's eos and the usual end-of-turn tokens it knows."""
+    """Return the ids that end a turn: the EOS token and the usual end-of-turn tokens of the vocabulary."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     ids: set[Any] = {backend.token_to_id(token) for token in ENDS_OF_TURN} if backend else set()
-    if backend and backend.token_to_id("<|return|>") is not None:  # gpt-oss: it ends the turn, and
-        ids.discard(backend.token_to_id("<|end|>"))  # that one each message of it, the reasoning first
+    # gpt-oss ends a turn with <|return|>. <|end|> ends each message of the turn, such as the reasoning.
+    if backend and backend.token_to_id("<|return|>") is not None:
+        ids.discard(backend.token_to_id("<|end|>"))
     eos: Any = tokenizer.eos_token_id
     return (ids | {eos}) - {None}
 
 
 def ends_of_answer(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids that end an answer as it is trained: the eos, and what the chat template writes after one."""
+    """Return the ids that end an answer in training: the EOS token and the token that the template adds."""
     given: Any = tokenizer.chat_template
     own = given.get("default") if isinstance(given, dict) else given
     turns = [{"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}]
@@ -411,7 +429,7 @@ def ends_of_answer(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def without_thinking(text: str) -> str:
-    """An answer without the reasoning before it, stripped."""
+    """Return an answer without the reasoning before it, stripped."""
     text = text.strip()
     found = THINKING.match(text)
     return text[found.end() :] if found else text

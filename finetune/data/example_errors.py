@@ -1,4 +1,4 @@
-"""Rows that can't be used, as they pass: what is wrong with them, how often, and where it is first."""
+"""Collect the rows that cannot be used: the problems, how often each occurs, and where it occurs first."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from finetune.data.source_loading import MAX_SHOWN
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data, Expect
 
-FIRST = 200  # rows of each source, that can be read in a moment
-MAX_NAMED = 12  # roles, the most frequent ones
-MAX_KINDS = 10  # of problems in rows of one kind
+FIRST = 200  # rows of each source that can be checked in a moment
+MAX_NAMED = 12  # most frequent roles that an error names
+MAX_KINDS = 10  # problems that an error shows for each kind
 
 
 class BadRows:
-    """What is to be said of bad rows: everything that is wrong once, in whichever row it is first."""
+    """Collect bad rows, and report each distinct problem once, with the first row that has it."""
 
     def __init__(self) -> None:
-        self.first: dict[tuple[str, str], list[BadRow]] = {}  # kind, what is wrong -> the first such rows
+        self.first: dict[tuple[str, str], list[BadRow]] = {}  # (kind, problem) -> the first such rows
         self.rows: Counter[tuple[str, str]] = Counter()
-        self.roles: Counter[str] = Counter()  # rows with a role that is not known
+        self.roles: Counter[str] = Counter()  # rows with an unknown role
         self.role_places: dict[str, str] = {}
         self.formats: dict[str, dict[str, tuple[int, str]]] = {}
-        """Source -> each format that its rows have, the wanted one first -> how many there are, the first."""
+        """Source -> format -> (number of rows, first row). The expected format comes first."""
 
     def add(self, bad: BadRow, source: str, wanted: str) -> None:
-        """A bad row of a source, whose rows are to have this format."""
+        """Add a bad row of a source whose rows should have the format `wanted`."""
         key = bad.kind, bad.problem.what
         self.rows[key] += 1
         first = self.first.setdefault(key, [])
@@ -48,17 +48,17 @@ class BadRows:
             self.of_format(source, wanted, bad.format or wanted, bad.problem.where)
 
     def of_format(self, source: str, wanted: str, format: str, where: str) -> None:
-        """A row of a source, bad or not, that has this format."""
+        """Count a row of a source, bad or not, under its format."""
         formats = self.formats.setdefault(source, {wanted: (0, "")})
         count, first = formats.get(format, (0, ""))
         formats[format] = count + 1, first or row_of(where)
 
     def count(self, kind: str) -> int:
-        """How many rows have a fault of this kind."""
+        """Return the number of rows with a problem of this kind."""
         return sum(rows for (of, _), rows in self.rows.items() if of == kind)
 
     def problems(self, kind: str) -> list[Problem]:
-        """Few rows of a kind one by one; of more, each thing that is wrong with the first row it is in."""
+        """Return the problems of a kind: each row if there are few, else each distinct problem."""
         keys = [key for key in self.first if key[0] == kind]
         few = self.count(kind) <= MAX_SHOWN
         found: list[Problem] = []
@@ -75,7 +75,7 @@ class BadRows:
         return found[:MAX_KINDS]
 
     def _roles(self, first: Problem) -> Problem:
-        """All roles that are not known, at once."""
+        """Return one problem that names all unknown roles."""
         if self.roles.total() == 1:
             return first
         named = [role for role, _ in self.roles.most_common(MAX_NAMED)]
@@ -90,7 +90,7 @@ class BadRows:
         return Problem(what, where=first.where, **texts)
 
     def _formats(self) -> list[Problem]:
-        """Of each source with rows of several formats, how many there are of each and where they begin."""
+        """Return a problem for each source whose rows have several formats, with counts and first rows."""
         found = []
         for source, formats in self.formats.items():
             if len(formats) == 1:
@@ -118,7 +118,10 @@ class FirstExamples:
     """Whether the sources hold no more examples than were read."""
 
     def problems(self, data: Data) -> list[Problem]:
-        """Bad examples that `data.expect` does not allow; a share counts only if all examples are known."""
+        """Return the problems of examples that `data.expect` does not allow.
+
+        A limit that is a share applies only if all examples are known.
+        """
         is_share_known = self.are_all and data.validation_fraction is None
         return [
             problem
@@ -137,16 +140,16 @@ class FirstExamples:
 
 
 def first_rows(data: Data, at_least: int = 0) -> list[str]:
-    """Read the first rows of each source that lies in files, as far as can be without a tokenizer.
+    """Check the first rows of each local source, as far as possible without a tokenizer.
 
     Args:
-        at_least: training examples that a step takes; 0: their number is checked elsewhere.
+        at_least: number of training examples that one step needs. 0 skips this check.
 
     Returns:
-        A note of how many were read, if any is on this machine.
+        Notes on the number of checked examples, empty if no source is local.
 
     Raises:
-        UserError: examples that `finetune data` would refuse, or too few for a step (exit 2).
+        UserError: `finetune data` would not accept an example, or a step needs more examples (exit 2).
     """
     formats, problems = dict[str, str](), list[Problem]()
     splits: dict[str, FirstExamples] = {}
@@ -182,10 +185,10 @@ def first_rows(data: Data, at_least: int = 0) -> list[str]:
 
 
 def _most_examples(data: Data, first: FirstExamples) -> int | None:
-    """Most training examples; `None`: their number is not known.
+    """Return the largest possible number of training examples, or `None` if it is not known.
 
-    Encoding may drop or pack some, and a validation set is drawn from them. `preparation.check_first` counts
-    exactly, with the tokenizer.
+    Encoding can skip or pack examples, and a validation set can be drawn from them. `preparation.check_first`
+    counts exactly, with the tokenizer.
     """
     weighted = any(source.weight != 1 for source, key in source_loading.named(data) if key == first.key)
     if not first.are_all or weighted or data.too_long == "split":
@@ -194,12 +197,12 @@ def _most_examples(data: Data, first: FirstExamples) -> int | None:
 
 
 def row_of(where: str) -> str:
-    """The place of a row, of which this is perhaps a message."""
+    """Return the position of a row from the position of the row or of one of its messages."""
     return where.partition(", message ")[0]
 
 
 def shown(places: list[str], count: int) -> str:
-    """`train.jsonl:51, :53 ...`: a file's name stands only before its first row."""
+    """Format positions as `train.jsonl:51, :53 ...`. A file's name appears only before its first row."""
     found, last = [], None
     for place in places:
         match = re.fullmatch(r"(.*?)([:\[]\d+\]?.*|, byte \d+)", place)

@@ -1,4 +1,4 @@
-"""A row as it was read, the example that is made of it, and one that none can be made of."""
+"""A row of a file, the example made from it, and the error for a row that cannot be used."""
 
 from __future__ import annotations
 
@@ -19,47 +19,48 @@ class Row:
 
 
 class BadRow(Exception):
-    """A row that can't be trained on: what it is counted as, and what to say of it."""
+    """A row that cannot be trained on, with the kind under which it is counted and its problem."""
 
     roles: tuple[str, ...] = ()
-    """Roles of its messages that are not known."""
+    """Unknown roles of its messages."""
     format: str = ""
-    """The one it has, where that is not its source's."""
+    """The format of the row, if it differs from the format of its source."""
 
     def __init__(self, kind: str, what: str, where: str, found: str = "", **texts: str) -> None:
         super().__init__(what)
         self.kind = kind  # unreadable | malformed | role_order | unanswered
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in found)  # else a terminal obeys it
+        # A terminal would interpret control characters
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in found)
         self.problem = Problem(what, where=where, found=shown, **texts)
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What one row says, whatever it looked like."""
+    """The content of one row, independent of the row's format."""
 
     where: str
     messages: list[Message] | None = None
     tools: list[dict[str, Any]] | None = None
     trained: tuple[bool, ...] = ()
-    """For each of the assistant's messages, whether the row lets it carry loss."""
+    """For each assistant message, whether the row allows training on it."""
     prompt: str | None = None
     completion: str = ""
-    """The answer to `prompt`; without one, a text all of which is trained on."""
+    """The answer to `prompt`. Without a prompt, a text that is trained on completely."""
     conversations: tuple[int, ...] = field(default=(), compare=False)
-    """Hashes of what tells that two examples belong to one conversation: an id, the first turn."""
+    """Hashes of the row's ids and first turn. Two examples with a common hash belong to one conversation."""
 
     @property
     def answer(self) -> str:
-        """What the model should say last."""
+        """The last answer, which the model should generate."""
         return self.messages[-1]["content"] if self.messages else self.completion
 
     @property
     def asks(self) -> bool:
-        """Whether there is something to answer; plain text and an empty prompt ask nothing."""
+        """Whether the example has a prompt. A plain text and an empty prompt have none."""
         return bool(self.messages) or bool(self.prompt)
 
     def characters(self) -> int:
-        """About how long it is."""
+        """Return the approximate length of the example."""
         return (
             sum(len(m["content"]) for m in self.messages or ())
             + len(self.prompt or "")
@@ -67,7 +68,7 @@ class Example:
         )
 
     def digest(self) -> int:
-        """64 bits that tell examples apart by content."""
+        """Return a 64-bit hash of the content."""
         said = [f"{turn['role']}\x1f{turn['content']}" for turn in self.messages or ()]
         more = [self.tools, *(turn for turn in self.messages or () if len(turn) > 2)]
         said += [json.dumps(more, sort_keys=True)] if any(more) else []
@@ -76,5 +77,5 @@ class Example:
 
 
 def short(value: object) -> str:
-    """A value that is found, for a message."""
+    """Return a shortened form of a value for an error."""
     return repr(value)[:60] if not isinstance(value, str) else value[:60]

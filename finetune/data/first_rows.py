@@ -1,4 +1,4 @@
-"""The first rows of a source, as many as can be looked at in a moment."""
+"""Read only the first rows of a source, so that checking them takes a moment."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ if TYPE_CHECKING:
 
     from finetune.data.examples import BadRow
 
-CHARACTERS = 4 * 2**20  # of all texts in the rows
+CHARACTERS = 4 * 2**20  # limit of all texts in the rows together
 
 
 @dataclass
 class FirstRows:
-    """Iterate over the first rows; `rest` says whether there are more."""
+    """Iterate over the first rows of a source, at most `most`.
+
+    `are_all` tells whether the source has more.
+    """
 
     rows: Iterator[Row | BadRow]
     most: int
     was_cut: bool = False
-    """Whether a row was not given because of its size."""
+    """Whether iteration stopped early because the rows are large."""
 
     def __iter__(self) -> Iterator[Row | BadRow]:
         total = 0
@@ -35,12 +38,12 @@ class FirstRows:
             yield row
 
     def are_all(self) -> bool:
-        """Whether the source holds no other rows."""
+        """Return whether the source has no other rows."""
         return not self.was_cut and next(self.rows, None) is None
 
 
 def _characters(part: object) -> int:
-    """Of all texts in a value, and one for each other value."""
+    """Return the characters of all texts in a value, plus one for each other value."""
     total, todo = 0, [part]
     while todo:
         part = todo.pop()

@@ -1,12 +1,16 @@
-"""Rows of every known format as one thing, an `Example`: a chat, a prompt with its completion, or plain text.
+"""Convert rows of every supported format to an `Example`: a chat, a prompt and completion, or a text.
 
-messages            {"messages": [{"role", "content"}]}, also under `conversations`; a content may be in parts
-prompt_completion   {"prompt", "completion"}: texts, or two lists of messages
-alpaca              {"instruction", "input", "output"}, with a `history` of [instruction, output] pairs
+messages            {"messages": [{"role", "content"}]}
+prompt_completion   {"prompt", "completion"}
+alpaca              {"instruction", "input", "output", "history"}
 sharegpt            {"conversations": [{"from", "value"}]}
 text                {"text"}
 
-`tools` and `system` columns are used where there are any. A row that is none of these is a `BadRow`.
+- A messages chat can also be under `conversations`, and a content can be a list of parts.
+- Prompt and completion are two texts or two lists of messages.
+- `history` of alpaca is a list of [instruction, output] pairs.
+
+finetune uses the `tools` and `system` columns if they exist. A row in no supported format is a `BadRow`.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, system
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data
 
-COLUMNS = {  # the columns of each format, in the order in which formats are recognised
+COLUMNS = {  # the columns of each format; detection tries the formats in this order
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -53,7 +57,7 @@ SHAREGPT_ROLES = {
 
 
 def digest(row: Row, seed: int, data: Data) -> int:
-    """64 bits that tell rows apart by the columns that are read, shuffled by `seed`."""
+    """Return a 64-bit hash of the columns that finetune reads, salted with `seed`."""
     columns = {*(column for needed in COLUMNS.values() for column in needed), *OPTIONAL}
     columns |= set(data.columns.values())
     content = json.dumps(
@@ -64,7 +68,7 @@ def digest(row: Row, seed: int, data: Data) -> int:
 
 
 def conversations(row: Row, data: Data) -> tuple[int, ...]:
-    """64 bits for each thing that tells which conversation a row belongs to: its ids and its first turn."""
+    """Return a 64-bit hash for each id and for the first turn, which identify the conversation of a row."""
     value = _renamed(row, data)
     ids = [
         f"{name} {value[name]}" for name in ("id", "conversation_id") if type(value.get(name)) in (str, int)
@@ -76,7 +80,7 @@ def conversations(row: Row, data: Data) -> tuple[int, ...]:
 
 
 def _first_turn(value: dict[str, Any], data: Data) -> str:
-    """What the user says first, or the empty string."""
+    """Return the first text that is not a system message, or an empty string."""
     for name in ("messages", "conversations", "prompt"):
         turns = value.get(name)
         for turn in turns if isinstance(turns, list) else ():
@@ -95,7 +99,11 @@ def _first_turn(value: dict[str, Any], data: Data) -> str:
 
 
 def detect(row: Row, data: Data) -> str:
-    """The format the recipe names, or the one whose columns the row has (exit 2 if none)."""
+    """Return the format that the recipe names, or the format that matches the row's columns.
+
+    Raises:
+        UserError: no format matches (exit 2).
+    """
     _check_columns(row, data)
     if data.format != "auto":
         return data.format
@@ -109,7 +117,7 @@ def detect(row: Row, data: Data) -> str:
 
 
 def _seen(value: dict[str, Any]) -> str:
-    """The format whose columns these are, or the empty string."""
+    """Return the format that matches these columns, or an empty string."""
     for name, needed in COLUMNS.items():
         if all(column in value for column in needed):
             turns = value.get("conversations") if name == "sharegpt" else None
@@ -119,10 +127,13 @@ def _seen(value: dict[str, Any]) -> str:
 
 
 def of_another_format(bad: BadRow, row: Row, data: Data, format: str) -> BadRow:
-    """What is wrong with a row that can't be read as `format`: perhaps that it has another one."""
+    """Return the error for a row that is not valid in `format`.
+
+    It names the row's own format if that differs.
+    """
     value = {name: part for name, part in _renamed(row, data).items() if part is not None}
     seen, chats = _seen(value), ("messages", "sharegpt")
-    if {seen, format} == set(chats):  # either may stand under either name; roles tell them apart
+    if {seen, format} == set(chats):  # both formats can use either column name, so the roles decide
         another = bool(bad.roles) and seen == "sharegpt"
     else:
         another = bool(seen) and any(column not in value for column in COLUMNS[format])
@@ -134,7 +145,7 @@ def of_another_format(bad: BadRow, row: Row, data: Data, format: str) -> BadRow:
 
 
 def unused(row: Row, data: Data, format: str) -> list[str]:
-    """Columns of a row that hold something of which nothing is made, and keys of its messages that do."""
+    """Return the columns and message keys of a row that hold a value but are not used."""
     value = _renamed(row, data)
     plain = format == "text" or _asked_plainly(value, format)
     optional = () if plain else ("system", "tools", *(("input", "history") if format == "alpaca" else ()))
@@ -151,26 +162,26 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
 
 
 def _says(part: object) -> bool:
-    """Whether a column holds anything; false, 0 and an empty list are something."""
+    """Return whether a column holds a value. False, 0 and an empty list are values."""
     return part is not None and part != ""
 
 
 def _chat_column(value: dict[str, Any], format: str) -> str:
-    """The column that holds a chat: either may stand under either name."""
+    """Return the column that holds the chat. Both chat formats can use either column name."""
     chats = "conversations" not in value and format != "sharegpt"
     return "messages" if chats or "messages" in value else "conversations"
 
 
 def _asked_plainly(value: dict[str, Any], format: str) -> bool:
-    """Whether prompt and completion are texts, with no place for a system message or tools."""
+    """Return whether prompt and completion are texts, which cannot have a system message or tools."""
     return format == "prompt_completion" and isinstance(value.get("prompt"), str)
 
 
 def convert(row: Row, data: Data, format: str) -> Example:
-    """One row as an example.
+    """Convert one row to an example.
 
     Raises:
-        BadRow: what the row lacks.
+        BadRow: the row is not valid in this format.
     """
     value = _renamed(row, data)
     if format == "text":
@@ -183,13 +194,14 @@ def convert(row: Row, data: Data, format: str) -> Example:
     if value.get("system"):
         messages = _with_system(messages, system_text(value["system"], row.where))
     offered = tools(value.get("tools"), row.where)
-    if has_too_many_values([messages, offered]):  # of texts that hold JSON, each of which may be short
+    # JSON texts inside the row add values that the reader did not count
+    if has_too_many_values([messages, offered]):
         raise too_many_values(row.where)
     return Example(row.where, messages, offered, trained)
 
 
 def _with_system(messages: list[Message], column: str) -> list[Message]:
-    """A chat with the text of its `system` column, before that of a system message of its own."""
+    """Add the text of the `system` column before the chat's own system message, if it has one."""
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": column}, *messages] if column.strip() else messages
     own = messages[0]["content"]
@@ -199,7 +211,7 @@ def _with_system(messages: list[Message], column: str) -> list[Message]:
 
 
 def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any]:
-    """The messages of a row, as they stand there."""
+    """Return the messages of a row without changes."""
     if format == "alpaca":
         asked = _text(value, "instruction", row)
         more = _text(value, "input", row, empty=True) if value.get("input") is not None else ""
@@ -216,7 +228,7 @@ def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any
 
 
 def _history(value: dict[str, Any], row: Row) -> list[Message]:
-    """The turns before an instruction, which alpaca rows hold as pairs of an instruction and its answer."""
+    """Return the earlier turns of an alpaca row, which holds them as pairs of instruction and answer."""
     pairs = _list(value, "history", row) if value.get("history") else []
     turns: list[Message] = []
     for pair in pairs:
@@ -232,7 +244,7 @@ def _history(value: dict[str, Any], row: Row) -> list[Message]:
 
 
 def _renamed(row: Row, data: Data) -> dict[str, Any]:
-    """The row under our column names."""
+    """Return the row with its columns renamed by `data.columns`."""
     if not data.columns:
         return row.value
     renamed = {ours: row.value.get(theirs) for ours, theirs in data.columns.items()}
@@ -240,7 +252,7 @@ def _renamed(row: Row, data: Data) -> dict[str, Any]:
 
 
 def _check_columns(row: Row, data: Data) -> None:
-    """`columns:` must fit the first row."""
+    """Raise a UserError if `data.columns` does not match the first row (exit 2)."""
     known = {column for needed in COLUMNS.values() for column in needed} | set(OPTIONAL)
     problems = []
     for ours, theirs in data.columns.items():
@@ -268,7 +280,7 @@ def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> 
 
 def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
     turns = value.get(column)
-    if isinstance(turns, str) and turns.lstrip().startswith("["):  # a column of a csv file
+    if isinstance(turns, str) and turns.lstrip().startswith("["):  # as in a column of a CSV file
         turns = json_of(turns, column, row.where)
     if not isinstance(turns, list) or not turns:
         kinds = "text or a list of messages" if column == "prompt" else "a list of messages"

@@ -1,4 +1,4 @@
-"""What a row, a file or a role that can't be used most likely is: the advice that stands in its error."""
+"""Advice for errors about rows, files and roles that cannot be used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 ASKED = ("prompt", "instruction", "question", "query", "input", "problem", "user", "human")
 ANSWERED = ("completion", "output", "answer", "response", "reply", "solution", "target", "assistant", "gpt")
-ROLES = {  # a role in lower case -> the one of ours that it most likely is
+ROLES = {  # role in lower case -> the most likely role in finetune
     **{name: name for name in ("system", "user", "assistant", "tool")},
     **dict.fromkeys(("human", "customer", "client", "person", "me", "question"), "user"),
     **dict.fromkeys(
@@ -27,13 +27,13 @@ NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 def role_map(names: Iterable[str]) -> str:
-    """The `role_map` that these roles ask for, with dots where nobody can know."""
+    """Return a suggested `role_map` for unknown roles, with dots for roles that cannot be guessed."""
     found = [f"{_quoted(name)}: {ROLES.get(name.lower(), '...')}" for name in names]
     return f"role_map: {{{', '.join(found)}}}"
 
 
 def columns(names: Sequence[str], value: dict[str, Any], file: str) -> tuple[str, str]:
-    """What may be wrong with columns that are none of ours: (what to say besides, what to try)."""
+    """Return an additional explanation and a suggestion for columns that match no format."""
     if file.endswith(".csv") and any(map(_like_data, names)):
         fix = "write the names of the columns into a first line: prompt,completion"
         return "; the first line looks like data, not like names of columns", fix
@@ -58,7 +58,7 @@ def columns(names: Sequence[str], value: dict[str, Any], file: str) -> tuple[str
 
 
 def separator(header: Sequence[str]) -> tuple[str, str, str] | None:
-    """Of a CSV file's header with another separator than the comma: what is wrong, expected, to try."""
+    """Return problem, expectation and suggestion if a CSV header uses another separator than the comma."""
     found = [mark for mark in SEPARATORS if len(header) == 1 and mark in header[0]]
     if not found:
         return None
@@ -70,7 +70,7 @@ def separator(header: Sequence[str]) -> tuple[str, str, str] | None:
 
 
 def line(text: str) -> str:
-    """What to try for a line that is no JSON, or the empty string."""
+    """Return a suggestion for a line that is not JSON, or an empty string."""
     text = text.strip()
     if "\0" in text:
         return "save it as UTF-8 (it looks like UTF-16)"
@@ -88,7 +88,7 @@ def line(text: str) -> str:
 
 
 def value(found: Any) -> str:
-    """What to try for a line that is JSON, but no object."""
+    """Return a suggestion for a line that is JSON but not an object, or an empty string."""
     if isinstance(found, str):
         return 'write it as {"text": ...}'
     if isinstance(found, list) and found and isinstance(found[0], dict):
@@ -98,17 +98,17 @@ def value(found: Any) -> str:
 
 
 def file(suffix: str) -> str:
-    """What to do with a kind of file that is not read."""
+    """Return a suggestion for a file type that finetune cannot read, or an empty string."""
     if suffix.lower() in PACKED:
         return "unpack it first"
     return "save it as .csv, with commas, or as .jsonl" if suffix.lower() in TABLES else ""
 
 
 def of_columns(found: dict[str, Any]) -> bool:
-    """Whether the one object of a file holds columns, or rows by name, and is no row."""
+    """Return whether the only object of a file holds columns or named rows, and is not a row itself."""
     parts = list(found.values())
     if parts and all(isinstance(part, dict) for part in parts):
-        return True  # as pandas writes by default
+        return True  # the default of pandas.DataFrame.to_json
     lists = [part for part in parts if isinstance(part, list) and not any(isinstance(p, dict) for p in part)]
     return bool(lists) and len(lists) == len(parts) and len({len(part) for part in lists}) == 1
 

@@ -1,8 +1,8 @@
-"""Load a dataset of the Hub from its repository alone, by a reader of plain data.
+"""Load a dataset from its Hub repository only, with a reader of plain data.
 
-The card of a repository can name files at any address. The names of its files choose the reader, and the
-reader of .tar files opens members such as .pth with `torch.load`. So finetune checks the card before
-`datasets` resolves a file, and the reader before it opens one.
+The card of a repository can name files at any address. The names of its files choose the reader. The reader
+of .tar files opens members such as .pth with `torch.load`. So finetune checks the card before `datasets`
+resolves a file, and checks the reader before it opens a file.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-READERS = ("arrow", "csv", "json", "parquet", "text", "cache")  # of datasets; `cache`: prepared before
+# Allowed readers of `datasets`; `cache` reads a dataset that was prepared before
+READERS = ("arrow", "csv", "json", "parquet", "text", "cache")
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-LONGEST_NAME = 193  # characters: 96 of an owner and of a name
+LONGEST_NAME = 193  # in characters: 96 each for owner and name, and a slash
 CARDS = ("README.md", ".huggingface.yaml")
 
 
 def load(
     name: str, subset: str | None, revision: str | None, *, split: str | None = None, **options: Any
 ) -> Any:
-    """A dataset of the Hub: one split, or all of them by name.
+    """Load one split of a Hub dataset, or all of its splits by name.
 
     Args:
         options: `data_files` and `data_dir` in the repository.
 
     Raises:
-        UserError: no name of a dataset, files outside of its repository, or a reader that is not allowed (2).
-        OSError, ValueError, RuntimeError, DatasetsError: `datasets` can't load it.
+        UserError: the name is not valid, files are outside the repository, or the reader is not allowed (exit
+            2).
+        OSError, ValueError, RuntimeError, DatasetsError: `datasets` cannot load the dataset.
     """
     import datasets
 
@@ -49,8 +51,8 @@ def load(
 
 
 def check_name(name: str, key: str = "data.name", where: str = "") -> None:
-    """Refuse what `datasets` would take for a reader, an address or a storage bucket (exit 2)."""
-    if name in _packaged_readers():  # it would read whatever lies in the working directory
+    """Raise a UserError for names of readers in `datasets`, addresses and storage buckets (exit 2)."""
+    if name in _packaged_readers():  # `datasets` would read the files of the working directory
         what, fix = f"{name} is a reader of `datasets`, not a dataset", "a file, a folder or a Hub id"
         raise UserError(Problem(what, key, where, name, fix=fix))
     if not NAME.fullmatch(name) or ".." in name or len(name) > LONGEST_NAME or name.startswith("buckets/"):
@@ -60,7 +62,7 @@ def check_name(name: str, key: str = "data.name", where: str = "") -> None:
 
 @cache
 def _packaged_readers() -> frozenset[str]:
-    """The names of the readers in `datasets`, without importing it."""
+    """Return the names of the readers in `datasets` without importing it."""
     spec = find_spec("datasets")
     places = (spec.submodule_search_locations if spec else None) or ()
     folders = [folder for place in places for folder in Path(place, "packaged_modules").iterdir()]
@@ -68,7 +70,7 @@ def _packaged_readers() -> frozenset[str]:
 
 
 def check_builder(builder: Any, name: str) -> None:
-    """Refuse readers of pickles, archives or databases, and files outside of the repository (exit 2)."""
+    """Raise a UserError for readers of pickles, archives or databases, and for outside files (exit 2)."""
     reader = type(builder).__module__
     allowed = [f"datasets.packaged_modules.{one}.{one}" for one in READERS]
     if reader not in allowed:
@@ -82,7 +84,7 @@ def check_builder(builder: Any, name: str) -> None:
 
 
 def _configs_of_card(name: str, revision: str | None) -> list[Any]:
-    """The `configs:` of a repository's cards; none where the repository has no card, or can't be reached."""
+    """Return the `configs:` of a repository's cards. The list is empty if no card can be downloaded."""
     import yaml
     from huggingface_hub import DatasetCard, hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
@@ -98,7 +100,7 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
                     content = yaml.safe_load(card)
                 found.append(content.get("configs") if isinstance(content, dict) else None)
         except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
-            continue  # loading says why
+            continue  # loading the dataset reports the reason
         except (ValueError, yaml.YAMLError) as error:
             said = str(error)[:200]
             raise UserError(Problem(f"the card of {name} can't be read", "data.name", file, said)) from error
@@ -106,7 +108,7 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
 
 
 def _check_inside(named: Any, name: str) -> None:
-    """Refuse an address, a chain of file systems, or a path that leaves the repository (exit 2)."""
+    """Raise a UserError for addresses, chained file systems and paths outside the repository (exit 2)."""
     for text in _texts(named):
         parts = re.split(r"[/\\]", text)
         if "://" in text or "::" in text or ".." in parts or not (parts[0] or text == ""):
@@ -119,7 +121,7 @@ def _outside(name: str, found: str) -> Problem:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Each text in nested values; a value that YAML aliases repeat counts once."""
+    """Yield each text in nested values. A value that YAML aliases repeat counts once."""
     waiting, seen = [value], set[int]()
     while waiting:
         part = waiting.pop()

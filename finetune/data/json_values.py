@@ -1,4 +1,4 @@
-"""JSON that is decoded to a row, or to what is wrong with it."""
+"""Convert decoded JSON to a row, or to an error that says what is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from finetune.data.examples import BadRow, Row
 
 
 def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; Python would take the last of two values, other readers the first."""
+    """Create a dict from a JSON object.
+
+    A duplicate key is an error, because readers disagree on which value counts.
+    """
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -19,13 +22,14 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-MOST_VALUES = 100_000  # of one example: list items and values of keys
-UNCOUNTED = 2 * MOST_VALUES  # bytes of JSON that cannot hold more: a value and a comma take two
+MOST_VALUES = 100_000  # of one example: list items and dict values
+# JSON of this size in bytes cannot exceed the limit, because a value and its comma take two bytes
+UNCOUNTED = 2 * MOST_VALUES
 DECODER = json.JSONDecoder(object_pairs_hook=_mapping)
 
 
 def has_too_many_values(value: object) -> bool:
-    """Whether the lists and mappings in a value hold more than `MOST_VALUES` values."""
+    """Return whether the lists and dicts in a value hold more than `MOST_VALUES` values."""
     left, waiting = MOST_VALUES, [value]
     while waiting and left >= 0:
         holder = waiting.pop()
@@ -36,16 +40,16 @@ def has_too_many_values(value: object) -> bool:
 
 
 def too_many_values(where: str) -> BadRow:
-    """An example that would take long to render and to compare."""
+    """Return the error for an example that would take long to render and to compare."""
     return BadRow("unreadable", "too many values in one example", where, expected=f"at most {MOST_VALUES:,}")
 
 
 def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED + 1) -> Row | BadRow:
-    """A value of a JSON file as a row, or why it is none.
+    """Return a decoded value as a row, or the error that says why it is not a row.
 
     Args:
-        escapes: it may hold one half of a surrogate pair, which no text can.
-        size: bytes of its JSON, where they are known.
+        escapes: whether the value can contain half of a surrogate pair, which is not a character.
+        size: bytes of its JSON, if known.
     """
     if size > UNCOUNTED and has_too_many_values(value):
         return too_many_values(where)
@@ -54,7 +58,7 @@ def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED 
         return BadRow("unreadable", "a row must be a JSON object", where, found[:60], fix=fix)
     if escapes:
         try:
-            # Columns of Arrow tables may hold values and keys that JSON has no form for
+            # columns of Arrow tables can hold values and keys that JSON cannot represent
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
         except UnicodeEncodeError as error:
             found = ascii(error.object[error.start])

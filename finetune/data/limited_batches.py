@@ -1,4 +1,4 @@
-"""Batches of parquet and Arrow files that fit in memory, whatever their encodings make of few bytes."""
+"""Read parquet and Arrow files in batches that fit in memory, even if a small file expands to many bytes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
     from finetune.data.read_limits import Limits
 
-compute: Any = pyarrow.compute  # its functions are made at run time
+compute: Any = pyarrow.compute  # pyarrow creates its functions at run time
 ROWS = 1000
 BATCH_BYTES = 64 * 2**20
-PAGE_BYTES = 512 * 2**20  # of the largest page of each column, together
-EACH = 8  # bytes of a value that an encoding repeats at no cost
+PAGE_BYTES = 512 * 2**20  # limit of the sum over the columns of each column's largest page
+EACH = 8  # bytes counted for each value, because an encoding can repeat a value at no cost
 LISTS = (pyarrow.ListArray, pyarrow.LargeListArray, pyarrow.FixedSizeListArray)
 
 
 def read_parquet(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) -> Iterator[Any]:
-    """The batches of a parquet file, a group of rows after another.
+    """Yield the batches of a parquet file, one row group after another.
 
     Raises:
-        UserError: it expands to more than the limits allow (exit 2).
+        UserError: the file expands to more bytes than the limits allow (exit 2).
     """
     file = parquet.ParquetFile(content)
     most, total, in_pages = limits.expanded(path), 0, 0
@@ -52,10 +52,10 @@ def read_parquet(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) 
 
 
 def read_arrow(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) -> Iterator[Any]:
-    """The batches of an Arrow file or stream.
+    """Yield the batches of an Arrow file or stream.
 
     Raises:
-        UserError: it expands to more than the limits allow (exit 2).
+        UserError: the file expands to more bytes than the limits allow (exit 2).
     """
     most = limits.expanded(path)
     if arrow_sizes.expanded_bytes(content) > most:
@@ -63,14 +63,14 @@ def read_arrow(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) ->
     for batch in _arrow_batches(content):
         batch.validate()
         views = (_view_lengths(array) for array in _leaves(batch, whole=True) if _is_view(array))
-        if sum(int(lengths.sum()) for lengths in views) > most:  # each would be looked through
+        if sum(int(lengths.sum()) for lengths in views) > most:  # full validation reads each view
             raise read_limits.expands(path, most)
-        batch.validate(full=True)  # else a wrong offset ends the process
+        batch.validate(full=True)  # an invalid offset would crash the process
         yield batch
 
 
 def _arrow_batches(content: Any) -> Iterator[Any]:
-    """The batches as they are stored, in a file or in a stream."""
+    """Yield the stored batches of an Arrow file or stream."""
     try:
         reader = ipc.open_file(content)
     except ValueError:  # the streaming format has no footer
@@ -81,9 +81,9 @@ def _arrow_batches(content: Any) -> Iterator[Any]:
 
 
 def _batch_rows(content: pyarrow.MemoryMappedFile, path: Path, group: Any, index: int, limits: Limits) -> int:
-    """Rows of a batch that memory has room for: a value of a dictionary may stand in each of them."""
+    """Return the number of rows per batch that fits in memory. Every row can repeat a dictionary value."""
     columns = [group.column(number) for number in range(group.num_columns)]
-    if any("DELTA_BYTE_ARRAY" in one.encodings for one in columns):  # values share their beginnings
+    if any("DELTA_BYTE_ARRAY" in one.encodings for one in columns):  # values share their prefixes
         return 1
     coded = [
         one.path_in_schema for one in columns if one.physical_type == "BYTE_ARRAY" and one.has_dictionary_page
@@ -101,17 +101,17 @@ def _batch_rows(content: pyarrow.MemoryMappedFile, path: Path, group: Any, index
 
 
 def _rows_of(longest: int) -> int:
-    """Rows of a batch, of which each may have a value with so many bytes."""
+    """Return the number of rows per batch if each row can hold a value of `longest` bytes."""
     return max(1, min(ROWS, BATCH_BYTES // max(1, longest)))
 
 
 def _longest_repeated(batch: Any) -> int:
-    """Bytes of the longest texts that may stand in many rows, together."""
+    """Return the bytes of the longest text that rows can share in each column, summed over the columns."""
     return sum(compute.max(lengths).as_py() or 0 for lengths, _ in _repeated_texts(batch))
 
 
 def _size(batch: Any) -> int:
-    """Bytes of a batch in memory once each text stands in each row that has it."""
+    """Return the bytes of a batch in memory, where each row counts its own copy of a shared text."""
     size = batch.nbytes
     for lengths, stored in _repeated_texts(batch):
         size += (compute.sum(lengths).as_py() or 0) - stored
@@ -119,7 +119,7 @@ def _size(batch: Any) -> int:
 
 
 def _repeated_texts(batch: Any) -> Iterator[tuple[Any, int]]:
-    """Of each array with texts that rows may share: their lengths by row, and the bytes that are stored."""
+    """Yield each array whose rows can share texts, as text lengths per row and stored bytes."""
     for array in _leaves(batch):
         if types.is_dictionary(array.type):
             kind = array.type.value_type
@@ -135,16 +135,16 @@ def _is_view(array: Any) -> bool:
 
 
 def _view_lengths(array: Any) -> Any:
-    """Bytes of each text. A view has 16 bytes and begins with its text's length."""
+    """Return the bytes of each text. A view has 16 bytes and starts with the length of its text."""
     lengths = numpy.frombuffer(array.buffers()[1], numpy.int32)[0::4]
     return lengths[array.offset : array.offset + len(array)].astype(numpy.int64)
 
 
 def _leaves(batch: Any, whole: bool = False) -> Iterator[Any]:
-    """The arrays of a batch that hold no other arrays.
+    """Yield the arrays of a batch that hold no other arrays.
 
     Args:
-        whole: also what stands outside of the batch's rows. It trusts no offset.
+        whole: include the values outside the rows of the batch. This mode trusts no offset.
     """
     arrays = list(batch.columns)
     while arrays:
@@ -164,10 +164,10 @@ def _leaves(batch: Any, whole: bool = False) -> Iterator[Any]:
 
 
 def limited(batches: Iterable[Any], path: Path, limits: Limits) -> Iterator[Any]:
-    """The same rows in batches that memory has room for as Python's values.
+    """Yield the same rows in batches that fit in memory as Python values.
 
     Raises:
-        UserError: a row is too long, or all are more than the limits allow (exit 2).
+        UserError: a row is too long, or the total exceeds the limits (exit 2).
     """
     start, total, most = 0, 0, limits.expanded(path)
     for batch in batches:
@@ -186,7 +186,10 @@ def limited(batches: Iterable[Any], path: Path, limits: Limits) -> Iterator[Any]
 
 
 def _parts(batch: Any, rows: int) -> Iterator[tuple[Any, int]]:
-    """A batch in parts of at most so many rows, each with its size; of large rows a part has fewer."""
+    """Split a batch into parts of at most `rows` rows, each with its size.
+
+    Parts of large rows have fewer rows.
+    """
     for first in range(0, batch.num_rows, rows):
         part = batch.slice(first, rows)
         size = _size(part)

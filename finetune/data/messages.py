@@ -1,6 +1,6 @@
-"""Messages of a chat, however they are written: one of our roles and one text each, in order.
+"""Normalize the messages of a chat to a standard role and one text each, in order.
 
-Reasoning and tool calls stand beside the text, as chat templates expect them.
+Reasoning and tool calls are separate keys of a message, as chat templates expect them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from finetune.data.examples import BadRow, Message, short
 
 ROLES = ("system", "user", "assistant", "tool")
 THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
-"""A prompt may have begun it: then the answer has only its end."""
+"""The opening tag can be part of the prompt. Then the answer has only the closing tag."""
 PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-BESIDE = ("name", "tool_call_id", *REASONING_KEYS)  # kept of a message, beside its role, content and calls
+# Other keys of a message that are kept, besides role, content and tool calls
+BESIDE = ("name", "tool_call_id", *REASONING_KEYS)
 
 
 def read(
     turns: list[Any], roles: dict[str, str], cut: bool, where: str
 ) -> tuple[list[Message], tuple[bool, ...]]:
-    """The messages of a chat, and for each of the assistant's whether it is trained on.
+    """Return the messages of a chat, and whether each assistant message is trained on.
 
     Args:
-        turns: as they stand in the row.
-        roles: other names -> those of `ROLES`.
-        cut: take reasoning out of what the assistant says.
-        where: the row is.
+        turns: the messages as they are in the row.
+        roles: maps other role names to names in `ROLES`.
+        cut: remove reasoning from the assistant's messages.
+        where: the position of the row.
 
     Raises:
-        BadRow: what is wrong with them.
+        BadRow: the messages cannot be used.
     """
     try:
         messages = [_message(turn, number, roles, cut, where) for number, turn in enumerate(turns)]
@@ -45,7 +46,7 @@ def read(
 
 
 def system_text(column: Any, where: str) -> str:
-    """The text of a `system` column, which may be in parts as the content of a message."""
+    """Return the text of a `system` column, which can be a list of content parts."""
     if isinstance(column, list):
         column, reasoning, calls = _parts(column, where)
         column = None if reasoning or calls else column
@@ -56,7 +57,10 @@ def system_text(column: Any, where: str) -> str:
 
 
 def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
-    """The row's tools, each wrapped as templates expect it; a column may hold them as JSON text."""
+    """Return the tools of a row in the form that chat templates expect.
+
+    A column can hold them as JSON text.
+    """
     if not given:
         return None
     found = json_of(given, "tools", where)
@@ -73,13 +77,13 @@ def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def json_of(value: object, what: str, where: str) -> Any:
-    """What a value says that may be JSON text; in the end it must be something that JSON can say."""
+    """Parse a value if it is JSON text. Otherwise check that JSON can represent the value."""
     try:
         if not isinstance(value, str):
             json.dumps(value, allow_nan=False)
             return value
         found = json.loads(value, parse_constant=_no_constant)
-        if "\\ud" in value.lower():  # one half of a surrogate pair is no character
+        if "\\ud" in value.lower():  # half of a surrogate pair is not a character
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):
         raise BadRow("malformed", f"{what} must be JSON", where, found=short(value)) from None
@@ -93,12 +97,12 @@ def _no_constant(name: str) -> None:
 
 
 def role_of(turn: dict[str, Any]) -> Any:
-    """As the message calls it."""
+    """Return the role under the name that the message uses."""
     return turn.get("role", turn.get("from"))
 
 
 def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> BadRow:
-    """Of a row with a role that is not known, all of them at once."""
+    """Add all unknown roles of the row to an error about one unknown role."""
     if not bad.roles:
         return bad
     named = [role_of(turn) for turn in turns if isinstance(turn, dict)]
@@ -111,11 +115,11 @@ def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> Bad
 
 
 def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str) -> Message:
-    """One message with a known role and one text, its reasoning and tool calls beside it."""
+    """Normalize one message to a known role, one text, reasoning and tool calls."""
     if not roles and isinstance(turn, dict) and turn.keys() == PLAIN and turn["role"] in ROLES:
         content, asis = turn["content"], turn["role"] != "assistant" or not cut
         if asis and isinstance(content, str) and content.strip():
-            return turn  # nearly all there is
+            return turn  # the fast path for most messages
     where = f"{row}, message {number}"
     if not isinstance(turn, dict):
         fix = "one list of messages, not a list of such lists" if isinstance(turn, list) else ""
@@ -160,7 +164,7 @@ def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str)
 
 
 def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
-    """Text, reasoning and tool calls of a content given in parts."""
+    """Return text, reasoning and tool calls of a content that is a list of parts."""
     found: dict[str, list[Any]] = {"text": [], "reasoning": [], "tool_call": []}
     for part in parts:
         kind = str(part.get("type")) if isinstance(part, dict) else "text"
@@ -174,14 +178,14 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
 
 
 def _calls(calls: Any, where: str) -> list[Any]:
-    """The tool calls of a message: none, one or a list, each or all as JSON text too."""
+    """Return the tool calls of a message, which holds none, one call or a list. JSON text is parsed."""
     if isinstance(calls, str) and calls.strip():
         calls = json_of(calls, "a tool call", where)
     return calls if isinstance(calls, list) else [calls] if calls else []
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """{"type": "function", "function": {"name", "arguments": a mapping}}, as templates expect it."""
+    """Return a tool call in the form that chat templates expect. Its arguments are a mapping."""
     call = json_of(call, "a tool call", where)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not _is_text(function.get("name")):
@@ -204,7 +208,7 @@ def _blank_system(message: Message) -> bool:
 
 
 def _wanted(turn: Message, where: str) -> bool:
-    """A message's own `train` (true, false) or `weight` (1, 0)."""
+    """Return the message's own flag: `train` (true or false), or `weight` or `loss_weight` (1 or 0)."""
     if turn.keys() == PLAIN:
         return True
     flag = next((turn[key] for key in ("train", "weight", "loss_weight") if turn.get(key) is not None), True)
@@ -215,7 +219,7 @@ def _wanted(turn: Message, where: str) -> bool:
 
 
 def _check_order(messages: list[Message], where: str) -> None:
-    """system? (user assistant (tool+ assistant)*)*, the assistant last."""
+    """Raise BadRow unless the roles follow `system? (user assistant (tool+ assistant)*)+`."""
     roles = [message["role"] for message in messages]
     after = {"": ("system", "user"), "system": ("user",), "user": ("assistant",)}
     after |= {"assistant": ("user", "tool"), "tool": ("tool", "assistant")}

@@ -1,4 +1,4 @@
-"""Several documents in one row of a fixed token budget."""
+"""Pack several documents into one sequence with a fixed token budget."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ if TYPE_CHECKING:
 
 
 def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of the documents of each row, by best-fit decreasing bin packing.
+    """Return the indices of the documents in each sequence, by best-fit decreasing bin packing.
 
-    The longest document first, each into the row it leaves the least room in. At most 11/9 of the fewest rows
-    possible, and 4 more (Johnson, Demers, Ullman, Garey, Graham 1974). Fill measured: benchmarks/README.md.
+    The longest documents come first. Each document goes into the sequence that it fills best. The result
+    needs at most 11/9 of the optimal number of sequences, plus 4 (Johnson et al. 1974). benchmarks/README.md
+    reports the measured fill.
 
     Args:
-        lengths: tokens of each document, each between 1 and `budget`.
-        budget: tokens of a row.
+        lengths: tokens of each document, between 1 and `budget`.
+        budget: tokens of a sequence.
     """
     rows: list[list[int]] = []
-    by_room: list[list[int]] = [[] for _ in range(budget + 1)]  # room left -> rows that have it
-    rooms = 0  # the same as bits, so that the smallest room that is enough is one shift away
+    # Room left -> indices of the sequences with that room
+    by_room: list[list[int]] = [[] for _ in range(budget + 1)]
+    # The non-empty entries of `by_room` as bits, so that one shift finds the smallest sufficient room
+    rooms = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         enough = rooms >> length

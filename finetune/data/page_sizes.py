@@ -1,7 +1,8 @@
-"""What the pages of a parquet file expand to, from the headers of the pages.
+"""Compute the uncompressed size of the pages of a parquet file from their headers.
 
-The format: https://parquet.apache.org/docs/file-format/data-pages/, in Thrift's compact protocol.
-pyarrow shows only the sizes in the footer, which need not be true, and reserves memory by those of the pages.
+The format: https://parquet.apache.org/docs/file-format/data-pages/
+The headers use Thrift's compact protocol. pyarrow exposes only the sizes in the footer, which can be wrong.
+It allocates memory by the sizes in the page headers.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ if TYPE_CHECKING:
 
     import pyarrow
 
-MOST_PAGES = 200_000  # of a column in a group of rows
-UNCOMPRESSED, COMPRESSED, PAGE, PAGE_V2 = 2, 3, 5, 8  # fields of a page's header
+MOST_PAGES = 200_000  # of a column in a row group
+UNCOMPRESSED, COMPRESSED, PAGE, PAGE_V2 = 2, 3, 5, 8  # fields of a page header
 VALUES = 1  # field of `PAGE` and `PAGE_V2`
-TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 1, 2, 3, 7, 8, 12  # kinds of fields
+TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 1, 2, 3, 7, 8, 12  # types of fields
 INTEGERS = (4, 5, 6)
 
 
 def of_column(content: pyarrow.MemoryMappedFile, column: Any) -> list[int]:
-    """The uncompressed bytes of each page of a column in a group of rows.
+    """Return the uncompressed bytes of each page of a column in a row group.
 
     Raises:
-        ValueError: a header that is damaged.
+        ValueError: a header is damaged.
     """
     try:
         return list(_sizes(content, column))
@@ -51,7 +52,7 @@ def _sizes(content: Any, column: Any) -> Iterator[int]:
 
 
 def _struct(buffer: memoryview, at: int) -> tuple[dict[int, Any], int]:
-    """The fields of a structure by their numbers, and where it ends."""
+    """Return the fields of a structure by their numbers, and the position after it."""
     fields: dict[int, Any] = {}
     number = 0
     while kind := buffer[at] & 15:

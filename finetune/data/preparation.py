@@ -1,7 +1,8 @@
-"""The training data of a run, from rows to a memory-mapped file: read, render, encode, audit, pack, cache.
+"""Prepare the training data of a run: read, render, encode, audit, pack and cache.
 
-One pass, a few thousand rows at a time; what stays in memory is a few numbers a document. The result is kept
-by content: the same files of the same names, tokenizer, template and recipe section are never prepared twice.
+One pass processes a few thousand examples at a time, and keeps only a few numbers per document in memory. The
+result is a memory-mapped file. The cache reuses it for the same files, file names, tokenizer, template and
+recipe section.
 """
 
 from __future__ import annotations
@@ -43,22 +44,25 @@ if TYPE_CHECKING:
     from finetune.data.encoding import Encoder
     from finetune.recipe.schema import Data, Source
 
-CHUNK, CHARACTERS = 4000, 4_000_000  # rows encoded together, at most, and their text
+CHUNK, CHARACTERS = 4000, 4_000_000  # limits of examples and characters that are encoded together
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """Rows to train on (`input_ids`, `labels`; `seq_lengths` if packed; `where` each comes from, and what was
-    `cut` of it), and what became of all rows."""
+    """The prepared training data and its reports.
 
-    train: Any  # Dataset, or IterableDataset where rows are read while training
+    A sequence has `input_ids` and `labels`, and `seq_lengths` if it is packed. `where` holds the origin of
+    each document, and `cut` the number of tokens removed from its prompts.
+    """
+
+    train: Any  # Dataset, or IterableDataset if examples are read during training
     report: dict[str, Report]  # train, validation
-    path: Path | None  # in the cache
+    path: Path | None  # in the cache; `None` if streamed
     cached: bool
     content: list[Any]
-    """What decides on the rows and their order: weights, contents, the held-out file's."""
+    """The values that determine the sequences and their order: weights and content hashes."""
     read: Any = None
-    """Of rows that are read while training: how many so far, and how many were left out [workers, 2]."""
+    """For streamed data: shared counts of read and skipped examples, an int64 tensor [workers, 2]."""
 
 
 def prepare(
@@ -68,17 +72,17 @@ def prepare(
     vocabulary: int | None,
     declared: Collection[int] = (),
 ) -> Prepared:
-    """Prepare the data of a recipe, or find it prepared.
+    """Prepare the data of a recipe, or load it from the cache.
 
     Args:
-        data: the recipe's section.
-        tokenizer: with the chat template that is to be used.
-        seed: draws validation examples and shares of sources.
-        vocabulary: rows of the model's embedding; every token id must be below it.
-        declared: ids that the model itself says to end an answer.
+        data: the recipe's data section.
+        tokenizer: the tokenizer with its chat template.
+        seed: selects validation examples and fractional parts of sources.
+        vocabulary: rows of the model's embedding. Every token id must be lower.
+        declared: ids that the model's generation config declares as the end of an answer.
 
     Raises:
-        UserError: rows that can't be read or trained on, more than `data.expect` allows (exit 2).
+        UserError: more examples cannot be read or trained on than `data.expect` allows (exit 2).
     """
     from datasets import Dataset
 
@@ -88,7 +92,9 @@ def prepare(
     cached = found is not None
     if found is None:
         building = prepared_cache.start(folder.parent)
-        gc.disable()  # millions of small lists come and go, without one cycle
+        # Preparation allocates millions of small lists without reference cycles, so collection only costs
+        # time
+        gc.disable()
         try:
             encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
             reports = _build(building, data, encoder_for, seed, vocabulary, sources)
@@ -100,7 +106,8 @@ def prepare(
         found = _read_back(folder)
     found["train"] |= {
         "sources": sources,
-        "passed_by": source_loading.passed_by(data),  # as it is now
+        # Not cached, because other files in the folder can change
+        "passed_by": source_loading.passed_by(data),
         "folders": source_loading.notes_on_folders(data),
     }
     content = [
@@ -114,7 +121,7 @@ def prepare(
 
 
 def _find(folder: Path) -> tuple[dict[str, Any] | None, str]:
-    """The reports of prepared data, `None` if it is to be prepared; and what to say of it."""
+    """Return the reports of cached data and a note. The reports are `None` if the data must be prepared."""
     try:
         found = prepared_cache.read(folder)
     except Damaged as damage:
@@ -125,10 +132,10 @@ def _find(folder: Path) -> tuple[dict[str, Any] | None, str]:
 
 
 def _read_back(folder: Path) -> dict[str, Any]:
-    """The reports of data that was prepared just now.
+    """Return the reports of data that was just prepared.
 
     Raises:
-        UserError: it does not verify: the disk or the memory is at fault (exit 3).
+        UserError: the data does not verify, because of a disk or memory error (exit 3).
     """
     try:
         found = prepared_cache.read(folder)
@@ -144,7 +151,10 @@ def _read_back(folder: Path) -> dict[str, Any]:
 
 
 def dated(data: Data, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """The section with today's date, if its chat template asks for one and it has none; without, if not."""
+    """Set today's date in the section if the chat template asks for the time, else remove the date.
+
+    A date in the recipe stays if the template uses it.
+    """
     templates: Any = tokenizer.chat_template or ""
     texts = templates.values() if isinstance(templates, dict) else [templates]
     asks = any(map(chat_templates.reads_clock, texts))
@@ -153,13 +163,13 @@ def dated(data: Data, tokenizer: PreTrainedTokenizerBase) -> Data:
 
 
 class HeldOut(NamedTuple):
-    """A row to evaluate on: as it was said, and as the model sees it."""
+    """A validation example and its encoded documents."""
 
     example: Example
     documents: list[Encoded]
 
     def last_turn(self) -> list[int]:
-        """Token ids of the last answer with its end."""
+        """Return the token ids of the last answer, including its end-of-turn token."""
         last = self.documents[-1]
         start, end = last.trained[-1]
         return last.ids[start:end]
@@ -172,10 +182,13 @@ def held_out(
     declared: Collection[int] = (),
     vocabulary: int | None = None,
 ) -> list[HeldOut]:
-    """The validation examples to evaluate on: those that would be kept for training.
+    """Return the validation examples for evaluation. They pass the same filters as training examples.
 
     Args:
-        vocabulary: rows of the model's embedding; every token id must be below it (exit 2).
+        vocabulary: rows of the model's embedding. Every token id must be lower.
+
+    Raises:
+        UserError: a token id is outside the embedding (exit 2).
     """
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit = Audit(encoder_for, data.train_on, vocabulary)
@@ -188,24 +201,24 @@ def held_out(
 def encode_held_out(
     kept: Iterable[Example], data: Data, tokenizer: PreTrainedTokenizerBase, declared: Collection[int]
 ) -> list[HeldOut]:
-    """Validation examples that a run folder has kept, as the model sees them."""
+    """Encode the validation examples that a run folder has stored."""
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     rows = []
     for example, encoded in encode(kept, encoder_for):
         documents = fit(encoded, example, data, encoder_for(bool(example.messages)))
-        if not isinstance(documents, str):  # what a run has kept fits
+        if not isinstance(documents, str):  # stored examples already fit `data.max_length`
             rows.append(HeldOut(example, documents))
     return rows
 
 
 def audited_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> Iterator[Any]:
-    """(example, tokens of its documents) of each validation example that is kept."""
+    """Yield (example, encoded documents) of each usable validation example."""
     for name, rows in source_loading.validation(data, drawn, seed):
         yield from audited(rows, data, audit, name)
 
 
 def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list[str]:
-    """Check that the validation set can be evaluated: encoded, and each with a prompt (exit 2 if not).
+    """Check that the validation set can be encoded, and that each prompt can be rendered (exit 2 if not).
 
     Returns:
         file:line of each document.
@@ -217,10 +230,10 @@ def audit_held_out(data: Data, drawn: set[int], seed: int, audit: Audit) -> list
 
 
 def measure_prompts(examples: list[Example], audit: Audit) -> None:
-    """Note the tokens of the longest prompt that the evaluation asks.
+    """Record the number of tokens of the longest evaluation prompt.
 
     Raises:
-        UserError: a prompt cannot be rendered, or has token ids past the vocabulary (exit 2).
+        UserError: a prompt cannot be rendered, or has token ids outside the vocabulary (exit 2).
     """
     asked = [example for example in examples if example.asks]
     if asked:
@@ -232,7 +245,7 @@ def measure_prompts(examples: list[Example], audit: Audit) -> None:
 
 
 def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> list[Encoded] | str:
-    """What is trained on of one row, by `data.too_long`; or why nothing is."""
+    """Apply `data.too_long` to an example. Return its documents, or the kind under which it is skipped."""
     limit = encoder.longest(data.max_length)
     if len(encoded.ids) > limit:
         if data.too_long == "split" and not example.messages and example.prompt is None:
@@ -244,19 +257,20 @@ def fit(encoded: Encoded, example: Example, data: Data, encoder: Encoder) -> lis
         if shorter is None:
             return "too_long"
         encoded = shorter
-    trained = any(end > max(start, 1) for start, end in encoded.trained)  # the first token is never predicted
+    # No position predicts the first token
+    trained = any(end > max(start, 1) for start, end in encoded.trained)
     return [encoded] if trained else "nothing_trained"
 
 
 class First(NamedTuple):
-    """What the first examples of each source tell."""
+    """The audits of the first examples of each source."""
 
     train: Audit
     validation: Audit
     is_all_validation: bool
-    """Whether there are no more validation examples."""
+    """Whether all validation examples were read."""
     sequences: int | None
-    """The training sequences of an epoch; `None`: not all examples were read, or they are streamed."""
+    """Training sequences per epoch, or `None` if the data is streamed or was not read completely."""
 
 
 def check_first(
@@ -267,13 +281,13 @@ def check_first(
     declared: Collection[int],
     most: int,
 ) -> First:
-    """Check the first training and validation examples as `prepare` checks all of them.
+    """Check the first training and validation examples as `prepare` checks all examples.
 
     Args:
-        most: examples of each source.
+        most: maximum number of examples of each source.
 
     Raises:
-        UserError: examples that `prepare` would refuse (exit 2).
+        UserError: `prepare` would not accept the examples (exit 2).
     """
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))
     audit, held = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
@@ -308,7 +322,10 @@ def check_first(
 
 
 def _first_rows(data: Data, most: int) -> list[tuple[Source, str, list[Any], bool]]:
-    """Each source, its key, its first rows, and whether it holds no more; of one on the Hub no rows."""
+    """Return each source with its key, its first rows, and whether these are all of its rows.
+
+    A Hub dataset gives no rows.
+    """
     found = []
     for source, key in source_loading.named(data):
         if source_loading.files(source.name, key) is None:
@@ -320,24 +337,24 @@ def _first_rows(data: Data, most: int) -> list[tuple[Source, str, list[Any], boo
 
 
 class Sequences(NamedTuple):
-    """What a training sequence holds."""
+    """The documents of each training sequence."""
 
     order: NDArray[np.int64]
-    """The documents of all sequences, one after the other."""
+    """Indices of the documents, sequence by sequence."""
     counts: NDArray[np.int64]
-    """How many documents each sequence has."""
+    """Number of documents in each sequence."""
     fill: float
-    """The share of `data.max_length` that packed sequences use; 1 without packing."""
+    """Share of `data.max_length` that packed sequences use, or 1 without packing."""
 
 
 def sequences(data: Data, audit: Audit, times: list[NDArray[np.int64]]) -> Sequences:
-    """The training sequences of an epoch.
+    """Return the training sequences of one epoch.
 
     Args:
-        times: how often each document is used, by source.
+        times: how often each document is used, one array per source.
 
     Raises:
-        UserError: the weights leave none (exit 2).
+        UserError: the weights select no document (exit 2).
     """
     order = np.repeat(np.arange(len(audit.lengths)), np.concatenate(times))
     if not len(order):
@@ -351,11 +368,13 @@ def sequences(data: Data, audit: Audit, times: list[NDArray[np.int64]]) -> Seque
 
 
 def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iterator[tuple[Any, Any]]:
-    """(example, tokens) or (bad row, None), in order; a chunk is rendered while the one before is tokenised.
+    """Yield (example, tokens) or (bad row, None) in order.
+
+    One thread renders a chunk while another thread tokenizes the previous chunk.
 
     Args:
         found: examples and bad rows.
-        encoder_for: whether there are chats -> the encoder.
+        encoder_for: returns the encoder. Its argument is whether the chunk contains chats.
     """
 
     def render(chunk: list[Any]) -> tuple[Encoder, list[Example], Any]:
@@ -379,7 +398,7 @@ def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iter
 
 
 def _chunk(found: Iterator[Any]) -> list[Any]:
-    """The next CHUNK items, or fewer long ones."""
+    """Return the next items: at most CHUNK, or fewer if they are long."""
     chunk, characters = [], 0
     for item in found:
         chunk.append(item)
@@ -390,7 +409,7 @@ def _chunk(found: Iterator[Any]) -> list[Any]:
 
 
 def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
-    """(example, tokens of its documents) of each row that is kept; the audit counts every row."""
+    """Yield (example, encoded documents) of each row that is kept. The audit counts every row."""
     found = source_loading.examples(rows, data, name, audit.report.formats, audit.report.unused)
     for example, encoded in encode(found, audit.encoder_for):
         audit.report.read[name] = audit.report.read.get(name, 0) + 1
@@ -417,7 +436,7 @@ def _build(
     vocabulary: int | None,
     sources: dict[str, str],
 ) -> dict[str, Any]:
-    """Write rows.arrow; returns the reports."""
+    """Write rows.arrow and return the reports."""
     from finetune.data.arrow_store import Documents
 
     started = time.perf_counter()
@@ -425,7 +444,7 @@ def _build(
     held, audit = (Audit(encoder_for, data.train_on, vocabulary) for _ in range(2))
     held_places = audit_held_out(data, drawn, seed, held)
     documents = Documents(folder)
-    times = []  # how often each document is used in an epoch
+    times = []  # how often each document is used per epoch
     with contextlib.closing(documents):
         for source in source_loading.sources(data):
             first, rows, tokens = len(audit.lengths), audit.report.rows, audit.report.tokens
@@ -453,7 +472,11 @@ def _build(
 
 
 def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
-    """How often each document of a source is used: the whole part of the weight, and once more by lot."""
+    """Return how often each document of a source is used.
+
+    Each document is used as often as the integer part of the weight. A hash selects the documents that are
+    used once more for the fractional part.
+    """
     mixed = np.frombuffer(digests, dtype=np.uint64) ^ np.uint64(seed)
     lots = mixed * np.uint64(0x9E3779B97F4A7C15)
     once_more = lots / 2.0**64 < weight % 1
@@ -461,12 +484,12 @@ def _times(weight: float, digests: array[int], seed: int) -> NDArray[np.int64]:
 
 
 def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[str, str]) -> str:
-    """What the prepared data depends on, as a name."""
+    """Return a hash of everything that the prepared data depends on. It names the cache folder."""
     random = data.validation_fraction is not None or any(s.weight % 1 for s in source_loading.sources(data))
     parts = {
         "data": data.model_dump(
             exclude={"cache_dir", "template_date", "max_example_bytes", "max_uncompressed_bytes"}
-        ),  # with its names: rows are known by them
+        ),  # includes the names of the files, because positions in the data contain them
         "date": dated(data, tokenizer).template_date,
         "mix": [_content(source, sources) for source in source_loading.sources(data)],
         "sources": sorted(sources.values()),
@@ -483,7 +506,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
 
 
 def _content(source: Source, sources: dict[str, str]) -> list[Any]:
-    """A source by its content: its name does not matter, its weight and its place among the others do."""
+    """Describe a source by its weight and its content hashes, without its name."""
     paths = source_loading.files(source.name, "data.name")
     found = (
         [sources[str(path.resolve())] for path in paths]

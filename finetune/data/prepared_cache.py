@@ -1,16 +1,16 @@
-"""Where prepared data is kept, what of it is used, and how `plan` finds it without a tokenizer.
+"""Cache of prepared data, which `plan` can use without loading a tokenizer.
 
-    <folder>/<key>/rows.arrow, report.json   prepared data, by a key made of all it depends on
-    <folder>/recipes/<hash>                  the key for a recipe's section, model files and data files
+    <folder>/<key>/rows.arrow, report.json   prepared data; the key is a hash of all of its inputs
+    <folder>/recipes/<hash>                  the key for a recipe section, model files and data files
 
 report.json holds its own hash, its key, and the hash of rows.arrow. Each process verifies them before it uses
-the data. Damaged data is prepared again, with a note, and replaced by one rename: processes that share the
-folder and find the damage at the same time all end with the same content.
+the data. finetune prepares damaged data again, prints a note, and replaces the data by one rename. Processes
+that find the damage at the same time all end with the same content.
 
-Several users may share the folder. A hash finds damage, but not a change by a user who may write there: share
-it only with users who may decide what you train on. finetune uses the prepared data of another user if it
-verifies, and prints a note. It does not use it where everybody may write to the folder. What finetune writes
-has the permissions of your umask.
+Several users can share the folder. A hash finds accidental damage, but not a change by a user with write
+permission. Share the folder only with users who may decide what you train on. finetune uses the prepared data
+of another user if it verifies, and prints a note. It does not use such data from a folder that everybody can
+write to. New files have the permissions of your umask.
 """
 
 from __future__ import annotations
@@ -38,43 +38,43 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Data, Model
 
-MODEL_KEYS = {"name", "revision", "add_tokens"}  # of `model:`, what decides on the token ids
-POINTERS = "recipes"  # the folder of the small files
+MODEL_KEYS = {"name", "revision", "add_tokens"}  # keys of `model:` that determine the token ids
+POINTERS = "recipes"  # subfolder of the recipe files
 ROWS, REPORT = "rows.arrow", "report.json"
-TRIES = 5  # to give prepared data its name, while other processes do so too
+TRIES = 5  # attempts to rename prepared data to its final name while other processes do the same
 _KEY = re.compile("[0-9a-f]{24}")
 
 
 def cache_folder(data: Data) -> Path:
-    """Where prepared data is kept: `data.cache_dir`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
+    """Return the cache folder: `data.cache_dir`, else $FINETUNE_CACHE, else ~/.cache/finetune."""
     return Path(data.cache_dir or os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
 
 
 def check_makeable(data: Data) -> None:
-    """Refuse a folder that prepared data can't be kept in, unless it is there already (exit 2)."""
+    """Raise a UserError if the cache folder does not exist and cannot be created (exit 2)."""
     folder = cache_folder(data)
     if not folder.is_dir() and (reason := why_not_makeable(folder)):
         raise UserError(not_makeable(folder, reason))
 
 
 def not_makeable(folder: Path, reason: str) -> Problem:
-    """The problem of a folder that prepared data can't be kept in."""
+    """Return the problem of a cache folder that cannot be written."""
     fix = "data.cache_dir: a folder that can be written, or FINETUNE_CACHE"
     return Problem(f"nothing can be kept in {folder}", "data.cache_dir", found=reason, fix=fix)
 
 
 @cache
 def code_digest() -> str:
-    """A hash of the code that prepares data."""
+    """Return a hash of the code that prepares data."""
     here = Path(__file__).parent
     files = sorted([*here.glob("*.py"), *(here / "templates").glob("*.jinja")])
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def start(cache: Path) -> Path:
-    """A new folder in the cache, in which data is prepared (exit 2 if there can be none).
+    """Create a folder in the cache in which data is prepared (exit 2 if that fails).
 
-    It has the permissions of the umask. A folder of `tempfile` would be closed to other users.
+    The folder has the permissions of the umask. A folder of `tempfile` would not be readable by other users.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -86,18 +86,18 @@ def start(cache: Path) -> Path:
 
 
 def seal(building: Path, key: str, reports: dict[str, Any]) -> None:
-    """Write report.json: what became of the examples, and the hash of rows.arrow."""
+    """Write report.json with the reports and the hash of rows.arrow."""
     files = {ROWS: verified_files.describe(building / ROWS)}
     text = verified_files.signed({"key": key, "files": files, **reports})
     safe_files.write_text(building, REPORT, text)
 
 
 def read(folder: Path) -> dict[str, Any] | None:
-    """The reports of prepared data that verifies; `None`: there is none.
+    """Return the reports of prepared data after verification, or `None` if there is no data.
 
     Raises:
-        Damaged: it does not verify.
-        UserError: it belongs to another user, in a folder to which everybody may write (exit 2).
+        Damaged: the data does not verify.
+        UserError: the data belongs to another user, in a folder that everybody can write to (exit 2).
     """
     try:
         owner = folder.lstat()
@@ -116,7 +116,7 @@ def read(folder: Path) -> dict[str, Any] | None:
 
 
 def owner_of(folder: Path) -> str:
-    """The other user who owns a folder; the empty string: this user, or root."""
+    """Return the other user who owns a folder, or an empty string for this user and root."""
     owner = folder.lstat().st_uid
     return "" if owner in (os.geteuid(), 0) else f"user {owner}"
 
@@ -129,7 +129,7 @@ def _refuse_strangers(folder: Path, owner: int) -> None:
 
 
 def publish(building: Path, folder: Path) -> None:
-    """Give new data its name, in place of damaged data; whole data of another process stays.
+    """Rename new data to its final name. It replaces damaged data, but not valid data of another process.
 
     Raises:
         UserError: the folder cannot be written (exit 2).
@@ -149,7 +149,7 @@ def publish(building: Path, folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove damaged data: its name first, so that no process sees a half of it."""
+    """Remove damaged data. The folder is renamed first, so that no process sees half of it."""
     aside = folder.with_name(f".damaged-{secrets.token_hex(8)}")
     try:
         folder.rename(aside)
@@ -165,7 +165,7 @@ def _remove(folder: Path) -> None:
 
 
 def remember(data: Data, seed: int, model: Model, model_files: Iterable[Path], folder: Path) -> None:
-    """Note the key of a recipe's prepared data, for `plan`; not in a folder that cannot be written."""
+    """Store the key of a recipe's prepared data for `plan`, if the folder can be written."""
     pointer = _pointer(data, seed, model, model_files)
     text = verified_files.signed({"recipe": pointer.name, "key": folder.name})
     with contextlib.suppress(OSError):
@@ -174,10 +174,12 @@ def remember(data: Data, seed: int, model: Model, model_files: Iterable[Path], f
 
 
 def recall(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> Path | None:
-    """The folder of a recipe's prepared data, unless a file has changed since; `reports` verifies it.
+    """Return the folder of a recipe's prepared data, or `None` if a file has changed since.
+
+    `reports` verifies the data.
 
     Raises:
-        Damaged: the file that names the folder does not verify; `train` writes it anew.
+        Damaged: the file that names the folder does not verify. `train` replaces it.
     """
     pointer = _pointer(data, seed, model, model_files)
     if not os.path.lexists(pointer):
@@ -189,9 +191,9 @@ def recall(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> 
     return folder if os.path.lexists(folder) else None
 
 
-@cache  # a plan and each of its changes ask
+@cache  # a plan and each of its suggestions call this
 def reports(folder: Path) -> dict[str, Any] | None:
-    """What `read` gives, once for a process; see there for what it raises."""
+    """Return the result of `read`, verified once per process. See `read` for the errors."""
     return read(folder)
 
 

@@ -1,4 +1,4 @@
-"""What will be trained on, token by token: on the terminal, and as a page that needs nothing but itself."""
+"""Show the training data token by token, on the terminal and as a self-contained page."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ if TYPE_CHECKING:
     from finetune.data.audit import Report
     from finetune.data.preparation import Prepared
 
-PAGE_ROWS, PAGE_TOKENS = 20, 30_000  # on a page, unless a number of rows is asked for
+PAGE_ROWS, PAGE_TOKENS = 20, 30_000  # page limits if the user does not ask for a number of sequences
 FILL_BARS = 48
-LEFT_OUT = ("unreadable", "malformed", "role_order", *DROPPED)  # the rest is only noticed
-TRAINED, SPECIAL = "【{}】", "‹{}›"  # noqa: RUF001 (where there are no colours)
+# Kinds that skip an example; the other kinds are only notes
+LEFT_OUT = ("unreadable", "malformed", "role_order", *DROPPED)
+TRAINED, SPECIAL = "【{}】", "‹{}›"  # noqa: RUF001 (used on terminals without color)
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 STYLES = {
     "trained": "green",
@@ -39,12 +40,12 @@ STYLES = {
 
 
 class Token(NamedTuple):
-    """What is shown as one: a token, or the several that make up one character."""
+    """One displayed unit: a token, or several tokens that form one character."""
 
     text: str
     ids: list[int]
     trained: int
-    """How many of them carry loss."""
+    """Number of its tokens that contribute to the loss."""
     special: bool
 
     @property
@@ -54,14 +55,14 @@ class Token(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Ids and loss, as the page says them."""
+        """Return the token ids and the loss information for the page."""
         name = "token" if len(self.ids) == 1 else "tokens"
         part = "" if self.trained in (0, len(self.ids)) else f" on {self.trained} of {len(self.ids)}"
         return f"{name} {' '.join(map(str, self.ids))}, {'with' if self.trained else 'no'} loss{part}"
 
 
 class Piece(NamedTuple):
-    """Neighbouring tokens of one kind."""
+    """Consecutive tokens of one kind."""
 
     text: str
     kind: str
@@ -70,7 +71,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a row, where it comes from and how many tokens of its prompts were cut."""
+    """One document of a sequence, its origin, and the number of tokens removed from its prompts."""
 
     where: str
     cut: int
@@ -80,7 +81,7 @@ class Document:
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[Document]:
-    """The documents of one row of `Prepared.train`, packed or not."""
+    """Return the documents of one sequence of `Prepared.train`, packed or not."""
     found, start = [], 0
     lengths = row.get("seq_lengths") or [len(row["input_ids"])]
     where = row.get("where") or ["streamed"] * len(lengths)
@@ -97,15 +98,17 @@ def documents(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[D
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], labels: list[int]) -> Iterator[Token]:
-    """Each token with its text.
+    """Yield each token with its text.
 
-    That depends on the token before it (a leading space), and is none where a character goes on in the next
-    one. So what is shown is what a token adds to the text, once the text ends with a whole character.
+    The text of a token depends on the token before it (a leading space), and one character can span several
+    tokens. So the text is what a token adds to the decoded text, once the decoded text ends with a complete
+    character.
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     special = set(tokenizer.all_special_ids)
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    context, begin, before = 0, 0, ""  # ids[context:begin] is the token shown last, `before` its text
+    # ids[context:begin] is the last token yielded, and `before` is its text
+    context, begin, before = 0, 0, ""
     for end, last in enumerate(ids, start=1):
         text = backend.decode(ids[context:end], skip_special_tokens=False)
         whole = len(text) > len(before) and not text.endswith(INCOMPLETE)
@@ -121,12 +124,12 @@ def _trained(labels: list[int]) -> int:
 
 
 def visible(text: str) -> str:
-    """Text with a sign for each character that has no picture of its own."""
+    """Replace each character that has no visible form by a symbol."""
     return visible_lines(text).replace("\n", "↵\n").replace("\t", "⇥\t")
 
 
 def chosen(prepared: Prepared, count: int) -> list[dict[str, Any]]:
-    """`count` rows, spread evenly over all of them; of a stream, which has no end, the first ones."""
+    """Return `count` sequences, spread evenly over the dataset, or the first ones of a stream."""
     if prepared.path is None:
         return list(islice(prepared.train, count))
     rows: Any = prepared.train
@@ -135,7 +138,7 @@ def chosen(prepared: Prepared, count: int) -> list[dict[str, Any]]:
 
 
 def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, count: int) -> None:
-    """Print `count` rows; where there are no colours, brackets stand for them."""
+    """Print `count` sequences. Brackets mark the tokens on terminals without color."""
     console, rows = screen.console, chosen(prepared, count)
     coloured = console.color_system is not None and not console.no_color
     if rows:
@@ -165,7 +168,7 @@ def _extent(prepared: Prepared, shown: int) -> str:
 
 
 def _painted(pieces: list[Piece], coloured: bool) -> Text:
-    """Pieces in colour, or with loss and special tokens each in brackets."""
+    """Return pieces in color. Without color, brackets mark trained tokens and special tokens."""
     if coloured:
         return Text.assemble(*((visible(piece.text), STYLES[piece.kind]) for piece in pieces))
     line = ""
@@ -177,12 +180,12 @@ def _painted(pieces: list[Piece], coloured: bool) -> Text:
 
 
 def cut(tokens: int) -> str:
-    """What is said where a prompt lost its beginning."""
+    """Return the note on a prompt without its beginning."""
     return f"... {tokens:,} token{'s' * (tokens > 1)} of the prompt {'were' if tokens > 1 else 'was'} cut"
 
 
 def summary(screen: Console, prepared: Prepared) -> None:
-    """The audit as a table, and a line for each thing that happened to some rows."""
+    """Print the audit as a table, and one line for each note."""
     screen.table("data", ("what", "value", ""), facts(prepared))
     remarked = remarks(prepared.report)
     screen.say("", *(f"{'left out' if left_out else 'note'}: {said}" for left_out, said in remarked))
@@ -191,7 +194,7 @@ def summary(screen: Console, prepared: Prepared) -> None:
 
 
 def remarks(reports: dict[str, Report]) -> list[tuple[bool, str]]:
-    """Whether rows are left out, and what is said of them; those that are come first."""
+    """Return each note and whether it is about skipped examples. Skipped examples come first."""
     found = [
         (kind in LEFT_OUT, remark if split == "train" else f"held out: {remark}")
         for split, report in reports.items()
@@ -201,7 +204,7 @@ def remarks(reports: dict[str, Report]) -> list[tuple[bool, str]]:
 
 
 def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
-    """What, how much, and more about it; and how it was prepared."""
+    """Return the rows of the audit table (label, value, details), with a row on the preparation."""
     report, found = prepared.report["train"], described(prepared.report)
     if prepared.path is None:
         seen = f"the first {report.seen:,}" if report.seen else "all"
@@ -211,7 +214,7 @@ def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
 
 
 def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
-    """What the audit found: what, how much, and more about it."""
+    """Return the rows of the audit table: label, value and details."""
     report, held_out = reports["train"], reports["validation"]
     by = ", ".join(f"{who} {tokens:,}" for who, tokens in report.trained_by.items())
     found = [
@@ -239,14 +242,17 @@ def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
 
 
 def mix(report: Report) -> list[tuple[str, float, dict[str, float]]]:
-    """Each of several sources, its share of the tokens that are used, and what is known of it."""
+    """Return each source, its share of the used tokens and its counts.
+
+    The list is empty for a single source.
+    """
     used = {name: source["tokens"] * source["weight"] for name, source in report.mix.items()}
     total = sum(used.values()) or 1
     return [(name, used[name] / total, report.mix[name]) for name in used] if len(used) > 1 else []
 
 
 def share(report: Report) -> str:
-    """Tokens with loss of all."""
+    """Return the share of tokens that contribute to the loss, in percent."""
     return f"{report.trained_tokens / max(1, report.tokens):.1%}"
 
 
@@ -262,11 +268,11 @@ def write_html(
     max_length: int,
     count: int | None = None,
 ) -> None:
-    """One self-contained page: what is trained on, what was left out and why, and some rows.
+    """Write a self-contained page with the audit, the reasons for skipped examples, and some sequences.
 
     Args:
-        max_length: the most tokens a row may have.
-        count: rows to show; `None`: PAGE_ROWS, or fewer where they are so long that a page would be slow.
+        max_length: maximum number of tokens of a sequence.
+        count: number of sequences to show. `None` means PAGE_ROWS, or fewer if they are long.
     """
     report = prepared.report["train"]
     if count is None:
@@ -283,7 +289,7 @@ def write_html(
 
 
 def _fills(prepared: Prepared) -> list[float]:
-    """How full packed rows are, in percent: the fullest first, each figure standing for as many rows."""
+    """Return the fill of packed sequences in percent, as even quantiles from the fullest to the emptiest."""
     packing = prepared.report["train"].packing
     if not packing:
         return []

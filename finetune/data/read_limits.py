@@ -1,4 +1,4 @@
-"""Limits of what memory holds at once: the bytes of an example, and those that a file expands to."""
+"""Limits that protect the memory: the bytes of an example, and the bytes that a file can expand to."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Source
 
 EXAMPLE_BYTES = 32 * 2**20
-EXPANSION, LEAST = 100, 2**28  # times a file's size, and bytes that each may expand to
-XZ_MEMORY = 2**28  # bytes of a decoder of xz, whose dictionary may have 4 GiB; `xz -9` needs 65 MiB
+# A file may expand to the larger of EXPANSION times its size and LEAST bytes
+EXPANSION, LEAST = 100, 2**28
+# In bytes. An xz dictionary can have up to 4 GiB, but `xz -9` needs only 65 MiB.
+XZ_MEMORY = 2**28
 _BLOCK = 2**20
 
 
 class Limits(NamedTuple):
-    """Of one file."""
+    """The limits for reading one file, in bytes."""
 
     example: int = EXAMPLE_BYTES
     """`data.max_example_bytes`."""
@@ -32,7 +34,7 @@ class Limits(NamedTuple):
     """`data.max_uncompressed_bytes`."""
 
     def expanded(self, path: Path) -> int:
-        """The bytes that a compressed file may expand to."""
+        """Return the number of bytes that a compressed file may expand to."""
         own = self.uncompressed
         return max(LEAST, EXPANSION * path.stat().st_size) if own is None else own
 
@@ -45,7 +47,7 @@ def of_source(source: Source) -> Limits:
 
 
 def limited_lines(file: Any, path: Path, limits: Limits) -> Iterator[Any]:
-    """The lines of a file that is open, text or bytes.
+    """Yield the lines of an open file, in text or binary mode.
 
     Raises:
         UserError: a line is too long (exit 2).
@@ -57,7 +59,7 @@ def limited_lines(file: Any, path: Path, limits: Limits) -> Iterator[Any]:
 
 
 class RecordLines:
-    """The lines of a csv file, of which a record with quotes may take many."""
+    """The lines of a CSV file. A record with quotes can take several lines."""
 
     def __init__(self, file: Any, path: Path, limits: Limits) -> None:
         self.lines, self.path, self.limits = limited_lines(file, path, limits), path, limits
@@ -79,27 +81,30 @@ class RecordLines:
 
 
 def check_size(path: Path, limits: Limits) -> None:
-    """Refuse a file that is one example, and too large (exit 2)."""
+    """Raise a UserError if a file that holds one example is too large (exit 2)."""
     if path.stat().st_size > limits.example:
         raise too_long(str(path), limits)
 
 
 def too_long(where: str, limits: Limits) -> UserError:
-    """The error of an example with too many bytes."""
+    """Return the error for an example with too many bytes."""
     expected = f"at most {limits.example:,} bytes"
     fix = f"data.max_example_bytes: {2 * limits.example}, if the file is meant to be so"
     return UserError(Problem("an example is too long to be read", where=where, expected=expected, fix=fix))
 
 
 def expands(path: Path, limit: int) -> UserError:
-    """The error of a compressed file with too much in it."""
+    """Return the error for a file that expands to too many bytes."""
     what, expected = "the file expands to too many bytes", f"at most {limit:,} bytes"
     fix = f"data.max_uncompressed_bytes: {10 * limit}, if the file is meant to be so"
     return UserError(Problem(what, where=str(path), expected=expected, fix=fix))
 
 
 class XzFile:
-    """The uncompressed content of an .xz or .lzma file; the limit of memory is what `lzma.LZMAFile` lacks."""
+    """The decompressed content of an .xz or .lzma file.
+
+    `lzma.LZMAFile` has no memory limit, so it is not used.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.decoder = file, lzma.LZMADecompressor(memlimit=XZ_MEMORY)
@@ -107,7 +112,7 @@ class XzFile:
     def read(self, size: int) -> bytes:
         found = bytearray()
         while len(found) < size:
-            if self.decoder.eof:  # files that were compressed on their own may follow each other
+            if self.decoder.eof:  # several compressed streams can be concatenated
                 more = (self.decoder.unused_data or self.file.read(_BLOCK)).lstrip(b"\0")
                 if not more:
                     break
@@ -129,7 +134,7 @@ _DECOMPRESS: tuple[tuple[bytes, Callable[[Any], Any]], ...] = (
 
 
 class ArchiveStream(io.RawIOBase):
-    """The uncompressed content of an archive, read from its beginning to its end within limits."""
+    """The decompressed content of an archive, read from start to end within limits."""
 
     def __init__(self, file: BinaryIO, path: Path, limits: Limits) -> None:
         start = file.read(6)
@@ -150,7 +155,7 @@ class ArchiveStream(io.RawIOBase):
         return self.position
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        """Go on to a position; there is no way back."""
+        """Move forward to a position. Moving back is not supported."""
         if whence != io.SEEK_SET or position < self.position:
             raise io.UnsupportedOperation("an archive is read from its beginning to its end")
         while self.position < position and self.read(min(_BLOCK, position - self.position)):

@@ -1,4 +1,4 @@
-"""One reader for each kind of file: a row at a time, each with its place, and what is wrong as a `BadRow`."""
+"""Read each file type one row at a time, with the position of each row. A bad row is a `BadRow`."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def _json_lines(path: Path, limits: Limits) -> Rows:
 
 
 def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
-    """Rows of lines; `first` is the number of the first one."""
+    """Yield the rows of JSON lines. `first` is the number of the first line."""
     offset = 0
     for number, line in enumerate(lines, start=first):
-        if number == 1 and line.startswith(UTF_16):  # no line of it can be read
+        if number == 1 and line.startswith(UTF_16):  # every line of such a file would be unreadable
             raise UserError(_not_utf8(path, 1, 0, line).problem)
         text = line.removeprefix(BOM) if number == 1 else line
         if text.strip():
@@ -54,7 +54,7 @@ def json_lines(lines: Iterable[bytes], path: Path, first: int = 1) -> Rows:
 
 
 def _json(path: Path, limits: Limits) -> Rows:
-    """One array of rows; or rows as in a .jsonl file, of which a single one may go over many lines."""
+    """Yield the rows of a JSON file: one array of objects, one object, or lines as in a .jsonl file."""
     if path.stat().st_size > limits.example:
         yield from _large_json(path, limits)
         return
@@ -94,7 +94,7 @@ _CHUNK = 2**20  # characters
 
 
 def _large_json(path: Path, limits: Limits) -> Rows:
-    """The same of a file that memory may not have room for: of an array one row after another."""
+    """Yield the rows of a JSON file that may not fit in memory, one item of the array at a time."""
     with path.open(encoding="utf-8-sig") as file:
         text, ended = file.read(_CHUNK), False
         start = _ARRAY.match(text)
@@ -106,7 +106,7 @@ def _large_json(path: Path, limits: Limits) -> Rows:
             value, end, separator, fault = _next_of_array(text, at)
             if end - at > limits.example:
                 raise read_limits.too_long(f"{path}[{index}]", limits)
-            if end == len(text) and not ended:  # the example may go on
+            if end == len(text) and not ended:  # the chunk may end inside the example
                 more = file.read(max(_CHUNK, end - at))
                 text, at, ended, separator = (text[at:] + more).lstrip(), 0, not more, ","
                 continue
@@ -121,9 +121,9 @@ def _large_json(path: Path, limits: Limits) -> Rows:
 
 
 def _next_of_array(text: str, at: int) -> tuple[Any, int, str, str]:
-    """A value, where the text after it goes on, the separator between, and what is wrong.
+    """Return the next item, the position after it, the separator that follows, and an error.
 
-    What is wrong at the text's end may become right with more text.
+    An error at the end of the text can disappear when more text is read.
     """
     try:
         value, end = DECODER.raw_decode(text, at)
@@ -139,7 +139,7 @@ def _next_of_array(text: str, at: int) -> tuple[Any, int, str, str]:
 
 
 def _csv(path: Path, limits: Limits) -> Rows:
-    csv.field_size_limit(2**31 - 1)  # a text may be longer than 128 KiB
+    csv.field_size_limit(2**31 - 1)  # the default allows only 128 KiB per field
     with path.open(encoding="utf-8-sig", newline="") as file:
         lines = RecordLines(file, path, limits)
         reader = csv.reader(lines, strict=True)
@@ -150,7 +150,7 @@ def _csv(path: Path, limits: Limits) -> Rows:
                 lines.begin_record()
                 try:
                     fields = next(reader, None)
-                except csv.Error as error:  # a quote that never closes takes in all that follows
+                except csv.Error as error:  # a quote that is never closed consumes the remaining lines
                     yield BadRow("unreadable", f"not valid CSV: {error}", where)
                     continue
                 if fields is None:
@@ -166,10 +166,10 @@ def _csv(path: Path, limits: Limits) -> Rows:
 
 
 def _header(reader: Any, path: Path) -> list[str]:
-    """The names of the columns, in the first line."""
+    """Return the column names in the first line."""
     try:
         names = next(reader, [])
-    except csv.Error as error:  # such as "a";"b"
+    except csv.Error as error:  # for example "a";"b"
         with path.open(encoding="utf-8-sig") as file:
             names = [file.readline(_CHUNK).rstrip()]
         what, expected, fix = hints.separator(names) or (f"not valid CSV: {error}", "", "")
@@ -185,7 +185,7 @@ def _header(reader: Any, path: Path) -> list[str]:
 
 
 def _columnar(path: Path, limits: Limits) -> Rows:
-    """Parquet or Arrow, a batch of rows in memory at a time."""
+    """Yield the rows of a parquet or Arrow file, one batch in memory at a time."""
     import pyarrow
 
     from finetune.data import limited_batches
@@ -200,7 +200,7 @@ def _columnar(path: Path, limits: Limits) -> Rows:
 
 @contextlib.contextmanager
 def _columnar_errors(path: Path) -> Iterator[None]:
-    """What pyarrow cannot open is the user's to mend."""
+    """Convert pyarrow's errors to a UserError, because the user can fix the file."""
     import pyarrow
 
     try:
@@ -213,7 +213,7 @@ def _columnar_errors(path: Path) -> Iterator[None]:
 
 
 def _tar(path: Path, limits: Limits) -> Rows:
-    """A webdataset shard: the files that share a name up to the first dot are one row."""
+    """Yield the rows of a webdataset shard. Files with the same name up to the first dot form one row."""
     try:
         with (
             path.open("rb") as file,
@@ -226,18 +226,19 @@ def _tar(path: Path, limits: Limits) -> Rows:
         raise UserError(
             Problem("not a tar file, or a damaged one", where=str(path), found=str(error))
         ) from error
-    with path.open("rb") as file:  # tarfile takes an archive that ends in a header for a whole one
+    # Tarfile accepts an archive that ends after a header, so check for the final zero block
+    with path.open("rb") as file:
         plain = file.read(262)[257:] == b"ustar"
         file.seek(-min(512, path.stat().st_size), 2)
         if plain and any(file.read()):
             raise UserError(Problem("the file looks cut off", where=str(path)))
 
 
-MOST_WITHOUT_CONTENT = 10_000  # folders and links of an archive, one after another
+MOST_WITHOUT_CONTENT = 10_000  # folders and links in a row, without a file between them
 
 
 def _members(archive: Any, path: Path, limits: Limits) -> Iterator[tuple[str, str, bytes]]:
-    """Name up to the first dot, kind and content of each file."""
+    """Yield the name up to the first dot, the extension and the content of each file."""
     last, size, others = "", 0, 0
     while member := archive.next():
         archive.members.clear()  # tarfile would keep an entry for each file
@@ -278,17 +279,18 @@ def _txt(path: Path, limits: Limits) -> Rows:
 
 
 def read_file(path: Path, limits: Limits = DEFAULT) -> Rows:
-    """Every row of a file, in order.
+    """Yield every row of a file, in order.
 
     Raises:
-        UserError: a Git LFS pointer, a file that its reader cannot open, or one over the limits (exit 2).
+        UserError: the file is a Git LFS pointer, cannot be opened by its reader, or exceeds the limits (exit
+            2).
     """
     refuse_lfs_pointer(path)
     yield from READERS[path.suffix](path, limits)
 
 
 def count_rows(path: Path, limits: Limits = DEFAULT) -> int:
-    """The rows of a file, good or bad; of parquet and arrow from their metadata."""
+    """Return the number of rows of a file, good or bad. Parquet files store the number in their metadata."""
     refuse_lfs_pointer(path)
     if path.suffix == ".jsonl":
         with path.open("rb") as file:
@@ -318,7 +320,10 @@ READERS = {
 
 
 def _where_not_utf8(path: Path) -> BadRow:
-    """The first line of a file that is not UTF-8; a reader of text says only which of its chunks."""
+    """Return the error for the first line that is not UTF-8.
+
+    Python's own error names only a chunk of the file.
+    """
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -337,13 +342,16 @@ def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
 
 
 def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionError) -> BadRow:
-    if not isinstance(error, json.JSONDecodeError):  # too deep, a key twice, a number of thousands of digits
-        where = f"{path}:{number}" if number else str(path)  # of an array the parser says no line
+    # Too deep nesting, a duplicate key, or a number with thousands of digits
+    if not isinstance(error, json.JSONDecodeError):
+        # The parser gives no line for an item of an array
+        where = f"{path}:{number}" if number else str(path)
         return BadRow("unreadable", f"not JSON that can be read: {error}", where)
     column, shown = error.colno, line.rstrip("\r\n")
     start, rest = max(0, column - 31), shown[column - 1 :].strip()
     cut = error.msg.startswith("Unterminated") or ("escape" in error.msg and len(rest) < len("\\u0000"))
-    cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))  # of nothing too
+    # The file may also end inside one of these values
+    cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))
     what = "the file looks cut off" if cut and not line.endswith("\n") else "not valid JSON"
     where, found = f"{path}:{number}:{column}", shown[start : start + 60]
     fix = "" if "cut off" in what else hints.line(shown)

@@ -1,4 +1,4 @@
-"""Which rows: the sources of a recipe, the files and datasets they name, and the validation set."""
+"""Select the examples of a run: sources, their files and datasets, and the validation set."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 5
 RUNS_CODE = (".py", ".pkl", ".pickle", ".pt", ".pth", ".bin", ".npy")
-FAR = 0.1  # of the validation examples that are asked for: such a difference is reported
-LOOKED_AT = 1000  # entries of a folder without data, for a hint
-COUNTED = 2**26  # bytes of a file whose rows are counted for a note
+FAR = 0.1  # a larger relative difference from the requested size gives a note
+LOOKED_AT = 1000  # entries of a folder without data that are searched for a hint
+COUNTED = 2**26  # bytes; the examples of larger files are not counted for a note
 
 
 def sources(data: Data) -> list[Source]:
-    """What `data.name` names, each with the revision, subset and split that hold for it."""
+    """Return the sources in `data.name`, each with the revision, subset and split that apply to it."""
     named = [data.name] if isinstance(data.name, str) else data.name
     found = [Source(name=item) if isinstance(item, str) else item for item in named]
     defaults = {"revision": data.revision, "subset": data.subset, "split": data.split, **limits(data)}
@@ -48,7 +48,7 @@ def sources(data: Data) -> list[Source]:
 
 
 def limits(data: Data) -> dict[str, int | None]:
-    """The limits of what is read at once, by a source's keys."""
+    """Return the read limits of the section, by the keys of a source."""
     return {
         "max_example_bytes": data.max_example_bytes,
         "max_uncompressed_bytes": data.max_uncompressed_bytes,
@@ -60,15 +60,16 @@ def validation_source(data: Data) -> Source:
 
 
 def named(data: Data) -> list[tuple[Source, str]]:
-    """What is trained on and held out, each with the key that names it."""
+    """Return the training and validation sources, each with the recipe key that names it."""
     named = [(source, "data.name") for source in sources(data)]
     return named + ([(validation_source(data), "data.validation")] if data.validation is not None else [])
 
 
 def check_of_the_hub(data: Data) -> None:
-    """Revision, subset and split choose rows of a Hub data set only; files have none (exit 2).
+    """Check that revision, subset and split are used only with a Hub dataset, and check dataset names.
 
-    A name that is no file must be one that a dataset of the Hub can have.
+    Raises:
+        UserError: all sources are files, or a name is not valid on the Hub (exit 2).
     """
     split = data.split if data.split != Data.model_fields["split"].default else None
     asked = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
@@ -88,21 +89,21 @@ def check_of_the_hub(data: Data) -> None:
 
 
 def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
-    """The rows of one source, less those that are held out.
+    """Return the rows of one source without its validation rows.
 
     Raises:
-        UserError: a file that is missing, empty or of a kind that is not read (exit 2).
+        UserError: a file is missing, empty or of an unsupported type (exit 2).
     """
     return (row for row in read(source, "data.name") if not is_held_out(row, data, held_out, seed))
 
 
 def is_held_out(row: Row | BadRow, data: Data, held_out: set[int], seed: int) -> bool:
-    """Whether a row is one of those that `draw_held_out` drew."""
+    """Return whether `draw_held_out` selected a row for validation."""
     return bool(held_out) and isinstance(row, Row) and digest(row, seed, data) in held_out
 
 
 def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Rows]]:
-    """The validation set by source: a file of its own, or a share of the training data."""
+    """Return the validation rows by source: a separate file, or a share of the training data."""
     if data.validation is not None:
         check_disjoint(data)
         return [(data.validation, read(validation_source(data), "data.validation"))]
@@ -114,11 +115,11 @@ def validation(data: Data, held_out: set[int], seed: int) -> list[tuple[str, Row
 
 
 def draw_held_out(data: Data, seed: int) -> set[int]:
-    """Digests of the rows that `data.validation_fraction` holds out.
+    """Select validation rows for `data.validation_fraction`, and return their digests.
 
-    Rows of equal content go together, and so do the rows of one conversation. A conversation that is much
-    larger than the validation set stays in training. An id or a first turn of half of the rows is no
-    conversation.
+    Rows with equal content stay together, and rows of one conversation stay together. A conversation that is
+    much larger than the validation set stays in training. An id or first turn that half of the rows share
+    does not count as a conversation.
     """
     if data.validation_fraction is None:
         return set()
@@ -134,7 +135,7 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
     groups = _groups(owners, keys, len(digests) // 2)
     drawn = (_draw_whole(digests, groups, count) if groups else set()) or set(digests[:count])
     if digests and len(drawn) == len(set(digests)):
-        # Rows without a column that is read are all alike: that is said first, of a named format too
+        # Rows look equal if they lack the columns that are read. Report the missing columns first.
         by_columns = data.model_copy(update={"format": "auto"})
         for source in sources(data):
             for row in islice((row for row in read(source, "data.name") if isinstance(row, Row)), 1):
@@ -146,16 +147,16 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
 
 
 def count_held_out(rows: int, fraction: float) -> int:
-    """How many of so many rows `data.validation_fraction` asks for."""
+    """Return the number of rows that `data.validation_fraction` requests."""
     return max(1, round(rows * fraction))
 
 
 def note_on_share(data: Data, rows: int, held_out: int) -> list[str]:
-    """That the validation set is far from as large as asked, since rows of one conversation stay together.
+    """Return a note if the size of the validation set differs much from the requested size.
 
     Args:
-        rows: of the dataset.
-        held_out: those of them in the validation set.
+        rows: number of examples in the dataset.
+        held_out: number of them in the validation set.
     """
     if data.validation_fraction is None:
         return []
@@ -167,11 +168,14 @@ def note_on_share(data: Data, rows: int, held_out: int) -> list[str]:
 
 
 def _groups(owners: array[int], keys: array[int], many: int) -> dict[int, set[int]]:
-    """Digest of a row -> those of its conversation, of rows that share a key with a row of other content.
+    """Map the digest of each row to the digests of its conversation.
+
+    Only rows that share a key with a row of other content are included.
 
     Args:
-        keys: what tells conversations apart, of the row at the same place in `owners`.
-        many: rows; what so many have in common is a prompt of the whole dataset, and no conversation.
+        owners: digests of rows, one for each key.
+        keys: hashes that identify conversations.
+        many: a key of this many rows is a common prompt of the dataset, not a conversation.
     """
     import numpy as np
 
@@ -196,12 +200,14 @@ def _groups(owners: array[int], keys: array[int], many: int) -> dict[int, set[in
 
 
 def _draw_whole(digests: list[int], groups: dict[int, set[int]], count: int) -> set[int]:
-    """The first digests, up to about so many rows, each with all of its conversation or not at all.
+    """Select the first digests, up to about `count` rows.
 
-    The smallest conversation that does not fit is drawn too if that comes closer to the number.
+    A conversation is selected completely or not at all.
+
+    The smallest conversation that does not fit is also selected if the total then is closer to `count`.
     """
     rows, drawn, looked_at, total = Counter(digests), set[int](), set[int](), 0
-    too_large: list[tuple[int, int]] = []  # rows of a conversation, one of its digests
+    too_large: list[tuple[int, int]] = []  # (number of rows of a conversation, one of its digests)
     for one in digests:
         if total >= count:
             break
@@ -221,7 +227,10 @@ def _draw_whole(digests: list[int], groups: dict[int, set[int]], count: int) -> 
 
 
 def _one_text(data: Data) -> str:
-    """What to do about a single text file, which has no share to hold out; else the empty string."""
+    """Return advice if the only source is a text file, which is one example.
+
+    Otherwise return an empty string.
+    """
     paths = [path for source in sources(data) for path in files(source.name, "data.name") or ()]
     if [path.suffix for path in paths] != [".txt"]:
         return ""
@@ -230,10 +239,10 @@ def _one_text(data: Data) -> str:
 
 
 def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
-    """Each file -> the sha256 of its content; each Hub data set -> the commit that was asked for.
+    """Map each file to the sha256 of its content, and each Hub dataset to its commit.
 
     Args:
-        held_out: only of the files that the validation examples are read from.
+        held_out: include only the files that validation examples are read from.
     """
     found, read_from = {}, named(data)
     if held_out and (data.validation is not None or data.validation_fraction is None):
@@ -248,7 +257,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
 
 
 def check_disjoint(data: Data) -> None:
-    """The validation set must not be trained on: no file may be both (exit 2)."""
+    """Raise a UserError if a file is used for both training and validation (exit 2)."""
     if data.validation is None:
         return
     held_out = files(data.validation, "data.validation")
@@ -257,7 +266,8 @@ def check_disjoint(data: Data) -> None:
         raise UserError(Problem(what, "data.validation", found=data.validation, fix=fix))
     trained = set()
     for source in sources(data):
-        with contextlib.suppress(UserError):  # who reads them says what is missing; a moved run needs none
+        # Reading the sources reports missing files. A run folder that was moved does not need them.
+        with contextlib.suppress(UserError):
             trained |= {path.resolve() for path in files(source.name, "data.name") or ()}
     both = trained & {path.resolve() for path in held_out}
     if both:
@@ -267,13 +277,14 @@ def check_disjoint(data: Data) -> None:
 
 
 def files(name: str, key: str) -> list[Path] | None:
-    """The local files that a name means; `None` for a Hub id.
+    """Return the local files that a name refers to, or `None` for a Hub id.
 
     Raises:
-        UserError: a path where nothing is, or a kind of file that is not read (exit 2).
+        UserError: the path does not exist, or finetune cannot read the file type (exit 2).
     """
     path = Path(os.path.expanduser(name))
-    in_a_folder = len(path.parts) > 1 and os.path.isdir(path.parts[0])  # data/trian, where there is a data/
+    # A typo such as data/trian, if the folder data/ exists
+    in_a_folder = len(path.parts) > 1 and os.path.isdir(path.parts[0])
     if not (local_path(name) or in_a_folder):
         return None
     if not can_be_path(str(path)):
@@ -281,7 +292,7 @@ def files(name: str, key: str) -> list[Path] | None:
     matches = [path]
     if any(mark in name for mark in "*?[") and not os.path.exists(
         path
-    ):  # notes[1].jsonl is a file's name too
+    ):  # a file can have a name such as notes[1].jsonl
         matches = match_paths(os.path.expanduser(name), Path(), key)
     missing = [entry for entry in matches if not os.path.exists(entry)]
     if missing or not matches:
@@ -311,14 +322,14 @@ def _nothing_to_read(folder: Path, key: str) -> Problem:
 
 
 def passed_by(data: Data) -> dict[str, list[str]]:
-    """Each folder that is named -> what in it is no data by its name, and is not read."""
+    """Return the entries of each named folder that are not data files, so that nothing reads them."""
     found = {}
     for folder, key in _folders(data):
         chosen = choose_files(folder, key)
         data_files = [*chosen.read, *chain.from_iterable(chosen.others.values())]
         of_data = {
             parent for path in data_files for parent in path.parents
-        }  # the notes on folders count them
+        }  # `notes_on_folders` reports these folders
         others = [
             entry.name + "/" * entry.is_dir()
             for entry in sorted(folder.iterdir())
@@ -330,7 +341,7 @@ def passed_by(data: Data) -> dict[str, list[str]]:
 
 
 def notes_on_folders(data: Data) -> list[str]:
-    """The data files in the folders of a recipe that it does not read: how many, and how to use them."""
+    """Return notes on data files in the recipe's folders that are not read, and how to use them."""
     folders = [(folder, choose_files(folder, key)) for folder, key in _folders(data)]
     used = {path.resolve() for source, key in named(data) for path in files(source.name, key) or ()}
     notes, has_validation = [], data.validation is not None or data.validation_fraction is not None
@@ -351,26 +362,26 @@ def notes_on_folders(data: Data) -> list[str]:
 
 
 def _folders(data: Data) -> list[tuple[Path, str]]:
-    """Each folder that a recipe names, and the key that names it."""
+    """Return each folder that a recipe names, with its key."""
     paths = [(Path(os.path.expanduser(source.name)), key) for source, key in named(data)]
     return [(path, key) for path, key in dict.fromkeys(paths) if os.path.isdir(path)]
 
 
 def _counted(paths: list[Path]) -> str:
-    """How many files and rows, where they can be counted in a moment."""
+    """Describe files by their number and, if counting takes only a moment, by their examples."""
     names = ", ".join(path.name for path in paths[:MAX_SHOWN]) + " ..." * (len(paths) > MAX_SHOWN)
     said = f"{count_files(paths)} ({names})"
     columnar = (".parquet", ".arrow")
     if any(path.suffix not in columnar and path.stat().st_size > COUNTED for path in paths):
         return said
-    with contextlib.suppress(UserError, KeyError):  # who reads such a file says what is wrong with it
+    with contextlib.suppress(UserError, KeyError):  # reading such a file reports the error
         rows = sum(map(count_rows, paths))
         return f"{count_files(paths)} with {rows:,} example{'s' * (rows != 1)} ({names})"
     return said
 
 
 def read(source: Source, key: str) -> Rows:
-    """Every row of a source, in order."""
+    """Yield every row of a source, in order."""
     paths = files(source.name, key)
     if paths is None:
         yield from _hub(source)
@@ -393,12 +404,12 @@ def examples(
     formats: dict[str, str],
     left: dict[str, dict[str, int]],
 ) -> Iterator[Example | BadRow]:
-    """Each row as an example, or as what is wrong with it.
+    """Convert each row to an example, or to the error that says what is wrong with it.
 
     Args:
-        name: of the source, whose first row decides on the format.
-        formats: its format by its name, noted here.
-        left: columns that are not used, and how many rows have something there, counted here.
+        name: the source. Its first row decides its format.
+        formats: maps each source to its format. The function adds this source.
+        left: maps each source to its unused columns and their number of examples. The function adds to it.
     """
     for row in rows:
         if isinstance(row, BadRow):
@@ -416,17 +427,17 @@ def examples(
 
 
 def hub_name(source: Source) -> str:
-    """A Hub data set with its subset and split."""
+    """Return the name of a Hub dataset with its subset and split."""
     return " ".join(filter(None, (source.name, source.subset, source.split)))
 
 
 def title(source: Source) -> str:
-    """What a source is called: files by their name, a Hub data set also by what two of one may differ by."""
+    """Return the name of a source. For a Hub dataset it includes subset and split."""
     return hub_name(source) if files(source.name, "data.name") is None else source.name
 
 
 def _commit(source: Source) -> str:
-    """The commit a Hub data set is at; without a network, what the recipe says of it."""
+    """Return the current commit of a Hub dataset, or the recipe's revision if the Hub does not answer."""
     from huggingface_hub import HfApi
 
     asked = source.revision or "main"
@@ -434,9 +445,7 @@ def _commit(source: Source) -> str:
         return asked
     try:
         return HfApi().dataset_info(source.name, revision=asked).sha or asked
-    except (
-        Exception
-    ):  # whatever keeps the Hub from answering (no network, offline, gated): loading says which
+    except Exception:  # no network, offline mode or gated dataset: loading reports the reason
         return asked
 
 
@@ -453,10 +462,10 @@ def _hub(source: Source) -> Rows:
 
 
 def _not_loaded(source: Source, error: Exception) -> UserError:
-    """What keeps a Hub data set from being loaded: the network (exit 3), or what was asked for (exit 2)."""
-    # `datasets` says of a row that it can't read only that there is one
+    """Return the error for a Hub dataset that cannot be loaded: network (exit 3) or wrong input (exit 2)."""
+    # The cause of a DatasetGenerationError says which row cannot be read
     cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
-    said = " ".join(str(cause).split())[:300]  # the choices stand on the lines after the first
+    said = " ".join(str(cause).split())[:300]  # the following lines list the choices
     if isinstance(cause, OSError) or "Couldn't find cache" in said:
         code, fix = Exit.ENVIRONMENT, "check name, revision and network; without one: pin data.revision to a"
         fix += " commit, and prepare it elsewhere with finetune data RECIPE --prepare DIR"

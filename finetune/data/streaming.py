@@ -1,9 +1,9 @@
-"""Rows read while training, for data that does not fit on disk a second time.
+"""Read examples during training, for data that does not fit on disk a second time.
 
-Files are cut into shards (ranges of lines of a JSONL file, whole files otherwise). Every shard is read by one
-rank and one of its loader's workers, so every row is used once. Rows are shuffled and packed a block at a
-time, by a seed that belongs to the block: the order depends on nothing else, and `state_dict` of the data set
-resumes it exactly.
+Files are divided into shards: ranges of lines of a JSONL file, or whole other files. One rank and one of its
+data loader workers read each shard, so each example is used once. Each block of examples is shuffled and
+packed with its own seed. The order depends on nothing else, so `state_dict` of the dataset resumes it
+exactly.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from finetune.data.encoding import Encoded
     from finetune.recipe.schema import Data
 
-RANGES = 64  # shards of one JSONL file, to be shared by ranks and their workers
-WORKERS = 64  # of a loader that count what they read apart from each other
-BLOCK = 2**20  # bytes at each end of a file that are hashed
-RAW = ["value", "bad", "source"]  # columns that encoding takes away
-AUDITED = 10_000  # rows looked at before training; the rest is checked as it comes
+RANGES = 64  # shards of one JSONL file, distributed over ranks and their workers
+WORKERS = 64  # slots of the shared counters, one for each data loader worker
+BLOCK = 2**20  # bytes hashed at each end of a file
+RAW = ["value", "bad", "source"]  # columns that encoding replaces
+AUDITED = 10_000  # examples checked before training; later examples are checked when they are read
 
-Shard = tuple[str, int, int, Limits]  # path, first and last byte (JSONL)
+Shard = tuple[str, int, int, Limits]  # path, first byte and end byte (for JSONL), limits
 
 
 def stream(
@@ -54,15 +54,15 @@ def stream(
     declared: Collection[int] = (),
     passes: int | None = None,
 ) -> Prepared:
-    """The training data as an iterable data set, and an audit of its first rows and of the held-out ones.
+    """Return the training data as an iterable dataset, with an audit of its first and validation examples.
 
     Args:
-        declared: ids that the model itself says to end an answer.
-        passes: how often each rank reads its rows; `None`: without end. Ranks have different numbers of rows,
-            and one that came to an end before the others would keep them waiting for ever.
+        declared: ids that the model's generation config declares as the end of an answer.
+        passes: number of epochs. `None` repeats the data without end. Ranks can have different numbers of
+            examples, and a rank that finishes first would block the others.
 
     Raises:
-        UserError: a setting that needs to see all rows, or rows that can't be trained on (exit 2).
+        UserError: a setting needs all examples, or examples cannot be trained on (exit 2).
     """
     import torch
     from datasets import IterableDataset
@@ -99,22 +99,23 @@ def stream(
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
     read.zero_()
     train: Any = rows.map(block, batched=True, **options).repeat(passes)
-    content = [shards, sorted(report.sources.items())]  # of a file: its name, size and ends
+    content = [shards, sorted(report.sources.items())]  # identified by name, size and hash of both ends
     reports = {"train": report, "validation": held.finish(held_places.__getitem__)}
     return Prepared(train, reports, None, False, content, read)
 
 
 def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -> None:
-    """Whether each rank has a row to train on: one without ends at once, and the others wait for it.
+    """Check that each rank has an example to train on. A rank without examples would block the others.
 
     Args:
-        rows: all shards, not encoded; ranks share them as Accelerate does.
-        block: what encodes them.
+        rows: all shards before encoding. Ranks share them as Accelerate does.
+        block: the function that encodes them.
 
     Raises:
-        UserError: it has not (exit 2).
+        UserError: a rank has no example (exit 2).
     """
-    for index in range(ranks if rows.n_shards >= ranks > 1 else 0):  # fewer shards: all ranks read all rows
+    # With fewer shards than ranks, every rank reads all examples
+    for index in range(ranks if rows.n_shards >= ranks > 1 else 0):
         own = rows.shard(ranks, index)
         encoded = own.map(block, batched=True, batch_size=1, remove_columns=RAW)
         if next(iter(encoded), None) is None:
@@ -124,7 +125,7 @@ def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -
 
 
 def check(data: Data) -> None:
-    """What streaming can't do, said before anything is read (exit 2)."""
+    """Raise a UserError for settings that streaming does not support, before anything is read (exit 2)."""
     problems = []
     if data.validation_fraction is not None:
         what, fix = "a share of the rows can't be drawn while streaming", "data.validation: <a file>"
@@ -142,12 +143,12 @@ def check(data: Data) -> None:
 
 
 class ModelTokens(NamedTuple):
-    """The token ids of a model."""
+    """Limits on the token ids of a model."""
 
     vocabulary: int | None
-    """Rows of the embedding: every id must be below."""
+    """Rows of the embedding. Every id must be lower."""
     declared: Collection[int]
-    """Ids that end an answer, as the model itself says."""
+    """Ids that the model's generation config declares as the end of an answer."""
 
 
 def encode_block(
@@ -158,20 +159,20 @@ def encode_block(
     seed: int,
     tokens: ModelTokens,
 ) -> dict[str, list[Any]]:
-    """Rows to token ids: shuffled within their block, packed if asked for.
+    """Encode a block of examples, shuffle it, and pack it if the recipe says so.
 
-    Rows that are too long or have nothing to train on are dropped, as the audit of the first rows said.
+    Examples that are too long or have no token to train on are skipped.
 
     Args:
-        read: [workers, 2], to which the number of rows is added, and of those that are left out.
+        read: shared counts [workers, 2]. The function adds the numbers of read and skipped examples.
 
     Raises:
-        UserError: a row that can't be read or trained on, where `data.expect` allows none (exit 2).
+        UserError: an example cannot be read or trained on, and `data.expect` allows none (exit 2).
     """
     from torch.utils.data import get_worker_info
 
     if worker := get_worker_info():
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of before the fork are not there any more
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not exist after the fork
     encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, tokens.declared))
     audit = Audit(encoder_for, data.train_on, tokens.vocabulary)
     documents: list[tuple[str, Encoded]] = []
@@ -200,7 +201,7 @@ def encode_block(
 
 
 def _shards(data: Data, seed: int) -> list[Shard]:
-    """All shards of all sources, each as often as its source's weight, shuffled."""
+    """Return all shards of all sources, each as often as the weight of its source, shuffled."""
     found: list[Shard] = []
     for source in source_loading.sources(data):
         for path in source_loading.files(source.name, "data.name") or ():
@@ -215,7 +216,7 @@ def _shards(data: Data, seed: int) -> list[Shard]:
 
 
 def _ends(path: Path) -> str:
-    """What a file that is not read before training is known by, beside its name and size."""
+    """Return a hash of both ends of a file. Hashing all of a streamed file would take too long."""
     with path.open("rb") as file:
         digest = hashlib.sha256(file.read(BLOCK))
         file.seek(max(0, path.stat().st_size - BLOCK))
@@ -235,7 +236,7 @@ def _generate(shards: list[Shard]) -> Iterator[dict[str, Any]]:
 
 
 def _row(value: dict[str, Any], bad: list[str], where: str) -> Row | BadRow:
-    """As `_generate` took it apart."""
+    """Restore the row that `_generate` split into columns."""
     if not bad:
         return Row(value, where)
     what, found, fix = bad
@@ -252,14 +253,14 @@ def _read(shard: Shard) -> Iterator[Row | BadRow]:
 
 
 def _lines(path: Path, start: int, end: int, limits: Limits) -> Iterator[Row | BadRow]:
-    """Rows of the lines that begin in the bytes [start, end)."""
+    """Yield the rows of the lines that begin in the byte range [start, end)."""
     refuse_lfs_pointer(path)
     with path.open("rb") as file:
         if start:
             file.seek(start - 1)
             next(
                 limited_lines(file, path, limits), None
-            )  # the line that reaches in belongs to the range before
+            )  # a line that begins before the range belongs to the previous range
         lines = limited_lines(file, path, limits)
         while (position := file.tell()) < end and (line := next(lines, b"")):
             for row in readers.json_lines([line], path, first=1 if position == 0 else 2):

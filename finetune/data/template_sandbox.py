@@ -1,9 +1,9 @@
-"""Templates, rendered in a process of their own under limits of operations and memory.
+"""Render templates in a separate process with limits on operations and memory.
 
-A template is a program that came with somebody's model or task file. Jinja's sandbox keeps it from files and
-attributes; it does not keep it from running for ever or taking all memory. So it runs in a child that counts
-loop iterations and calls of macros, and may take 256 MB. Neither depends on how busy the machine is.
-The child also works beside the tokenizer, on the other core.
+A template is a program that comes with a model or an evaluation task. Jinja's sandbox blocks files and
+attributes, but not endless loops or large allocations. So a child process renders it. The child counts loop
+iterations and macro calls, and can allocate 256 MB. Neither limit depends on the load of the machine. The
+child also runs in parallel to the tokenizer, on another core.
 """
 
 from __future__ import annotations
@@ -29,23 +29,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ITERATIONS = 5_000_000  # loop iterations of one rendering, at most
-ITERATIONS_PER_PAIR = 20  # and so many more for each pair of messages: some templates look back from each
-LARGEST_POWER = 100_000  # bits of the result of `**`
+ITERATIONS = 5_000_000  # maximum loop iterations of one rendering
+# Added for each pair of messages, because some templates look back from each message
+ITERATIONS_PER_PAIR = 20
+LARGEST_POWER = 100_000  # maximum bits of the result of `**`
 SECONDS = 30
-"""The processor's time for one rendering. It stops what counts no iterations, such as products of huge
-numbers. A rendering that takes so long stops the whole run and never drops an example."""
+"""Limit of CPU time for one rendering, for operations that count no iterations, such as huge multiplications.
+
+A rendering over the limit stops the run. It never drops an example.
+"""
 MEGABYTES = 256
 LONGEST = 16 * 2**20  # characters of a rendered chat
-PORTION = 4 * 2**20  # characters sent at once: the child's memory is for what the template makes of them
-EXACT_TURNS = 8  # assistant turns whose whole prefix is rendered; later ones are found from their neighbors
+# Characters per request; the child's memory limit should only cover the template's own allocations
+PORTION = 4 * 2**20
+EXACT_TURNS = 8  # assistant turns that are rendered with their whole prefix; later turns use nearby messages
 STOPPED = "the template was stopped"
 BROKEN = ("the template is broken", "the template took more", STOPPED)
-"""How errors begin that don't depend on the chat."""
+"""Prefixes of errors that do not depend on the chat."""
 
 
 class Rendered(NamedTuple):
-    """One chat as text, and the characters [start, end) of each of the assistant's turns."""
+    """A rendered chat, and the character range [start, end) of each assistant turn."""
 
     text: str
     spans: list[list[int]]
@@ -53,12 +57,13 @@ class Rendered(NamedTuple):
 
 
 def render_row(template: str, row: dict[str, Any], *, way: str = "row") -> Rendered:
-    """Render a row of an evaluation as lm-eval does: names that are not there are errors.
+    """Render a row of an evaluation as lm-eval does. Undefined names are errors.
 
     Args:
-        row: what JSON has no form for is rendered as its text.
-        way: `without nulls`: to write one is an error too, not the text "None"; `expression`: `template` is
-            what would stand between `{{` and `}}`; the text is its value as JSON.
+        row: values that JSON cannot represent are converted to text.
+        way: `row`, `without nulls` or `expression`. With `without nulls`, a null value in the output is an
+            error instead of the text "None". With `expression`, `template` is a Jinja expression, and the
+            result is its value as JSON.
     """
     plain = json.loads(json.dumps(row, default=str))
     request = {"template": template, "way": way}
@@ -66,14 +71,14 @@ def render_row(template: str, row: dict[str, Any], *, way: str = "row") -> Rende
 
 
 class ChatTemplate(NamedTuple):
-    """A chat template and the values that it gets."""
+    """A chat template and its variables."""
 
     source: str
-    """Jinja."""
+    """The Jinja source."""
     special: Mapping[str, Any]
-    """The tokenizer's special tokens, which templates name (`bos_token` ...)."""
+    """The tokenizer's special tokens, which templates use by name (such as `bos_token`)."""
     date: str | None = None
-    """For a template that asks for the time; `None`: the current time."""
+    """The date for a template that asks for the time. `None` means the current time."""
 
 
 def render(
@@ -87,20 +92,20 @@ def render(
     """Render chats with a template.
 
     Args:
-        way: how the assistant's turns are found: `marks` (`{% generation %}`), `turns` (each text must be the
-            beginning of the next) or `none`.
-        chats: messages and tools (or None) of each.
-        prompt: end where the assistant is to go on.
-        after_turn: what the template writes after the end of the last turn; no turn includes it.
+        way: how to find the assistant's turns. `marks` uses `{% generation %}`. `turns` requires each text to
+            be a prefix of the next. `none` does not search for them.
+        chats: (messages, tools or None) of each chat.
+        prompt: add the generation prompt.
+        after_turn: text that the template writes after the end of the last turn. It belongs to no turn.
     """
-    child = _child(os.getpid())  # a forked data loader worker needs one of its own
+    child = _child(os.getpid())  # a forked data loader worker needs its own child
     request = {"template": template.source, "special": dict(template.special), "date": template.date}
     request |= {"way": way, "prompt": prompt, "after": after_turn}
     return [Rendered(*answer) for answer in child.ask(request, chats)]
 
 
 def joined(spans: list[list[int]]) -> list[list[int]]:
-    """Spans that touch are one turn's, which a template may mark in several parts."""
+    """Merge spans that touch, because a template can mark one turn in several parts."""
     found: list[list[int]] = []
     for start, end in spans:
         if found and found[-1][1] == start:
@@ -111,22 +116,22 @@ def joined(spans: list[list[int]]) -> list[list[int]]:
 
 
 def start() -> None:
-    """Start the rendering process, which takes a second, beside what else there is to do first."""
+    """Start the rendering process early. It needs a second, which then overlaps with other work."""
     _child(os.getpid())
 
 
 class Child:
-    """The rendering process; it ends with its parent, since its standard input does."""
+    """The rendering process. It ends with its parent, because its standard input closes."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.died: tuple[Any, ...] = ()
-        """The answer to the chat of which the process died last."""
+        """The answer to the last chat that ended the process."""
         self.start()
         atexit.register(self.stop)
 
     def start(self) -> None:
-        # -P: this file's folder must not become a place to import from
+        # -P keeps this file's folder off the import path
         command = [sys.executable, "-P", __file__]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
@@ -136,11 +141,11 @@ class Child:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe:
-                with contextlib.suppress(BrokenPipeError):  # the child may be gone
+                with contextlib.suppress(BrokenPipeError):  # the child may have ended
                     pipe.close()
 
     def ask(self, request: dict[str, Any], chats: list[Any]) -> list[Any]:
-        """The answer to each chat; where the process dies of a chat, that chat's answer is an error."""
+        """Return the answer to each chat. If a chat ends the process, its answer is an error."""
         head = json.dumps(request)
         answers = []
         with self.lock:
@@ -154,7 +159,8 @@ class Child:
         return answers
 
     def _exchange(self, head: str, chats: list[str]) -> list[Any] | None:
-        if self.process.poll() is not None:  # ended by something else than a chat, since the last question
+        # Something other than a chat ended the process since the last request
+        if self.process.poll() is not None:
             self._restart()
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin and stdout
@@ -164,7 +170,7 @@ class Child:
             line = stdout.readline()
         except BrokenPipeError:
             line = b""
-        except BaseException:  # such as Ctrl-C: the next question must not get this one's answer
+        except BaseException:  # for example Ctrl-C: the next request must not read this answer
             self._restart()
             raise
         if not line.endswith(b"\n"):
@@ -184,7 +190,7 @@ TOO_LARGE = f"the template took more than {MEGABYTES} MB"
 
 
 def _portions(chats: list[Any]) -> Iterator[list[str]]:
-    """Chats as JSON, so many together as are sent at once."""
+    """Yield chats as JSON, in portions for one request each."""
     portion: list[str] = []
     size = 0
     for chat in map(json.dumps, chats):
@@ -203,13 +209,13 @@ def _child(pid: int) -> Child:
 
 
 class _Refused(Exception):
-    """What to say of a chat, as it is."""
+    """An error whose message is shown as it is."""
 
 
 def _serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; with its end, this one ends too
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, and its end closes stdin
     answers_to = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing but answers goes to the parent
+    os.dup2(2, 1)  # prints must not mix with the answers
     chat_template_utils = _import_upstream()
     _limit_memory()
     for line in sys.stdin.buffer:
@@ -221,9 +227,10 @@ def _serve() -> None:
 
 
 def _import_upstream() -> Any:
-    """transformers' module of chat templates alone: the packages around it take a second longer.
+    """Import only transformers' module of chat templates, because its packages take a second longer.
 
-    It needs three answers and a logger of them. If a version needs more, all of transformers is imported.
+    The module needs three functions and a logger from these packages. If a version needs more, all of
+    transformers is imported.
     """
     found = find_spec("transformers")
     folder = str(Path(found.origin).parent) if found and found.origin else ""
@@ -263,12 +270,12 @@ def _of_rows(request: dict[str, Any]) -> list[Any]:
 def _check_text(text: str) -> None:
     if len(text) > LONGEST:
         raise _Refused(f"the template took more than {LONGEST} characters")
-    text.encode()  # half of a surrogate pair is an error here
+    text.encode()  # raises for half of a surrogate pair
 
 
 @cache
 def _compiled(template: str, way: str) -> tuple[Any, Any]:
-    """What renders a row of an evaluation, and the limits it keeps to."""
+    """Return the function that renders a row of an evaluation, and its limits."""
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -283,7 +290,7 @@ def _compiled(template: str, way: str) -> tuple[Any, Any]:
     def value(row: dict[str, Any]) -> str:
         found = made(row)
         if isinstance(found, StrictUndefined):
-            str(found)  # raises, and says what is undefined
+            str(found)  # raises an error that names the undefined variable
         return json.dumps(found)
 
     return value, limits
@@ -300,14 +307,14 @@ def _regex_replace(text: str, pattern: str, by: str, count: int = 0) -> str:
 
 
 def _limit_operations(environment: Any) -> Any:
-    """Make the templates of an environment count their loops and macros; returns what holds the limit."""
+    """Make an environment count loops, macros and calls. Return the object that holds the remaining count."""
     from jinja2 import lexer, nodes
     from jinja2.ext import Extension
 
     class Limits(Extension):
-        """A statement that counts, at the beginning of each loop's, macro's and call's body."""
+        """Insert a counting statement at the start of each body of a loop, macro or call."""
 
-        tags = {"count_iteration"}  # noqa: RUF012 (Jinja's own way to name them)
+        tags = {"count_iteration"}  # noqa: RUF012 (Jinja's convention)
         left = ITERATIONS
 
         def filter_stream(self, stream: Any) -> Iterator[Any]:
@@ -328,7 +335,7 @@ def _limit_operations(environment: Any) -> Any:
 
         @property
         def count(self) -> None:
-            """To read it is to count: the sandbox's checks would make a call as slow as the loop's body."""
+            """Count by reading an attribute, because the sandbox makes a call as slow as the loop's body."""
             self.left -= 1
             if self.left < 0:
                 raise _Refused(f"the template took more than {ITERATIONS:,} loop iterations")
@@ -348,10 +355,10 @@ def _power(left: Any, right: Any) -> Any:
 
 @cache
 def _environment(upstream: Any) -> tuple[Any, Any]:
-    """What transformers compiles chat templates with, and what counts their loops.
+    """Return transformers' environment for chat templates, and the object that counts its loops.
 
-    It and the aliases of reasoning are private in transformers (looked at in 5.22.2). The public function
-    renders too, and takes neither limits nor a date.
+    The environment and the aliases of reasoning fields are private in transformers (checked with 5.22.2). The
+    public function accepts neither limits nor a date.
     """
     environment = upstream._compile_jinja_template("").environment
     return environment, _limit_operations(environment)
@@ -359,14 +366,17 @@ def _environment(upstream: Any) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=16)
 def _chat_template(source: str, upstream: Any) -> tuple[Any, Any]:
-    """A chat template, and the limits it keeps to; to compile it computes what is constant in it."""
+    """Return a compiled chat template and its limits.
+
+    Compilation evaluates constants, so it has a time limit.
+    """
     environment, limits = _environment(upstream)
     with _limited_time():
         return environment.from_string(source), limits
 
 
 def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
-    """(text, spans, error) of each chat."""
+    """Return (text, spans, error) of each chat."""
     options, marks = {**request["special"]}, request["way"] == "marks" and not request["prompt"]
     if request["date"]:
         options["strftime_now"] = datetime.datetime.fromisoformat(request["date"]).strftime
@@ -391,9 +401,9 @@ def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
 
 
 def _with_marks(template: Any, given: dict[str, Any]) -> tuple[str, list[Any]]:
-    """A chat, and the characters of what the template marks as the assistant's.
+    """Return a chat, and the character ranges that the template marks as the assistant's.
 
-    transformers joins all that is written so far at each mark: few long pieces are joined faster.
+    transformers joins all previous pieces at each mark. Joining pieces early makes this faster.
     """
     pieces, spans = list[str](), list[Any]()
     with template.environment.activate_tracker(pieces, spans):
@@ -415,31 +425,31 @@ def _answer(one: Any, chat: Any) -> tuple[Any, Any, str]:
         error = f"the template is broken: {broken.message} (its line {broken.lineno})"
     except _Refused as refused:
         error = str(refused)
-    except Exception as other:  # a template is a program: it may raise anything
+    except Exception as other:  # a template can raise any exception
         error = f"the template refuses it: {other}"
     return "", (), error[:300]
 
 
 def _by_turns(rendered: Any, messages: list[Any], tools: Any, after_turn: str) -> tuple[Any, Any]:
-    """What an assistant's turn adds to the text so far is the assistant's.
+    """Find the assistant's turns: each turn is the text that it adds to the text before it.
 
-    To render all before each turn would take a time that grows with the square of their number. So a later
-    turn is rendered after few messages: the system message, and what precedes it from a user's message on. If
-    that adds what stands in the whole text, the turn is found; else all before it is rendered after all.
+    Rendering the whole prefix of each turn takes quadratic time. So a later turn is rendered after a few
+    messages only: the system message, and the messages from the last user message on. If the added text
+    matches the whole chat, the turn is found. Otherwise the whole prefix is rendered.
     """
     text, _ = rendered(messages, tools)
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     spans: list[list[int]] = []
 
     def ends(before: list[Any], turn: int) -> tuple[str, str]:
-        """The text up to a turn and up to its end."""
+        """Return the text before a turn, and the text up to its end."""
         prompt, _ = rendered(before, tools, prompt=True)
         whole, _ = rendered([*before, messages[turn]], tools)
         return prompt, whole.removesuffix(after_turn)
 
     for number, turn in enumerate(turns):
         if number >= EXACT_TURNS:
-            with contextlib.suppress(Exception):  # a template may refuse the few messages, and take all
+            with contextlib.suppress(Exception):  # a template may accept all messages but not these few
                 last = turns[number - 1]
                 context = _context(messages, last)
                 known = rendered([*context, messages[last]], tools)[0].removesuffix(after_turn)
@@ -457,7 +467,7 @@ def _by_turns(rendered: Any, messages: list[Any], tools: Any, after_turn: str) -
 
 
 def _context(messages: list[Any], turn: int) -> list[Any]:
-    """The system message of a chat, and the last user's message before a turn."""
+    """Return the system message of a chat, and the last user message before a turn."""
     first = messages[:1] if messages[0]["role"] == "system" else []
     asked = next((message for message in reversed(messages[:turn]) if message["role"] == "user"), None)
     return [*first, asked] if asked else first
@@ -465,7 +475,7 @@ def _context(messages: list[Any], turn: int) -> list[Any]:
 
 @contextlib.contextmanager
 def _limited_time() -> Iterator[None]:
-    """The kernel ends the process after SECONDS of the processor's time."""
+    """Let the kernel end the process after SECONDS of CPU time."""
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         yield
@@ -474,13 +484,13 @@ def _limited_time() -> Iterator[None]:
 
 
 def _limit_memory() -> None:
-    """MEGABYTES more address space than this process has now; only Linux keeps to it."""
+    """Limit the address space to MEGABYTES more than now. Only Linux supports this."""
     import resource
 
     with (
         contextlib.suppress(OSError, ValueError),
         open("/proc/self/statm") as file,
-    ):  # elsewhere: no such file
+    ):  # /proc exists only on Linux
         now = int(file.read().split()[0]) * resource.getpagesize()
         limit = now + MEGABYTES * 2**20
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
