@@ -1,4 +1,4 @@
-"""What an adapter adds to a model that is not there: its layers, its numbers, whether they run fused."""
+"""Estimate an adapter from its model's config: layers, trainable parameters, and whether it can run fused."""
 
 from __future__ import annotations
 
@@ -16,44 +16,51 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
     from finetune.recipe.schema import Adapter, Model
 
-RANK = 16  # of adapters whose numbers are not counted: an `r` of their own means another thing
+# Rank assumed for adapter types whose parameters are not counted: their `r` has another meaning.
+RANK = 16
 FUSED_TYPES = ("lora", "adalora", "ia3")
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
 FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 class Adapted(NamedTuple):
-    """What an adapter adds to a model."""
+    """The size of an adapter, and whether it can run fused."""
 
     names: list[str]
-    """Layers it changes."""
+    """Linear layers that the adapter changes."""
     trained: int
-    """Numbers that the optimizer moves."""
+    """Trainable parameters."""
     rank: int
+    """The largest rank; 0 for IA3 and full fine-tuning."""
     dropout: bool
     columns: bool
+    """The adapter scales each output by a trained vector: DoRA, IA3."""
     fusable: bool
-    """Its layers can run fused."""
+    """The MLPs can run fused (`speed.fused`)."""
     mlps: bool = False
-    """It changes a layer of each MLP, so that all run fused as a whole."""
+    """The adapter changes a layer of every MLP, so every MLP can run fused as a whole."""
     allocates: bool = False
-    """AdaLoRA's: averages of each number's importance, in fp32."""
+    """AdaLoRA: it keeps fp32 averages of each parameter's importance."""
     unknown: str = ""
+    """A note on what the plan does not count; the empty string if it counts everything."""
     obstacle: str = ""
-    """Why none of its layers can run fused."""
+    """Why none of the layers can run fused."""
     saved: int = 0
-    """Of the trained numbers those of whole modules (`modules_to_save`)."""
+    """Trainable parameters of whole modules (`modules_to_save`)."""
     head: bool = False
     """The output head trains."""
     experts: int = 0
-    """Of the trained numbers those in experts' weights, by PEFT's own forward."""
+    """Trainable parameters of expert weights, which run PEFT's own forward."""
 
 
 def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> Adapted:
-    """The layers that an adapter changes, and what trains there; `full`: every number of the model.
+    """Return the layers that an adapter changes and its trainable parameters; `full` trains every parameter.
 
-    lora: r (in + out) a layer, and out for DoRA's magnitude; adalora: init_r (in + out + 1); ia3: in, or out.
+    Trainable parameters per layer:
 
+    - LoRA: `r * (inputs + outputs)`. DoRA adds `outputs` for the magnitude.
+    - AdaLoRA: `init_r * (inputs + outputs + 1)`.
+    - IA3: `inputs` in feed-forward modules, else `outputs`.
     """
     kind, text = adapter_types.find(adapter.type), found.config.get_text_config()
     if not kind.peft:
@@ -82,7 +89,9 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     ends = tuple(options.get("modules_to_save") or ())
     whole = [name for name in found.names.parameters if name.rpartition(".")[0].endswith(ends)]
     head = bool(ends) and found.names.head.endswith(ends)
-    whole += [f"{found.names.embedding}.weight"] * (head and found.names.tied)  # PEFT trains a copy
+    whole += [f"{found.names.embedding}.weight"] * (
+        head and found.names.tied
+    )  # PEFT trains a copy of the tied head
     saved = sum(prod(found.tensors[name]) for name in whole)
     rows = len(model.add_tokens) * (2 - found.names.tied) * text.hidden_size
     experts = _parameters(options, found.names) if kind.peft == "lora" else 0
@@ -100,7 +109,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     fits &= not any(name.endswith("experts") for name in found.names.kinds)
     fits &= not dropout or not any("down_proj" in name for name in names)
     fits &= not any(name.endswith(tuple(f"{one}.bias" for one in MLP)) for name in found.names.parameters)
-    fits &= not getattr(text, "residual_dropout", 0)  # of Seed-OSS, in the MLP's own forward
+    fits &= not getattr(text, "residual_dropout", 0)  # Seed-OSS applies it inside the MLP
     inside = {name.rpartition(".")[0] for name in names if module_names.short(name) in MLP}
     return Adapted(
         names,
@@ -120,7 +129,10 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
 
 
 def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
-    """Why no layer can run fused: `speed.fuse.obstacle`, of what an adapter's options say."""
+    """Return why an adapter's options keep every layer from running fused; else the empty string.
+
+    `speed.fused_layers.obstacle` applies the same rules to a live layer.
+    """
     obstacles = {
         f"PEFT's {kind} has a forward of its own": kind not in FUSED_TYPES,
         f"rank {rank} is over {MAX_RANK}": rank > MAX_RANK,
@@ -132,7 +144,7 @@ def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
 
 
 def _parameters(options: dict[str, Any], names: Names) -> int:
-    """Numbers that LoRA trains beside weights of experts and other parameters, in place of layers."""
+    """Count LoRA's trainable parameters on parameters outside of linear layers, such as expert weights."""
     ranks = dict.fromkeys(options.get("target_parameters") or (), 1)
     ranks |= name_problems.experts_named(options, names)
     trained = 0
@@ -145,7 +157,7 @@ def _parameters(options: dict[str, Any], names: Names) -> int:
 
 
 def _rank(options: dict[str, Any], name: str) -> int:
-    """By PEFT's rule: the first pattern that is the end of the name, or `init_r`, `r`."""
+    """Return a layer's rank as PEFT does: from the first matching `rank_pattern`, else `init_r` or `r`."""
     for pattern, rank in (options.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return int(rank)

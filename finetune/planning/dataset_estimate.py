@@ -1,4 +1,4 @@
-"""What can be said of a recipe's rows before they are prepared: how many, how long, how many are too long."""
+"""Estimate a recipe's data before it is prepared: how many examples it has, and how long they are."""
 
 from __future__ import annotations
 
@@ -29,29 +29,33 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """What can be said of the data without preparing it."""
+    """An estimate of the data. A row is one example, or with packing one packed sequence."""
 
     number: int
+    """Rows that a run trains on."""
     tokens: float
-    """Of a row, on average."""
+    """Mean tokens of a row."""
     padded: float
-    """Of a row as it is computed: as long as the longest of its batch."""
+    """Mean tokens of a row after padding to the longest row of its micro-batch."""
     attended: float
-    """Of a document, weighted by its tokens: what a token's attention spans, half of it on average."""
+    """Mean length of a document, weighted by its tokens. A token attends to half of it on average."""
     long: float = 0.0
-    """Share of the rows that are longer than `data.max_length`."""
+    """Share of the examples that are longer than `data.max_length`."""
     split: float = 0.0
-    """Share of the rows that are longer, and are cut in pieces."""
+    """Share of the examples that are longer and that `data.too_long: split` splits."""
     how: str = ""
-    """How their lengths are known."""
+    """How the lengths are known."""
 
 
 def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> Rows | None:
-    """Rows of prepared data, or of local files: counted, and their tokens from a sample; else `None`.
+    """Estimate the data from prepared data, or else from a sample of local files.
 
     Args:
-        at_once: rows of a batch, which are as long as the longest of them.
-        seed: of the recipe, by which prepared data is found; `None`: it is not looked for.
+        at_once: micro-batch size. Rows are padded to the longest row of their micro-batch.
+        seed: the recipe's seed, which identifies prepared data. `None` ignores prepared data.
+
+    Returns:
+        The estimate; `None` if the data is streamed or is not on this machine.
     """
     if data.streaming:
         return None
@@ -63,7 +67,7 @@ def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> 
 
 
 def _prepared(data: Data, model: Model, seed: int | None) -> tuple[Path | None, str]:
-    """The folder of a recipe's prepared data, which verifies; and why one that is there is not used."""
+    """Return the folder of a recipe's prepared data if it verifies, or `None` and why it can't be used."""
     if seed is None:
         return None, ""
     try:
@@ -71,12 +75,16 @@ def _prepared(data: Data, model: Model, seed: int | None) -> tuple[Path | None, 
         return (folder if folder and prepared_cache.reports(folder) else None), ""
     except Damaged as damage:
         return None, f"the prepared data is not used, because {damage}; train prepares it again"
-    except UserError as error:  # of another user
+    except UserError as error:  # the folder belongs to another user
         return None, f"the prepared data is not used, because {error.problems[0].what}"
 
 
 def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | None:
-    """Rows of local files: counted, and their tokens from a sample; `None`: of other sources."""
+    """Count the rows of local files and estimate their tokens from a sample.
+
+    Returns:
+        The estimate; `None` if a source is not a local file.
+    """
     every = dict[Path, float]()
     shared = 1.0
     for source in source_loading.sources(data):
@@ -88,7 +96,7 @@ def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | N
             every[path] = _count(path, stat.st_mtime_ns, stat.st_size) * source.weight
         shared = min(shared, 1 / max(1.0, source.weight))
     lines = sum(map(round, every.values()))
-    # of each file as large a share as it has of the rows
+    # Each file contributes the same share of its rows to the sample.
     share = min(shared, SAMPLED / max(1.0, *every.values()))
     sampled = {path: max(1, round(own * share)) for path, own in every.items()}
     if data.validation_fraction is not None:
@@ -109,7 +117,7 @@ def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | N
         rows *= sum(kept) / len(kept) / most
         return Rows(max(1, round(rows)), most, most, attended, long, split, how)
     if len(every) > 1:
-        random.Random(0).shuffle(kept)  # batches have rows of all files
+        random.Random(0).shuffle(kept)  # a batch has rows of all files
     batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
     padded = kept if data.padding_free else [max(batch) for batch in batches]
     mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
@@ -118,10 +126,12 @@ def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | N
 
 
 def used(lengths: list[float], data: Data, texts: list[bool]) -> list[float]:
-    """What is trained on of rows of these lengths, by `data.too_long`; prompts are taken for long enough.
+    """Return the lengths that remain after `data.too_long` is applied to rows of these lengths.
+
+    Prompts are assumed to be long enough for `truncate_prompt`.
 
     Args:
-        texts: which of the rows are cut in pieces.
+        texts: whether each row is plain text, which `split` splits.
     """
     most, pieces = float(data.max_length), list[float]()
     if data.too_long == "truncate_prompt":
@@ -132,7 +142,7 @@ def used(lengths: list[float], data: Data, texts: list[bool]) -> list[float]:
 
 
 def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
-    """What becomes of rows that are longer than `data.max_length`, and whether a run would refuse them."""
+    """Describe how a run treats rows longer than `data.max_length`. Also return whether a run would stop."""
     if rows is None or not rows.long:
         return "", False
     share = f"{rows.long:.0%} of the rows are longer than data.max_length ({data.max_length})"
@@ -149,7 +159,7 @@ def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
 
 
 def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
-    """Why a run would not take the rows; empty: it would, as far as that is known."""
+    """Return why a run would refuse the rows; the empty string if no reason is known."""
     if rows is None:
         return ""
     paths = [
@@ -171,7 +181,7 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
 
 
 def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -> int | None:
-    """Optimizer steps of the run, if they can be known before the data is prepared."""
+    """Return the optimizer steps of the run; `None` if they are not known before the data is prepared."""
     if train.max_steps is not None:
         return train.max_steps
     if rows is None or rows.number < batch.effective:
@@ -179,23 +189,23 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
     return count_steps(train, rows.number, batch, processes)
 
 
-@cache  # a plan and each of its changes ask
+@cache  # a plan and each of its suggestions call it
 def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
-    """What is wrong with the first rows, if a run would refuse them."""
+    """Return why a run would refuse the first rows; else the empty string."""
     try:
-        example_errors.first_rows(Data.model_validate_json(asked))  # `refused` counts them
+        example_errors.first_rows(Data.model_validate_json(asked))  # `refused` checks their number
     except UserError as error:
         first = error.problems[0]
         return f"{first.what} ({first.where or first.key}); `finetune check` says all"
     return ""
 
 
-@cache  # a plan and each of its changes ask
+@cache  # a plan and each of its suggestions call it
 def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) -> Rows:
-    """The rows that a run will train on, exactly.
+    """Return the exact number and lengths of prepared rows.
 
     Args:
-        apart: whether rows of a batch are padded to the longest of them.
+        apart: whether rows are padded to the longest row of their micro-batch.
     """
     import numpy as np
     import pyarrow
@@ -218,9 +228,9 @@ def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) ->
     return Rows(len(rows), float(rows.mean()), longest, spans, long, how="prepared data")
 
 
-@cache  # a plan and each of its changes count them
+@cache  # a plan and each of its suggestions call it
 def _count(path: Path, changed: int, size: int) -> int:
-    """Rows of a file; 0 if it cannot be read, which `refused` reports."""
+    """Count the rows of a file. A file that cannot be read has 0 rows, and `refused` reports the error."""
     if path.suffix != ".jsonl":
         with contextlib.suppress(UserError):
             return count_rows(path)
@@ -229,12 +239,15 @@ def _count(path: Path, changed: int, size: int) -> int:
     with path.open("rb") as file:
         for block in iter(lambda: file.read(2**20), b""):
             lines, last = lines + block.count(b"\n"), block[-1:]
-    return lines + (last != b"\n")  # the last line may have no end
+    return lines + (last != b"\n")  # the last line may lack a newline
 
 
-@cache  # a plan and each of its changes ask
+@cache  # a plan and each of its suggestions call it
 def _held_out(paths: tuple[tuple[str, int], ...], asked: str, seed: int, rows: int) -> int:
-    """Rows that `data.validation_fraction` takes, of many rows about."""
+    """Return the size of the validation set that `data.validation_fraction` takes.
+
+    The number is exact for up to `DRAWN` rows whose sources all have weight 1. Else it is an estimate.
+    """
     data = Data.model_validate_json(asked)
     about = source_loading.count_held_out(rows, data.validation_fraction or 0)
     if rows > DRAWN or any(source.weight != 1 for source in source_loading.sources(data)):
@@ -242,20 +255,29 @@ def _held_out(paths: tuple[tuple[str, int], ...], asked: str, seed: int, rows: i
     try:
         drawn = source_loading.draw_held_out(data, seed)
         return sum(1 for _, found in source_loading.validation(data, drawn, seed) for _ in found)
-    except UserError:  # `refused` reports a fault of the rows
+    except UserError:  # `refused` reports the error
         return about
 
 
-CHARACTERS = 4  # of a token, in text that is not tokenised here
-SAMPLED = 500  # rows of the largest file
-DRAWN = 10_000  # rows of which the validation set is drawn as in a run; of more it is estimated
-TOKENISED = 10**6  # characters, which take about a second
-READ = {"format", "columns", "role_map", "reasoning", "train_on"}  # of `data:`, what decides on an example
+# Characters per token, for text that is not tokenized here.
+CHARACTERS = 4
+# Rows sampled from the largest file.
+SAMPLED = 500
+# Up to this number of rows, the validation set is drawn as in a run. Above, its size is estimated.
+DRAWN = 10_000
+# Characters that are tokenized, in about one second.
+TOKENISED = 10**6
+# Keys of `data:` that decide how an example is read.
+READ = {"format", "columns", "role_map", "reasoning", "train_on"}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def lengths_in_tokens(data: Data, model: Model, sampled: Mapping[Path, int]) -> tuple[list[float], str]:
-    """Tokens of so many first rows of each file, and how they are known."""
+    """Return the tokens of each sampled row, and how they are known.
+
+    Args:
+        sampled: the number of rows to read from the start of each file.
+    """
     folder = file_on_disk(model, "tokenizer.json")
     template = chat_templates.read_template(data.chat_template) if data.chat_template else _template(model)
     asked = data.model_dump_json(include=READ)
@@ -264,28 +286,28 @@ def lengths_in_tokens(data: Data, model: Model, sampled: Mapping[Path, int]) -> 
 
 
 def stamped(paths: Iterable[Path]) -> tuple[tuple[str, int], ...]:
-    """Files, and when they were changed: what is kept of them holds as long."""
+    """Return files with their modification times, so that a cached result expires when a file changes."""
     return tuple((str(path), path.stat().st_mtime_ns) for path in paths)
 
 
 def can_be_split(data: Data, sampled: Mapping[Path, int]) -> list[bool]:
-    """Of the same rows, which ones `data.too_long: split` cuts in pieces: plain text, as in a run."""
+    """Return for each sampled row whether `data.too_long: split` splits it. It splits only plain text."""
     rows = _rows(stamped(sampled), (*sampled.values(),), data.model_dump_json(include=READ))
     return [isinstance(row, Example) and not row.messages and row.prompt is None for row in rows]
 
 
 @cache
 def _rows(paths: tuple[tuple[str, int], ...], counts: tuple[int, ...], asked: str) -> list[Example | BadRow]:
-    """The first rows of each file."""
+    """Read the first rows of each file."""
     data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[Example | BadRow]()
     for (path, _), count in zip(paths, counts, strict=True):
-        with contextlib.suppress(UserError):  # `refused` reports it
+        with contextlib.suppress(UserError):  # `refused` reports the error
             first = islice(read_file(Path(path)), count)
             rows += source_loading.examples(first, data, path, {}, {})
     return rows
 
 
-@cache  # a plan asks for each change it tries
+@cache  # a plan and each of its suggestions call it
 def _lengths(
     paths: tuple[tuple[str, int], ...],
     counts: tuple[int, ...],
@@ -315,7 +337,11 @@ def _lengths(
 
 
 def _tokens(examples: list[Example], tokenizer: str, config: str, template: str) -> list[int] | None:
-    """Of each example, 0 where its chat can't be rendered; `None` if there are chats and no template."""
+    """Count the tokens of each example, 0 if its chat can't be rendered.
+
+    Returns:
+        The counts; `None` if there are chats and no chat template.
+    """
     from tokenizers import Tokenizer
 
     path = Path(tokenizer)
@@ -329,7 +355,7 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
     with_turns = chat_templates.marked_twin(template) or template
     rendered = iter(render(ChatTemplate(with_turns, _special(config)), chats) if chats else [])
     found = []
-    for example in examples:  # a text is closed by the eos token; of a chat the template writes it
+    for example in examples:  # plain text gets an EOS token; a chat template writes its own
         plain = not example.messages
         text = (example.prompt or "") + example.completion if plain else next(rendered).text
         found.append(len(backend.encode(text, add_special_tokens=plain).ids) + plain)
@@ -337,7 +363,7 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
 
 
 def _characters(part: Any) -> int:
-    """Of all texts in an example, or in a part of one; what can't be trained on has none."""
+    """Count the characters of an example, or of a part of it. A row that can't be read has none."""
     if isinstance(part, str):
         return len(part)
     if isinstance(part, Example):
@@ -347,7 +373,7 @@ def _characters(part: Any) -> int:
 
 
 def _special(config: str) -> dict[str, str]:
-    """The tokenizer's special tokens, which templates name."""
+    """Return the tokenizer's special tokens, which chat templates use by name."""
     held = untrusted_files.read_object(Path(config), "model.name") if config else {}
     found = {name: held.get(name) for name in SPECIAL}
     texts = {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
@@ -355,7 +381,7 @@ def _special(config: str) -> dict[str, str]:
 
 
 def _template(model: Model) -> str:
-    """The model's own chat template, if it is here."""
+    """Return the model's own chat template; the empty string if it is not on this machine."""
     if path := file_on_disk(model, "chat_template.jinja"):
         return regular_files.read_text(path)
     path = file_on_disk(model, "tokenizer_config.json")

@@ -1,7 +1,7 @@
-"""What this machine reaches in products, attention, copies and sums over GPUs (`finetune doctor --measure`).
+"""Measure GEMMs, attention, copies and all-reduce on this machine (`finetune doctor --measure`).
 
-Each is repeated for some seconds, so that a GPU is at its power limit, as in a run: the best of a few
-milliseconds is a tenth more. The rates are kept in a file that `finetune plan` reads.
+Each measurement repeats for some seconds, so that a GPU reaches its power limit as in a run. The best of a
+few milliseconds is about 10% higher. `finetune plan` reads the rates from a file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from finetune.autoconfig.memory_estimate import Widths
 
-SECONDS = {"cuda": 3.0, "cpu": 0.25}  # of each measurement
+SECONDS = {"cuda": 3.0, "cpu": 0.25}  # per measurement
 TOKENS = {"cuda": 8192, "cpu": 256}
 ROW = {"cuda": 4096, "cpu": 256}
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
-LARGEST = 1024  # width of the layer that a CPU is timed with: wider ones run at the same rate
+LARGEST = 1024  # hidden size of the layer that is timed on a CPU: wider layers run at the same rate
 NAMES = {
     "product": "products (bf16; fp32 on the CPU)",
     "fp8": "products in fp8",
@@ -37,14 +37,19 @@ NAMES = {
     "bandwidth": "copies, read and written",
     "link": "sent by each GPU while all sum a tensor",
 }
-MOVED = ("bandwidth", "link")  # bytes, not FLOPs
-NEEDED = ("product", "forward", "backward", "bandwidth")  # in every file; a CPU's holds `layer` too
-ALIKE = 2.0  # times wider or narrower, at most, is a model whose products run at about the rates measured
+# Rates in bytes/s. The others are in FLOP/s.
+MOVED = ("bandwidth", "link")
+# Rates that every file must hold. The file of a CPU must also hold `layer`.
+NEEDED = ("product", "forward", "backward", "bandwidth")
+# The rates apply to models that are at most this many times wider or narrower.
+ALIKE = 2.0
 
 
 def file_of(device: str, one: Widths) -> Path:
-    """Where the rates of a device at a model's widths are kept: by its kind, which `--gpu` names too, else by
-    its own name."""
+    """Return the file with the rates of a device at a model's widths.
+
+    Its name comes from the GPU's name in `--gpu`, or from the device's name if the table of GPUs lacks it.
+    """
     cache = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
     known = gpus.of_device(device)
     kind = next((name for name, gpu in gpus.GPUS.items() if gpu is known), device)
@@ -53,8 +58,12 @@ def file_of(device: str, one: Widths) -> Path:
 
 
 def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
-    """The rates that were measured on a device at the shapes most like a model's; else `None`, and why those
-    that are there are not taken, the empty string if there are none."""
+    """Return the rates that were measured on a device at the shapes closest to a model's.
+
+    Returns:
+        The rates and the empty string. Or `None` and why the existing files are not used, the empty string
+        if there is no file.
+    """
     own = file_of(device, one)
     at_widths = re.compile(rf"{re.escape(own.stem.rpartition('-')[0])}-\d+x\d+\.json")
     paths = sorted(path for path in own.parent.glob("*.json") if at_widths.fullmatch(path.name))
@@ -76,15 +85,15 @@ def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
 
 
 def _apart(shapes: str, one: Widths, device: str) -> float:
-    """How many times wider or narrower than a model's a measured layer is."""
+    """Return how many times wider or narrower the measured layer is than the model's."""
     there, own = [int(number) for number in re.findall(r"\d+", shapes)], [one.hidden, one.intermediate]
-    if device == "CPU":  # whose layers are no wider
+    if device == "CPU":  # no wider layer is timed there
         there, own = ([min(LARGEST, sizes[0])] for sizes in (there, own))
     return max(max(a / b, b / a) for a, b in zip(there, own, strict=True))
 
 
 def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
-    """What a file of rates holds, and what is wrong with it."""
+    """Read a file of rates. Return its content, or `None` and what is wrong with it."""
     if not path.exists():
         return None, ""
     try:
@@ -108,18 +117,19 @@ def _positive(rate: Any) -> bool:
 
 
 def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[str, Any]:
-    """Measure, write the file, and return what it holds: FLOP/s and bytes/s.
+    """Measure all rates, write them to the device's file, and return them in FLOP/s and bytes/s.
 
     Args:
         device: cuda or cpu.
-        name: of the device.
-        one: the model's widths; products have its shapes.
-        cards: GPUs of this machine.
+        name: the name of the device.
+        one: the widths of the model. They give the shapes of the GEMMs.
+        fp8: whether to measure fp8 GEMMs.
+        cards: the number of GPUs of this machine.
     """
     import torch
 
     path = file_of(name, one)
-    with writing(path.parent):  # said before anything is timed
+    with writing(path.parent):  # a folder that can't be written is an error before anything is timed
         path.parent.mkdir(parents=True, exist_ok=True)
     rates = {"product": products(device, one)}
     if fp8:
@@ -139,12 +149,13 @@ def run(device: str, name: str, one: Widths, *, fp8: bool, cards: int) -> dict[s
 
 
 def rate(work: float, call: Callable[[], Any], device: str, seconds: float | None = None) -> float:
-    """`work` a second, of calls for some seconds after a start that is not kept."""
+    """Return `work` per second over calls that repeat for some seconds."""
     import torch
 
     wait: Callable[[], Any] = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     limit = SECONDS[device] if seconds is None else seconds
-    # a GPU as it is in a long run; of a CPU the best part, for others use it too
+    # On a GPU the second part counts, after a warm-up. On a CPU the fastest part counts, because other
+    # processes use the CPU too.
     kept = []
     for part in (limit / 3, limit) if device == "cuda" else [limit / 6] * 6:
         wait()
@@ -159,7 +170,10 @@ def rate(work: float, call: Callable[[], Any], device: str, seconds: float | Non
 
 
 def products(device: str, one: Widths) -> float:
-    """FLOP/s of the layers' products, forward and for the input's gradient: bf16, fp32 on the CPU."""
+    """Measure FLOP/s of the linear layers' GEMMs, in bf16 on a GPU and in fp32 on the CPU.
+
+    It runs the GEMMs of the forward pass and of the gradient of the input.
+    """
     import torch
 
     dtype, tokens = torch.bfloat16 if device == "cuda" else torch.float32, TOKENS[device]
@@ -180,7 +194,7 @@ def products(device: str, one: Widths) -> float:
 
 
 def fp8_products(device: str, one: Widths) -> float:
-    """FLOP/s of the fp8 base's products, row-wise scales, without their rounding."""
+    """Measure FLOP/s of the linear layers' fp8 GEMMs with row-wise scales, without the cast to fp8."""
     import torch
 
     from finetune.kernels import ops
@@ -201,7 +215,7 @@ def fp8_products(device: str, one: Widths) -> float:
 
 
 def attention(device: str, one: Widths) -> tuple[float, float]:
-    """FLOP/s of causal attention, forward and backward, by torch's scaled_dot_product_attention."""
+    """Measure FLOP/s of causal attention, forward and backward, in torch's scaled_dot_product_attention."""
     import torch
 
     dtype, row = torch.bfloat16 if device == "cuda" else torch.float32, ROW[device]
@@ -226,7 +240,7 @@ def attention(device: str, one: Widths) -> tuple[float, float]:
 
 
 def copies(device: str) -> float:
-    """Bytes/s of a copy in a device's memory, read and written."""
+    """Measure bytes/s that a copy in a device's memory reads and writes."""
     import torch
 
     source = torch.zeros(COPIED[device], dtype=torch.uint8, device=device)
@@ -235,7 +249,7 @@ def copies(device: str) -> float:
 
 
 def sums(cards: int) -> float:
-    """Bytes/s that leave each GPU while NCCL sums a tensor over all of them."""
+    """Measure bytes/s that each GPU sends during NCCL's all-reduce over all GPUs."""
     import torch
     from torch.cuda import nccl
 
@@ -249,9 +263,9 @@ def sums(cards: int) -> float:
 
 
 def layer(one: Widths, seconds: float = 0.5) -> float:
-    """FLOP/s of a frozen Llama layer's products within its forward and backward, on the CPU in fp32.
+    """Measure FLOP/s of a frozen Llama layer, forward and backward, on the CPU in fp32.
 
-    Norms, attention and activation are in the time and not in the FLOPs.
+    The FLOPs count only the GEMMs of the linear layers. The time includes norms, attention and activation.
     """
     import torch
 
@@ -280,6 +294,6 @@ def layer(one: Widths, seconds: float = 0.5) -> float:
 
 
 def _shapes(one: Widths) -> list[tuple[int, int]]:
-    """(outputs, inputs) of a layer's products as they run: q, k and v are one; gate and up are one."""
+    """Return (outputs, inputs) of a layer's GEMMs. One GEMM computes q, k and v, another gate and up."""
     hidden, wide = one.hidden, one.intermediate
     return [(one.qkv, hidden), (hidden, one.queries), (2 * wide, hidden), (hidden, wide)]

@@ -1,4 +1,4 @@
-"""What each phase of a run holds, in GiB, from shapes alone: the bytes of `finetune plan`'s memory table."""
+"""Compute the memory of each phase of a run from shapes alone: the memory table of `finetune plan`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,32 @@ if TYPE_CHECKING:
     from finetune.planning.sharding_cost import Share
     from finetune.recipe.schema import Eval
 
-CONTEXT_GIB = 0.6  # of a GPU, that CUDA itself holds
-CPU_GIB = 1.5  # of a process with the libraries imported
-HOST = "CPU memory"  # what leaves the GPU, beside the phases
+# GPU memory of the CUDA context.
+CONTEXT_GIB = 0.6
+# CPU memory of a process after it has imported the libraries.
+CPU_GIB = 1.5
+# The name of offloaded memory in the table of phases.
+HOST = "CPU memory"
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What was chosen for the memory of a planned run."""
+    """The choices of a planned run that decide its memory."""
 
     kept: Keeps
     memory: memory_estimate.Memory
     checkpointing: str
     share: Share
     usable: float
-    """GiB of a device."""
+    """GiB of a device that a run may use."""
     graphs: bool
 
 
 def of_process(found: Architecture, storage: str, precision: str, share: Share, *, full: bool) -> float:
-    """GiB of the base in one process. A split leaves 4-bit scales whole: they are no parameters."""
+    """Return GiB of the base model in one process.
+
+    Sharding leaves 4-bit scales whole in each process, because they are not parameters.
+    """
     whole = (
         sum(architecture.scales(prod(shape)) for shape in found.stored.values())
         if storage in FOUR_BIT
@@ -48,8 +54,10 @@ def of_process(found: Architecture, storage: str, precision: str, share: Share, 
 
 
 def gathered(found: Architecture, storage: str, precision: str, *, full: bool, layers: int) -> float:
-    """GiB of some layers' weights, as they are gathered where they are divided: in the launch's dtype, or as
-    codes; where they train, one layer's gradients beside them."""
+    """Return GiB of the gathered weights of `layers` layers, if the launch shards the weights.
+
+    Gathered weights are quantized or in the launch's dtype. Full fine-tuning adds one layer's gradients.
+    """
     other = architecture.BYTES[DTYPES[precision]]
     depth = found.config.get_text_config().num_hidden_layers
     size = sum(map(prod, found.stored.values()))
@@ -61,14 +69,18 @@ def gathered(found: Architecture, storage: str, precision: str, *, full: bool, l
 
 
 def outside(found: Architecture, precision: str) -> float:
-    """GiB of the weights outside of layers in the launch's dtype: embeddings, head, norms."""
+    """Return GiB of the embeddings, the head and the norms in the launch's dtype."""
     size = sum(map(prod, found.stored.values()))
     return (found.parameters - size) * architecture.BYTES[DTYPES[precision]] / GIB
 
 
 def room(run: PlannedRun, share: Share) -> tuple[float, float, float]:
-    """GiB of a device: what nothing holds once the model is loaded, what a run may take in all, and what a
-    step leaves free where weights are split."""
+    """Return three amounts of a device's memory in GiB.
+
+    Returns:
+        Free memory after the model is loaded, memory that a run may use in total, and memory that a step
+        must leave free if the weights are sharded.
+    """
     machine, precision, full = run.target.machine, run.target.precision, run.full
     held = of_process(run.model, run.storage, precision, share, full=full)
     held += 0.0 if full else 4 * run.adapter.trained / GIB / share.weights
@@ -82,7 +94,7 @@ def room(run: PlannedRun, share: Share) -> tuple[float, float, float]:
 
 
 def phases(run: PlannedRun, chosen: Chosen) -> dict[str, dict[str, float]]:
-    """GiB of each kind in each phase of one process: load, step, evaluation, save, merge."""
+    """Return GiB by phase and kind for one process. The phases go from loading to merging."""
     found, has, share, full = run.model, run.adapter, chosen.share, run.full
     base = architecture.weights(found, run.storage, run.target.precision) / GIB
     part = of_process(found, run.storage, run.target.precision, share, full=full)
@@ -95,7 +107,7 @@ def phases(run: PlannedRun, chosen: Chosen) -> dict[str, dict[str, float]]:
         {**own, **buffers}, found, run.recipe.eval, run.recipe.data.max_length, chosen.usable
     )
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
-    read = base if run.storage in QUANTISED else part  # FSDP2 takes codes apart once they are there
+    read = base if run.storage in QUANTISED else part  # FSDP2 shards quantized weights after loading
     made = {
         "load": {"weights": read, "buffers": biggest * architecture.BYTES[DTYPES[run.target.precision]]},
         "step": step,
@@ -115,7 +127,7 @@ def phases(run: PlannedRun, chosen: Chosen) -> dict[str, dict[str, float]]:
 
 
 def _optimizer(run: PlannedRun, share: Share) -> float:
-    """GiB of the optimizer's state in one process, and of AdaLoRA's averages."""
+    """Return GiB of the optimizer state and of AdaLoRA's averages in one process."""
     train, speed, trained = run.recipe.train, run.recipe.speed, run.adapter.trained / GIB
     if _offloads_optimizer(run):
         each = 0.0
@@ -130,7 +142,7 @@ def _offloads_optimizer(run: PlannedRun) -> bool:
 
 
 def _on_the_cpu(run: PlannedRun, chosen: Chosen) -> dict[str, float]:
-    """GiB that leave one process's GPU for the CPU's memory."""
+    """Return GiB that one process offloads to CPU memory."""
     hidden = memory_estimate.widths(run.model.config).hidden
     entry = 2 * run.tokens * hidden * (2 if run.full else 1) / GIB
     gone = {"activations": leaving(chosen.memory, chosen.checkpointing, entry)}
@@ -143,7 +155,7 @@ def _on_the_cpu(run: PlannedRun, chosen: Chosen) -> dict[str, float]:
 def _largest_moment(
     run: PlannedRun, chosen: Chosen, held: dict[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """GiB of each kind at the moment of a step that takes most, and what graphs keep between steps."""
+    """Return GiB by kind at the peak of a step, and the memory that CUDA graphs keep between steps."""
     config, share, kept, plan, full = run.model.config, chosen.share, chosen.kept, chosen.memory, run.full
     trained, tokens = run.adapter.trained / GIB, run.tokens
     autocast = full and run.target.precision != "no" and share.weights == 1 and not share.half
@@ -153,15 +165,16 @@ def _largest_moment(
     at_loss, at_backward = memory_estimate.at_once(plan, chosen.checkpointing)
     loss = memory_estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full or kept.head)
     passing = memory_estimate.backward_gib(config, tokens, kept)
-    if plan.away:  # a layer's input that leaves, and one that comes
+    if plan.away:  # two layers' inputs: one on its way to the CPU and one on its way back
         passing += 2 * tokens * memory_estimate.widths(config).hidden * 2 / GIB
     some = 0.0 if full and run.batch.accumulation == 1 else gradients
-    # at the loss no layer is whole, and in backward the head no longer, unless they train
+    # An adapter's run gathers only the head at the loss, and only layers in backward. Full fine-tuning keeps
+    # both gathered.
     layers, ends = share.gathered, share.outside
-    head = ends if run.model.names.tied else ends / 2  # the rest are the embeddings
+    head = ends if run.model.names.tied else ends / 2  # the other half: the embeddings
     at_head, in_layers = (layers + ends,) * 2 if full else (head, layers)
     first, then = (whole + copies + buckets for whole in (at_head, in_layers))
-    # what graphs keep and work in no other takes meanwhile
+    # CUDA graphs keep their memory pool: the loss and the time between two steps can't use it.
     beside, pool = (
         {"CUDA graphs": gib} if chosen.graphs else {} for gib in (plan.graphs, at_backward + passing)
     )
@@ -174,8 +187,10 @@ def _largest_moment(
 
 
 def leaving(plan: memory_estimate.Memory, checkpointing: str, entry: float) -> float:
-    """GiB that a pass keeps in the CPU's memory: of layers that run again their inputs, of others whose norms
-    and half MLPs do all else.
+    """Return GiB that a forward pass offloads to CPU memory.
+
+    Recomputed layers offload their inputs. With `mlp` and `mlp_int8`, layers offload the activations that are
+    neither recomputed nor stored in int8.
 
     Args:
         entry: GiB of a layer's input.
@@ -189,7 +204,10 @@ def leaving(plan: memory_estimate.Memory, checkpointing: str, entry: float) -> f
 def _evaluation(
     own: dict[str, float], found: Architecture, settings: Eval, longest: int, usable: float
 ) -> dict[str, float]:
-    """Logits and their softmax of one batch, and keys and values of answers; `auto` halves until it fits."""
+    """Return GiB of one evaluation batch: logits with their softmax, and the KV cache of generated answers.
+
+    `eval.batch_size: auto` halves the batch until it fits.
+    """
     one = memory_estimate.widths(found.config)
     rows = LARGEST_BATCH if settings.batch_size == "auto" else settings.batch_size
     while True:

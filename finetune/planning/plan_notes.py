@@ -1,4 +1,4 @@
-"""What a plan does not know, or takes for something: said below its tables."""
+"""Write the notes below the tables of a plan: what the plan assumes, and what it does not know."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from finetune.planning.planned_run import PlannedRun
     from finetune.recipe.schema import Data, Eval
 
-IN_A_HOST = 8  # GPUs that NVLink joins, at most
+IN_A_HOST = 8  # largest number of GPUs that NVLink connects in one host
 
 
 def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
-    """Of the model, the data and the sections that train and evaluate it.
+    """Return the notes on the model, the data, training and evaluation.
 
     Args:
-        too_large: whether evaluation does not fit.
+        too_large: whether evaluation does not fit in memory.
     """
     found, has, rows, steps = run.model, run.adapter, run.rows, run.steps
     data, train, evaluation = run.recipe.data, run.recipe.train, run.recipe.eval
@@ -50,7 +50,7 @@ def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
 
 
 def of_merge(phases: dict[str, dict[str, float]], usable: float, device: str) -> list[str]:
-    """Of a merge after the run, which holds the weights in fp32."""
+    """Return a note if a merge does not fit in memory. A merge holds the weights in fp32."""
     size = sum(phases.get("merge", {}).values())
     if device == "cpu" or size <= usable:
         return []
@@ -59,11 +59,11 @@ def of_merge(phases: dict[str, dict[str, float]], usable: float, device: str) ->
 
 
 def of_machine(gone: dict[str, float], room: float | None, processes: int, device: str) -> list[str]:
-    """Of what leaves GPUs for the CPU's memory, beside what there may be of it; and of many GPUs.
+    """Return the notes on CPU runs, on several hosts and on offloading to CPU memory.
 
     Args:
-        gone: GiB of a process.
-        room: GiB that all of them may take; `None`: not known.
+        gone: GiB that one process offloads.
+        room: GiB of CPU memory that all processes may use; `None`: not known.
     """
     said = []
     if device == "cpu":
@@ -87,7 +87,7 @@ def of_machine(gone: dict[str, float], room: float | None, processes: int, devic
 
 
 def searched(rows: int, length: int, margin: float) -> str:
-    """Of `per_device_train_batch_size: auto`."""
+    """Return the note on `per_device_train_batch_size: auto`."""
     what = (
         f"{rows} row{'s' * (rows > 1)} of {length} tokens at once, the most that {margin:.0%} of memory holds"
     )
@@ -95,6 +95,6 @@ def searched(rows: int, length: int, margin: float) -> str:
 
 
 def evaluates(data: Data, settings: Eval) -> bool:
-    """Whether anything is evaluated."""
+    """Return whether a run evaluates anything."""
     held_out = data.validation is not None or data.validation_fraction is not None
     return held_out or settings.forgetting is not False or bool(settings.tasks)

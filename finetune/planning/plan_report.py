@@ -29,39 +29,40 @@ KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits
 
 
 class Asked(NamedTuple):
-    """What `finetune plan` was asked, beside the recipe."""
+    """The arguments of `finetune plan` apart from the recipe."""
 
     gpu: str | None
     gpus: int | None
     price: float | None
-    """Of a GPU for an hour, in any currency."""
+    """The price of one GPU for one hour, in any currency."""
     config: str | None
-    """An accelerate config, by name or file; its number of processes is taken where `gpus` is not given."""
+    """An accelerate config, by name or file. It sets the number of processes if `gpus` is not given."""
 
 
 def run(recipe: Recipe, overrides: list[str], screen: Console, asked: Asked) -> tuple[Plan, list[Change]]:
     """Plan a recipe and its cheapest changes, and print both.
 
     Args:
-        overrides: those the recipe was loaded with.
+        overrides: the overrides that the recipe was loaded with.
 
     Raises:
-        UserError: what the recipe or the command line has wrong, or a run would refuse.
+        UserError: the recipe or the command line is wrong, or a run would refuse them.
     """
     choice_checks.check_model(recipe)
-    # What takes as long as the renderer does to begin, beside which no CPU is to be timed
+    # The renderer starts while torch is imported, which takes as long. If torch is imported already, the
+    # renderer starts after the CPU is timed, so that it does not slow the measurement.
     imported = "torch" in sys.modules
     if not imported:
         template_sandbox.start()
     config = launcher.find(asked.config) if asked.config else None
     if config and asked.gpu:
         on_gpus(config)
-    elif config:  # the machine is this one
+    elif config:  # a plan for this machine
         launcher.check(config)
     by, count = sharding_cost.of_config(config, asked.gpus) if config else (None, asked.gpus)
     if config and not asked.gpus and not asked.gpu and detection.detect().device == "cpu":
         machine, processes = planner.planned_machine(None, None)[0], count or 1
-        machine = replace(machine, memory_gib=machine.memory_gib / processes)  # what one of them may take
+        machine = replace(machine, memory_gib=machine.memory_gib / processes)  # of one process
     else:
         machine, processes = planner.planned_machine(asked.gpu, count)
     rate = planner.cpu_rate(recipe) / processes if machine.device == "cpu" else None
@@ -74,14 +75,14 @@ def run(recipe: Recipe, overrides: list[str], screen: Console, asked: Asked) -> 
 
 
 def on_gpus(config: Path) -> None:
-    """Refuse a config for the CPU where the plan is of a GPU (exit 2)."""
+    """Refuse a config for the CPU if the plan is for a GPU (exit 2)."""
     if accelerate_config.read(config).get("use_cpu") is True:
         what, fix = "this launch is for the CPU, and a GPU is to be planned", "ddp_8; or without --gpu"
         raise UserError(Problem(what, "--accelerate", str(config), found="use_cpu: true", fix=fix))
 
 
 def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price: float | None) -> None:
-    """Three tables and a sentence."""
+    """Print the headline, the tables of memory, time and choices, the suggestions and the notes."""
     screen.say("", headline(recipe, now))
     taken = [kind for kind in KINDS if any(kind in phase for phase in now.phases.values())]
     rows = [
@@ -104,7 +105,7 @@ def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price:
 
 
 def headline(recipe: Recipe, now: Plan) -> str:
-    """One sentence: does it fit, how fast, how long."""
+    """Return one line that says whether the run fits, how fast it is and how long it takes."""
     verdict = "fits" if now.fits else "does not fit"
     if now.fits and not suggestions.evaluation_fits(recipe, now):
         verdict = "training fits, evaluation does not"
@@ -123,7 +124,7 @@ def headline(recipe: Recipe, now: Plan) -> str:
 
 
 def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
-    """Rows of the table of time, energy and cost."""
+    """Yield the rows of the table of time, energy and cost."""
     batch = now.batch
     split = f"{batch.effective} sequences: {batch.per_device} at once, {batch.accumulation} passes"
     yield "a step", f"{split}, {now.processes} process{'es' * (now.processes > 1)}"

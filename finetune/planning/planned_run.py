@@ -1,4 +1,4 @@
-"""What a plan knows of a run before it chooses: recipe, machine, launch, model and data."""
+"""The facts of a planned run before any choice is made: recipe, machine, launch, model and data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run would train: `processes` of one machine, and how the launch divides the training."""
+    """The machine of a planned run, its processes, and how the launch divides the training."""
 
     machine: Hardware
     processes: int
@@ -28,32 +28,32 @@ class Target:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A recipe on a target, with what is known of its model and its data before either is loaded."""
+    """A recipe on a target, with the facts of its model and its data before either is loaded."""
 
     recipe: Recipe
     target: Target
     model: Architecture
     adapter: Adapted
     storage: str
-    """How the base model would be stored: bf16, fp8, nf4."""
+    """The storage of the base model's weights: bf16, fp8, nf4."""
     attention: str
-    """The kernel of a training step."""
+    """The attention implementation of a training step."""
     batch: Batch
     rows: Rows | None
-    """Lengths of the data; `None`: not known."""
+    """The estimate of the data; `None`: not known."""
     steps: int | None
 
     @property
     def full(self) -> bool:
-        """Whether every weight trains."""
+        """Whether every parameter trains."""
         return self.recipe.adapter.type == "full"
 
     @property
     def tokens(self) -> int:
-        """Of one forward pass of a process, at most."""
+        """The largest number of tokens in one forward pass of a process."""
         return self.batch.per_device * self.recipe.data.max_length // self.target.by.sharing
 
     @property
     def row_tokens(self) -> float:
-        """Of a row, on average; of full rows, if nothing is known of the data."""
+        """Mean tokens of a row; `data.max_length` if the data is not known."""
         return self.rows.tokens if self.rows else self.recipe.data.max_length

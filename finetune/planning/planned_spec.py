@@ -1,4 +1,4 @@
-"""What `autoconfig.decisions` asks of a model and a launch that are not there, from a recipe and a config."""
+"""Describe a model and a launch to `autoconfig.decisions` from a recipe and a config, before both exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def storage_and_attention(recipe: Recipe, found: Architecture, target: Target) -> tuple[Choice, Choice]:
-    """How the base would be stored and what attends, as `choice_checks.setup_of` asks it for a run."""
+    """Choose the base model's storage and the attention, as `choice_checks.setup_of` does for a run."""
     flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
     against = partial(choice_checks.against_fp8, recipe, found.config)
     by, precision, machine = target.by, target.precision, target.machine
@@ -47,15 +47,15 @@ def storage_and_attention(recipe: Recipe, found: Architecture, target: Target) -
 
 
 def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:
-    """The model as it would be after its adapter is attached.
+    """Describe the model as it would be after its adapter is attached.
 
     Args:
-        fused: adapters run fused.
+        fused: whether adapters run fused.
     """
     has, storage = run.adapter, run.storage
     linear = run.model.linear
     layers = memory_estimate.widths(run.model.config).layers if run.model.names.has_decoder_layers else 0
-    # bitsandbytes' and ours leave what they don't store in codes in the launch's dtype
+    # Quantized base models keep their other weights in the launch's dtype.
     dtypes = mixed_precision.STORED if storage in mixed_precision.STORED else mixed_precision.DTYPES
     plain = storage if storage in mixed_precision.STORED else run.target.precision
     return ModelSpec(
@@ -72,7 +72,7 @@ def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:
         repeated=run.attention in ("sdpa", "eager"),
         rounding=run.recipe.speed.qat is not None,
         rounded_gib=8 * _numbers(run) / memory_estimate.GIB if run.recipe.speed.qat else 0.0,
-        # an MLP without adapters runs fused for the sake of rounding to fp8 alone
+        # An MLP without adapters runs fused only on an fp8 base model, to save casts to fp8.
         fused_mlps=has.fusable and (has.mlps or storage == "fp8"),
         obstacle=_obstacle(run),
         breaks=_breaks(run, fused=fused) if layers else frozenset(),
@@ -80,14 +80,14 @@ def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:
 
 
 def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
-    """What a process would do, as `model_setup.work_of` has it for a run.
+    """Describe the work of one process, as `model_setup.work_of` does for a run.
 
     Args:
-        free: GiB of the device that nothing holds when the model and its adapter are there.
-        searched: the sequences of a pass are found by trying.
+        free: GiB of the device that are free after the model and its adapter are loaded.
+        searched: whether a search finds the micro-batch size.
     """
     by, machine, recipe = run.target.by, run.target.machine, run.recipe
-    of_row = run.batch.per_device * run.row_tokens / by.sharing  # as in a run, which knows its rows
+    of_row = run.batch.per_device * run.row_tokens / by.sharing  # mean tokens, as in a run
     flops = step_time.flops(run.model, run.adapter, run.full) * of_row * run.batch.accumulation
     with launch_environment.under(dict(by.variables)):
         eager = launch_environment.eager(plain=not run.full and run.storage in mixed_precision.STORED)
@@ -96,7 +96,7 @@ def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
     averages = memory_estimate.AVERAGES if run.adapter.allocates else 0
     kinds = {"attention": run.attention, "storage": run.storage}
     usable = memory_estimate.usable_gib(free, sharded=share.weights > 1)
-    if run.full and share.states == 1 and run.target.precision != "no":  # autocast's copies
+    if run.full and share.states == 1 and run.target.precision != "no":  # autocast's copies in 16 bits
         head = memory_estimate.widths(run.model.config)
         usable -= 2 * (_numbers(run) + head.vocabulary * head.hidden) / memory_estimate.GIB
     made = Work(
@@ -116,19 +116,19 @@ def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
 
 
 def _numbers(run: PlannedRun) -> int:
-    """Numbers of the linear layers."""
+    """Return the number of parameters in the linear layers."""
     return sum(outputs * inputs for outputs, inputs in run.model.linear.values())
 
 
 def _obstacle(run: PlannedRun) -> str:
-    """Why no layer of the adapter can run fused."""
+    """Return why no layer of the adapter can run fused; else the empty string."""
     if run.storage in ("int8", "torchao_int8"):
         return f"the base is stored in {run.storage}"
     return run.adapter.obstacle or compilation.fused_obstacle(run.model.config)
 
 
 def _breaks(run: PlannedRun, *, fused: bool) -> frozenset[str]:
-    """What of the adapter breaks the graph of torch.compile, in PEFT's own forward."""
+    """Return the adapters whose forward in PEFT breaks the graph of torch.compile."""
     has, kind = run.adapter, adapter_types.find(run.recipe.adapter.type).peft
     found = {kind} & set(adapter_types.BREAKING)
     found |= {"DoRA"} if has.columns and has.rank > 0 and not fused else set()

@@ -40,39 +40,39 @@ from finetune.recipe import adapter_types
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-COMPILE_SECONDS = 25  # of the first step (benchmarks/gpu.json)
+COMPILE_SECONDS = 25  # compilation in the first step (benchmarks/gpu.json)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a recipe would take on a machine."""
+    """The memory, time and choices of a recipe on a machine."""
 
     machine: Hardware
     processes: int
     choices: dict[str, Choice]
     batch: Batch
     tokens: int
-    """Of one forward pass, at most: what memory must hold."""
+    """The largest number of tokens in one forward pass, for which memory is planned."""
     steps: int | None
     phases: dict[str, dict[str, float]]
     """GiB by phase and kind."""
     usable: float
-    """GiB of a device."""
+    """GiB of a device that a run may use."""
     parts: dict[str, float]
-    """Seconds of a step; empty: not known."""
+    """Seconds of a step by kind of work; empty: not known."""
     row_tokens: float
-    """Of a row, on average; full, if nothing is known of the data."""
+    """Mean tokens of a row; `data.max_length` if the data is not known."""
     trained: int
     source: str
     notes: tuple[str, ...]
     by: Sharding
-    """How several processes share the training."""
+    """How the launch divides the training."""
     refused: str = ""
-    """Why a run would not take the data."""
+    """Why a run would refuse the data."""
     sent: tuple[float, float] = (0.0, 0.0)
-    """Bytes that leave a GPU in a step, and bytes/s at which they do; 0: not known."""
+    """Bytes that a GPU sends in a step, and its bandwidth in bytes/s; 0: not known."""
     kept_free: float = 0.0
-    """GiB that a step leaves free for NCCL, compiled code and gaps, where weights are split."""
+    """GiB that a step must leave free for NCCL, compiled code and fragmentation, if weights are sharded."""
 
     @property
     def peak(self) -> float:
@@ -81,12 +81,12 @@ class Plan:
 
     @property
     def needed(self) -> float:
-        """GiB that must be usable: the peak, or the step and what it leaves free."""
+        """GiB that must be usable: the peak, or the step plus the memory that it must leave free."""
         return max(self.peak, sum(self.phases["step"].values()) + self.kept_free)
 
     @property
     def host(self) -> float:
-        """GiB of the CPU's memory that one process fills with what leaves its GPU."""
+        """GiB of CPU memory that one process fills by offloading."""
         return sum(self.phases.get(memory_by_phase.HOST, {}).values())
 
     @property
@@ -100,7 +100,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over all processes, without padding."""
+        """Tokens/s over all processes, without padding."""
         return self.step_tokens / self.step_seconds if self.step_seconds else None
 
     @property
@@ -109,17 +109,21 @@ class Plan:
 
     @property
     def seconds(self) -> float | None:
-        """Of training, the first step's compilation with it."""
+        """Seconds of training, including compilation; `None`: not known."""
         if not self.step_seconds or self.steps is None:
             return None
         return self.steps * self.step_seconds + COMPILE_SECONDS * (self.choices["compile"].value == "on")
 
 
 def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]:
-    """The machine to plan for, and processes on it: a GPU of the table, or what is here.
+    """Return the machine to plan for and its number of processes.
+
+    Args:
+        name: a GPU of the table; `None`: this machine.
+        count: the number of GPUs; `None`: one GPU of the table, or all GPUs of this machine.
 
     Raises:
-        UserError: no such GPU; a number of GPUs where there is none (exit 2).
+        UserError: the table has no such GPU, or `count` is given on a machine without a GPU (exit 2).
     """
     if name is not None:
         gpu, cores = gpus.named(name), os.cpu_count() or 1
@@ -134,9 +138,9 @@ def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]
                 Problem("there is no GPU here; say which one", "--gpus", found=str(count), fix=fix)
             )
         return here, 1
-    from finetune.checkpointing import training_state  # imports torch, as `detect` has
+    from finetune.checkpointing import training_state  # imports torch, as `detect` did
 
-    room = training_state.available() / 2 / memory_estimate.GIB  # as in a run, which leaves others half of it
+    room = training_state.available() / 2 / memory_estimate.GIB  # a run uses half of the free CPU memory
     return replace(here, host_gib=room), count or int(os.environ.get("WORLD_SIZE", here.count))
 
 
@@ -147,15 +151,15 @@ def make(
     cpu_rate: float | None = None,
     by: Sharding | None = None,
 ) -> Plan:
-    """The plan of a recipe.
+    """Plan a recipe.
 
     Args:
-        cpu_rate: FLOP/s of a layer on the CPU, if it has been timed.
-        by: how the launch divides the training; `None`: as `finetune train` chooses it, over fewer processes
-            where the batch can't be split over all.
+        cpu_rate: FLOP/s of a layer on the CPU, if it was timed.
+        by: how the launch divides the training; `None`: as `finetune train` chooses it. That choice uses
+            fewer processes if the batch can't be divided between all.
 
     Raises:
-        UserError: what a run would refuse as well.
+        UserError: a run would refuse the recipe too.
     """
     if by is not None or processes == 1:
         return under(recipe, machine, processes, by or ONE, cpu_rate)
@@ -165,7 +169,7 @@ def make(
         return replace(alone, choices={"launch": Choice("single_gpu", fewer), **alone.choices})
     whole = under(recipe, machine, processes, DDP, cpu_rate)
     split, refused = (None, "") if whole.fits else _split(recipe, machine, processes, cpu_rate)
-    # of codes, whose layers are not fused, a part may take more than the whole
+    # Layers are not fused under FSDP2, so a shard may need more memory than a whole quantized base model.
     made = split if split and (split.fits or split.peak < whole.peak) else whole
     parts = (split.peak if split.fits else split.needed) if split else None
     storage, fp8 = made.choices["quantization"].value, not mixed_precision.fp8_missing(machine, "bf16")
@@ -180,7 +184,11 @@ def make(
 def _split(
     recipe: Recipe, machine: Hardware, processes: int, cpu_rate: float | None
 ) -> tuple[Plan | None, str]:
-    """The plan under FSDP2 as `auto` would start it, or why it is refused there."""
+    """Plan the recipe under FSDP2 as `auto` would start it.
+
+    Returns:
+        The plan and the empty string, or `None` and why FSDP2 can't run the recipe.
+    """
     try:
         made = under(recipe, machine, processes, FSDP2, cpu_rate)
         storage = made.choices["quantization"].value
@@ -191,10 +199,10 @@ def _split(
 
 
 def launch_of(recipe: Recipe, machine: Hardware) -> Start:
-    """The shipped accelerate config for the GPUs of this machine, and why: that of the plan.
+    """Choose the shipped accelerate config for the GPUs of this machine, as the plan does, with the reason.
 
     Raises:
-        UserError: what this machine or so many processes can't do with the recipe (exit 2 or 3).
+        UserError: this machine or its number of processes does not support the recipe (exit 2 or 3).
     """
     choice_checks.setup_of(recipe)
     made = make(recipe, machine, machine.count)
@@ -204,12 +212,14 @@ def launch_of(recipe: Recipe, machine: Hardware) -> Start:
 def under(
     recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
 ) -> Plan:
-    """The plan of a recipe under a launch; of `per_device_train_batch_size: auto` with the largest batch that
-    fits, by the rule of `batch_search`. What is recomputed is chosen for a single row, as in a run.
+    """Plan a recipe under a launch.
+
+    `per_device_train_batch_size: auto` becomes the largest micro-batch size that fits, by the rule of
+    `batch_search`. Activation checkpointing is chosen for a micro-batch of one row, as in a run.
 
     Raises:
-        UserError: such a search where weights are split, a precision that the machine has not (exit 3); what
-            a run would refuse.
+        UserError: `auto` is used with sharded weights (exit 2). The machine lacks the precision (exit 3). A
+            run would refuse the recipe.
     """
     mixed_precision.check_precision(by.precision, machine)
     refuse(recipe, machine, processes, by)
@@ -246,11 +256,12 @@ def under(
 
 
 def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> None:
-    """What `check` and a run refuse: names that nothing in the model answers to, and what an optimizer
-    can't do under such a launch.
+    """Refuse names that match nothing in the model and settings that the launch does not support.
+
+    `check` and a run refuse them too.
 
     Raises:
-        UserError: exit 2; of the optimizer and offloading 3.
+        UserError: exit 3 for the optimizer and offloading, else exit 2.
     """
     choice_checks.check_model(recipe)
     found = architecture.read(recipe.model)
@@ -278,7 +289,11 @@ def at_once(
     *,
     searched: bool = False,
 ) -> Plan:
-    """The plan of a recipe under a launch, its batch split as the recipe says, or by a search for it."""
+    """Plan a recipe under a launch with the micro-batch size of the recipe.
+
+    Args:
+        searched: whether a search set the micro-batch size.
+    """
     run, fixed = planned_run(recipe, machine, processes, by)
     refused = dataset_estimate.refused(run.rows, recipe.data, run.batch)
     chosen, choices, kept_free = _choose(run, searched=searched)
@@ -313,7 +328,7 @@ def at_once(
 def planned_run(
     recipe: Recipe, machine: Hardware, processes: int, by: Sharding
 ) -> tuple[PlannedRun, dict[str, Choice]]:
-    """What is known of a run, and the choices that it needs: how the base is stored, and what attends."""
+    """Return the facts of a run, and the choices that they need: base model storage and attention."""
     model = architecture.read(recipe.model)
     target = Target(machine, processes, by, by.precision or mixed_precision.launch(machine).precision)
     base, attention = planned_spec.storage_and_attention(recipe, model, target)
@@ -326,7 +341,9 @@ def planned_run(
         model=model,
         adapter=adapter_size.adapted(recipe.adapter, recipe.model, model, steps or 100),
         storage=base.value,
-        attention="cudnn" if by.sharing > 1 else attention.value,  # SDPA has no mask there
+        attention="cudnn"
+        if by.sharing > 1
+        else attention.value,  # context parallelism runs SDPA without a mask
         batch=batch,
         rows=rows,
         steps=steps,
@@ -335,7 +352,7 @@ def planned_run(
 
 
 def _choose(run: PlannedRun, *, searched: bool) -> tuple[memory_by_phase.Chosen, dict[str, Choice], float]:
-    """What a run would choose for speed and memory, and the GiB that a step leaves free."""
+    """Choose as a run does for speed and memory. Also return the GiB that a step must leave free."""
     by, speed, machine = run.target.by, run.recipe.speed, run.target.machine
     sharded, share = by.name if by.weights else "", _share(run)
     fused = decide_fused(planned_spec.model_spec(run, fused=True), speed.fused, machine, sharded)
@@ -362,7 +379,7 @@ def _choose(run: PlannedRun, *, searched: bool) -> tuple[memory_by_phase.Chosen,
 
 
 def _share(run: PlannedRun) -> sharding_cost.Share:
-    """What one process holds of the weights, and what it gathers."""
+    """Return the weights that one process holds and gathers."""
     by, found, precision = run.target.by, run.model, run.target.precision
     depth = memory_estimate.widths(found.config).layers
     whole = depth if sharding_cost.keeps_layers(by) else sharding_cost.WHOLE_LAYERS
@@ -374,10 +391,10 @@ def _share(run: PlannedRun) -> sharding_cost.Share:
 def _step(
     run: PlannedRun, chosen: memory_by_phase.Chosen, phases: dict[str, dict[str, float]]
 ) -> step_time.Step:
-    """What a process computes in a pass, computes again, and sends away.
+    """Describe what one process computes, recomputes and offloads in a forward and backward pass.
 
     Args:
-        phases: GiB of full rows, of which some leave the GPU.
+        phases: GiB by phase and kind, for rows of `data.max_length` tokens.
     """
     memory, by, rows, data = chosen.memory, run.target.by, run.rows, run.recipe.data
     precision = run.target.precision
@@ -409,8 +426,7 @@ def _step(
 def _notes(
     run: PlannedRun, phases: dict[str, dict[str, float]], usable: float, refused: str
 ) -> tuple[str, ...]:
-    """What else there is to say of the plan: of the recipe, why a run would refuse its rows, of merging, of
-    the CPU's memory."""
+    """Return the notes on the recipe, on refused data, on merging and on the machine."""
     machine = run.target.machine
     notes = plan_notes.of_recipe(run, too_large=sum(phases["evaluation"].values()) > usable)
     notes += [refused] if refused and refused not in notes else []
@@ -420,7 +436,10 @@ def _notes(
 
 
 def cpu_rate(recipe: Recipe) -> float:
-    """FLOP/s of a layer of this model on this CPU: as `finetune doctor --measure` found it, or timed now."""
+    """Return FLOP/s of a layer of this model on this CPU.
+
+    The rate comes from `finetune doctor --measure`, or is measured now.
+    """
     one = memory_estimate.widths(architecture.read(recipe.model).config)
     found, _ = measured_rates.read_for("CPU", one)
     return found["layer"] if found else measured_rates.layer(one)

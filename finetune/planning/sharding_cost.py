@@ -1,9 +1,9 @@
-"""How several GPUs share a training: what each of them holds, what they send each other, and why so.
+"""How several GPUs share a training: the memory of each GPU, the communication, and the choice of the launch.
 
-Of n GPUs in a ring, a sum over all (all-reduce) sends 2 (n - 1) / n of a tensor from each; a gathering
-(all-gather), or a sum of which each keeps its part (reduce-scatter), half. FSDP2 and ZeRO-3 gather all
-weights for forward and again for backward: Rajbhandari et al., ZeRO (2020), section 7. Processes that share
-a row (context parallelism) gather each layer's keys and values as well, in every pass over it.
+On a ring of n GPUs, each GPU sends 2 (n - 1) / n of a tensor in an all-reduce. An all-gather or a
+reduce-scatter sends half of that. FSDP2 and ZeRO-3 gather all weights in the forward pass and again in the
+backward pass (Rajbhandari et al., ZeRO, 2020, section 7). Context parallelism also gathers each layer's keys
+and values in every pass.
 """
 
 from __future__ import annotations
@@ -22,31 +22,33 @@ from finetune.recipe.adapter_types import FOUR_BIT
 if TYPE_CHECKING:
     from pathlib import Path
 
-CODED = ("fp8", "nf4", "fp4")  # stored in codes, which FSDP2 splits by a config of its own
-WHOLE_LAYERS = 2  # that are gathered at once: the one that runs, and the next
+# Quantized weights that FSDP2 shards with an accelerate config of their own.
+CODED = ("fp8", "nf4", "fp4")
+# Layers that are gathered at the same time: the running layer and the next one.
+WHOLE_LAYERS = 2
 
 
 class Sharding(NamedTuple):
-    """How a launch divides a training."""
+    """How a launch divides a training between its processes."""
 
     name: str
-    """Empty: one process."""
+    """The name of the method, such as DDP; empty: one process."""
     weights: bool = False
-    """Each process holds a part of the weights, and gathers a layer while it runs."""
+    """Each process holds a shard of the weights, and gathers a layer while it runs."""
     states: bool = False
-    """Each holds a part of gradients and optimizer state."""
+    """Each process holds a shard of the gradients and the optimizer state."""
     half: bool = False
-    """DeepSpeed: weights in 16 bits, what trains has a copy in fp32 beside the optimizer's moments."""
+    """DeepSpeed: weights are in 16 bits, and the optimizer state includes an fp32 copy of trained weights."""
     precision: str = ""
-    """The launch's mixed_precision; empty: the machine's."""
+    """The launch's mixed_precision; empty: chosen for the machine."""
     frozen_fp8: bool = False
-    """mixed_precision: fp8 without a backend: a frozen base in fp8."""
+    """`mixed_precision: fp8` without a backend, which means an fp8 base model."""
     sharing: int = 1
-    """Processes that share each row (context parallelism)."""
+    """Processes that share each sequence (context parallelism)."""
     once: bool = False
-    """TransformerEngine's fp8, which is in force in forward alone: no layer runs again in backward."""
+    """TransformerEngine's fp8 applies only in the forward pass, so no layer can be recomputed."""
     variables: tuple[tuple[str, str], ...] = ()
-    """What the launch would say to its processes (`launch_environment`)."""
+    """Environment variables that the launch would set for its processes (`launch_environment`)."""
 
 
 ONE, DDP = Sharding(""), Sharding("DDP")
@@ -55,39 +57,40 @@ ZERO = {2: Sharding("ZeRO-2", states=True, half=True), 3: Sharding("ZeRO-3", Tru
 
 
 class Share(NamedTuple):
-    """What one process holds of a whole."""
+    """The share of the weights and states that one process holds, and the memory that sharding adds."""
 
     weights: int = 1
-    """In how many parts they lie; as with the states, each process has one."""
+    """Number of shards of the weights. Each process holds one shard, also of the states."""
     states: int = 1
     half: bool = False
     gathered: float = 0.0
-    """GiB of weights that are whole while layers run: two of these, with gradients where they train."""
+    """GiB of the layers that are gathered at the same time, with one layer's gradients if it trains."""
     outside: float = 0.0
-    """GiB of those outside of layers, whole before and after them; where they train, all the while."""
+    """GiB of gathered weights outside of layers: before and after the layers run, or always if they train."""
     buckets: bool = False
-    """Gradients are summed in a copy (DDP)."""
+    """DDP reduces gradients in a copy (buckets)."""
     nccl: float = 0.0
-    """GiB that NCCL holds before the model is set up, where weights are divided."""
+    """GiB that NCCL holds before the model is set up, if weights are sharded."""
 
     more: float = 0.0
-    """GiB of the layer that a run leaves room for beside `gathered`."""
+    """GiB of one more layer, for which a run reserves memory in addition to `gathered`."""
 
 
 def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
-    """How an accelerate config divides a training, and its number of processes.
+    """Read from an accelerate config how it divides a training, and its number of processes.
 
     Args:
-        gpus: processes in place of its own number.
+        gpus: the number of processes; `None`: the number in the config.
 
     Raises:
-        UserError: not a config, a kind of launch that is not planned, or no number of processes (exit 2).
+        UserError: the file is not an accelerate config, or plans do not support its launch, or it has no
+            valid number of processes (exit 2).
     """
     given: dict[str, Any] = accelerate_config.read(path)
     ours = path.resolve().is_relative_to(shipped_files.folder("accelerate_configs").resolve())
     if not ours and (
         found := accelerate_config.problems(given, str(path))
-    ):  # which imports Accelerate: seconds
+    ):  # imports Accelerate, which takes seconds
         raise UserError(*found)
     count, asked = gpus or int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
     kind, known = str(given.get("distributed_type") or "NO"), {"NO": ONE, "MULTI_GPU": DDP, "FSDP": FSDP2}
@@ -128,8 +131,10 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
 
 
 def variables(given: dict[str, Any]) -> dict[str, str]:
-    """The environment that Accelerate makes of a config, as far as `launch_conflicts` reads it; its launcher
-    would be asked, but imports torch."""
+    """Return the environment variables that Accelerate sets for a config and `launch_conflicts` reads.
+
+    Accelerate's own function is not called because it imports torch.
+    """
     kind, made = str(given.get("distributed_type")), dict[str, Any]()
     made["ACCELERATE_MIXED_PRECISION"] = given.get("mixed_precision") or "no"
     if made["ACCELERATE_MIXED_PRECISION"] == "fp8":
@@ -156,20 +161,26 @@ def _of_section(given: dict[str, Any], section: str, begin: str = "", name: str 
 
 
 def _sizes(parallelism: dict[str, Any] | None) -> dict[str, int]:
-    """Processes by what they share, of a config's `parallelism_config`; 1 where it says nothing."""
+    """Return the size of each dimension of a config's `parallelism_config`; 1 if it is not set."""
     names = ("cp", "dp_shard", "dp_replicate", "tp", "sp")
     return {name: int((parallelism or {}).get(f"parallelism_config_{name}_size") or 1) for name in names}
 
 
 def launched(by: Sharding, processes: int, precision: str) -> Launch:
-    """A launch that divides the training so, as one of its processes sees it."""
+    """Return the launch as one of its processes sees it."""
     splitter = "FSDP" if by.name == FSDP2.name else "DeepSpeed" if by.states else ""
     shards = splitter if by.weights else ""
     return Launch("none", processes, 0, by.precision or precision, "hardware", "", shards, splitter=splitter)
 
 
 def share(by: Sharding, processes: int, gathered: float, outside: float, parameters: int) -> Share:
-    """What one of so many processes holds; `gathered`, `outside`: GiB, where weights are divided."""
+    """Return the share of one process.
+
+    Args:
+        gathered: GiB of the layers that are gathered at the same time, if weights are sharded.
+        outside: GiB of gathered weights outside of layers, if weights are sharded.
+        parameters: the number of parameters of the model.
+    """
     gathered = max(gathered, memory_estimate.zero3_gib(parameters)) if by.half else gathered
     weights, states = processes if by.weights else 1, processes if by.states else 1
     if not by.weights:
@@ -184,65 +195,66 @@ def share(by: Sharding, processes: int, gathered: float, outside: float, paramet
 
 
 def keeps_layers(by: Sharding) -> bool:
-    """Whether all layers' weights are whole at once, from forward to backward."""
+    """Return whether all layers stay gathered from forward to backward."""
     with launch_environment.under(dict(by.variables)):
         return launch_environment.keeps_layers()
 
 
 def sent(by: Sharding, processes: int, base: float, trained: int, passes: int) -> tuple[float, float]:
-    """Bytes that leave each GPU in an optimizer step: before the sums of gradients, and those sums.
+    """Return the bytes that each GPU sends in an optimizer step, for gathering weights and for gradients.
 
     Args:
-        base: bytes of all weights as they are gathered.
-        trained: numbers that train; gradients are summed in fp32, by DeepSpeed in 16 bits.
-        passes: forward and backward passes of a step. DDP sums in the last one; divided gradients are
-            summed in each.
+        base: bytes of all weights in their gathered form.
+        trained: trainable parameters. Their gradients are reduced in fp32, or in 16 bits under DeepSpeed.
+        passes: forward and backward passes of a step. DDP reduces gradients in the last pass. Sharded
+            gradients are reduced in every pass.
     """
     part = (processes - 1) / processes
     size = 2 if by.half else 4
     if by.weights:
         return 2 * base * part * passes, size * trained * part * passes
-    if by.states:  # each gathers the weights that others have moved
+    if by.states:  # each process gathers the weights that the other processes updated
         return 2 * trained * part, size * trained * part * passes
     return 0.0, 2 * size * trained * part
 
 
 def config_name(by: Sharding, storage: str) -> str:
-    """The shipped config of a launch that was chosen: for all GPUs of a machine, however many."""
+    """Return the shipped accelerate config of a chosen launch. It works for any number of GPUs."""
     if by.weights:
         return "fsdp2_8_quantised" if storage in CODED else "fsdp2_8"
     return "ddp_8" if by.name else "single_gpu"
 
 
 def split_config(by: Sharding, storage: str, processes: int) -> Sharding:
-    """What the shipped config says that `auto` starts for a base that is split."""
+    """Return the launch of the shipped config that `auto` starts for a sharded base model."""
     return of_config(
         shipped_files.folder("accelerate_configs") / f"{config_name(by, storage)}.yaml", processes
     )[0]
 
 
 class Sizes(NamedTuple):
-    """GiB that decide whether each GPU holds the whole base, or a part of it."""
+    """GiB that decide whether each GPU holds the whole base model or a shard of it."""
 
     memory: float
-    """Of a GPU."""
+    """GiB of a GPU."""
     usable: float
-    """Of it."""
+    """GiB of a GPU that training may use."""
     whole: float
-    """That training takes with the base whole on each GPU."""
+    """GiB that training needs with the whole base model on each GPU."""
     split: float | None
-    """With a part of it on each; `None`: not asked, or refused."""
+    """GiB that training needs with a shard on each GPU; `None`: not planned or not possible."""
 
 
 def reason(count: int, gib: Sizes, smaller: str, refused: str = "") -> str:
-    """Why each GPU holds the whole base, or a part of it.
+    """Explain why each GPU holds the whole base model or a shard of it.
 
-    Each GPU with the whole base exchanges an adapter's gradients alone, a few MB a step; splitting the base
-    (FSDP2, ZeRO-3) moves all of it over the wires in each pass, so it is for what does not fit.
+    If each GPU holds the whole base model, GPUs exchange only the adapter's gradients, a few MB per step.
+    FSDP2 and ZeRO-3 send all weights between the GPUs in each pass, so `auto` uses FSDP2 only if DDP does not
+    fit.
 
     Args:
-        smaller: what takes less memory than a split base.
-        refused: why it can't be split.
+        smaller: settings that need less memory than a sharded base model.
+        refused: why the base model can't be sharded.
     """
     text = f"{count} GPUs: training needs about {gib.whole:.0f} GiB of a GPU's {gib.memory:.0f}"
     if refused:
@@ -258,10 +270,10 @@ def reason(count: int, gib: Sizes, smaller: str, refused: str = "") -> str:
 
 
 def smaller(storage: str, kind: str, *, fp8: bool) -> str:
-    """What takes less memory than a split base.
+    """Suggest settings that need less memory than a sharded base model.
 
     Args:
-        storage: of the base, where it is split.
+        storage: the storage of the sharded base model.
         kind: `adapter.type`.
         fp8: whether the GPUs have fp8 GEMMs.
     """

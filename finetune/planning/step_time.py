@@ -1,8 +1,8 @@
-"""How long a step takes: products, attention and passes over memory, each at a rate that was measured.
+"""Estimate the time of a step: GEMMs, attention and memory-bound kernels, each at a measured rate.
 
-The shares of peaks below are those of whole, long runs on an H200 at its power limit (benchmarks/LOG.md): the
-best a kernel does for some milliseconds is a tenth more, and no run sees it. On other GPUs they are taken
-over, unless `finetune doctor --measure` has left its ceilings there.
+The shares of the peak rates below come from long runs on an H200 at its power limit (benchmarks/LOG.md). A
+kernel is about 10% faster for some milliseconds, but no run reaches that speed. Other GPUs use the same
+shares, unless `finetune doctor --measure` has measured their rates.
 """
 
 from __future__ import annotations
@@ -19,33 +19,41 @@ if TYPE_CHECKING:
     from finetune.planning.adapter_size import Adapted
     from finetune.planning.planned_run import PlannedRun
 
-# Of an H200's peaks, in steps of an 8B Llama (LOG.md, "What stands between 23,000 tokens/s and more")
-PRODUCT = cuda_graphs.SHARE  # bf16: 457 TFLOP with the base in 661 ms, of 989 TFLOP/s
-FP8_PRODUCT = 0.707  # 457 TFLOP in 327 ms, of 1,979
-COPY = 0.88  # 4.23 of 4.8 TB/s: a device copy, reading and writing (performance of one H200)
-THIN = (
-    0.5  # of what wide products reach, by products with an adapter's rank: their tiles are not full, a guess
-)
-EAGER = (
-    0.60  # of a copy's rate, by PyTorch's own element-wise kernels (adapters.json, 16 rows of the 1.1B shape)
-)
-H200_PEAK = 989.0  # TFLOP/s, that `attention_choice.SPEED` is of
-MASKED = (150.0, 120.0)  # TFLOP/s of SDPA with a mask of all tokens: it computes the square, so half counts
-ALIKE = {"flash_attention_2": "varlen"}  # no rates of its own yet; torch's varlen is 2
-SHORT = 1170  # tokens of a document at which packed attention has half its rate: FlashAttention 3 and 4
-LINK = 0.7  # of NVLink's or PCIe's one direction, by NCCL
-# Of what runs beside sums between GPUs, which take some of its multiprocessors: 4 H200s reach 3.95 times the
-# tokens/s of one (LoRA on an fp8 base, benchmarks/LOG.md)
+# Shares of an H200's peak rates, from steps of an 8B Llama (benchmarks/LOG.md).
+# bf16 GEMMs: 457 TFLOP with the base model in 661 ms, of 989 TFLOP/s.
+PRODUCT = cuda_graphs.SHARE
+# fp8 GEMMs: 457 TFLOP in 327 ms, of 1,979 TFLOP/s.
+FP8_PRODUCT = 0.707
+# A copy on the device, read and written: 4.23 of 4.8 TB/s.
+COPY = 0.88
+# Share of a wide GEMM's rate that a GEMM with an adapter's rank reaches. A guess: the tiles are not full.
+THIN = 0.5
+# Share of a copy's rate that PyTorch's element-wise kernels reach (adapters.json, 16 rows of the 1.1B model).
+EAGER = 0.60
+# TFLOP/s: the peak of the GPU on which `attention_choice.SPEED` was measured.
+H200_PEAK = 989.0
+# TFLOP/s of SDPA with a full mask. SDPA computes the whole square, so half of its FLOPs count.
+MASKED = (150.0, 120.0)
+# FlashAttention 2 has no measured rates, and torch's varlen runs FlashAttention 2.
+ALIKE = {"flash_attention_2": "varlen"}
+# Tokens of a document at which packed attention runs at half its rate (FlashAttention 3 and 4).
+SHORT = 1170
+# Share of the bandwidth of NVLink or PCIe in one direction that NCCL reaches.
+LINK = 0.7
+# Share of the step that communication adds, because NCCL takes multiprocessors from computation: 4 H200s
+# reach 3.95 times the tokens/s of one (LoRA on an fp8 base model, benchmarks/LOG.md).
 BESIDE = 0.013
-HOST = 0.85  # of PCIe's one direction, from and to pinned memory: 54 of 64 GB/s
-# Bytes/s of the CPU's memory that its AdamW reads and writes: a guess, eight channels of DDR5 have 300e9
+# Share of PCIe's bandwidth in one direction that copies of pinned memory reach: 54 of 64 GB/s.
+HOST = 0.85
+# Bytes/s that AdamW reads and writes in CPU memory. It is a guess: eight channels of DDR5 reach 300e9.
 HOST_ADAMW = 80e9
-ADAMW_BYTES = 28  # of each number: weight, gradient and two moments read, all but the gradient written
-# Seconds to launch a layer's kernels, forward and backward: what small batches wait for. PEFT's of the 1.1B
-# shape at 4 rows (adapters.json); fused ones are a guess
+# Bytes per parameter: AdamW reads weight, gradient and two moments, and writes all but the gradient.
+ADAMW_BYTES = 28
+# Seconds in which Python launches a layer's kernels, forward and backward. They limit small batches. PEFT's
+# values come from the 1.1B model at 4 rows (adapters.json). The value for fused layers is a guess.
 LAUNCH = {
     "compiled": cuda_graphs.LAUNCHED["adapter"],
-    "compiled full": cuda_graphs.LAUNCHED["full"],  # no adapter is launched
+    "compiled full": cuda_graphs.LAUNCHED["full"],  # no adapter's kernels
     "compiled fp8": cuda_graphs.LAUNCHED["fp8"],
     "graphs": cuda_graphs.REPLAYED,
     "fused": 4.0e-3,
@@ -54,52 +62,72 @@ LAUNCH = {
     "dora": 13.6e-3,
     "ia3": 6.4e-3,
     "full": 6.1e-3,
-    "offloaded": 2.2e-3,  # beside the others: hooks and copies (24gb_smallest, in passes of one row)
+    # added to the others for hooks and copies (24gb_smallest, micro-batches of one row)
+    "offloaded": 2.2e-3,
 }
-# Seconds of a step and linear layer for AdaLoRA's regulariser and importances: what is left of gpu.json's
-# adalora-fp8 (224 layers) beside the plan's other parts. Beside LoRA on that machine it took 0.12e-3
+# Seconds per step and linear layer for AdaLoRA's regularizer and importances: the time of gpu.json's
+# adalora-fp8 (224 layers) minus the plan's other parts. The difference from LoRA on that machine was 0.12e-3.
 ALLOCATION = 0.25e-3
-REST = 0.5e-3  # seconds a layer: small kernels and waits in LOG.md's profile (22 ms of 32 layers)
+# Seconds per layer for small kernels and waits (22 ms for 32 layers in the profile of benchmarks/LOG.md).
+REST = 0.5e-3
 
 
 class Rates(NamedTuple):
-    """Of one device, and where they come from."""
+    """The rates of one device, and their source."""
 
-    product: float  # FLOP/s
+    product: float
+    """FLOP/s of GEMMs in 16 bits."""
     fp8: float
-    forward: float  # attention, FLOP/s
+    """FLOP/s of fp8 GEMMs."""
+    forward: float
+    """FLOP/s of attention in the forward pass."""
     backward: float
-    bandwidth: float  # bytes/s, read and written
-    link: float  # bytes/s that leave a device
-    host: float  # bytes/s to the CPU's memory, and from it
+    """FLOP/s of attention in the backward pass."""
+    bandwidth: float
+    """Bytes/s of device memory, read and written."""
+    link: float
+    """Bytes/s that a device sends to other devices."""
+    host: float
+    """Bytes/s to CPU memory, and the same rate back."""
     source: str
 
 
 class Step(NamedTuple):
-    """What one forward and backward pass is of."""
+    """One forward and backward pass of a process, and the number of passes in an optimizer step."""
 
     tokens: int
-    length: int  # of a document
-    passes: int  # of an optimizer step
+    length: int
+    """Tokens of a document."""
+    passes: int
+    """Forward and backward passes of an optimizer step."""
     storage: str
     full: bool
-    recomputed: float  # share of the layers
-    halves: float  # share of the layers whose gate and up alone are made again
+    recomputed: float
+    """Share of the layers that are recomputed."""
+    halves: float
+    """Share of the layers that recompute only gate and up."""
     processes: int
-    flat: bool  # documents end to end
-    by: sharding_cost.Sharding = sharding_cost.DDP  # of several processes
-    base: float = 0.0  # bytes of all weights, as they are gathered where they are divided
-    leaving: float = 0.0  # bytes of a pass that wait in the CPU's memory
-    stepped: bool = False  # by the CPU
-    rounded: float = 0.0  # share of the layers whose gate and up are kept in int8
-    graphs: bool = False  # compiled layers are CUDA graphs
+    flat: bool
+    """Sequences hold several documents (packing, padding_free)."""
+    by: sharding_cost.Sharding = sharding_cost.DDP
+    """How the launch divides the training between its processes."""
+    base: float = 0.0
+    """Bytes of all weights in their gathered form."""
+    leaving: float = 0.0
+    """Bytes of activations that a pass offloads to CPU memory."""
+    stepped: bool = False
+    """The CPU runs the optimizer."""
+    rounded: float = 0.0
+    """Share of the layers that store gate and up in int8."""
+    graphs: bool = False
+    """Compiled layers run as CUDA graphs."""
 
 
 def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None:
-    """Rates of a GPU by its name: as they were measured on it at shapes like a model's, or from the shares
-    above.
+    """Return the rates of a GPU, measured on it at a model's shapes, or else from the shares above.
 
-    `None` if it is not in the table.
+    Returns:
+        The rates; `None` if the table of GPUs lacks it.
     """
     known, (measured, why) = shipped(name, attention, step), measured_rates.read_for(name, one)
     if known is None or measured is None:
@@ -113,7 +141,7 @@ def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None
 
 
 def of_cpu(one: Widths) -> str:
-    """Where the rate of a layer on this CPU is from, as `planner.cpu_rate` takes it."""
+    """Return the source of the rate that `planner.cpu_rate` takes for this CPU."""
     measured, why = measured_rates.read_for("CPU", one)
     if measured:
         return f"a layer, by `finetune doctor --measure` on {measured['date']}, at {measured['shapes']}"
@@ -121,7 +149,7 @@ def of_cpu(one: Widths) -> str:
 
 
 def shipped(name: str, attention: str, step: Step) -> Rates | None:
-    """Rates of a GPU by its name, from the shares above; `None` if it is not in the table."""
+    """Return the rates of a GPU from the shares above; `None` if the table of GPUs lacks it."""
     gpu = gpus.of_device(name)
     if gpu is None:
         return None
@@ -146,7 +174,7 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
 def of_step(
     run: PlannedRun, kept: Keeps, step: Step, cpu_rate: float | None
 ) -> tuple[dict[str, float], str, float]:
-    """Seconds of a step by what they go into, where the rates come from, and bytes/s between GPUs."""
+    """Return seconds of a step by kind of work, the source of the rates, and bytes/s between GPUs."""
     found, has, machine = run.model, run.adapter, run.target.machine
     if machine.device == "cpu":
         if cpu_rate is None:
@@ -162,7 +190,10 @@ def of_step(
 
 
 def flops(found: Architecture, has: Adapted, full: bool) -> float:
-    """FLOPs per token of linear layers, forward and backward, as `apply_to_model.flops_per_token` counts."""
+    """Count FLOPs per token of the linear layers, forward and backward.
+
+    `apply_to_model.flops_per_token` counts the same for a live model.
+    """
     one = memory_estimate.widths(found.config)
     head = one.vocabulary * one.hidden
     frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + head
@@ -173,7 +204,7 @@ def flops(found: Architecture, has: Adapted, full: bool) -> float:
 def seconds(
     config: Any, has: Adapted, linear: dict[str, tuple[int, int]], kept: Keeps, step: Step, rates: Rates
 ) -> dict[str, float]:
-    """Seconds of an optimizer step by what they go into; they sum to the step."""
+    """Return seconds of an optimizer step by kind of work. Their sum is the time of the step."""
     one, tokens = memory_estimate.widths(config), step.tokens
     size = sum(outputs * inputs for outputs, inputs in linear.values())
     again = step.recomputed
@@ -223,13 +254,15 @@ def seconds(
 
 
 def copied(step: Step, trained: int, forward: float, backward: float, rate: float) -> float:
-    """Seconds of a pass that computing waits for copies to and from the CPU's memory, and for AdamW there.
+    """Return seconds of a pass that the GPU waits for copies to and from the CPU, and for AdamW on the CPU.
 
-    A layer's copy runs beside the next layer, in both directions; gradients leave beside backward. When the
-    last are there, the CPU steps one tensor while the next one's gradient comes and its own weight goes.
+    The copy of a layer's activations overlaps with the next layer, in both directions. Gradients are copied
+    during backward. Then the CPU updates one tensor while the next gradient arrives and the last weight
+    leaves.
 
     Args:
-        forward: seconds that layers compute; `backward`: and what follows.
+        forward: seconds in which the layers compute their forward pass.
+        backward: seconds of the rest of the pass.
         rate: bytes/s in each direction.
     """
     away, sums = step.leaving / rate, 4 * trained / rate if step.stepped else 0.0
@@ -238,15 +271,17 @@ def copied(step: Step, trained: int, forward: float, backward: float, rate: floa
 
 
 def waited(step: Step, trained: int, busy: float, backward: float, layers: int, link: float) -> float:
-    """Seconds of an optimizer step that computing waits for other GPUs.
+    """Return seconds of an optimizer step that a GPU waits for other GPUs.
 
-    DDP sums adapters' gradients when the last backward is through, but for what fits beside that of a single
-    pass. Gathered layers come while the ones before them run: a wait is what that does not cover, and the
-    first layer of each pass, which nothing covers.
+    DDP's reduction of gradients overlaps with backward only if a step has a single pass. Gathered layers
+    arrive while the layers before them run. The wait is the time that does not overlap, and at least the
+    first layer of each pass.
 
     Args:
-        busy: seconds of a pass; `backward`: of its products in backward.
-        link: bytes/s that leave a GPU.
+        busy: seconds of a pass.
+        backward: seconds of the GEMMs in the backward pass.
+        layers: the number of layers.
+        link: bytes/s that a GPU sends.
     """
     gathers, sums = sharding_cost.sent(step.by, step.processes, step.base, trained, step.passes)
     own = BESIDE * busy * step.passes
@@ -258,8 +293,11 @@ def waited(step: Step, trained: int, busy: float, backward: float, layers: int, 
 
 
 def shared_rows(step: Step, one: Widths) -> float:
-    """Bytes that leave a GPU in a pass where processes share rows: their parts' keys and values go to the
-    others in forward, when layers run again, and in backward, whence their gradients come back."""
+    """Return bytes that a GPU sends in a pass under context parallelism.
+
+    Each process sends its keys and values to the others in forward, in recomputed layers and in backward.
+    Backward also sends their gradients back.
+    """
     others, own = step.by.sharing - 1, 2 * (one.qkv - one.queries) * step.tokens
     return own * others * one.layers * (3 + step.recomputed)
 
@@ -267,37 +305,40 @@ def shared_rows(step: Step, one: Widths) -> float:
 def passes(
     one: Any, kept: Keeps, has: Adapted, step: Step, linear: dict[str, tuple[int, int]]
 ) -> tuple[float, float]:
-    """Bytes that a token moves in a layer beside products and attention, forward and backward.
+    """Return bytes that memory-bound kernels move per token and layer, in forward and in backward.
 
-    Compiled and fused, an 8B Llama's on an H200 (milliseconds of a step, computed and measured): norms, rope
-    and residuals 37 and 37; gated activation 43 and 42 to 50; thin products with rounding 57 and 54.
+    Estimate and measurement for a compiled and fused 8B Llama on an H200, in milliseconds of a step:
+
+    - norms, rope and residuals: 37, measured 37
+    - gated activation: 43, measured 42 to 50
+    - GEMMs with the adapter's rank, with casts to fp8: 57, measured 54
     """
     hidden, wide, qkv = one.hidden, one.intermediate, one.qkv
     inputs = sum(linear[name][1] for name in has.names) / one.layers
     outputs = sum(linear[name][0] for name in has.names) / one.layers
-    outside = qkv + 2 * hidden  # what layers but gate and up put out
+    outside = qkv + 2 * hidden  # outputs of all linear layers but gate and up
     if kept.fused or kept.compiled:
         forward, backward = 24.0 * hidden + 6 * wide, 48.0 * hidden + 16.8 * wide
-        every = 2 * hidden + one.queries + wide  # q, k, v read one input together, gate and up too
+        every = 2 * hidden + one.queries + wide  # q, k and v share one input, as do gate and up
         share = min(1.0, len(has.names) / max(1, len(linear)))
         if has.rank:
             forward += share * (2 * every + 4 * outside)
             backward += share * 4 * every + 2 * outputs
         if step.storage == "fp8":
             forward, backward = forward + 3 * every, backward + 3 * (outside + 2 * wide)
-        forward += 9 * wide * step.rounded  # measured, and by its bytes alone nothing
+        forward += 9 * wide * step.rounded  # int8: measured, as its bytes alone predict no time
         if kept.columns:
             forward, backward = forward + 4 * outside, backward + 8 * outside
-        if not kept.compiled:  # norms, rope and residuals in many passes
+        if not kept.compiled:  # norms, rope and residuals run as many kernels
             forward, backward = forward + 60 * hidden + 16 * qkv, backward + 60 * hidden + 32 * qkv
         return forward + 3 * kept.dropped, backward + 2 * kept.dropped
     forward = 76.0 * hidden + 16 * qkv + 12 * wide
     backward = 116.0 * hidden + 32 * qkv + 24 * wide
     if step.full:
         return 1.3 * forward, 1.3 * backward
-    if not has.rank:  # IA3: products with a vector in fp32
+    if not has.rank:  # IA3 multiplies by a vector in fp32
         return forward + 20 * outputs, backward + 36 * outputs
-    cast = 0 if kept.four_bit or kept.uncast else 1  # inputs to fp32 and back
+    cast = 0 if kept.four_bit or kept.uncast else 1  # inputs are cast to fp32 and back
     forward += (2 + 8 * cast) * inputs + 12 * outputs
     backward += (8 + 12 * cast) * inputs + 12 * outputs
     if kept.columns:
@@ -306,7 +347,12 @@ def passes(
 
 
 def weight_passes(size: int, step: Step, again: float) -> float:
-    """Bytes of passes over the weights themselves: transposed (fp8), dequantised (4 bits), cast (full)."""
+    """Return bytes that kernels move to transpose, dequantize or cast the weights in a pass.
+
+    Args:
+        size: parameters of the linear layers.
+        again: share of the layers that are recomputed.
+    """
     if step.storage == "fp8":
         return 2.0 * size
     if step.storage in ("nf4", "fp4"):

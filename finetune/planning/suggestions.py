@@ -1,4 +1,4 @@
-"""What to change so that a recipe fits or is faster, each change planned anew; and how a plan is printed."""
+"""Suggest changes that make a recipe fit or run faster. Each change is planned again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 SHOWN = 3
-FASTER = 1.02  # times as many tokens/s of the whole run, from which a change is one
+FASTER = 1.02  # factor by which a suggestion must raise the tokens/s of the whole run
 BY_AUTO = "the same numbers, but where it keeps gate and up in int8 (fp8 bases): gradients a hundredth off"
 
 
 class Change(NamedTuple):
-    """Overrides, what they cost beside memory and time, and the plan with them."""
+    """Overrides, their trade-off apart from memory and time, and the plan with them."""
 
     overrides: tuple[str, ...]
     cost: str
@@ -36,8 +36,10 @@ def changes(
     cpu_rate: float | None = None,
     by: Sharding | None = None,
 ) -> list[Change]:
-    """The cheapest changes, three at most: those that make it fit, in the order of the time they take; or if
-    it fits, those that make it faster, the fastest first."""
+    """Return at most three changes that make a recipe fit, or that make it faster if it fits already.
+
+    The fastest change comes first.
+    """
     found, tried = [], set[tuple[str, ...]]()
     for change, cost in candidates(recipe, now):
         if change in tried:
@@ -48,7 +50,7 @@ def changes(
             made = planner.make(changed, now.machine, now.processes, cpu_rate, by)
         except UserError:
             continue  # a run would refuse it
-        taken = made.refused in ("", now.refused)  # what is refused already may still be made to fit
+        taken = made.refused in ("", now.refused)  # data that a run refuses anyway does not rule a change out
         taken &= evaluation_fits(recipe, made) or not evaluation_fits(recipe, now)
         if made.fits and taken and (not now.fits or _faster(now, made)):
             found.append(Change(change, "; ".join((cost, *beside(change, now, made))), made))
@@ -58,7 +60,7 @@ def changes(
 
 
 def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
-    """What else comes with a change: another launch or base by `auto`, other steps, the CPU's memory."""
+    """Yield the side effects of a change, such as another launch, other steps or the use of CPU memory."""
     if made.by.name != now.by.name:
         yield f"{made.by.name or 'one process'} in place of {now.by.name or 'one process'}"
     before, after = (plan.choices["quantization"].value for plan in (now, made))
@@ -73,7 +75,7 @@ def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
 
 
 def evaluation_fits(recipe: Recipe, made: Plan) -> bool:
-    """Whether the validation examples can be scored; also where there are none."""
+    """Return whether evaluation fits in memory. True if the run evaluates nothing."""
     scored = plan_notes.evaluates(recipe.data, recipe.eval)
     return not scored or sum(made.phases["evaluation"].values()) <= made.usable
 
@@ -83,13 +85,13 @@ def _faster(now: Plan, made: Plan) -> bool:
 
 
 def _rate(made: Plan) -> float:
-    """Tokens/s of the run as a whole, what compiling takes at its start included if its steps are known."""
+    """Return tokens/s of the whole run, including compilation if the number of steps is known."""
     steps = (made.steps or 0) * (made.step_seconds or 0.0)
     return (made.tokens_per_second or 0.0) * (steps / made.seconds if made.seconds else 1.0)
 
 
 def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Overrides that may help, each with what it costs beside memory and time."""
+    """Yield overrides that may help, each with its trade-off apart from memory and time."""
     speed, kind, per_device = recipe.speed, recipe.adapter.type, now.batch.per_device
     less: list[tuple[str, str]] = []
     if kind == "full":
@@ -132,14 +134,17 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
 
 
 def _may_split(recipe: Recipe, now: Plan) -> bool:
-    """Whether other numbers of rows at once are worth planning. On a CPU they are for what does not fit:
-    packing and rows apart were measured slower there, not faster (benchmarks/ladder.json: 0.69, 0.53)."""
+    """Return whether other micro-batch sizes are worth a plan.
+
+    On a CPU they only help a recipe that does not fit. They were measured slower there
+    (benchmarks/ladder.json).
+    """
     searched = recipe.train.per_device_train_batch_size == "auto"
     return not searched and (now.machine.device == "cuda" or not now.fits)
 
 
 def _shorter(recipe: Recipe, length: int) -> str:
-    """What a shorter `data.max_length` does to the rows."""
+    """Describe the effect of a shorter `data.max_length` on the rows."""
     data = recipe.data.model_copy(update={"max_length": length})
     rows = dataset_estimate.rows_of(data, recipe.model, 1)
     if rows is None:
@@ -148,7 +153,7 @@ def _shorter(recipe: Recipe, length: int) -> str:
 
 
 def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
-    """Overrides that may make a recipe that fits faster."""
+    """Yield overrides that may make a recipe faster that already fits."""
     speed, per_device = recipe.speed, now.batch.per_device
     if speed.activation_checkpointing != "auto":
         yield "speed.activation_checkpointing=auto", BY_AUTO
