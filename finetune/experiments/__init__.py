@@ -1,1 +1,1 @@
-"""Many runs of one recipe: comparison, ablation and sweep on a shared runner."""
+"""Many runs of one recipe: comparison, ablation and sweep, built on a shared runner."""

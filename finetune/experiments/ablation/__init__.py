@@ -1,4 +1,4 @@
-"""`finetune ablate`: each optimization alone and together."""
+"""`finetune ablate`: measure each optimization alone and in combination."""
 
 from typing import TYPE_CHECKING
 

@@ -1,15 +1,17 @@
-"""Measure each optimization on one recipe, alone and on top of the optimizations that helped:
-`finetune ablate RECIPE --optimizations FILE`.
+"""Measure each optimization of a recipe, alone and on top of the optimizations that helped.
 
-DIR/<kind>/<name>_rank<r>/<recipe>-alone-1    each run, an ordinary run folder (`runner/measured_run.py`)
-                                  -under-1    of what it stands on, where no optimization alone is that
-DIR/<recipe>/ladder.json, .md, .svg, .html    the table and the picture (`ablation_report.py`)
-DIR/<recipe>/best.yaml                        the recipe with what helped
+The command is `finetune ablate RECIPE --optimizations FILE`.
 
-Runs of all variants take turns, in fresh processes. On the stack, each run of an optimization runs beside one
-of the stack. An optimization stays in the stack if its gain exceeds the noise, its losses match the
-baseline's within a band, and the validation examples exclude a cost above the limit. Runs that could change
-only noise are skipped. The headline compares with the user's recipe. The same command resumes.
+DIR/<kind>/<name>_rank<r>/<recipe>-alone-1    each run is an ordinary run folder (`runner/measured_run.py`)
+                         <recipe>-under-1     the setup below the optimization, if no other run measures it
+DIR/<recipe>/ladder.json, .md, .svg, .html    the results (`ablation_report.py`)
+DIR/<recipe>/best.yaml                        the recipe with the optimizations that helped
+
+The runs of all variants are interleaved, in fresh processes. On the stack, each run of an optimization is
+paired with a run of the stack. An optimization stays in the stack under three conditions: its gain exceeds
+the noise, its losses match the baseline's within a band, and the validation examples exclude a cost above the
+limit. Runs that cannot change a verdict are skipped. The headline compares with the user's recipe. The same
+command resumes.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ if TYPE_CHECKING:
     from finetune.experiments.ablation.optimizations import Ladder, Rung
     from finetune.hardware.detection import Hardware
 
-BUSY = 0.05  # noise of a run by the clock
+BUSY = 0.05  # relative noise of wall-clock speed above which the CPU counts as shared
 
 
 class Asked(NamedTuple):
-    """What was asked for."""
+    """The arguments of an ablation."""
 
     path: str
     overrides: list[str]
@@ -53,7 +55,7 @@ class Asked(NamedTuple):
 
 @dataclass
 class Bench:
-    """Where runs are made, and what they measured so far."""
+    """The setup of an ablation and its measurements so far."""
 
     asked: Asked
     ladder: Ladder
@@ -61,27 +63,27 @@ class Bench:
     screen: Console
     rank: str = ""
     held_out: str | None = None
-    """File of a few validation examples; `None`: the recipe names none."""
+    """File with a few validation examples. `None` if the recipe names no validation file."""
     short: list[str] = field(default_factory=list)
-    """Overrides that make a run one of a few steps."""
+    """Overrides that limit a run to a few steps."""
     rows: int | None = None
-    """Of `train.effective_batch_size`, full, that have the baseline's tokens."""
+    """Number of sequences of full length that have the baseline's tokens per step."""
     groups: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Figures of a variant's runs, by `key`."""
+    """Figures of the runs of each variant, by `key`."""
     strange: dict[str, str] = field(default_factory=dict)
-    """Runs that are NOT COMPARABLE, and why."""
+    """Optimizations with runs that are NOT COMPARABLE -> the reason."""
     rate: str = "tokens_per_second"
-    """What gains are of."""
+    """The figure that gains are computed from."""
     latest: str = ""
     """The `key` of the variant that ran last."""
     kept_seconds: float = 0.0
-    """Of runs that were there."""
+    """Total time of the runs that an earlier command finished."""
 
     def of(self, variant: Variant) -> list[dict[str, Any]]:
         return self.groups.get(key(variant), [])
 
     def noise(self, figure: str) -> float | None:
-        """One run's, relative."""
+        """Return the relative standard deviation of one run."""
         whole = [
             [run[figure] for run in group if not run["failed"] and run[figure]]
             for group in self.groups.values()
@@ -94,7 +96,7 @@ class Bench:
         return verdict.Scale(self.ladder.measure, self.rate, noise)
 
     def choose_rate(self) -> None:
-        """A CPU that other work shares is judged by CPU seconds, if these are steadier than the clock."""
+        """Measure by CPU seconds if other work shares the CPU and CPU seconds vary less than the clock."""
         clock, taken = (self.noise(f"tokens_per_{second}") for second in ("second", "cpu_second"))
         if self.machine.device == "cpu" and clock and taken is not None and clock > max(BUSY, taken):
             self.rate = "tokens_per_cpu_second"
@@ -108,15 +110,15 @@ def key(variant: Variant) -> str:
 
 @measured_run.stoppable()
 def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
-    """Measure the optimizations; write table, picture, page and the best recipe.
+    """Measure the optimizations, and write the table, plot, page and best recipe.
 
     Returns:
         The content of ladder.json.
 
     Raises:
-        UserError: a mistake in the recipe or the ablation file; results of another machine or recipe (2);
-            the baseline can't be run (5).
-        Stopped: by a signal; the same command goes on.
+        UserError: the recipe or the ablation file is not valid, or the folder holds results of another
+            machine or recipe (exit 2). The baseline fails (exit 5).
+        Stopped: a signal arrived. The same command resumes.
     """
     if launcher.launched():
         fix = f"finetune ablate {asked.path}"
@@ -154,7 +156,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def check_baseline(asked: Asked, steps: Ladder) -> None:
-    """Check the baseline as `finetune check` does; an error names the place in the ablation file."""
+    """Check the baseline as `finetune check` does. An error names the position in the ablation file."""
     overrides = varied_keys.overrides(steps.baseline.set)
     try:
         for look in (checker.run, choice_checks.setup_of):
@@ -166,7 +168,10 @@ def check_baseline(asked: Asked, steps: Ladder) -> None:
 
 
 def hold(asked: Asked, now: dict[str, str]) -> None:
-    """Refuse a folder whose results are of another recipe (exit 2): files of one name may be of many."""
+    """Raise a UserError if the folder holds results of another recipe (exit 2).
+
+    Two recipes with the same file name use the same folder.
+    """
     place = asked.folder / stem(asked)
     there = (place / "ladder.json").exists()
     began = RunFolder(place).read("ladder.json")["values"] if there else now
@@ -182,7 +187,10 @@ def rank(r: object) -> str:
 
 
 def begin(bench: Bench) -> list[dict[str, Any]]:
-    """A row for each optimization; those that can't be measured here have their reason already."""
+    """Return a result row for each optimization.
+
+    Optimizations that cannot be measured here get their reason.
+    """
     rows = []
     for rung in bench.ladder.rungs:
         row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what, "on": rung.on}
@@ -203,7 +211,7 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
 
 
 def refusal(bench: Bench, variant: Variant) -> str:
-    """Why `finetune check` refuses a variant; the empty string if it does not."""
+    """Return the error of `finetune check` for a variant, or an empty string."""
     try:
         checker.run(load_recipe(bench.asked.path, [*bench.asked.overrides, *variant.overrides]))
     except UserError as error:
@@ -212,7 +220,7 @@ def refusal(bench: Bench, variant: Variant) -> str:
 
 
 def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) -> None:
-    """One more run of a variant, unless it is there."""
+    """Run a variant once more, unless an earlier command finished this run."""
     group = bench.groups.setdefault(key(variant), [])
     number, setup = len(group) + 1, bench.ladder.measure
     place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
@@ -246,10 +254,10 @@ def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
 
 
 def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
-    """The baseline and every optimization on it, taking turns.
+    """Measure the baseline and each optimization on top of it, with interleaved runs.
 
     Raises:
-        UserError: the baseline fails (5), or is of another machine (2).
+        UserError: the baseline fails (exit 5), or was run on another machine (exit 2).
     """
     base = optimizations.baseline(bench.ladder)
     measure(bench, "baseline", "baseline", "baseline", base)
@@ -263,12 +271,13 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
     bench.rows = max(1, round(first["tokens"] / length))
     jobs = [("baseline", "baseline", "baseline", base), ("as_is", "recipe", "alone", Variant(None, {}))]
-    standing = defaultdict[str, list[tuple[str, str]]](list)  # optimizations, by what they stand on
+    # Setup that optimizations build on -> their names and kinds
+    standing = defaultdict[str, list[tuple[str, str]]](list)
     for row in rows:
         if not row["status"]:
             rung = bench.ladder.rung(row["name"])
             under = optimizations.below(bench.ladder, rung, bench.rows)
-            if key(under) not in [key(job[-1]) for job in jobs]:  # no optimization alone is this variant
+            if key(under) not in [key(job[-1]) for job in jobs]:  # no other job measures this setup
                 jobs.append((rung.name, rung.kind, "under", under))
             jobs.append((rung.name, rung.kind, "alone", optimizations.add(under, rung, bench.rows)))
             standing[key(under)].append((rung.name, rung.kind))
@@ -279,7 +288,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
                 number == 1 or any(open_yet(bench, *one) for one in those)
             ):
                 measure(bench, name, kind, stage, variant)
-    if len(bench.of(base)) < 2:  # else nothing would be known of noise
+    if len(bench.of(base)) < 2:  # a single run gives no estimate of noise
         measure(bench, "baseline", "baseline", "baseline", base)
     bench.choose_rate()
     for row in rows:
@@ -291,15 +300,18 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
 
 
 def gate_of(bench: Bench, rung: Rung) -> list[dict[str, Any]]:
-    """Runs whose losses are the measure of an optimization alone: the baseline's, or, where other rows meet
-    in its batches because of an optimization that it stands on, those of what it stands on."""
+    """Return the runs whose losses an optimization alone is compared with.
+
+    They are the baseline's runs. If the optimization builds on others that change the batches, they are the
+    runs of that setup.
+    """
     others = any(one.gate == "held_out" for one in optimizations.stands_on(bench.ladder, rung))
     below = optimizations.below(bench.ladder, rung, bench.rows)
     return bench.of(below if others else optimizations.baseline(bench.ladder))
 
 
 def open_yet(bench: Bench, name: str, kind: str) -> bool:
-    """Whether another run alone, or of what it stands on, could change the verdict on an optimization."""
+    """Return whether another run of the optimization or of its setup could change the verdict."""
     if kind in ("baseline", "recipe"):
         return kind == "baseline"
     rung, scale = bench.ladder.rung(name), bench.scale
@@ -311,10 +323,13 @@ def open_yet(bench: Bench, name: str, kind: str) -> bool:
 
 
 def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]:
-    """Stack the optimizations, less those that don't help; the stack, and the names of what is in it."""
+    """Build the stack from the optimizations that help.
+
+    Return its variant and the names of its optimizations.
+    """
     base = optimizations.baseline(bench.ladder)
     current, kept, last = base, list[str](), ("baseline", "baseline")
-    others = False  # whether other rows meet in the stack's batches than in the baseline's
+    others = False  # whether the stack's batches hold other examples than the baseline's
     for row in rows:
         rung = bench.ladder.rung(row["name"])
         if row["status"] or settled(bench, row, rung, kept):
@@ -324,7 +339,7 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
             row |= {"status": "dropped", "why": "the stack has it already"}
             continue
         runs, before = bench.of(variant), bench.of(current)
-        if not runs or current != base:  # else it stands on the baseline, and took turns with it
+        if not runs or current != base:  # otherwise both are on the baseline, and their runs were interleaved
             runs, before = beside(bench, rung, variant, current, last)
         gate = bench.of(current if others else base)
         found = row["stacked"] = verdict.judge(bench.scale, rung, runs, before, gate, rows)
@@ -336,7 +351,7 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
 
 
 def repeat_recipe(bench: Bench) -> None:
-    """The recipe as it is as often as everything else: the headline is against it."""
+    """Run the user's recipe as often as the other variants, because the headline compares with it."""
     own = Variant(None, {})
     while len(bench.of(own)) < bench.ladder.measure.repeats and not bench.of(own)[-1]["failed"]:
         measure(bench, "as_is", "recipe", "alone", own)
@@ -345,15 +360,19 @@ def repeat_recipe(bench: Bench) -> None:
 def beside(
     bench: Bench, rung: Rung, variant: Variant, current: Variant, last: tuple[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Runs of an optimization on the stack, each beside one of the stack: what drifts meanwhile is in both.
+    """Run an optimization on the stack, each run paired with a run of the stack, so that drift affects both.
 
     Args:
-        last: name and kind of the stack's last optimization, under which its runs lie.
+        last: name and kind of the stack's last optimization, whose folder holds the runs of the stack.
+
+    Returns:
+        The runs with the optimization and the runs without it.
     """
     runs, before = list[dict[str, Any]](), list[dict[str, Any]]()
 
     def stacked() -> None:
-        if runs or bench.latest != key(current) or bench.of(current)[-1]["failed"]:  # else it ran just now
+        # Otherwise the stack ran last, and that run is the pair
+        if runs or bench.latest != key(current) or bench.of(current)[-1]["failed"]:
             measure(bench, *last, "again" if last[0] != "baseline" else "baseline", current)
         before.append(bench.of(current)[-1])
 
@@ -371,11 +390,12 @@ def beside(
 
 
 def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> bool:
-    """Whether what an optimization did alone is reason enough not to stack it."""
+    """Return whether the results alone, or a missing optimization, exclude this one from the stack."""
     found, missing = row["alone"], [name for name in rung.on if name not in kept]
     if rung.name in bench.strange:
         row |= {"status": "NOT COMPARABLE", "why": bench.strange[rung.name]}
-    elif found["verdict"] in ("error", "failed"):  # not if it was slower: on a stack it may gain
+    # An optimization that is slower alone may still gain on the stack
+    elif found["verdict"] in ("error", "failed"):
         row |= {"status": found["verdict"], "why": f"alone: {found['why']}"}
     elif missing:
         row |= {"status": "dropped", "why": f"it stands on {', '.join(missing)}, which the stack has not"}
@@ -383,9 +403,9 @@ def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> b
 
 
 def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> dict[str, Any]:
-    """What of the stack goes into the recipe: what was kept, and that nothing takes the place of what hurt.
+    """Return the values of optimizations that helped, and the baseline's values for those that hurt.
 
-    Where an optimization made no difference, or was not measured, the recipe's own value stays.
+    The recipe's own value stays if an optimization made no difference or was not measured.
     """
     values = {}
     for row in rows:
@@ -400,7 +420,7 @@ def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> d
 def collect(
     bench: Bench, rows: list[dict[str, Any]], variant: Variant, kept: list[str], seconds: float
 ) -> dict[str, Any]:
-    """The content of ladder.json."""
+    """Return the content of ladder.json."""
     base = measured_run.summary(bench.of(optimizations.baseline(bench.ladder)))
     whole = measured_run.summary(bench.of(variant))
     as_is = bench.of(Variant(None, {}))

@@ -1,4 +1,4 @@
-"""What an ablation found: the table on the screen and in markdown, the picture, the page, the best recipe."""
+"""Report an ablation: terminal table, markdown, plot, HTML page and best recipe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 PAGE = Path(__file__).with_name("ablation.html.jinja")
-LAUNCH = "launch.yaml"  # beside best.yaml
+LAUNCH = "launch.yaml"  # next to best.yaml
 NOTES = (
     "Alone: the speed of one optimization divided by the speed of the baseline, or of the optimizations "
     "that it builds on. Stacked: its speed divided by the speed of the stack before it, from runs that "
@@ -43,7 +43,7 @@ def header(found: dict[str, Any]) -> list[str]:
 
 
 def cells(found: dict[str, Any]) -> list[list[str]]:
-    """Rows of the table: the baseline, the optimizations that ran, the whole stack, the recipe as it is."""
+    """Return the table: the baseline, the measured optimizations, the whole stack, and the user's recipe."""
     rate, base = found["rate"], found["baseline"]
     rows = [["baseline", "1.00", f"{base[rate]:,.0f}", "", "", *_rest(base), ""]]
     for row in found["rungs"]:
@@ -78,19 +78,19 @@ def _rest(found: dict[str, Any]) -> list[str]:
 
 
 def _cost(found: dict[str, Any]) -> str:
-    """How much higher the validation loss is than the baseline's; an older version has no interval."""
+    """Return the increase of the validation loss over the baseline. Older results have no interval."""
     if "loss_cost" in found:
         return described_cost(found["loss_cost"])
     return f"{found['worse_held_out']:+.1%}" if "worse_held_out" in found else "-"
 
 
 def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Every optimization with its status and the reason."""
+    """Return every optimization with its status and the reason."""
     return [(row["name"], row["status"], row["why"]) for row in found["rungs"]]
 
 
 def headline(found: dict[str, Any]) -> str:
-    """The result of the whole ablation in a sentence."""
+    """Summarize the result of the ablation in one sentence."""
     stack, base, rate, own = found["stack"], found["baseline"], found["rate"], found["as_is"]
     rungs, unit = " + ".join(stack["rungs"]) or "nothing", measured_run.UNITS[rate]
     plain = f"{found['speedup']:.2f} times those of a plain loop"
@@ -108,7 +108,7 @@ def headline(found: dict[str, Any]) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """ladder.md."""
+    """Return the content of ladder.md."""
     units = {**measured_run.UNITS, "memory_gib": "memory"}
     known = {units[figure]: noise for figure, noise in found["noise"].items() if noise is not None}
     noise = ", ".join(f"{value:.1%} of {unit}" for unit, value in known.items()) or "not known"
@@ -127,7 +127,7 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Each optimization's gain alone, and the stack as it grows, both in times the baseline's tokens/s."""
+    """Plot the gain of each optimization alone, and the growing stack, relative to the baseline's speed."""
     rate = found["rate"]
     base = found["baseline"][rate]
     bars = [plots.Bar("baseline", [1.0, 1.0], [0.0, 0.0])]
@@ -144,7 +144,7 @@ def picture(found: dict[str, Any]) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """One self-contained HTML file."""
+    """Return one self-contained HTML page."""
     stack, base, rate = found["stack"], found["as_is"] or found["baseline"], found["rate"]
     figures = [
         ("times your recipe" if found["as_is"] else "times a plain loop", f"{stack[rate] / base[rate]:.2f}"),
@@ -170,7 +170,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def write(place: Path, found: dict[str, Any], machine: Hardware) -> None:
-    """ladder.md, ladder.svg and ladder.html beside ladder.json; best.yaml's launch, if it has one."""
+    """Write ladder.md, ladder.svg and ladder.html, and launch.yaml if best.yaml needs it."""
     safe_files.remove(place, LAUNCH)
     if launched := launch_config(found, machine):
         safe_files.write_text(place, LAUNCH, launched)
@@ -179,8 +179,11 @@ def write(place: Path, found: dict[str, Any], machine: Hardware) -> None:
 
 
 def launch_config(found: dict[str, Any], machine: Hardware) -> str:
-    """An accelerate config with the precision of the best recipe, which no recipe holds; empty where it is
-    what a plain `finetune train` has."""
+    """Return an Accelerate config with the precision that was measured.
+
+    A recipe does not hold the precision. The string is empty if a plain `finetune train` uses the same
+    precision.
+    """
     precision = found["stack"]["mixed_precision"]
     if not precision or precision == mixed_precision.default_precision(machine).value:
         return ""
@@ -199,7 +202,7 @@ def show(screen: Console, found: dict[str, Any], place: Path) -> None:
 
 
 def best(recipe: Recipe, found: dict[str, Any]) -> str:
-    """The recipe with what helped, each value with where it came from. It loads as a recipe."""
+    """Return the recipe with the optimizations that helped. A comment gives the source of each value."""
     chosen = dict[str, tuple[Any, str]]()
     for key, why in found["sources"].items():
         section, _, name = key.partition(".")

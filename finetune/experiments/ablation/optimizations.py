@@ -1,7 +1,7 @@
-"""The optimizations as data: `recipes/ablation.yaml`. What each one sets, needs and costs.
+"""Read the optimizations from `recipes/ablation.yaml`: what each one sets, needs and costs.
 
-`measure:` how runs are made and judged; `baseline:` what the recipe runs without every optimization; `rungs:`
-the optimizations, in the order in which they are stacked.
+`measure:` says how runs are made and judged. `baseline:` holds the settings with all optimizations off.
+`rungs:` lists the optimizations in the order in which they are stacked.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     from finetune.hardware.detection import Hardware
 
-OURS = "default"  # a value that removes the baseline's: what the recipe, `auto` or `measure` says holds again
+# A value that removes the baseline's value, so that the value of the recipe, `auto` or `measure` applies
+OURS = "default"
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
-MEASURED = {  # and those by which an ablation measures
+MEASURED = {  # keys that the ablation itself sets, besides varied_keys.FIXED
     "data.name": "runs are of the same rows",
     "train.max_steps": "all runs have measure.steps",
     "train.num_train_epochs": "all runs have measure.steps",
@@ -35,55 +36,57 @@ MEASURED = {  # and those by which an ablation measures
     "train.save_strategy": "no run saves checkpoints",
     "train.report_to": "no run reports",
 }
-TAKEN = ("baseline", "aside", "recipe")  # folders of results that are no optimization's
+TAKEN = ("baseline", "aside", "recipe")  # result folders that do not belong to an optimization
 
 
 class Measure(Section):
-    """How runs are made and judged."""
+    """How the ablation makes runs and judges them."""
 
     steps: int = Field(default=20, ge=2)
     """Optimizer steps of each run."""
     warm_up: int = Field(default=2, ge=1)
-    """First steps that do not count."""
+    """First steps, which do not count."""
     repeats: int = Field(default=2, ge=1)
-    """Runs of each variant, interleaved with those of the others."""
+    """Runs of each variant, interleaved with those of the other variants."""
     min_gain: float = Field(default=0.01, ge=0)
-    """A smaller gain is none, however quiet the machine."""
+    """Smallest relative gain that counts, even if the noise is lower."""
     loss_band: float = Field(default=0.02, gt=0)
-    """How far a curve may be from the baseline's: mean distance over mean loss."""
+    """Largest distance of a loss curve from the baseline's: mean distance divided by mean loss."""
     held_out_band: float = Field(default=0.01, gt=0)
-    """How much worse the validation loss may be, relative. An optimization is kept only if the 95 % interval
-    of its cost stays below."""
+    """Largest relative increase of the validation loss.
+
+    An optimization is kept only if the 95 % interval of its cost stays below this value.
+    """
     held_out_rows: int = Field(default=200, ge=0)
-    """Examples of `data.validation` that the first run of a variant is evaluated on."""
+    """Examples of `data.validation` on which the first run of a variant is evaluated."""
     validation_fraction: float | None = Field(default=None, gt=0, lt=1)
-    """Without `data.validation`: the share of the examples that a variant's first run is evaluated on."""
+    """Share of the examples for evaluating the first run of a variant, if `data.validation` is not set."""
     accelerate: str | None = None
-    """An accelerate config that runs are launched with: a file, or the name of a shipped one."""
+    """Accelerate config for the runs: a file, or the name of a shipped config."""
 
 
 class Needs(Section):
-    """What the machine must have."""
+    """Requirements on the machine."""
 
     device: Literal["cpu", "cuda"] | None = None
     capability: float | None = None
-    """Of a GPU: 8.9 is Ada."""
+    """Minimum compute capability of the GPU, such as 8.9 for Ada."""
     instructions: list[str] = Field(default_factory=list)
-    """Of a CPU, any of these, as torch.cpu.get_capabilities() names them."""
+    """CPU features, named as in torch.cpu.get_capabilities(). The CPU needs one of them."""
     package: str | None = None
     why: str = ""
-    """Said after what is missing."""
+    """Explanation that follows the missing requirement."""
 
 
 class Gpu(Section):
-    """Rows of benchmarks/gpu.json between which this optimization is the only difference."""
+    """Two rows of benchmarks/gpu.json that differ only in this optimization."""
 
     on: str
     off: str
 
 
 class Full(Section):
-    """What of an optimization is otherwise where every weight trains (`adapter.type: full`)."""
+    """Values of an optimization that differ for full fine-tuning (`adapter.type: full`)."""
 
     what: str = ""
     cost: str = ""
@@ -97,39 +100,41 @@ class Full(Section):
 class Rung(Section):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     kind: str = Field(pattern=r"^[a-z]+$")
-    """The folder of its runs: DIR/<kind>/<name>_rank<r>."""
+    """Folder of its runs: DIR/<kind>/<name>_rank<r>."""
     what: str
-    """What it does, in a sentence."""
+    """What the optimization does, in one sentence."""
     cost: str = ""
     off: str = ""
     """How to switch it off."""
     source: str = ""
     set: dict[str, Any] = Field(default_factory=dict)
-    """Recipe keys; `default`: what the baseline set is taken away."""
+    """Recipe keys. `default` removes the baseline's value."""
     mixed_precision: PRECISION | None = None
-    """The launch's."""
+    """Mixed precision of the launch."""
     accelerate: str | None = None
-    """The launch's config; `default`: that of `measure`."""
+    """Accelerate config of the launch. `default` means the config of `measure`."""
     same_tokens: bool = False
-    """The batch sizes become what gives a step the baseline's tokens in full rows."""
+    """Set the batch size so that a step of full sequences has the baseline's number of tokens."""
     on: list[str] = Field(default_factory=list)
-    """Optimizations it stands on: alone it is measured against these."""
+    """Optimizations that it builds on. It is first measured on top of these."""
     needs: Needs = Needs()
     gain: Literal["speed", "memory"] = "speed"
-    """What it is for; one for memory is kept if the peak falls and tokens/s do not, beyond noise."""
+    """The purpose.
+
+    An optimization for memory is kept if it lowers the peak without lowering tokens/s beyond noise.
+    """
     gate: Literal["curve", "held_out"] = "curve"
-    """What is held against the baseline: losses step by step, or, where other rows meet in a batch, the
-    validation loss."""
+    """What to compare with the baseline: losses step by step, or validation losses if batches differ."""
     noop: str = ""
-    """Why it changes nothing today, or can't be had: named, not measured."""
+    """Why it changes nothing today or is not available. It is listed but not measured."""
     elsewhere: str = ""
-    """Why it is not measured here though there is a switch, and where it is measured."""
+    """Why it is not measured here although a switch exists, and where it is measured."""
     full: Full | None = None
     gpu: Gpu | None = None
 
     @property
     def unmeasured(self) -> tuple[str, str]:
-        """As what it is named rather than measured, and why; empty: it is measured."""
+        """Status and reason if the optimization is listed but not measured, else two empty strings."""
         named = (("no-op", self.noop), ("elsewhere", self.elsewhere))
         return next((one for one in named if one[1]), ("", ""))
 
@@ -147,7 +152,7 @@ class Ladder(Section):
     _where: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 
     def place(self, *path: str) -> str:
-        """Where in the file something stands."""
+        """Return the position of an entry in the file."""
         return recipe_errors.place_of(path, self._where)
 
     def rung(self, name: str) -> Rung:
@@ -155,13 +160,13 @@ class Ladder(Section):
 
 
 class Variant(NamedTuple):
-    """A recipe with some optimizations."""
+    """A set of values on top of the recipe: the baseline and some optimizations."""
 
     mixed_precision: str | None
     values: dict[str, Any]
-    """By dotted key."""
+    """Values by dotted key."""
     accelerate: str | None = None
-    """`None`: the config of `measure`, if it has one."""
+    """`None` means the config of `measure`, if it has one."""
 
     @property
     def overrides(self) -> list[str]:
@@ -172,7 +177,7 @@ def read(path: Path) -> Ladder:
     """Read an ablation file.
 
     Raises:
-        UserError: it can't be read, or what is wrong in it, with its place (exit 2).
+        UserError: the file cannot be read or has errors. Each error names its position (exit 2).
     """
     try:
         text = strict_yaml.text_of(path, "the ablation file")
@@ -197,7 +202,7 @@ def read(path: Path) -> Ladder:
 
 
 def _known_keys(rungs: Any) -> dict[str, frozenset[str]]:
-    """An ablation file's own keys, by where they stand."""
+    """Return the keys that an ablation file can have, by their section."""
     kinds: dict[str, type[Section]] = {"measure": Measure, "baseline": Baseline, "rungs": Rung}
     for index in range(len(rungs) if isinstance(rungs, list) else 0):
         here = f"rungs.{index}"
@@ -215,7 +220,7 @@ def _measure_problems(ladder: Ladder) -> list[Problem]:
 
 
 def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
-    """Every recipe's key under `set`, its value, and where it stands."""
+    """Return each recipe key under `set`, its value and its position in the file."""
     places: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("baseline", "set"), ladder.baseline.set)]
     for index, rung in enumerate(ladder.rungs):
         places.append((("rungs", str(index), "set"), rung.set))
@@ -226,7 +231,7 @@ def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
 
 
 def _set_problems(ladder: Ladder) -> list[Problem]:
-    """Keys under `set` that no recipe has, or that all runs have in common."""
+    """Return the problems of keys under `set` that no recipe has, or that must be equal in all runs."""
     problems = list(filter(None, (varied_keys.key_problem(*each) for each in _sets(ladder))))
     for key, _, at in _sets(ladder):
         if why := varied_keys.FIXED.get(key.partition(".")[0]) or {
@@ -238,11 +243,13 @@ def _set_problems(ladder: Ladder) -> list[Problem]:
 
 
 def check_values(ladder: Ladder, kind: str) -> None:
-    """Refuse values that no recipe of an adapter type can have, whatever else it says; what only does not go
-    with the rest of a recipe is said of its optimization.
+    """Check the values that the optimizations set, for one adapter type.
+
+    A value that only conflicts with the rest of a recipe is not an error here. It becomes the status of its
+    optimization.
 
     Raises:
-        UserError: all of them, each with its place in the ablation file (exit 2).
+        UserError: no recipe of this type can have a value. Each error names its position (exit 2).
     """
     found, models = list[Problem](), build.sections(kind)
     for key, value, at in _sets(ladder):
@@ -261,7 +268,7 @@ def check_values(ladder: Ladder, kind: str) -> None:
 
 
 def _order_problems(ladder: Ladder) -> list[Problem]:
-    """Names that are taken, and optimizations that stand on no earlier one."""
+    """Return the problems of duplicate names, reserved names, and `on` without an earlier optimization."""
     known, problems = set[str](), list[Problem]()
     for index, rung in enumerate(ladder.rungs):
         here = ("rungs", str(index))
@@ -282,7 +289,10 @@ def _order_problems(ladder: Ladder) -> list[Problem]:
 
 
 def of_type(ladder: Ladder, kind: str) -> Ladder:
-    """The optimizations for recipes of an adapter type: under `full`, each with what its `full` says."""
+    """Return the optimizations for an adapter type.
+
+    For `full`, the values under `full` replace the others.
+    """
     if kind != "full":
         return ladder
     rungs = []
@@ -294,14 +304,18 @@ def of_type(ladder: Ladder, kind: str) -> Ladder:
 
 
 def baseline(ladder: Ladder) -> Variant:
-    """Everything off."""
+    """Return the variant with all optimizations off."""
     one = ladder.baseline
     return Variant(one.mixed_precision, dict(one.set), one.accelerate)
 
 
 def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
-    """A variant with one more optimization. `rows` of a step are for one with `same_tokens`; what the recipe
-    has in a forward pass may not divide them."""
+    """Return a variant with one more optimization.
+
+    Args:
+        rows: number of sequences per step for `same_tokens`. The micro-batch size of the recipe need not
+            divide it.
+    """
     same = dict(zip(BATCH, (rows, None), strict=True)) if rung.same_tokens and rows else {}
     values = {**variant.values, **same, **rung.set}
     values = {key: value for key, value in values.items() if value != OURS}
@@ -311,18 +325,22 @@ def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
 
 
 def configs(ladder: Ladder) -> list[str]:
-    """The accelerate configs that a ladder names."""
+    """Return the Accelerate configs that the file names."""
     named = [ladder.measure.accelerate, ladder.baseline.accelerate, *(one.accelerate for one in ladder.rungs)]
     return [one for one in dict.fromkeys(named) if one and one != OURS]
 
 
 def keys(rung: Rung) -> list[str]:
-    """All that an optimization sets."""
+    """Return all recipe keys that an optimization sets."""
     return [*rung.set, *(BATCH if rung.same_tokens else ())]
 
 
 def below(ladder: Ladder, rung: Rung, rows: int | None = None) -> Variant:
-    """What an optimization is measured against: the baseline with those it stands on; rows: see `add`."""
+    """Return the variant that an optimization is compared with: the baseline and what it builds on.
+
+    Args:
+        rows: see `add`.
+    """
     variant = baseline(ladder)
     for one in stands_on(ladder, rung):
         variant = add(variant, one, rows)
@@ -330,15 +348,15 @@ def below(ladder: Ladder, rung: Rung, rows: int | None = None) -> Variant:
 
 
 def stands_on(ladder: Ladder, rung: Rung) -> list[Rung]:
-    """The optimizations that one stands on, and those that these do."""
+    """Return the optimizations that one builds on, directly or indirectly."""
     names = set(rung.on)
-    for one in reversed(ladder.rungs):  # it stands on earlier ones alone
+    for one in reversed(ladder.rungs):  # an optimization builds only on earlier ones
         names |= set(one.on) if one.name in names else set()
     return [one for one in ladder.rungs if one.name in names]
 
 
 def missing(needs: Needs, machine: Hardware) -> str:
-    """What the machine lacks for an optimization; the empty string if nothing."""
+    """Return the requirement that the machine does not meet, or an empty string."""
     found, (major, minor) = "", machine.capability
     if needs.device == "cuda" and machine.device == "cpu":
         found = "no GPU here"

@@ -1,4 +1,4 @@
-"""Decide whether to keep an optimization. Compare its runs with the runs that took turns with them."""
+"""Decide whether to keep an optimization, by comparing its runs with the interleaved runs without it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ if TYPE_CHECKING:
 
     Runs = list[dict[str, Any]]  # figures, by `measured_run.figures`
 
-CLEAR = 0.2  # faster or slower by this, and by four times the noise, is no chance: one run says it
+# A relative difference in speed of this size, and of four times the noise, is clear after one run
+CLEAR = 0.2
 
 
 class Scale(NamedTuple):
-    """What gains are of, and what noise explains of them."""
+    """The figure that gains are computed from, and its noise."""
 
     limits: Measure
     rate: str
     noise: dict[str, float | None]
-    """One run's, relative, of each figure; `None`: not known."""
+    """Relative standard deviation of one run, by figure. `None` if not known."""
 
     def sure(self, figure: str, runs: Runs, before: Runs) -> float:
-        """The least change of a figure that is one: twice its standard error."""
+        """Return the smallest significant relative change of a figure: twice its standard error."""
         noise, least = self.noise[figure], self.limits.min_gain
         if noise is None:
             return least
@@ -36,7 +37,7 @@ class Scale(NamedTuple):
 
 
 def clear(scale: Scale, one: dict[str, Any], beside: dict[str, Any]) -> bool:
-    """Whether two runs differ so much in speed that no second pair of runs is needed."""
+    """Return whether two runs differ so much in speed that a second pair of runs is not needed."""
     apart = []
     for rate in measured_run.UNITS:
         if one[rate] and beside[rate]:
@@ -47,7 +48,7 @@ def clear(scale: Scale, one: dict[str, Any], beside: dict[str, Any]) -> bool:
 
 
 def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) -> bool:
-    """Whether a run needs less memory, or is faster, than the run that it is compared with."""
+    """Return whether a run needs less memory, or is faster, than the run it is compared with."""
     if rung.gain == "memory":
         return one["memory_gib"] < beside["memory_gib"]
     return one[scale.rate] > beside[scale.rate]
@@ -56,13 +57,13 @@ def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) 
 def judge(
     scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs, rows: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The gain of an optimization over the setup without it, whether its losses hold, and the verdict.
+    """Return the gain of an optimization, whether its losses match, and the verdict.
 
     Args:
-        before: runs without the optimization, which took turns with `runs`.
-        gate: whose losses are the measure.
-        rows: all optimizations. An optimization without a gain or a cost stays if another one builds on it
-            that was faster alone than the whole stack: without the first, the second has no place.
+        before: interleaved runs without the optimization.
+        gate: the runs whose losses are the reference.
+        rows: all optimizations. An optimization without gain and cost stays if another one builds on it that
+            was faster alone than the whole stack. Otherwise that one could not be stacked.
     """
     failed = next((run["failed"] for run in [*runs, *before] if run["failed"]), "")
     if failed:
@@ -77,7 +78,8 @@ def judge(
     said = f"{ratio - 1:+.1%} {measured_run.UNITS[scale.rate]} (noise {sure:.1%})"
     said += f", validation loss {described_cost(found['loss_cost'])}" if "loss_cost" in found else ""
     if rung.gain == "memory":
-        helps = memory < 1 - less and 1 - ratio <= min(sure, 1 - memory)  # it may not lose more than it saves
+        # The time lost must not exceed the memory saved
+        helps = memory < 1 - less and 1 - ratio <= min(sure, 1 - memory)
         why = f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}"
         return found | {"verdict": "kept" if helps else "dropped", "why": why}
     if ratio > 1 + sure:
@@ -91,15 +93,15 @@ def judge(
 
 
 def _rate(scale: Scale, row: dict[str, Any]) -> float:
-    """What an optimization made alone; 0: it was not measured, or is not to be had."""
+    """Return the speed of an optimization alone, or 0 if it was not measured or failed."""
     alone = row.get("alone", {"verdict": "error"})
     return 0.0 if alone["verdict"] in ("error", "failed") else alone[scale.rate]
 
 
 def loss_cost(runs: Runs, gate: Runs) -> dict[str, float] | None:
-    """The relative increase of the validation loss over the loss of `gate`, with its 95 % interval.
+    """Return the relative increase of the validation loss over the loss of `gate`, with its 95 % interval.
 
-    `None`: the two sides were not evaluated on the same examples.
+    Return `None` if the two sides were not evaluated on the same examples.
     """
     base, own = (next(filter(None, (run.get("examples") for run in group)), None) for group in (gate, runs))
     if not base or not own or any(base[key] != own[key] for key in ("group", "tokens")):
@@ -113,7 +115,7 @@ def loss_cost(runs: Runs, gate: Runs) -> dict[str, float] | None:
 
 
 def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str, Any]) -> str:
-    """Why the loss gate is not passed; the empty string if it is. Leaves what was measured in `found`."""
+    """Return why an optimization fails the loss gate, or an empty string. Add the measurements to `found`."""
     base, cost = measured_run.summary(gate), loss_cost(runs, gate)
     if cost:
         found["loss_cost"] = cost
@@ -146,5 +148,5 @@ def _too_costly(cost: dict[str, float], band: float) -> str:
 
 
 def described_cost(cost: dict[str, float]) -> str:
-    """`+0.3% (-0.1% to +0.7%)`."""
+    """Format a cost as `+0.3% (-0.1% to +0.7%)`."""
     return f"{cost['value']:+.1%} ({cost['low']:+.1%} to {cost['high']:+.1%})"

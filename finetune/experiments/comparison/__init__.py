@@ -1,4 +1,4 @@
-"""`finetune compare`: adapter types against each other, or two runs against each other."""
+"""`finetune compare`: compare adapter types, or two runs."""
 
 from typing import TYPE_CHECKING
 

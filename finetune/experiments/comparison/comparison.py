@@ -1,19 +1,20 @@
-"""Adapter types against each other, on the same data, with the same seeds and steps or time:
-`finetune compare RECIPE --adapters lora,dora`.
+"""Compare adapter types on the same data, with the same seeds and the same steps or time.
 
-DIR/<type>-seed<N>/   each run, an ordinary run folder
-DIR/compare.json, compare.md, compare.svg    the table and the picture (`comparison_report.py`)
-DIR/best.yaml       the recipe that won
-DIR/aside/            what stood in a run's place: unfinished, or of another recipe
+The command is `finetune compare RECIPE --adapters lora,dora`.
 
-Started again, it goes on: a finished run of the same recipe on the same data is kept.
+DIR/<type>-seed<N>/                          each run is an ordinary run folder
+DIR/compare.json, compare.md, compare.svg    the results (`comparison_report.py`)
+DIR/best.yaml                                the recipe of the winner
+DIR/aside/                                   replaced folders: unfinished runs, or runs of another recipe
 
-A run that fails is a row of the table, and the next one is made. With several processes only
-if all of them say the same of it: otherwise some may wait for others in the middle of training, and the
-comparison ends.
+The same command resumes. It keeps finished runs of the same recipe on the same data.
 
-Each run reads the base again, which costs little: 8 billion parameters whose file is in the page cache take
-3.3 s onto an H100. A copy of a model in host memory takes 2.5 s there, and 13 s and 16 GB to keep.
+If a run fails, the table shows the failure and the next run starts. With several processes this requires that
+all processes report the same error. Otherwise some processes can wait for others in the middle of training,
+so the comparison ends.
+
+Each run loads the base model again, because that is fast: 8 billion parameters from the page cache take 3.3 s
+to an H100. A copy in host memory would save only 0.8 s per run, and takes 13 s and 16 GB to create.
 """
 
 from __future__ import annotations
@@ -51,26 +52,27 @@ from finetune.training import pipeline
 if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
-PILOT_STEPS, PILOT_TIMED = 8, 5  # steps of the short run that times a type, and how many of its last count
+# Steps of the short run that times a type, and the number of last steps that count
+PILOT_STEPS, PILOT_TIMED = 8, 5
 NO_EVALUATION = [
     "data.validation=null",
     "data.validation_fraction=null",
     "eval.tasks=[]",
     "eval.forgetting=false",
 ]
-FEWEST_STEPS = 10  # of a run within a budget: fewer say nothing
+FEWEST_STEPS = 10  # minimum for a run within a budget, because fewer steps show nothing
 
 
 class Asked(NamedTuple):
-    """What a comparison was asked for."""
+    """The arguments of a comparison."""
 
     path: str
     overrides: list[str]
     adapters: list[str]
-    """`type` or `type@learning_rate`."""
+    """Adapter types, each as `type` or `type@learning_rate`."""
     seeds: int
     budget: float | None
-    """Seconds for all of it."""
+    """Seconds for the whole comparison."""
     folder: Path
 
 
@@ -78,7 +80,7 @@ class Entrant(NamedTuple):
     type: str
     rate: float
     why: str
-    """Where the learning rate is from."""
+    """Source of the learning rate."""
 
 
 class Job(NamedTuple):
@@ -89,7 +91,7 @@ class Job(NamedTuple):
     recipe: Recipe
     folder: RunFolder
     identity: str
-    """Hash of the recipe and its data; a finished run with the same one is kept."""
+    """Hash of the recipe and its data. A finished run with the same hash is kept."""
 
     @property
     def name(self) -> str:
@@ -97,14 +99,14 @@ class Job(NamedTuple):
 
 
 def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
-    """Train and evaluate each type with each seed; write the table, the picture and the winner's recipe.
+    """Train and evaluate each type with each seed, and write the table, the plot and the winner's recipe.
 
     Returns:
         The content of compare.json.
 
     Raises:
-        UserError: what is wrong with any of the recipes, before anything is trained; no run finished, or one
-            failed on some processes only (5).
+        UserError: a recipe is not valid, found before training starts (exit 2). No run finished, or a run
+            failed on some processes only (exit 5).
     """
     jobs = plan(asked)
     kept_runs.make_folder(asked.folder, "compare")
@@ -144,13 +146,13 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def plan(asked: Asked, steps: dict[str, int] | None = None) -> list[Job]:
-    """The runs, seed by seed, so that a comparison that was stopped early is still one.
+    """Return the runs, ordered by seed, so that a comparison that is stopped early is still balanced.
 
     Args:
-        steps: optimizer steps of each type, in place of the recipe's.
+        steps: optimizer steps of each type, which replace the recipe's.
 
     Raises:
-        UserError: all that is wrong with any of them.
+        UserError: all problems of all recipes.
     """
     own = load_recipe(asked.path, asked.overrides)
     data = sorted(set(source_loading.fingerprints(own.data).values()))
@@ -176,10 +178,10 @@ def plan(asked: Asked, steps: dict[str, int] | None = None) -> list[Job]:
 
 
 def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
-    """The types and their learning rates.
+    """Return the types and their learning rates.
 
-    The recipe's rate suits its own type. Another type gets the rate at the same place in its own usual range:
-    as far up, on a log scale, as the recipe's is in that of the recipe's type.
+    The recipe's learning rate suits its own type. Another type gets the rate at the same relative position on
+    a log scale in its own usual range.
     """
     types = adapter_types.all_types()
     offered = [name for name, kind in types.items() if not kind.refused]
@@ -211,7 +213,7 @@ def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
 
 
 def setting(entrant: Entrant, seed: int, folder: Path) -> list[str]:
-    """The overrides that make a recipe this run's."""
+    """Return the overrides that turn the recipe into this run's recipe."""
     return [
         f"adapter.type={entrant.type}",
         f"train.learning_rate={entrant.rate!r}",
@@ -221,14 +223,14 @@ def setting(entrant: Entrant, seed: int, folder: Path) -> list[str]:
 
 
 def limit(own: Recipe, steps: int) -> list[str]:
-    """Overrides for a run of so many steps: the whole schedule, with a warm-up of a tenth at most."""
+    """Return overrides for a number of steps. The whole schedule fits, and the warm-up is at most a tenth."""
     warm_up = own.train.passed_on().get("warmup_steps") or 0
     capped = [f"train.warmup_steps={steps // 10}"] if warm_up > max(1, steps // 10) else []
     return [f"train.max_steps={steps}", *capped]
 
 
 def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
-    """What will be run, and what is to be known of it."""
+    """Show the planned runs and the notes on them."""
     first = [job for job in jobs if job.seed == jobs[0].seed]
     rows = [(job.entrant.type, f"{job.entrant.rate:g}", job.entrant.why) for job in first]
     screen.table(f"{len(jobs)} runs in {asked.folder}", ("type", "learning rate", "from"), rows)
@@ -243,7 +245,7 @@ def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
 
 
 def make_way(job: Job, screen: Console, head: str) -> bool:
-    """Whether the run is still to be made; what stands in its place and is not it goes aside."""
+    """Return whether the run is still needed. Move any other content of its folder to aside/."""
 
     def cleared() -> bool:
         moved = kept_runs.clear_place(job.folder, MARK, job.identity)
@@ -257,16 +259,16 @@ def make_way(job: Job, screen: Console, head: str) -> bool:
 
 
 def run_one(job: Job) -> str:
-    """Train and evaluate; why it failed, or the empty string.
+    """Train and evaluate. Return the reason if it fails, else an empty string.
 
     Raises:
-        UserError: it failed, and not on all processes in the same way (exit 5).
+        UserError: the run failed differently on different processes (exit 5).
     """
     before, started = clear_memory(), time.monotonic()
     try:
         with scoring.memory_errors():
             pipeline.run(job.recipe, quiet=True)
-    except Exception as error:  # a library's, or a bug of ours: the other runs are worth having all the same
+    except Exception as error:  # an error in a library or in finetune must not lose the other runs
         reason = why(error)
         if not collectives.shared(kind(error)):
             who = f"process {PartialState().process_index}"
@@ -283,14 +285,14 @@ def run_one(job: Job) -> str:
 
 
 def kind(error: Exception) -> str:
-    """What an error has in common with the same one of another process, whose GPU holds other numbers."""
+    """Return the part of an error that all processes share. Messages can contain values of one GPU."""
     if isinstance(error, UserError):
         return in_one_line(error)
     return type(error).__name__
 
 
 def why(error: Exception) -> str:
-    """An error in one line."""
+    """Return an error in one line."""
     if isinstance(error, UserError):
         return in_one_line(error, found=True)
     return f"{type(error).__name__}: {first_line(error)}"
@@ -306,7 +308,7 @@ def clear(place: Path) -> None:
 
 
 def clear_memory() -> float:
-    """Free what earlier runs left, and count peaks anew; returns what this process still holds, GiB."""
+    """Free the memory of earlier runs and reset peak statistics. Return the memory of this process in GiB."""
     clear_device_cache(garbage_collection=True)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -317,14 +319,14 @@ def clear_memory() -> float:
 
 
 def within(budget: float, jobs: list[Job], asked: Asked, screen: Console) -> tuple[list[Job], dict[str, str]]:
-    """The runs with as many steps as fit into equal shares of the budget, and why runs can't be made."""
+    """Return the runs with the steps that fit into equal shares of the budget, and the failed runs."""
     place = RunFolder(asked.folder)
     question = {"budget_seconds": budget, "runs": [job.identity for job in jobs]}
     kept = asked.folder / "budget.json"
     known = collectives.from_main(lambda: place.read(kept.name) if kept.exists() else {})
     if any(known.get(key) != value for key, value in question.items()):
         known = {}
-    if not known or known["failed"]:  # what made a type fail may be gone
+    if not known or known["failed"]:  # a type that failed before may work now
         known = question | measure(budget, jobs, asked, screen, known)
         if PartialState().is_main_process:
             place.write("budget.json", known)
@@ -338,14 +340,16 @@ def within(budget: float, jobs: list[Job], asked: Asked, screen: Console) -> tup
 def measure(
     budget: float, jobs: list[Job], asked: Asked, screen: Console, known: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Steps of each type, from a few of its steps; what a run takes besides is taken from the first such run.
+    """Time each type with a short run, and return the steps that fit.
+
+    The first short run also measures the time outside of steps.
 
     Args:
-        known: what was found before. Types that failed then are timed anew, and have the others' time: the
-            steps of those stay, and their runs.
+        known: results of an earlier measurement. Types that failed then are timed again, with the same time
+            as the other types. The other types keep their steps and their runs.
 
     Raises:
-        UserError: there is no time for FEWEST_STEPS of each type (exit 2).
+        UserError: the budget is too short for FEWEST_STEPS of each type (exit 2).
     """
     started, known, failed = time.monotonic(), known or {}, {}
     kept, seconds = known.get("steps", {}), dict(known.get("step_seconds", {}))

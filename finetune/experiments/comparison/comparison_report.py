@@ -1,4 +1,4 @@
-"""What a comparison found, read from its run folders: a row for each type, the winner, the picture."""
+"""Report a comparison from its run folders: a row for each type, the winner and the plot."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from finetune.core.console import Console
     from finetune.recipe.schema import Recipe
 
-MARK = "compare.json"  # in the folder of a finished run: what the rest of it does not say
+MARK = "compare.json"  # file in a finished run's folder with values that the rest of the folder does not hold
 RULE = (
     "take the types that are not significantly worse than the best mean of {metric} (5 %, Games-Howell over "
     "seeds, for two types Welch's t test) or less than {least:g} worse; of these the type with the {cost}; "
@@ -49,9 +49,9 @@ class Measure(NamedTuple):
     label: str
     form: str
     spread: str
-    """Form of the standard deviation; empty: compare.json alone has it."""
+    """Format of the standard deviation. If it is empty, only compare.json holds the deviation."""
     unit: float = 1.0
-    """What a value is divided by before it is shown."""
+    """Divisor of the displayed value."""
 
 
 MEASURES = (
@@ -64,16 +64,16 @@ MEASURES = (
     Measure("bytes", "saved, MB", "{:,.2f}", "", 1e6),
     Measure("forgetting", "forgetting", "{:+.4f}", "{:.4f}"),
 )
-GAP = 14  # between plots, units of the SVG
+GAP = 14  # space between plots, in units of the SVG
 COSTS = {"train_seconds": "time", "memory_gib": "memory", "bytes": "size"}
 AXES = {"train_seconds": "training, seconds", "memory_gib": "peak memory, GiB", "bytes": "saved, MB"}
 
 
 def row(folder: RunFolder) -> dict[str, Any]:
-    """The figures of one finished run; `None` where it has none."""
+    """Return the figures of one finished run. A figure that the run lacks is `None`."""
     lines, result = folder.measured_steps(), folder.found("eval.json")
     mark = {"host_memory_before_gib": 0.0, **folder.read(MARK, "mark")}
-    steady = lines[1:] or lines  # the first one has the warm-up of kernels and loaders
+    steady = lines[1:] or lines  # the first step includes the warm-up of kernels and data loaders
     medians = {
         key: statistics.median(line[key] for line in steady) if steady else None
         for key in ("step_seconds", "tokens_per_second")
@@ -109,9 +109,10 @@ def row(folder: RunFolder) -> dict[str, Any]:
 
 
 def main_metric(result: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-    """The ranking metric: the first named task (not forgetting), else exact match, else validation loss."""
+    """Return the metric for ranking: the first named task, else exact match, else validation loss."""
     for name, task in result.get("tasks", {}).items():
-        if task.get("asked", True) and not task.get("forgetting"):  # a group's subtasks stand before it
+        # Subtasks of a group come before the group
+        if task.get("asked", True) and not task.get("forgetting"):
             main = task.get("main")
             higher = bool(task.get("higher_is_better", {}).get(main))
             return f"{name} {main}", task.get("tuned", {}).get(main), higher
@@ -122,14 +123,14 @@ def main_metric(result: Mapping[str, Any]) -> tuple[str, float | None, bool]:
 
 
 def line(folder: RunFolder) -> str:
-    """One run in a few words."""
+    """Summarize one run in a few words."""
     found = row(folder)
     said = [f"{found['metric']} {found['quality']:.3g}"] if found["quality"] is not None else []
     return ", ".join([*said, f"{found['steps']} steps of {found['step_seconds'] or 0:.3g} s"])
 
 
 def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> dict[str, Any]:
-    """The content of compare.json, from the runs that are finished."""
+    """Return the content of compare.json, from the finished runs."""
     timed = settings["budget_seconds"] is not None
     folders = [RunFolder(place / name) for name in settings["runs"] if (place / name / MARK).exists()]
     rows, strangers = [row(folder) for folder in folders], not_comparable(folders, not timed)
@@ -156,7 +157,7 @@ def collect(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> di
 
 
 def rank_level_runs_by_loss(rows: list[dict[str, Any]]) -> None:
-    """Let the validation loss decide between runs of one quality, such as of no right answer."""
+    """Rank by validation loss if all runs have the same quality, such as no correct answer."""
     level = len(rows) > 1 and len({found["quality"] for found in rows}) == 1
     if level and all(found["loss"] is not None for found in rows):
         for found in rows:
@@ -165,12 +166,12 @@ def rank_level_runs_by_loss(rows: list[dict[str, Any]]) -> None:
 
 
 def averages(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and standard deviation over seeds of each measure; of one seed, the deviation is not known."""
+    """Return mean and standard deviation over seeds of each measure. One seed has no deviation."""
     found: dict[str, Any] = {"runs": len(rows), "steps": rows[0]["steps"]}
     for measure in MEASURES:
         values = [row[measure.key] for row in rows if row[measure.key] is not None]
         spread = None
-        if len(values) > 1:  # which `statistics` can't take where one is not finite
+        if len(values) > 1:  # `statistics` does not accept NaN or Inf
             spread = statistics.stdev(values) if all(map(math.isfinite, values)) else math.nan
         mean = {"mean": statistics.mean(values), "sd": spread, "runs": len(values)} if values else None
         found[measure.key] = mean
@@ -180,7 +181,7 @@ def averages(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def not_comparable(folders: list[RunFolder], steps: bool) -> dict[str, list[str]]:
-    """Runs that differ from most of the others in what has to be equal, and in what."""
+    """Return the runs that differ from the majority in a fact that must be equal, with the reasons."""
     seen = [repr({k: v for k, v in comparability.facts(f).items() if steps or k != "steps"}) for f in folders]
     usual = folders[seen.index(Counter(seen).most_common(1)[0][0])] if folders else None
     found = {f.path.name: comparability.obstacles(f, usual, steps=steps) for f in folders if usual}
@@ -188,12 +189,12 @@ def not_comparable(folders: list[RunFolder], steps: bool) -> dict[str, list[str]
 
 
 def ranks(quality: dict[str, Any] | None) -> bool:
-    """Whether a type can be ranked by it: there is one, and it is a number."""
+    """Return whether the quality is known and finite, so that the type can be ranked."""
     return quality is not None and math.isfinite(quality["mean"])
 
 
 def front(types: dict[str, Any], cost: str, higher: bool) -> list[str]:
-    """Types that no other one beats in both quality and cost: the Pareto front, by means."""
+    """Return the types that are Pareto-optimal in mean quality and mean cost."""
     known = {
         kind: (-found["quality"]["mean"] if higher else found["quality"]["mean"], found[cost]["mean"])
         for kind, found in types.items()
@@ -210,7 +211,7 @@ def front(types: dict[str, Any], cost: str, higher: bool) -> list[str]:
 def winner(
     types: dict[str, Any], rows: list[dict[str, Any]], metric: str, higher: bool, same_time: bool
 ) -> dict[str, Any] | None:
-    """The type that wins, its best run, and how sure that is."""
+    """Return the winning type, its representative run, and the evidence."""
     known = {kind: found["quality"] for kind, found in types.items() if ranks(found["quality"])}
     if not known:
         return None
@@ -223,7 +224,7 @@ def winner(
         apart = abs(known[best]["mean"] - known[kind]["mean"])
         if kind == best or apart < least:
             return True
-        if known[best]["sd"] is None or known[kind]["sd"] is None:  # one run, which `verdict` says
+        if known[best]["sd"] is None or known[kind]["sd"] is None:  # a single run; `verdict` says so
             return apart == 0
         return chance(known[best], known[kind], len(known)) > LEVEL
 
@@ -232,7 +233,7 @@ def winner(
     chosen = min(tied, key=lambda kind: [types[kind][cost]["mean"] for cost in costs])
     own = [row for row in rows if row["type"] == chosen and row["quality"] is not None]
     own.sort(key=lambda row: sign * row["quality"])
-    run = own[(len(own) - 1) // 2]  # the best seed's run would look better than the type is
+    run = own[(len(own) - 1) // 2]  # the best seed's run would look better than its type
     cost = "least memory" if same_time else "shortest training"
     return {
         "type": chosen,
@@ -245,10 +246,11 @@ def winner(
 
 
 def chance(one: dict[str, Any], other: dict[str, Any], types: int) -> float:
-    """How likely seeds alone put the means of two of so many equal types as far apart: Games-Howell's test.
+    """Return the p-value for the difference of two means under the Games-Howell test.
 
-    That is Welch's t test for two types, and counts all pairs for more. Seeds that agree to the last answer
-    say less than it seems: scores move in steps of one example, which is the least spread that counts.
+    For two types this is Welch's t test. For more types it accounts for all pairs. If seeds agree to the last
+    answer, their spread is too low, because scores change in steps of one example. One step is the lower
+    bound of the spread.
     """
     spreads = [max(side["sd"], side.get("resolution", 0.0)) for side in (one, other)]
     if not any(spreads):
@@ -262,7 +264,7 @@ def chance(one: dict[str, Any], other: dict[str, Any], types: int) -> float:
 
 
 def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metric: str, cost: str) -> str:
-    """How the winner won, in one sentence that does not claim more than the seeds show."""
+    """Explain the win in one sentence that does not claim more than the seeds show."""
 
     def of(kind: str) -> str:
         return f"{kind} {plus_minus(known[kind], MEASURES[0]._replace(form='{:.4g}', spread='{:.2g}'))}"
@@ -287,7 +289,7 @@ def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metr
 
 
 def plus_minus(found: dict[str, Any] | None, measure: Measure) -> str:
-    """Mean and, where it is to be seen, standard deviation."""
+    """Format the mean and, if there is one, the standard deviation."""
     if found is None:
         return "-"
     text, spread = measure.form.format(found["mean"] / measure.unit), found["sd"]
@@ -297,7 +299,7 @@ def plus_minus(found: dict[str, Any] | None, measure: Measure) -> str:
 
 
 def cells(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the table, the best type first; columns that nothing has are left out."""
+    """Return header and rows of the table, with the best type first. Columns without values are skipped."""
     metric, higher, types = found["metric"], found["higher_is_better"], found["types"]
     quality = (MEASURES[0] if higher else MEASURES[1])._replace(key="quality", label=metric)
     shown = [quality, *(m for m in MEASURES[1:] if m.label != metric)]
@@ -317,7 +319,7 @@ def cells(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def remarks(found: dict[str, Any]) -> list[str]:
-    """What the table does not show: the winner, and the runs that are not in it."""
+    """Return the remarks under the table: the winner, failed runs, and runs that are not comparable."""
     won = found["winner"]
     said = [f"{won['why']}."] if won else [NOTHING]
     said += [f"{name} FAILED: {reason}" for name, reason in found["failed"].items()]
@@ -327,7 +329,7 @@ def remarks(found: dict[str, Any]) -> list[str]:
 
 
 def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None:
-    """compare.json and compare.md of what is finished."""
+    """Write compare.json and compare.md for the finished runs."""
     found = collect(place, settings, failed)
     RunFolder(place).write("compare.json", found)
     header, rows = cells(found)
@@ -341,7 +343,7 @@ def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None
 
 
 def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], screen: Console) -> None:
-    """The table on the screen; compare.svg and best.yaml beside the others."""
+    """Print the table, and write compare.svg and best.yaml."""
     header, rows = cells(found)
     screen.table(f"{len(found['runs'])} runs", header, rows)
     screen.say("", *remarks(found), "")
@@ -357,7 +359,7 @@ def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], scre
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Quality against time, memory and size: three plots side by side in one SVG."""
+    """Plot quality against time, memory and size in one SVG."""
     types = {kind: values for kind, values in found["types"].items() if ranks(values["quality"])}
     drawn = []
     for key, label in AXES.items():
@@ -374,7 +376,7 @@ def picture(found: dict[str, Any]) -> str:
 
 
 def side_by_side(drawn: list[str]) -> str:
-    """SVGs of one size in a row, in one."""
+    """Combine SVGs of equal size into one row."""
     found = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn[0])
     width, height = map(float, found.groups()) if found else (360.0, 223.2)
     apart = width + GAP

@@ -1,4 +1,7 @@
-"""What two runs differ in: `finetune compare RUN_A RUN_B [--assert-equal]`, from the run folders alone."""
+"""Show the differences between two runs: `finetune compare RUN_A RUN_B [--assert-equal]`.
+
+It reads only the run folders.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Found]:
-    """Show what two runs differ in, part by part, and end with one sentence.
+    """Show the differences between two runs, part by part, and end with one sentence.
 
     Raises:
-        UserError: no run (exit 2); `must_equal` and weights, losses or evaluation differ (exit 4).
+        UserError: a folder is not a run (exit 2). With `must_equal`, weights, losses or evaluation differ
+            (exit 4).
     """
     left, right = open_run(a), open_run(b)
     reasons = comparability.obstacles(left, right)
@@ -54,7 +58,7 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Fo
 
 
 def sentence(unequal: list[Found], causes: list[str], reasons: list[str]) -> str:
-    """All of it in one."""
+    """Summarize the differences in one sentence."""
     given = f"another {' and '.join(causes)}" if causes else "the same recipe, environment and data"
     if not unequal:
         return f"Both runs learnt the same, to the bit: losses, weights and evaluation; from {given}."
@@ -64,7 +68,7 @@ def sentence(unequal: list[Found], causes: list[str], reasons: list[str]) -> str
 
 
 def environments(a: RunFolder, b: RunFolder) -> Found:
-    """Versions, git, hardware and launch; the Trainer's own settings follow from the recipe."""
+    """Compare versions, git, hardware and launch. The Trainer's settings follow from the recipe."""
     left, right = (folder.read("environment.json") for folder in (a, b))
     keys = [key for key in dict.fromkeys([*left, *right]) if key != "sft_config"]
     rows = [row for key in keys for row in comparability.unequal(left.get(key), right.get(key), key)]
@@ -72,7 +76,7 @@ def environments(a: RunFolder, b: RunFolder) -> Found:
 
 
 def curves(a: RunFolder, b: RunFolder) -> Found:
-    """Losses at the same steps."""
+    """Compare the losses at the same steps."""
     left, right = ({line["step"]: line["loss"] for line in folder.steps()} for folder in (a, b))
     both = sorted(left.keys() & right.keys())
     apart = [step for step in both if left[step] != right[step]]
@@ -95,7 +99,7 @@ def curves(a: RunFolder, b: RunFolder) -> Found:
 
 
 def weights(a: RunFolder, b: RunFolder) -> Found:
-    """What was trained: tensor by tensor."""
+    """Compare the trained weights, tensor by tensor."""
     left, right = dict(tensors(a)), dict(tensors(b))
     if left.keys() != right.keys():
         alone = sorted(left.keys() ^ right.keys())
@@ -129,7 +133,7 @@ def shape(tensor: Any) -> str:
 
 
 def results(a: RunFolder, b: RunFolder) -> Found:
-    """Every figure of the evaluation."""
+    """Compare every figure of the evaluation."""
     left, right = ({k: f.found("eval.json").get(k, {}) for k in ("base", "tuned", "tasks")} for f in (a, b))
     rows = comparability.unequal(left, right)
     said = f"{rows[0][0]} is {rows[0][1]} against {rows[0][2]}" if rows else "the same"

@@ -1,4 +1,4 @@
-"""One run in a fresh process and its figures: what the three experiments share."""
+"""Runs in fresh processes and their figures, shared by comparison, ablation and sweep."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Where the runs of an experiment stand, and which of them a second command keeps."""
+"""Manage the folders of an experiment's runs, and decide which finished runs a second command keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def make_folder(folder: Path, command: str) -> None:
-    """Make the folder of an experiment. It is no run folder, and no link leaves it (exit 2)."""
+    """Create the folder of an experiment.
+
+    Raises:
+        UserError: the folder is a run folder, contains a link to outside, or cannot be written (exit 2).
+    """
     problem = "is a run folder" if (folder / "recipe.resolved.yaml").exists() else ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -35,7 +39,7 @@ def make_folder(folder: Path, command: str) -> None:
 
 
 def identity(recipe: Recipe, data: list[str], *launch: Any) -> str:
-    """A hash of all that decides the result of a run, except the machine.
+    """Return a hash of everything that determines the result of a run, except the machine.
 
     Args:
         data: hashes of the examples.
@@ -47,30 +51,30 @@ def identity(recipe: Recipe, data: list[str], *launch: Any) -> str:
 
 
 def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:
-    """Set aside what stands in the place of a run, unless it is this run and finished well.
+    """Move the content of a run's folder aside, unless it is this run and finished without an error.
 
     Args:
         mark: the file in a finished run that holds its identity.
         own: the identity of this run.
 
     Returns:
-        What was set aside and where it is now; the empty string if nothing was there; `None` if the run is
-        kept.
+        A note on the moved content and its new path, an empty string if the folder was empty, or `None` if
+        the run is kept.
     """
     path, finished = folder.path, (folder.path / mark).exists()
     if not path.exists() or not any(path.iterdir()):
         return ""
     found = folder.read(mark, "mark") if finished else {}
-    if finished and found["identity"] == own and not found.get("failed"):  # a failure may be mended
+    if finished and found["identity"] == own and not found.get("failed"):  # a failed run is tried again
         return None
     why = "failed" if found.get("failed") else "is of another recipe or other data"
     return f"what is there {why if finished else 'was not finished'}; moved to {set_aside(path)}"
 
 
 def set_aside(folder: Path) -> Path:
-    """Move the folder in the place of a run to `aside/`, and return its new path."""
+    """Move the folder of a run to `aside/`, and return its new path."""
     name = aside = f"aside/{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in itertools.count(2):  # two in one second, or a clock that was set back
+    for number in itertools.count(2):  # two moves in one second, or a clock that was set back
         if not os.path.lexists(folder.parent / aside):
             break
         aside = f"{name}-{number}"
@@ -80,7 +84,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def check_same(began: dict[str, str], now: dict[str, str], folder: Path, fix: str) -> None:
-    """Refuse to continue an experiment that was started with other values (exit 2)."""
+    """Raise a UserError if an experiment was started with other values (exit 2)."""
     if other := varied_keys.differing(began, now):
         found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))
         what = f"{folder.name} was begun with another {', '.join(other[:5])}"
@@ -88,11 +92,11 @@ def check_same(began: dict[str, str], now: dict[str, str], folder: Path, fix: st
 
 
 def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -> str:
-    """A recipe that an experiment found, as a file that works anywhere on this machine.
+    """Return a recipe file that works from any folder of this machine.
 
     Args:
-        chosen: a value and its source, by dotted key.
-        head: lines of comment.
+        chosen: (value, its source) by dotted key.
+        head: comment lines at the top.
     """
     paths = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
     return head + run_folder.resolved_yaml(recipe, {**paths, **chosen, "train.output_dir": (None, "default")})

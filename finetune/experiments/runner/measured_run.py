@@ -1,8 +1,9 @@
-"""A run that is measured: `finetune train` in a fresh process, an ordinary run folder, and its figures.
+"""Measure a run: `finetune train` in a fresh process, with an ordinary run folder, and its figures.
 
-Under an `ablate.json` that says what was run, a finished run is not made again. The process is forked from
-a server that has imported libraries and done nothing else, which saves five to ten seconds a run. On a GPU
-the server may not import all of them; there the next run's process does so while this one's runs.
+`ablate.json` in the folder describes the run. A finished run with the same description is not repeated. The
+process is forked from a server that has only imported libraries, which saves five to ten seconds per run. For
+GPU runs the server cannot import all libraries. There, the process of the next run imports the remaining ones
+while the current run trains.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Adapter, Data, Model, Train
 
 MARK = "ablate.json"
-CORES = 8  # from which on one more process that imports takes nothing from a run that is measured
+# With at least this many cores, a process that imports libraries does not slow down a measured run
+CORES = 8
 _waiting: list[tuple[Any, Any]] = []
-"""The process of the next run on a GPU, and the line on which it is told which."""
+"""The process of the next GPU run, and the pipe over which it receives its command."""
 UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
-# What is the same in all runs: no checkpoint, no evaluation but that of a few validation examples
+# Values that are equal in all runs: no checkpoints, and only the evaluation of a few validation examples
 ALIKE = {
     "train.logging_steps": 1,
     "train.save_strategy": "no",
@@ -59,21 +61,21 @@ ALIKE = {
 
 
 class Job(NamedTuple):
-    """One run."""
+    """The command of one run."""
 
     recipe: str
     overrides: list[str]
-    """All but where it goes."""
+    """All overrides except the output folder."""
     folder: Path
     mixed_precision: str | None = None
-    """The launch's; `None`: what the machine's is without one."""
+    """Mixed precision of the launch. `None` means the default of the machine."""
     accelerate: str | None = None
-    """The file of an accelerate config, for several processes."""
+    """An Accelerate config file, for several processes."""
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """A signal ends the run that is being made at its next step, and this command with exit 75."""
+    """Let a signal stop the current run at its next step, and end this command with exit 75."""
 
     def heard(name: str) -> None:
         raise Stopped(f"stopped by {name}; finished runs are kept: the same command again goes on")
@@ -90,15 +92,21 @@ def stoppable() -> Iterator[None]:
 
 
 def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
-    """Overrides for a run of so many steps; the learning rate rises in those that do not count."""
+    """Return overrides for a run of `steps` steps.
+
+    The learning rate warms up in the steps that do not count.
+    """
     few = {"train.max_steps": steps, "train.warmup_steps": warm_up, **in_few_steps(adapter, steps)}
     return varied_keys.overrides({**ALIKE, **few})
 
 
 def identity(job: Job) -> str:
-    """A hash of all that decides a run's figures, the content of its files among it, but for the machine."""
+    """Return a hash of everything that determines a run's figures, except the machine.
+
+    The hash covers the content of the run's files.
+    """
     recipe = load_recipe(job.recipe, job.overrides)
-    name = Path(recipe.data.validation or "").name  # without its folder: results may be moved
+    name = Path(recipe.data.validation or "").name  # without its folder, because results can be moved
     data = recipe.data.model_copy(update={"validation": name})
     config = client.sha256(Path(job.accelerate)) if job.accelerate else None
     moved = recipe.model_copy(update={"data": data})
@@ -106,7 +114,7 @@ def identity(job: Job) -> str:
 
 
 def contents(data: Data) -> list[str]:
-    """A hash of each local file that is trained on or held out."""
+    """Return the hash of each local training and validation file."""
     named = [(source.name, "data.name") for source in source_loading.sources(data)]
     named += [(data.validation, "data.validation")] if data.validation else []
     found = []
@@ -122,10 +130,13 @@ def _content(path: Path, changed: int, size: int) -> str:
 
 
 def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> str | None:
-    """The first validation examples, as a file of their own; of files of lines only, which is said of others.
+    """Write the first validation examples to a file. Only .jsonl files are supported; others give a note.
+
+    Returns:
+        The path of the file, or `None` if there is no file or the format is not supported.
 
     Raises:
-        UserError: `place` can't be made, or there is no such file (exit 2).
+        UserError: `place` cannot be created, or the validation file does not exist (exit 2).
     """
     with writing(place):
         place.mkdir(parents=True, exist_ok=True)
@@ -143,10 +154,10 @@ def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> s
 
 
 def make(job: Job, *, cpu: bool) -> bool:
-    """Run it, unless it is there and did not fail; returns whether it was run now.
+    """Run the job unless it is already finished without an error. Return whether it ran now.
 
     Raises:
-        UserError: it was told to stop (75): the same command goes on.
+        UserError: the run was stopped. The same command resumes (exit 75).
     """
     own, place = identity(job), RunFolder(job.folder)
     if kept_runs.clear_place(place, MARK, own) is None:
@@ -156,7 +167,7 @@ def make(job: Job, *, cpu: bool) -> bool:
     words = ["train", job.recipe, *job.overrides, f"train.output_dir={job.folder}", "--quiet"]
     words += ["--accelerate", job.accelerate] if job.accelerate else []
     environment = {"ACCELERATE_MIXED_PRECISION": job.mixed_precision} if job.mixed_precision else {}
-    if not cpu and not job.accelerate:  # one process on one GPU, however many a scheduler has given
+    if not cpu and not job.accelerate:  # use one process on one GPU, even if a scheduler assigned more GPUs
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     started = time.monotonic()
     code = start(words, str(log), environment, cpu=cpu, more=True)
@@ -172,11 +183,13 @@ def make(job: Job, *, cpu: bool) -> bool:
 
 
 def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool, more: bool = False) -> int:
-    """`python -m finetune WORDS` in a fresh process, which ends with this one; its exit code (negative: the
-    signal that ended it).
+    """Run `python -m finetune WORDS` in a fresh process that ends with this process.
 
     Args:
-        more: runs on this GPU will follow, until `stoppable` ends: the next one's process begins to import.
+        more: other runs on this GPU follow, so start the next process early to import libraries.
+
+    Returns:
+        The exit code. A negative value is the signal that ended the process.
     """
     gpu = {name: value for name, value in environment.items() if name == "CUDA_VISIBLE_DEVICES"}
     ready = bool(gpu and _waiting and _waiting[-1][0].is_alive())
@@ -196,25 +209,33 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool,
 
 
 def cores() -> int:
-    """That this process may run on, of the machine's."""
+    """Return the number of CPU cores that this process can use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def why(log: str, code: int) -> str:
-    """Why a run failed, in a line."""
+    """Return why a run failed, in one line."""
     if code < 0:
         return f"ended by signal {-code}" + (", which the system sends where memory is short" * (code == -9))
     return shortened(worker_process.said(log), 200)
 
 
 def figures(folder: Path, warm_up: int) -> dict[str, Any]:
-    """What a run measured: its steps after the warm-up.
+    """Return the figures of a run from its steps after the warm-up.
 
     Returns:
-        {"failed": why, "date", "seconds" (of the whole process)} or also tokens_per_second and step_seconds
-        (medians), first_step_seconds, memory_gib (the allocator's peak; on the CPU the process's size after a
-        step), mfu, losses, held_out, examples (the validation loss of each), tokens (of a step),
-        tokens_per_cpu_second (where the CPU trains), machine.
+        For every run: `run`, `failed` (the reason or an empty string), `date` and `seconds` of the whole
+        process.
+        A run that did not fail also has:
+
+        - `tokens_per_second`, `step_seconds`, `mfu`: medians over the steps.
+        - `first_step_seconds`: seconds of the first step.
+        - `memory_gib`: peak of the GPU allocator, or of the process on a CPU.
+        - `losses`: training loss of each step.
+        - `held_out`, `examples`: validation loss in total and for each example.
+        - `tokens`: tokens per step.
+        - `tokens_per_cpu_second`: median, `None` if a GPU trains.
+        - `machine`: see `machine`.
     """
     place = RunFolder(folder)
     mark = {"failed": "", "date": "", **place.read(MARK, "mark")}
@@ -241,7 +262,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
         **middle,
         "first_step_seconds": lines[0]["step_seconds"],
         "memory_gib": max(line[held] for line in lines),
-        "losses": [float(line["loss"]) for line in lines],  # one that is not finite is written as text
+        "losses": [float(line["loss"]) for line in lines],  # NaN and Inf are stored as text
         "held_out": place.found("eval.json").get("tuned", {}).get("loss"),
         "examples": place.found("eval.json").get("examples"),
         "tokens": lines[-1]["tokens"] / len(lines),
@@ -252,13 +273,13 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
 
 
 def dates(runs: Sequence[dict[str, Any]]) -> str:
-    """When runs were made, some of them perhaps long before the others."""
+    """Return the dates of the runs. Kept runs can be much older than the others."""
     days = sorted({run["date"] for run in runs})
     return " to ".join(dict.fromkeys([days[0], days[-1]]))
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over repeats that did not fail; the losses of the first, which has the validation examples."""
+    """Return medians over the successful repeats. The losses come from the first run, which is evaluated."""
     runs = [run for run in runs if not run["failed"]]
     found = {
         k: statistics.median(run[k] for run in runs)
@@ -279,7 +300,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def machine(place: RunFolder) -> dict[str, str]:
-    """What has to be equal for figures to be compared, and how often a run saved."""
+    """Return the facts that must be equal for figures to be comparable, with the checkpoint interval."""
     found = place.read("environment.json")
     here, launch = found["hardware"], found["launch"]
     recipe = load_recipe(place.recipe, (), place.format_version)
@@ -299,25 +320,28 @@ def machine(place: RunFolder) -> dict[str, str]:
 
 
 def model_of(model: Model) -> str:
-    """Which model a recipe is of, by whatever path it names it."""
+    """Return the identity of a recipe's model, independent of the path that names it."""
     name = os.path.realpath(model.name) if os.path.exists(model.name) else model.name
     return "@".join(filter(None, [name, model.revision]))
 
 
 def saves(train: Train) -> str:
-    """How often a recipe makes checkpoints."""
+    """Return how often a recipe saves checkpoints."""
     steps = train.save_strategy == "steps" or (train.save_strategy == "auto" and train.save_steps is not None)
     return f"steps {train.save_steps or ''}".strip() if steps else train.save_strategy
 
 
 def not_comparable(a: dict[str, str], b: dict[str, str]) -> list[str]:
-    """Why figures of two machines can't be compared; empty if they can."""
+    """Return why the figures of two machines cannot be compared. The list is empty if they can."""
     keys = dict.fromkeys([*a, *b])
     return [f"{key}: {a.get(key)} against {b.get(key)}" for key in keys if a.get(key) != b.get(key)]
 
 
 def noise(groups: Sequence[Sequence[float]]) -> float | None:
-    """Relative standard deviation of one run's figure, pooled over groups of repeats; `None`: no repeats."""
+    """Return the relative standard deviation of one run, pooled over groups of repeats.
+
+    Return `None` if there are no repeats.
+    """
     squares, freedom = 0.0, 0
     for group in groups:
         if len(group) > 1:
@@ -328,7 +352,7 @@ def noise(groups: Sequence[Sequence[float]]) -> float | None:
 
 
 def distance(losses: Sequence[float], of: Sequence[float]) -> float:
-    """How far a loss curve is from another: mean distance at the same step over the mean loss."""
+    """Return the distance of two loss curves: the mean absolute difference divided by the mean loss."""
     both = list(zip(losses, of, strict=False))
     if not both or not all(math.isfinite(value) for pair in both for value in pair):
         return math.inf

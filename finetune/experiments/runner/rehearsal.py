@@ -1,7 +1,8 @@
-"""`finetune check RECIPE --rehearse`: the whole life of this run, in little, before it is lived.
+"""`finetune check RECIPE --rehearse`: run a short version of the whole training before the real one.
 
-A first step, a kill -9, a resume in a new process, the last step, saving, a cold reopening, evaluation and
-generation, a run that was never killed to compare with bit for bit, and what would go up to the Hub.
+The rehearsal makes a first step, kills the run with SIGKILL, resumes in a new process, finishes, saves,
+reloads, evaluates and generates. It compares the result bit for bit with a run that was not killed, and
+prepares the upload to the Hub.
 """
 
 from __future__ import annotations
@@ -34,34 +35,34 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 GIB = 2**30
-EVERY = 0.2  # seconds from one look at a phase to the next
-OFTEN = 0.01  # seconds from one look at the steps of a run that is to be killed to the next
+EVERY = 0.2  # seconds between two measurements of a phase
+OFTEN = 0.01  # seconds between two checks of a run that will be killed
 LITTLE = ("eval.limit=8", "eval.samples=2", "train.save_steps=1")
 LITTLE += (
     "eval.eval_steps=null",
     "eval.early_stopping_patience=null",
     "eval.metric_for_best_model=loss",
-)  # of which the last two need the first
+)  # the last two are valid only without eval_steps
 
 
 class Phase(NamedTuple):
     name: str
     seconds: float
     host: float
-    """Bytes of memory that the run's processes held at most."""
+    """Peak memory of the run's processes, in bytes."""
     gpu: float | None
-    """Bytes in use on the fullest GPU at most, by nvidia-smi; `None`: there is none."""
+    """Peak memory in use on the fullest GPU, in bytes, from nvidia-smi. `None` without nvidia-smi."""
 
 
 def run(recipe: Recipe, command: list[str], screen: Console) -> None:
-    """Live it, and say what each phase took.
+    """Run the rehearsal and print the time and memory of each phase.
 
     Args:
-        command: recipe and overrides, as `finetune train` is given them.
+        command: recipe and overrides, as for `finetune train`.
 
     Raises:
-        UserError: a phase that fails, with its own message and exit code; or a resumed run that is not the
-            run itself (exit 4).
+        UserError: a phase fails, with its own message and exit code. Or the resumed run differs from the run
+            that was not killed (exit 4).
     """
     verify_resume.outside_a_launch([*command, "--rehearse"])
     choice_checks.pinned(recipe)
@@ -69,17 +70,18 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     lived, straight = folder / "run", folder / "straight"
     steps = (
         12 if adapter_types.find(recipe.adapter.type).peft == "adalora" else 3
-    )  # so many it needs to prune
+    )  # the minimum that AdaLoRA needs to prune
     own = [
         text for text in verify_resume.shortened(recipe) if "save_total_limit" not in text
-    ]  # the recipe's counts
-    own += [f"adapter.{key}=4" for key in ("tinit", "tfinal") if key in recipe.adapter.options()]  # within 12
+    ]  # keep the recipe's own limit
+    # Both phases of AdaLoRA fit into 12 steps
+    own += [f"adapter.{key}=4" for key in ("tinit", "tfinal") if key in recipe.adapter.options()]
     short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
     train = ["train", *command, *short, "--quiet"]
     try:
         phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=steps // 2)
         newest, *older = checkpoints.published(lived / "checkpoints")
-        if checkpoints.step_of(newest) == steps and older:  # a new process has at least one step to make
+        if checkpoints.step_of(newest) == steps and older:  # leave at least one step for the new process
             shutil.rmtree(newest)
         screen.say(f"killed after step {steps // 2}; a new process goes on from its last checkpoint ...")
         phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
@@ -114,19 +116,20 @@ def _live(
     said: str = "",
     kill_after: int = 0,
 ) -> list[Phase]:
-    """One command in a process of its own, watched: its phases by what it has left in its folder.
+    """Run one command in a separate process, and measure its phases from the files that it creates.
 
     Args:
-        kill_after: the step whose checkpoint is the last that the command is to write; 0: it may end.
+        kill_after: kill the process after the checkpoint of this step. 0 lets it finish.
 
     Raises:
-        UserError: it ended otherwise than `expected`, or before it was killed.
+        UserError: the exit code is not in `expected`, or the process ended before it was killed.
     """
     before = {path.name for path in folder.iterdir()} if folder.exists() else set[str]()
     marks = {"recipe.resolved.yaml": "load", "adapter": "steps", "model": "steps"}
     marks = {name: phase for name, phase in marks.items() if name not in before}
     first = "publish --dry-run" if words[0] == "publish" else next(iter(marks.values()), "steps")
-    staged = {"TMPDIR": str(folder.parent)}  # what a dry run leaves to be looked at goes with the rest
+    # The dry run keeps a staging folder; remove it with the other files
+    staged = {"TMPDIR": str(folder.parent)}
     with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
         process = subprocess.Popen(
             [sys.executable, "-m", "finetune", *words],
@@ -161,7 +164,7 @@ def _live(
 
 
 def _kill_after(step: int, folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Kill a run with SIGKILL, and the processes that it started, once it has made and saved a step."""
+    """Kill a run and its child processes with SIGKILL after it has logged and saved a step."""
     while process.poll() is None:
         saved = map(checkpoints.step_of, checkpoints.published(folder / "checkpoints"))
         if _logged(folder) >= step and any(one >= step for one in saved):
@@ -175,7 +178,7 @@ def _kill_after(step: int, folder: Path, process: subprocess.Popen[bytes]) -> No
 
 
 def _logged(folder: Path) -> int:
-    """The last step in metrics.jsonl."""
+    """Return the last step in metrics.jsonl."""
     try:
         whole = (folder / "metrics.jsonl").read_text(encoding="utf-8").rpartition("\n")[0]
     except FileNotFoundError:
@@ -184,7 +187,7 @@ def _logged(folder: Path) -> int:
 
 
 def _now(name: str, marks: dict[str, str], folder: Path) -> str:
-    """The phase after what has appeared in the folder."""
+    """Return the current phase from the files in the folder."""
     there = [mark for mark in marks if (folder / mark).exists()]
     if any(mark in ("adapter", "model") for mark in there):
         return "save, reopen, evaluate, generate"
@@ -192,7 +195,7 @@ def _now(name: str, marks: dict[str, str], folder: Path) -> str:
 
 
 def _held(process: int) -> float:
-    """Bytes of memory of a process and those it started."""
+    """Return the memory of a process and its child processes, in bytes."""
     try:
         top = psutil.Process(process)
         return float(sum(p.memory_info().rss for p in (top, *top.children(recursive=True))))
@@ -201,7 +204,7 @@ def _held(process: int) -> float:
 
 
 def _gpu() -> float | None:
-    """Bytes in use on the fullest GPU."""
+    """Return the memory in use on the fullest GPU, in bytes."""
     if not shutil.which("nvidia-smi"):
         return None
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]

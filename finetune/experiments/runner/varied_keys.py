@@ -1,4 +1,4 @@
-"""Which recipe keys an experiment may vary, and their values."""
+"""Define which recipe keys an experiment can vary, and format their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 SAME_ROWS = "runs are compared by the same loss on the same validation set"
-FIXED = {  # keys, or sections, that runs which are compared have in common: of an ablation and of a search
+FIXED = {  # keys and sections that all compared runs share, in ablations and sweeps
     "publish": "runs that are compared publish nothing",
     "eval": SAME_ROWS,
     "model.name": SAME_ROWS,
@@ -31,7 +31,7 @@ FIXED = {  # keys, or sections, that runs which are compared have in common: of 
     "train.output_dir": "each run has a folder of its own",
 }
 
-NO_RESULT = (  # keys that change no result: a study that was begun before they existed goes on
+NO_RESULT = (  # keys that change no result, so a study from an older version may lack them
     "data.max_example_bytes",
     "data.max_uncompressed_bytes",
     "eval.min_loss_difference",
@@ -41,12 +41,12 @@ NO_RESULT = (  # keys that change no result: a study that was begun before they 
 
 
 def overrides(values: dict[str, Any]) -> list[str]:
-    """As the command line takes them."""
+    """Return the values as command line overrides."""
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def key_problem(key: str, value: object, at: str) -> Problem | None:
-    """What is wrong with a recipe's dotted key, with the nearest one; `None`: there is such a key."""
+    """Return the problem of a dotted recipe key, with the nearest key, or `None` if the key is valid."""
     known = build.known_keys()
     types = (names for name, names in known.items() if name.startswith("adapter."))
     known = {**known, "adapter": frozenset[str]().union(*types)}
@@ -65,14 +65,14 @@ def key_problem(key: str, value: object, at: str) -> Problem | None:
 
 
 def under(path: Sequence[str], value: object) -> Any:
-    """A value as it stands in a recipe under nested keys."""
+    """Return a value under nested keys, as in a recipe."""
     for name in reversed(path):
         value = {name: value}
     return value
 
 
 def text_of(value: Any) -> str:
-    """A value as an override has it, which strict YAML reads back: lora, 0.1, [q_proj, v_proj]."""
+    """Format a value as an override that strict YAML reads back: lora, 0.1, [q_proj, v_proj]."""
     plain = isinstance(value, str) and value and value.replace("_", "").replace("-", "").isalnum()
     if plain and strict_yaml.scalar(value) == value:
         return value
@@ -82,7 +82,10 @@ def text_of(value: Any) -> str:
 
 
 def values_of(recipe: Recipe) -> dict[str, str]:
-    """What a recipe says, by dotted key; of a path its last part, as machines differ."""
+    """Return a recipe's values by dotted key.
+
+    Only the last part of a path counts, because machines differ.
+    """
     own: Any = {"train": {"output_dir"}, "data": {"cache_dir"}, "publish": True}
     values = recipe.model_dump(mode="json", exclude_none=True, exclude=own)
     found = {f"{section}.{key}": value for section, part in values.items() for key, value in part.items()}
@@ -90,5 +93,5 @@ def values_of(recipe: Recipe) -> dict[str, str]:
 
 
 def differing(began: dict[str, str], now: dict[str, str]) -> list[str]:
-    """The keys whose values differ, of those that may change a result."""
+    """Return the keys whose values differ and can change a result."""
     return [k for k in {**began, **now} if began.get(k) != now.get(k) and k not in NO_RESULT]

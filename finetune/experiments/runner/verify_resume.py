@@ -1,7 +1,7 @@
-"""`finetune check RECIPE --verify-resume`: that a run of this recipe, stopped and resumed, is the run itself.
+"""`finetune check RECIPE --verify-resume`: verify that a resumed run equals an uninterrupted run.
 
-Twice as many steps are trained straight through, with a checkpoint in the middle; then a new process goes on
-from that checkpoint. What both have at the end is compared bit for bit.
+One run trains twice HALF steps without interruption and saves a checkpoint in the middle. A new process
+resumes from this checkpoint. finetune compares the final states bit for bit.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from finetune.core.console import Console
     from finetune.recipe.schema import Recipe
 
-HALF = 3  # steps before the stop, and after it
-LOGGED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens")  # all but how long it took
+HALF = 3  # steps before and after the stop
+LOGGED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "tokens")  # everything except times
 
-ALWAYS = (  # saved in the middle, and told to no one
+ALWAYS = (  # save in the middle, and report to no service
     "train.logging_steps=1",
     "train.save_strategy=steps",
     f"train.save_steps={HALF}",
@@ -45,26 +45,26 @@ ALWAYS = (  # saved in the middle, and told to no one
 
 
 class Part(NamedTuple):
-    """One part of what a training is, straight and resumed."""
+    """One part of the training state, compared between the uninterrupted and the resumed run."""
 
     name: str
     tensors: int
     values: int
-    """Numbers and texts beside the tensors."""
+    """Number of values besides the tensors."""
     differing: list[str]
     digest: str
-    """sha256 of the straight run's."""
+    """sha256 of the uninterrupted run's part."""
 
 
 def run(recipe: Recipe, command: list[str], screen: Console) -> None:
-    """Prove it for a recipe, and print the certificate.
+    """Verify a recipe and print the result of each part.
 
     Args:
-        command: recipe, overrides and launch, as `finetune train` is given them.
+        command: recipe, overrides and launch, as for `finetune train`.
 
     Raises:
-        UserError: a part differs, each by its name (exit 4); or a run fails, with its own message; or a
-            launcher started this process (exit 2).
+        UserError: a part differs (exit 4), a run fails (its own exit code), or a launcher started this
+            process (exit 2).
     """
     outside_a_launch([*command, "--verify-resume"])
     choice_checks.pinned(recipe)
@@ -99,14 +99,14 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
 
 
 def outside_a_launch(words: list[str]) -> None:
-    """Refuse a launcher (exit 2): `finetune train` launches the runs that are compared."""
+    """Raise a UserError under a launcher (exit 2), because `finetune train` launches the compared runs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         what = f"{words[-1]} starts runs of its own, on all GPUs, and not in each process of a launch"
         raise UserError(Problem(what, fix=f"without a launcher: {shlex.join(['finetune', 'check', *words])}"))
 
 
 def compare(straight: Path, resumed: Path, step: int) -> list[Part]:
-    """Two runs after `step`, part by part, and the lines that both have logged."""
+    """Compare two runs after `step`: each part of the checkpoint, and the logged values."""
     one, other = (_parts(folder / "checkpoints" / f"step-{step}") for folder in (straight, resumed))
     one["metrics.jsonl"], other["metrics.jsonl"] = _logged(straight), _logged(resumed)
     found = []
@@ -120,7 +120,7 @@ def compare(straight: Path, resumed: Path, step: int) -> list[Part]:
 
 
 def _parts(path: Path) -> dict[str, dict[str, str]]:
-    """Part of a checkpoint -> every tensor's digest and every other value, by name."""
+    """Return the digest of every tensor and the text of every other value, by part of the checkpoint."""
     import torch
 
     checkpoints.verify(path)
@@ -136,13 +136,14 @@ def _parts(path: Path) -> dict[str, dict[str, str]]:
             for name, tensor in tensors.items()
         }
         found[part] |= {name: leaf for name, leaf in _leaves(value, part) if ".seconds" not in name}
-    for name, leaf in found.pop("ranks").items():  # ranks.0.rng.cpu: what each rank has is a part of its own
+    # A name is ranks.0.rng.cpu, so group the values of all ranks by kind of state
+    for name, leaf in found.pop("ranks").items():
         found.setdefault(name.split(".")[2].partition(" ")[0], {})[name] = leaf
     return found
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
-    """Every number and text, by its name."""
+    """Yield every number and text with its name."""
     if isinstance(value, dict) and "dict" in value:
         for key, part in value["dict"]:
             yield from _leaves(part, f"{name}.{key}")
@@ -157,7 +158,7 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _logged(folder: Path) -> dict[str, str]:
-    """Every logged number of a run, by step, but for times."""
+    """Return every logged value of a run by step, except times."""
     found = {}
     for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -167,13 +168,13 @@ def _logged(folder: Path) -> dict[str, str]:
 
 
 def shortened(recipe: Recipe) -> list[str]:
-    """Overrides for a check of a minute: the recipe's own steps and rows, no more of them than it takes."""
+    """Return overrides for a check of about a minute. It keeps the recipe's micro-batch size."""
     overrides = []
     if (
         adapter_types.find(recipe.adapter.type).peft == "adalora"
         and "tinit" not in recipe.adapter.model_fields_set
     ):
-        overrides.append(f"train.max_steps={4 * HALF}")  # so that it prunes within the check
+        overrides.append(f"train.max_steps={4 * HALF}")  # makes AdaLoRA prune within the check
     processes, _ = most_processes(recipe.train, detection.detect().count)
     batch = split_batch(recipe.train, processes)
     if batch.accumulation > 2 and recipe.train.per_device_train_batch_size != "auto":
@@ -183,14 +184,14 @@ def shortened(recipe: Recipe) -> list[str]:
 
 
 def refuse(parts: list[Part], what: str, fix: str) -> None:
-    """Say which parts differ, if any do (exit 4)."""
+    """Raise a UserError that names the parts that differ (exit 4)."""
     wrong = [f"{part.name}: {', '.join(part.differing[:3])}" for part in parts if part.differing]
     if wrong:
         raise UserError(Problem(what, found="; ".join(wrong), fix=fix), code=Exit.ARTEFACT)
 
 
 def _train(words: list[str]) -> None:
-    """`finetune train` in a process of its own, until it stops as asked."""
+    """Run `finetune train` in a separate process until it stops as requested."""
     command = [sys.executable, "-m", "finetune", "train", *words, "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (Exit.STOPPED, Exit.DONE):

@@ -1,4 +1,4 @@
-"""One trial of `finetune sweep`: a run in its own process, read as it goes, told to end if it is poor."""
+"""Run one trial of `finetune sweep` in a separate process, read its metrics, and stop it if it is poor."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 POLL = 0.1  # seconds
-AGAIN_AFTER, KILL_AFTER = 5.0, 60.0  # seconds from a SIGTERM to the next (leave now), and to SIGKILL
+# Seconds between the first SIGTERM, the second SIGTERM (exit now), and SIGKILL
+AGAIN_AFTER, KILL_AFTER = 5.0, 60.0
 GROUPS, OWN_GROUPS = (
     Path("/sys/fs/cgroup"),
     Path("/proc/self/cgroup"),
-)  # what a container's memory is counted in
+)  # locations of the cgroup files that count a container's memory
 WARM = [
     "finetune.experiments.runner.exit_with_parent",
     "finetune.experiments.runner.preload_libraries",
-]  # what a process imports that runs are forked from
-# What a server imports that runs on GPUs are forked from: nothing that asks for a GPU, after which no forked
-# process has one; bitsandbytes and torchao do while they are imported, which peft and the Trainer do
+]  # modules that the fork server for CPU runs imports
+# Modules that the fork server for GPU runs imports. They must not initialize CUDA, because a forked process
+# could not use a GPU then. bitsandbytes and torchao initialize CUDA when peft and the Trainer import them.
 PRELOADED = [
     "finetune.experiments.runner.exit_with_parent",
     "torch._inductor.compile_fx",
@@ -47,35 +48,35 @@ PRELOADED = [
 
 class Evaluation(NamedTuple):
     place: int
-    """1, 2, 3 ... within the trial."""
+    """Number of the evaluation within the trial, from 1."""
     step: int
     value: float
 
 
 class Ended(NamedTuple):
-    """How a trial's process ended."""
+    """The result of a trial's process."""
 
     state: str
-    """complete, pruned, failed, or lost: to be run again."""
+    """complete, pruned, failed, or lost (which means that it is run again)."""
     value: float | None
     reason: str
-    """Empty for a complete one."""
+    """Empty for a complete trial."""
     seconds: float
     started_seconds: float | None
-    """From spawning the process to its first optimizer step."""
+    """Seconds from starting the process to its first optimizer step."""
 
 
 class Metrics:
-    """metrics.jsonl, read as it grows."""
+    """Reads metrics.jsonl while the run writes it."""
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
         self.at = self.count = 0
         self.first: dict[str, Any] = {}
-        """The first logged step."""
+        """The record of the first logged step."""
 
     def new(self) -> Iterator[Evaluation]:
-        """The evaluations since the last call; a line that is still being written waits for the next."""
+        """Yield the evaluations since the last call. An incomplete line is read by a later call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -93,11 +94,11 @@ class Metrics:
 
 class Trial(NamedTuple):
     words: list[str]
-    """Of `finetune train`."""
+    """Arguments of `finetune train`."""
     folder: Path
     """The run folder."""
     log: Path
-    """Where the output goes."""
+    """File for the output."""
     cpu: bool = False
 
 
@@ -110,9 +111,10 @@ def run(
     """Run `finetune train` to its end.
 
     Args:
-        key: of the value in metrics.jsonl, and of the result.
-        judge: why the run is to end after an evaluation; empty: it goes on.
-        waiting: called between looks; why the run is to end (empty: it goes on), and as what.
+        key: name of the metric in metrics.jsonl, and of the result.
+        judge: called after each evaluation. It returns why the run must end, or an empty string.
+        waiting: called between checks. It returns why the run must end, or an empty string, and the resulting
+            state.
     """
     words, folder, log, cpu = trial
     began, metrics, killed = time.monotonic(), Metrics(folder / "metrics.jsonl", key), killed_for_memory()
@@ -124,17 +126,17 @@ def run(
             for evaluation in metrics.new():
                 evaluations.append(evaluation)
                 state, reason = "pruned", reason or judge(evaluation)
-            if metrics.first and started is None:  # its first step began so long before it was logged
+            if metrics.first and started is None:  # the first step started before its record was logged
                 first = metrics.first
                 started = time.monotonic() - began - first["step"] * (first["step_seconds"] or 0.0)
             if not reason:
                 reason, state = waiting()
             time.sleep(POLL)
-    finally:  # also if this process is told to end
+    finally:  # also if this process receives a signal
         end(process)
     evaluations += metrics.new()
     seconds, code = time.monotonic() - began, code_of(process)
-    if code == 0:  # before it could be told to end
+    if code == 0:  # the run finished before it could be stopped
         value = result(folder, key, evaluations)
         reason = "" if math.isfinite(value) else f"{key} is {value}"
         return Ended("pruned" if reason else "complete", None if reason else value, reason, seconds, started)
@@ -142,30 +144,38 @@ def run(
         starved = (killed_for_memory() or 0) > (killed or 0)
         state, reason = failure(code if code is not None else -signal.SIGKILL, log, starved=starved)
     with contextlib.suppress(OSError):
-        safe_files.remove(folder, "checkpoints")  # it is not gone on with
+        safe_files.remove(folder, "checkpoints")  # the run will not be resumed
     return Ended(state, None, reason, seconds, started)
 
 
 def start(words: list[str], log: Path, *, cpu: bool) -> Any:
-    """`finetune train` in a session of its own: Ctrl-C is for the study alone. It ends with the study."""
+    """Start `finetune train` in a separate session, so that Ctrl-C reaches only the study.
+
+    The process ends with the study.
+    """
     process, line = begin_process(str(log), {}, cpu=cpu)
     line.send((["train", *words, "--quiet"], str(log), {}))
     return process
 
 
 def begin_process(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[Any, Any]:
-    """A process that imports what a run needs, and waits for its command: itself, and the line to it.
+    """Start a process that imports the libraries of a run and then waits for its command.
 
-    It is forked from a server that has imported libraries, which is most of a start.
+    The process is forked from a server that has already imported libraries, which saves most of the start
+    time.
+
+    Returns:
+        The process, and the pipe for its command.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(WARM if cpu else PRELOADED)
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() asks no GPU then
+    # torch.cuda.is_available() then does not initialize CUDA
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     theirs, ours = context.Pipe(duplex=False)
     process = context.Process(target=_command, args=(theirs, log, environment))
     with safe_files.open_log(log) as file:
         kept = os.dup(2)
-        os.dup2(file.fileno(), 2)  # what libraries say while they are imported
+        os.dup2(file.fileno(), 2)  # send the messages of imports to the log
         try:
             process.start()
         finally:
@@ -181,48 +191,51 @@ def _command(line: Any, log: str, environment: dict[str, str]) -> None:
     import torch
 
     if not torch.cuda._is_in_bad_fork():
-        with contextlib.suppress(Exception):  # the run itself says what can't be imported
+        with contextlib.suppress(Exception):  # the run itself reports import errors
             importlib.import_module("finetune.experiments.runner.preload_libraries")
     words, log, environment = line.recv()
     write_to(log)
     os.environ.update(environment)
-    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew, it takes longer
+    # An import has initialized CUDA, so start a new interpreter, which takes longer
+    if torch.cuda._is_in_bad_fork():
         os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
     sys.argv = ["finetune", *words]
     runpy.run_module("finetune", run_name="__main__", alter_sys=True)
 
 
 def begin(log: str) -> None:
-    """What a forked run begins with: a session of its own, its log, and Python's own way to start workers: it
-    would have its server's, by which each worker of a data loader imports everything anew (13 s)."""
-    os.setsid()  # Ctrl-C is for the command that makes runs
+    """Prepare a forked run: a new session, its log, and Python's default start method for workers.
+
+    With the inherited start method, each data loader worker would import all libraries again (13 s).
+    """
+    os.setsid()  # Ctrl-C is for the parent command only
     tie()
     write_to(log)
     multiprocessing.set_start_method(None, force=True)
 
 
 def write_to(log: str) -> None:
-    """Let what this process says, and those that it starts, go to a file."""
+    """Redirect the output of this process and its children to a file."""
     with safe_files.open_log(log) as sink:
         for number in (1, 2):
             os.dup2(sink.fileno(), number)
 
 
 def tie() -> None:
-    """Let this process end with the one that made it, however that ends."""
+    """End this process when its parent ends, for any reason."""
     signals.end_with_parent()
     above = multiprocessing.parent_process()
-    if above is not None and not above.is_alive():  # it ended before that
+    if above is not None and not above.is_alive():  # the parent ended before this call
         os._exit(Exit.STOPPED)
 
 
 def code_of(process: Any) -> int | None:
-    """Its exit code; negative: the signal that ended it; `None`: it runs."""
+    """Return the exit code, a negative signal number, or `None` while the process runs."""
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
 def end(process: Any) -> None:
-    """SIGTERM; again, which means at once; SIGKILL for what is left of it."""
+    """Send SIGTERM, then SIGTERM again (exit now), then SIGKILL."""
     for number, patience in (
         (signal.SIGTERM, AGAIN_AFTER),
         (signal.SIGTERM, KILL_AFTER),
@@ -237,18 +250,18 @@ def end(process: Any) -> None:
 
 
 def result(folder: Path, key: str, evaluations: list[Evaluation]) -> float:
-    """The loss of the saved weights, opened again; of what eval.json lacks, the best evaluation."""
+    """Return the loss of the saved weights after reloading. For other metrics, return the best evaluation."""
     if key == "eval_loss":
         return float(RunFolder(folder).read("eval.json")["tuned"]["loss"])
     return max((one.value for one in evaluations), default=math.nan)
 
 
 def killed_for_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int | None:
-    """Processes of this one's control group that the system has ended for memory; `None`: not known.
+    """Return how many processes of this control group the kernel killed for memory. `None` if not known.
 
-    By cgroup v2 or v1, under the group's name or, in a container that has its own view, at the root.
+    It reads cgroup v2 or v1, under the group's name or at the root (in a container with its own view).
     """
-    if not own.exists():  # not Linux
+    if not own.exists():  # not on Linux
         return None
     for line in own.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
@@ -263,15 +276,16 @@ def killed_for_memory(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int | No
 
 
 def failure(code: int, log: Path, *, starved: bool = False) -> tuple[str, str]:
-    """What a run that ended by itself counts as, and why.
+    """Return the state and reason of a run that ended by itself.
 
-    Out of memory and a loss that is not finite are the values' doing: pruned, and the sampler goes elsewhere.
+    Out of memory and a NaN or Inf loss are caused by the drawn values. They count as pruned, so that the
+    sampler avoids them.
 
     Args:
-        starved: the system has ended a process for memory meanwhile.
+        starved: whether the kernel killed a process for memory during the run.
     """
     text = log.read_text(encoding="utf-8", errors="replace")
-    if starved and code not in [int(known) for known in Exit]:  # itself, or a process of its own
+    if starved and code not in [int(known) for known in Exit]:  # the run itself or one of its child processes
         return "pruned", f"out of the host's memory: the system ended it ({ending(code)})"
     if code < 0:
         hint = ": by the system, if memory ran out" if code == -signal.SIGKILL else ""
@@ -286,7 +300,7 @@ def ending(code: int) -> str:
 
 
 def said(text: str) -> str:
-    """The errors that a run ended with, in one line; the last line of a traceback."""
+    """Return the errors at the end of a log in one line, or the last line of a traceback."""
     found = re.findall(r"^error: (.*)(?:\n  found: +(.*))?", text, re.MULTILINE)
     if found:
         return "; ".join(": ".join(filter(None, parts)) for parts in found)[:500]

@@ -1,4 +1,4 @@
-"""`finetune sweep`: an Optuna study over a recipe."""
+"""`finetune sweep`: an Optuna study that searches recipe values."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,8 @@
-"""How good the best trial is on examples that did not choose it.
+"""Estimate the score of the best trial on examples that did not select it.
 
-The best of many trials is partly the luckiest one: its own score is too good. Where trials left the loss of
-every example, the trial is chosen again on one half of them and scored on the other, without training.
+The best of many trials is partly the luckiest one, so its own score is too good. If the trials stored the
+loss of every example, finetune selects a trial on one half of the examples and scores it on the other half.
+This needs no training.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ SPLITS = 200
 def assess(
     folder: Path, rows: list[dict[str, Any]], best: dict[str, Any] | None, metric: str
 ) -> dict[str, Any]:
-    """Estimate the best trial's score on examples that did not choose it.
+    """Estimate the best trial's score on examples that did not select it.
 
     Args:
         rows: the complete trials.
         metric: loss | exact_match.
 
     Returns:
-        `fresh`, the score on examples that did not choose, or `optimism`, how much too good the score may be;
-        `examples` and `trials`. Empty: nothing is known.
+        `fresh` (the score on examples that did not select the trial) or `optimism` (how much too good the
+        score can be), with `examples` and `trials`. The mapping is empty if nothing is known.
     """
     if best is None or len(rows) < 2:
         return {}
@@ -53,11 +54,12 @@ def assess(
 
 
 def fresh_loss(losses: Any, tokens: Any, groups: Any, seed: int = 0) -> float:
-    """The loss per token of the trial that one half of the examples chooses, on the other half.
+    """Return the loss per token on one half of the examples, for the trial that the other half selects.
 
     Args:
         losses: sums in nats, with shape (trials, examples).
-        groups: a label per example. Equal examples stay in one half.
+        tokens: number of tokens of each example.
+        groups: a label per example. Examples with equal labels stay in one half.
     """
     random, values = np.random.default_rng(seed), []
     names, codes = np.unique(groups, return_inverse=True)
@@ -73,7 +75,7 @@ def fresh_loss(losses: Any, tokens: Any, groups: Any, seed: int = 0) -> float:
 
 
 def optimism(value: float, examples: int, trials: int) -> dict[str, Any]:
-    """How far the best of so many equally good trials lies above their true share of right answers."""
+    """Return how far the best of `trials` equally good trials likely scores above their true accuracy."""
     highest = NormalDist().inv_cdf((trials - 0.375) / (trials + 0.25))  # Blom's expected maximum
     share = min(max(value, 1 / examples), 1 - 1 / examples)
     error = math.sqrt(share * (1 - share) / examples)
@@ -81,7 +83,7 @@ def optimism(value: float, examples: int, trials: int) -> dict[str, Any]:
 
 
 def described(found: dict[str, Any]) -> str:
-    """One sentence, or none."""
+    """Return one or two sentences for the user, or an empty string."""
     if not found:
         return ""
     chosen = f"It was chosen on the {found['examples']:,} examples that it is scored on"

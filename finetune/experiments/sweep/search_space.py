@@ -1,11 +1,11 @@
-"""A space of recipes: read from YAML as strictly as a recipe is, and what its values are as overrides.
+"""Read a search space from strict YAML, draw values, and convert them to recipe overrides.
 
     search: {pruner: median, evaluations: 4}
     space:
       adapter.type: {choices: [lora, qlora]}
       train.learning_rate: {low: 0.1, high: 10, log: true, times: train.learning_rate}
 
-`adapter.type` is drawn first; a key that the drawn type does not have is not drawn.
+`adapter.type` is drawn first. Keys that the drawn type does not have are not drawn.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 TYPE = "adapter.type"
-ROWS = "rows of the data"  # in a study's identity
-REFUSED = {  # keys, or sections, that a search can't change
+ROWS = "rows of the data"  # key of the training data's digest in a study's identity
+REFUSED = {  # keys and sections that a search cannot vary
     **varied_keys.FIXED,
     "speed.compile": "off in trials, and as the recipe has it in the final run",
 }
-# What a trial is not made for, whatever the recipe says: after what the user gave, in a sweep too
+# Overrides that switch off what trials do not need. They follow the user's overrides, also in a W&B sweep.
 IN_TRIALS = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null"]
 IN_TRIALS += ["eval.tasks=[]", "eval.forgetting=false", "eval.generate=false"]
-WHOLE = 1e-8  # how far from a whole number a count of steps may be
+WHOLE = 1e-8  # tolerance for a number of steps to count as an integer
 Number = Annotated[int | float, Field(allow_inf_nan=False)]
 
 
 class Search(Section):
     sampler: Literal["tpe", "random"] = "tpe"
-    """What proposes values: Optuna's TPE, or chance."""
+    """How values are proposed: by Optuna's TPE sampler or at random."""
     pruner: Literal["median", "hyperband", "none"] = "median"
-    """What ends a trial early: an evaluation worse than the median of those before, Hyperband, nothing."""
+    """How a trial ends early: below the median of earlier evaluations, by Hyperband, or not at all."""
     startup_trials: int = Field(default=6, ge=1)
-    """Trials drawn by chance, and finished before the median ends any."""
+    """Trials that are drawn at random and finish before the median pruner can end a trial."""
     evaluations: int = Field(default=4, ge=1)
-    """Evaluations in a trial, evenly spread, where the recipe has no `eval.eval_steps`."""
+    """Number of evenly spaced evaluations in a trial, if the recipe does not set `eval.eval_steps`."""
 
 
 class Parameter(Section):
-    """A range or choices, of one recipe key."""
+    """The range or the choices of one recipe key."""
 
     low: Number | None = None
     high: Number | None = None
-    """The range's ends, both within it; whole numbers mean whole numbers."""
+    """Ends of the range, both included. If both are integers, the values are integers."""
     log: bool = False
-    """Drawn evenly on a log scale."""
+    """Draw uniformly on a log scale."""
     step: Number | None = Field(default=None, gt=0)
-    """From one value of the range to the next."""
+    """Difference between neighboring values of the range."""
     choices: list[Any] | None = Field(default=None, min_length=1)
-    """The values themselves, of any kind."""
+    """The values, of any type."""
     times: str | None = None
-    """What is drawn is multiplied by this key's value; by the recipe's own, if it is the key itself."""
+    """Multiply the drawn value by the value of this key. For the key itself, use the recipe's value."""
 
     @property
     def whole(self) -> bool:
@@ -73,7 +73,7 @@ class Parameter(Section):
 
     @property
     def corners(self) -> list[tuple[Any, tuple[str, ...]]]:
-        """Every choice, or the two ends; each with where it stands under the key."""
+        """All choices or the two ends of the range, each with its position under the key."""
         if self.choices is not None:
             return [(value, ("choices", str(index))) for index, value in enumerate(self.choices)]
         return [(self.low, ("low",)), (self.high, ("high",))]
@@ -84,7 +84,7 @@ class Space:
     path: Path
     search: Search
     parameters: dict[str, Parameter]
-    """In the order in which they are drawn."""
+    """Parameters in the order in which they are drawn."""
     where: dict[tuple[str, ...], str] = field(default_factory=dict)
 
 
@@ -92,7 +92,7 @@ def read(path: Path) -> Space:
     """Read a space.
 
     Raises:
-        UserError: as `parse`, and with every problem that it found (exit 2).
+        UserError: the space has problems. The error lists all of them (exit 2).
     """
     space, problems = parse(path)
     if problems:
@@ -101,10 +101,10 @@ def read(path: Path) -> Space:
 
 
 def parse(path: Path) -> tuple[Space, list[Problem]]:
-    """A space as far as it can be read, and every problem found, each with its place.
+    """Read a space, and return the valid parameters and all problems with their positions.
 
     Raises:
-        UserError: no file, or nothing in it that is a space (exit 2).
+        UserError: the file does not exist, or it contains no space (exit 2).
     """
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the space"), str(path))
@@ -154,7 +154,7 @@ def _key_problems(key: str, at: str) -> list[Problem]:
 
 
 def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) -> list[Problem]:
-    """What does not go together in one range or list of choices."""
+    """Return conflicts within one range or list of choices."""
     at, found = where[("space", key)], []
 
     def problem(what: str, part: str = "", **texts: str) -> None:
@@ -193,7 +193,7 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
 
 
 def _unreached(one: Parameter) -> str:
-    """What would be reached by a range's steps, where its `high` is not; empty: it is."""
+    """Return advice if the steps of a range do not reach `high`, else an empty string."""
     if one.step is None or one.low is None or one.high is None or one.low >= one.high:
         return ""
     places = (one.high - one.low) / one.step
@@ -204,7 +204,7 @@ def _unreached(one: Parameter) -> str:
 
 
 def _ordered(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
-    """The type first, for it decides which keys there are; then what is multiplied, then its multiples."""
+    """Order the parameters: the adapter type, then keys that others are multiples of, then the multiples."""
 
     def rank(key: str) -> int:
         return 0 if key == TYPE else 2 if parameters[key].times not in (None, key) else 1
@@ -213,13 +213,13 @@ def _ordered(parameters: dict[str, Parameter]) -> dict[str, Parameter]:
 
 
 def has_key(kind: str, key: str) -> bool:
-    """Whether a recipe of that adapter type has the key."""
+    """Return whether a recipe of this adapter type has the key."""
     section, _, name = key.partition(".")
     return section != "adapter" or name.split(".")[0] in build.sections(kind)["adapter"].model_fields
 
 
 def own_value(recipe: Recipe, key: str) -> Any:
-    """What the recipe itself has for a key; `None` if nothing."""
+    """Return the recipe's own value of a key, or `None` if it has none."""
     section, _, name = key.partition(".")
     value = getattr(recipe, section, None)
     for part in name.split("."):
@@ -228,7 +228,7 @@ def own_value(recipe: Recipe, key: str) -> Any:
 
 
 def multiplied(key: str, drawn: Any, parameter: Parameter, values: dict[str, Any], recipe: Recipe) -> Any:
-    """What a drawn value means: itself, or that many times another key's value."""
+    """Convert a drawn value to a recipe value. With `times`, multiply it by another key's value."""
     if parameter.times is None:
         return drawn
     base = own_value(recipe, key) if parameter.times == key else values.get(parameter.times)
@@ -238,7 +238,10 @@ def multiplied(key: str, drawn: Any, parameter: Parameter, values: dict[str, Any
 
 
 def grid(one: Parameter) -> list[Any] | None:
-    """All that can be drawn, before `times`; `None`: any number of a range, or of a log scale."""
+    """Return all values that can be drawn, before `times` applies.
+
+    `None` means a continuous range or log scale.
+    """
     if one.choices is not None:
         return one.choices
     step = one.step or (1 if one.whole else None)
@@ -250,11 +253,11 @@ def grid(one: Parameter) -> list[Any] | None:
 
 
 def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()) -> dict[str, Any]:
-    """The values of a trial by key, `times` applied.
+    """Draw the values of a trial by key, with `times` applied.
 
     Args:
-        trial: Optuna's, which is asked for each parameter under its key.
-        without: keys that stay as the recipe has them.
+        trial: an Optuna trial, whose parameters have the keys as names.
+        without: keys that keep the recipe's values.
     """
     values: dict[str, Any] = {}
     for key, one in space.parameters.items():
@@ -272,7 +275,7 @@ def draw(trial: Any, space: Space, recipe: Recipe, without: Collection[str] = ()
 
 
 def own_draw(space: Space, recipe: Recipe, unsaid: dict[str, Any]) -> dict[str, Any]:
-    """What would have to be drawn for the recipe's own values, as far as the space has them.
+    """Return the draw that gives the recipe's own values, for the keys whose range contains them.
 
     Args:
         unsaid: values of keys that the recipe does not state.
@@ -293,7 +296,10 @@ def own_draw(space: Space, recipe: Recipe, unsaid: dict[str, Any]) -> dict[str, 
 
 
 def _within(one: Parameter, value: float) -> bool:
-    """Whether a range has a value: Optuna takes another one from between two steps, or two whole numbers."""
+    """Return whether a range contains a value.
+
+    Optuna would change a value between two steps or two integers.
+    """
     assert one.low is not None and one.high is not None
     step = one.step or (1 if one.whole else None)
     places = (value - one.low) / step if step else 0.0
@@ -305,7 +311,11 @@ def overrides(values: dict[str, Any]) -> list[str]:
 
 
 def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
-    """What all workers of a study must have in common; `content`: a digest of the rows."""
+    """Return the facts that all workers of a study must share.
+
+    Args:
+        content: a digest of the training data.
+    """
     found = varied_keys.values_of(recipe) | ({ROWS: content} if content else {})
     for key, one in space.parameters.items():
         found[f"space.{key}"] = varied_keys.text_of(one.model_dump(exclude_defaults=True))
@@ -313,10 +323,10 @@ def identity(recipe: Recipe, space: Space, content: str) -> dict[str, str]:
 
 
 def steps_of(recipe: Recipe, rows: int | None) -> int:
-    """Optimizer steps of a trial, in one process."""
+    """Return the number of optimizer steps of a trial in one process."""
     return count_steps(recipe.train, rows, split_batch(recipe.train, 1), 1)
 
 
 def every(recipe: Recipe, search: Search, rows: int | None) -> int:
-    """Steps from one evaluation of a trial to the next."""
+    """Return the number of steps between two evaluations of a trial."""
     return recipe.eval.eval_steps or -(-steps_of(recipe, rows) // search.evaluations)

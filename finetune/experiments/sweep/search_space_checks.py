@@ -1,4 +1,4 @@
-"""The corners of a space, looked at before the first trial: each must be a recipe for this machine."""
+"""Check the corners of a space before the first trial. Each must be a valid recipe on this machine."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ if TYPE_CHECKING:
 
 
 class Looked(NamedTuple):
-    """What was found before the first trial."""
+    """Results of the checks before the first trial."""
 
     space: Space
-    """Without the choices that this machine can't run."""
+    """The space without the choices that this machine cannot run."""
     notes: list[str]
     device: str
     """cuda or cpu."""
     unsaid: dict[str, Any]
-    """What SFTConfig has for the space's keys."""
+    """SFTConfig's values of the space's keys that the recipe does not state."""
     rows: int | None
-    """Of the training data; `None`: they are streamed."""
+    """Number of training sequences. `None` if the data is streamed."""
     content: str = ""
-    """Digest of the rows, those held out among them; empty: they are streamed."""
+    """Digest of the training data and validation set. Empty if the data is streamed."""
 
 
 def look(path: str, given: list[str], space: Space, *, refused: bool = False) -> Looked:
-    """Check every corner of a space against the recipe and this machine, and count the training rows; of a
-    space that is refused already the corners alone.
+    """Check every corner of a space against the recipe and this machine, and count the training examples.
 
-    It imports torch and asks the GPU: a process that only waits for trials has this done by another.
+    This function imports torch and initializes the GPU, so a process that only waits for trials calls it in a
+    child process.
+
+    Args:
+        refused: the space has errors already, so check only the corners.
 
     Raises:
-        UserError: all values that no recipe can have, each with its place in the space (exit 2); nothing is
-            left of a list of choices (exit 3).
+        UserError: no recipe can have a value; each error names its position in the space (exit 2). This
+            machine can run none of the choices of a key (exit 3).
     """
     recipe = loader.load(path, given)
     notes = checker.run(recipe)
@@ -73,10 +76,10 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
 
 
 def comparable(recipe: Recipe) -> None:
-    """Whether trials of a recipe can be compared by what they are evaluated on.
+    """Check that trials of a recipe can be compared by their evaluation.
 
     Raises:
-        UserError: no validation set; best by something else than the loss or the exact match (exit 2).
+        UserError: there is no validation set, or the metric is neither loss nor exact match (exit 2).
     """
     if recipe.data.validation is None and recipe.data.validation_fraction is None:
         fix = "data.validation or data.validation_fraction=0.05"
@@ -92,10 +95,12 @@ def comparable(recipe: Recipe) -> None:
 
 
 def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[str, dict[str, str]]:
-    """Check every corner of a space; what this machine can't run, by key and value, and why.
+    """Check every corner of a space.
+
+    Return the choices that this machine cannot run: key -> value -> reason.
 
     Raises:
-        UserError: all values that no recipe can have, each with its place in the space (exit 2).
+        UserError: no recipe can have a value. Each error names its position in the space (exit 2).
     """
     problems: dict[str, Problem] = {}
     lacking: dict[str, dict[str, str]] = {}
@@ -125,8 +130,10 @@ def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[s
 
 
 def rows_of(recipe: Recipe) -> tuple[int | None, str]:
-    """How many rows there are to train on, and a digest of all rows, which fills the cache for all trials;
-    `None`: they are streamed."""
+    """Return the number of training sequences and a digest of the data. It fills the cache for all trials.
+
+    The number is `None` if the data is streamed.
+    """
     if recipe.data.streaming:
         return None, ""
     prepared: Any = load_data.prepare_data(recipe)[1]
@@ -134,7 +141,7 @@ def rows_of(recipe: Recipe) -> tuple[int | None, str]:
 
 
 def unsaid(keys: Iterable[str]) -> dict[str, Any]:
-    """SFTConfig's own values of `train.` keys, for recipes that don't state them."""
+    """Return SFTConfig's defaults of `train.` keys that the recipe does not state."""
     from trl.trainer.sft_config import SFTConfig
 
     fields = {f"train.{field.name}": field.default for field in dataclasses.fields(SFTConfig)}
@@ -147,10 +154,11 @@ def unsaid(keys: Iterable[str]) -> dict[str, Any]:
 def _try(
     path: str, given: list[str], recipe: Recipe, space: Space, key: str, value: object
 ) -> UserError | None:
-    """What is wrong with a recipe that has this value, under an adapter type that has the key."""
+    """Return the error of a recipe with this value, under an adapter type that has the key."""
     kinds = space.parameters[TYPE].choices if TYPE in space.parameters else None
     kinds = [kind for kind in kinds or [recipe.adapter.type] if key == TYPE or _has(kind, key)]
-    kinds.sort(key=lambda kind: kind != recipe.adapter.type)  # one that this machine may lack comes last
+    # The recipe's type first, because this machine may not support the others
+    kinds.sort(key=lambda kind: kind != recipe.adapter.type)
     asked: list[str] = (
         [] if key == TYPE or TYPE not in space.parameters or not kinds else [f"{TYPE}={kinds[0]}"]
     )
@@ -167,8 +175,8 @@ def _try(
 
 
 def _likely(key: str) -> str:
-    """What to do about a key that has no value: it is not set, or mistyped."""
-    of = build.known_keys().items()  # `adapter.lora` -> its keys
+    """Return advice for a key without a value: the recipe does not set it, or its name is misspelled."""
+    of = build.known_keys().items()  # keys such as `adapter.lora`, each with its own keys
     known = sorted({f"{section.partition('.')[0]}.{name}" for section, names in of for name in names})
     if key in known:
         return f"state {key} in the recipe"
@@ -176,7 +184,7 @@ def _likely(key: str) -> str:
 
 
 def _has(kind: Any, key: str) -> bool:
-    """`has_key` of what may be no type at all, which is said where the types are looked at."""
+    """Return `has_key`, or false for an unknown type, which other checks report."""
     try:
         return has_key(kind, key)
     except (KeyError, UserError):
@@ -184,15 +192,15 @@ def _has(kind: Any, key: str) -> bool:
 
 
 def _of_a_product(problem: Problem, value: object, times: str, recipe: Recipe) -> Problem:
-    """A problem of what no one has written: it is drawn, times the recipe's own."""
+    """Explain that the problematic value is a product of a drawn value and the recipe's own."""
     product = f"{problem.found}: {value} times {times}, {own_value(recipe, times)}"
     fix = problem.fix or f"another {times}, or a space (--space) with other values"
     return dataclasses.replace(problem, found=product, fix=fix) if problem.found else problem
 
 
 def _placed(problem: Problem, at: str, of_key: str) -> Problem:
-    """A problem of an override is one of the space's line; one of the recipe stays there."""
-    if " key" in problem.what:  # it is the key that is wrong, whatever its value
+    """Move a problem of an override to the line of the space. A problem of the recipe keeps its position."""
+    if " key" in problem.what:  # the key itself is wrong, for any value
         return dataclasses.replace(problem, where=of_key, found="")
     elsewhere = problem.where and not problem.where.startswith("override")
     return problem if elsewhere else dataclasses.replace(problem, where=at)

@@ -1,13 +1,13 @@
-"""Search recipe keys by Optuna: `finetune sweep RECIPE [--space FILE] [--trials N | --hours H]`.
+"""Search recipe values with Optuna: `finetune sweep RECIPE [--space FILE] [--trials N | --hours H]`.
 
 DIR/study.db          the study, unless --storage names another place
-DIR/trial-0007/       each trial, an ordinary run folder; DIR/logs/ has what it said
+DIR/trial-0007/       each trial is an ordinary run folder; DIR/logs/ has its output
 DIR/trials.csv, trials.json, sweep.html, *.svg    results (`experiments/sweep/sweep_report.py`)
-DIR/best.yaml         the best recipe, with where each value came from
-DIR/final.yaml        the one that DIR/final/ is trained by, with --final
+DIR/best.yaml         the best recipe, with the source of each value
+DIR/final.yaml        the recipe that trains DIR/final/ with --final
 
-Started again, it goes on; a trial that was running when its worker was killed is run again. Several workers,
-on one machine or many, share a study by its storage and its name, which is DIR's.
+The same command resumes. If a worker was killed, its trial is run again. Several workers, on one or many
+machines, share a study through its storage and its name, which is the name of DIR.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
     from finetune.experiments.sweep.search_space import Space
     from finetune.recipe.schema import Recipe
 
-TRIALS = 20  # where neither their number nor a time is given
-BEAT = 10.0  # seconds from one sign of life in the study to the next
-HOPELESS = 5  # trials of one process, if all failed: then it is not the values
+TRIALS = 20  # the default if neither a number nor a time is given
+BEAT = 10.0  # seconds between two signs of life in the study
+HOPELESS = 5  # if this many trials fail and none succeeds, the values are not the cause
 
 
 class Job(NamedTuple):
-    """A search under way."""
+    """A search in progress."""
 
     asked: SweepRequest
     recipe: Recipe
@@ -62,17 +62,17 @@ class Job(NamedTuple):
     deadline: float
     told: Told
     ran: list[Problem | None]
-    """This process's trials, each with why it failed; not those whose values were refused."""
+    """One entry for each trial of this process: the problem if it failed. Rejected values have no entry."""
 
     @property
     def most(self) -> float:
-        """Trials in all."""
+        """Maximum number of trials."""
         limit = TRIALS if self.asked.seconds is None else float("inf")
         return limit if self.asked.trials is None else self.asked.trials
 
 
 class Told:
-    """By what this process was told to end."""
+    """The signal that told this process to end."""
 
     by = ""
 
@@ -82,11 +82,12 @@ class Told:
 
 
 def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
-    """Search; returns the content of trials.json.
+    """Search, and return the content of trials.json.
 
     Raises:
-        UserError: what is wrong with recipe or space, before a trial (2, 3); none worked (5).
-        Stopped: told to end; the same command goes on.
+        UserError: the recipe or the space is not valid (exit 2), the environment lacks something (exit 3), or
+            no trial succeeded (exit 5).
+        Stopped: a signal arrived. The same command resumes.
     """
     screen = Console(quiet=quiet)
     recipe, found = prepare(asked)
@@ -124,14 +125,17 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
 
 
 def problems(content: dict[str, Any]) -> list[Problem]:
-    """Why no trial worked."""
+    """Return why no trial succeeded."""
     rows = [row for row in content["trials"] if row["state"] in ("failed", "pruned")][:HOPELESS]
     said = [Problem(f"trial {row['number']} {row['state']}", found=row["reason"]) for row in rows]
     return said or [Problem("no trial was finished", fix="more --trials or --hours")]
 
 
 def prepare(asked: SweepRequest) -> tuple[Recipe, search_space_checks.Looked]:
-    """Recipe and space, checked to the corners; what needs torch is done by a process that ends."""
+    """Return the recipe and the space after checking its corners.
+
+    A child process does the part that needs torch.
+    """
     recipe, (space, wrong) = load_recipe(asked.path, asked.overrides), search_space.parse(asked.space)
     search_space_checks.comparable(recipe)
     try:
@@ -150,7 +154,7 @@ def _look(path: str, overrides: list[str], space: Space, refused: bool) -> searc
 
 
 def search(job: Job) -> dict[str, Any]:
-    """All trials that are still to be made; the content of trials.json."""
+    """Run all remaining trials, and return the content of trials.json."""
     introduce(job)
     with signals.listening(job.told.heard):
         while begin_another(job):
@@ -160,13 +164,13 @@ def search(job: Job) -> dict[str, Any]:
 
 
 def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
-    """Hold a study to what it was begun with.
+    """Check that a study is resumed with the values it was started with.
 
     Returns:
-        What is to be said of a study that an older finetune began.
+        A note if an older version of finetune finished some of its trials.
 
     Raises:
-        UserError: it is of another recipe or space (exit 2), or damaged (exit 4).
+        UserError: the study has another recipe or space (exit 2), or is damaged (exit 4).
     """
     old = study_storage.verify(study, str(folder))
     began = study.user_attrs.get("identity", own)
@@ -192,14 +196,17 @@ def pruner(space: Space, recipe: Recipe) -> optuna.pruners.BasePruner:
 
 
 def sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
-    """One for each trial: a study that goes on, or has several workers, would draw the same numbers again."""
+    """Return a new sampler for each trial.
+
+    A resumed study or a second worker would otherwise draw equal numbers.
+    """
     if space.search.sampler == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=space.search.startup_trials)
 
 
 def introduce(job: Job) -> None:
-    """What will be searched; the recipe's own values become the first trial."""
+    """Show the search space, and queue the recipe's own values as the first trial."""
     asked, study, screen = job.asked, job.study, job.screen
     own = search_space.own_draw(job.space, job.recipe, job.found.unsaid)
     kind = job.recipe.adapter.type
@@ -226,7 +233,7 @@ def introduce(job: Job) -> None:
 
 
 def begin_another(job: Job) -> bool:
-    """Whether there is to be one more trial; those that others left behind are queued first."""
+    """Queue the trials that dead workers left behind, and return whether another trial is needed."""
     if job.told.by or time.monotonic() > job.deadline:
         return False
     if hopeless(job):
@@ -241,18 +248,18 @@ def begin_another(job: Job) -> bool:
 
 
 def counted(study: Study) -> list[FrozenTrial]:
-    """The trials that count: not those that were lost, and are run again, nor those asked for by mistake."""
+    """Return the trials that count, without lost trials, which are run again, and without surplus trials."""
     every = study.get_trials(deepcopy=False)
     return [one for one in every if not (study_storage.is_lost(one) or sweep_report.is_surplus(one))]
 
 
 def hopeless(job: Job) -> bool:
-    """Whether it is this process whose trials fail: others that share the study go on."""
+    """Return whether all trials of this process failed. Other workers of the study continue."""
     return len(job.ran) >= HOPELESS and all(job.ran)
 
 
 def one(job: Job) -> None:
-    """A trial, from asking the study to telling it; one that another worker has taken over is left to it."""
+    """Run one trial. If another worker has taken it over, leave it to that worker."""
     drawn = job.study.ask()
     folder = job.asked.folder / f"trial-{drawn.number:04d}"
     try:
@@ -268,7 +275,8 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     """Draw a trial's values, run it, and tell the study how it ended."""
     study, asked = job.study, job.asked
     study_storage.describe(drawn)
-    if sum(one.number <= drawn.number for one in counted(study)) > job.most:  # two asked for the last one
+    # Two workers asked for the last trial at the same time
+    if sum(one.number <= drawn.number for one in counted(study)) > job.most:
         drawn.set_user_attr("reason", sweep_report.SURPLUS)
         study_storage.tell(study, drawn, None, TrialState.FAIL)
         return
@@ -278,7 +286,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     drawn.set_user_attr("values", values)
     try:
         words = words_of(job, values, folder)
-    except UserError as error:  # values that are good alone, and not together
+    except UserError as error:  # values that are valid alone but not together
         ended = worker_process.Ended("failed", None, in_one_line(error), 0.0, None)
     else:
         judge, waiting = judges(job, drawn)
@@ -292,10 +300,10 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
 
 
 def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
-    """What `finetune train` is given for a trial.
+    """Return the arguments of `finetune train` for a trial.
 
     Raises:
-        UserError: the values don't go together.
+        UserError: the values conflict.
     """
     given = [*job.asked.overrides, *search_space.overrides(values)]
     recipe = load_recipe(job.asked.path, given)
@@ -306,7 +314,10 @@ def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
 
 
 def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
-    """What a trial is ended by: a poor evaluation; the study's time, or a signal. Both say why."""
+    """Return two functions that say why a trial must end: on an evaluation, and while waiting.
+
+    The second one checks the time limit and signals.
+    """
     said = {"alive": time.monotonic()}
     recipe, space, best = job.recipe, job.space, job.recipe.eval.metric_for_best_model
 
@@ -334,7 +345,7 @@ def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
 
 
 def record(job: Job, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
-    """Tell the study; a lost trial has no reason, and is queued again."""
+    """Report the result to the study. A lost trial has no reason and is queued again."""
     number, study = drawn.number, job.study
     drawn.set_user_attr("seconds", ended.seconds)
     if ended.started_seconds is not None:
@@ -361,10 +372,10 @@ def record(job: Job, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
 
 
 def make_way(folder: Path, screen: Console) -> None:
-    """Set a final run aside that was begun by an earlier best recipe, and keep by which one it is begun.
+    """Move a final run of an earlier best recipe aside, and store the recipe of the new one.
 
     Raises:
-        UserError: another worker trains it now (exit 2).
+        UserError: another worker is training it (exit 2).
     """
     best, begun, run = folder / sweep_report.BEST, folder / "final.yaml", folder / "final"
     if run.exists():
@@ -383,13 +394,14 @@ def make_way(folder: Path, screen: Console) -> None:
 
 
 def final(asked: SweepRequest) -> None:
-    """Train the best recipe whole: compiled and evaluated on all that the recipe names, as often as a trial.
+    """Train the best recipe with everything that trials switch off, such as compile and tasks.
 
-    A signal is handed on, and what the run then saves is waited for; it ends with this process.
+    It is evaluated as often as a trial. A signal is passed on to the run, and this process waits until the
+    run has saved.
 
     Raises:
-        UserError: it did not work, with its own exit code.
-        Stopped: told to end; the same command goes on.
+        UserError: the run failed, with its own exit code.
+        Stopped: a signal arrived. The same command resumes.
     """
     best, folder = asked.folder / sweep_report.BEST, asked.folder / "final"
     words = ["train", str(best), f"train.output_dir={folder}", "--resume=auto"]
@@ -405,7 +417,7 @@ def final(asked: SweepRequest) -> None:
     with signals.listening(heard):
         command = [sys.executable, "-m", "finetune", *words]
         running.append(subprocess.Popen(command, start_new_session=True, preexec_fn=worker_process.tie))
-        if told:  # while it was started
+        if told:  # a signal arrived during the start
             running[0].terminate()
         code = running[0].wait()
     fix = shlex.join(["finetune", *words])

@@ -1,4 +1,4 @@
-"""Where a study is kept: SQLite in its folder, a database for many machines, a journal on a shared disk."""
+"""Storage of a study: SQLite in its folder, a database for many machines, or a journal on a shared disk."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 JOURNAL = "journal:"
-HASH, HASHED = "sha256 of trial", "hashed"  # a study's attributes: of one trial; whether all have one
-# What Optuna raises where a record holds something else than it wrote
+# Keys of a study's attributes: the hash of one trial, and whether all trials have a hash
+HASH, HASHED = "sha256 of trial", "hashed"
+# Exceptions that Optuna raises if a stored value is not as it was written
 UNREADABLE = (ValueError, TypeError, LookupError, AssertionError, AttributeError, RuntimeError)
-SHOWN = 100  # characters of what Optuna says of a damaged study
-SILENT = 120.0  # seconds after which a trial whose worker says nothing may be lost
-WATCHED = 30.0  # seconds in which a worker that is alive gives a sign of life
-ROUNDED = 2.0  # seconds in which the times of one process may differ: a boot's is known to the second
-MOST_TIMES = 3  # a trial is begun again: it may be what ends its workers
-TRIES = 5  # to make the tables: two workers that begin together are in each other's way
+SHOWN = 100  # characters shown of Optuna's message on a damaged study
+SILENT = 120.0  # seconds without a sign of life after which a trial may be lost
+WATCHED = 30.0  # seconds within which a living worker gives another sign of life
+# Tolerance in seconds for the start time of a process, because the boot time is known only to the second
+ROUNDED = 2.0
+MOST_TIMES = 3  # limit of repetitions, because the trial itself may crash its workers
+TRIES = 5  # attempts to create the tables, because two starting workers can conflict
 
 
 def shown(url: str) -> str:
-    """The URL as it may be written down: without its password, wherever in it that stands."""
+    """Return the URL without its password, in a form that can be printed."""
     plain = re.sub(r"(?<=://)([^/@:]*):.*@(?=[^/@]*(/|$|\?))", r"\1:***@", url)
     return re.sub(
         r"((?:password|passwd|pwd|passfile|sslpassword)=)[^&]*", r"\1***", plain, flags=re.IGNORECASE
@@ -49,7 +51,7 @@ def shown(url: str) -> str:
 
 
 def redacted(text: str, url: str) -> str:
-    """What a library says, without the URL's password."""
+    """Return a library's message without the password in the URL."""
     try:
         found = sqlalchemy.make_url(url)
         secrets = [found.password, *(v for k, v in found.query.items() if "pass" in k.lower() or k == "pwd")]
@@ -62,14 +64,14 @@ def redacted(text: str, url: str) -> str:
 
 @contextlib.contextmanager
 def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -> Iterator[Study]:
-    """The study of that name, made if there is none; its connections are closed at the end.
+    """Open the study with this name, or create it. The connections are closed at the end.
 
     Args:
         url: `sqlite:///FILE`, `postgresql://user@host/database`, `mysql+pymysql://...`, `journal:FILE`.
 
     Raises:
-        UserError: it can't be reached, or its driver is not installed (exit 3); it is no URL, or a journal
-            that can't be written (exit 2).
+        UserError: the storage cannot be reached, or its driver is not installed (exit 3). The URL is not
+            valid, or the journal cannot be written (exit 2).
     """
     direction = "maximize" if maximize else "minimize"
     given: dict[str, Any] = {"study_name": name, "direction": direction, "load_if_exists": True}
@@ -78,10 +80,10 @@ def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -
 
 
 def name_in(url: str, folder: Path) -> str:
-    """The name of a folder's study: the folder's; or that of the one in its own file, begun under another.
+    """Return the name of a folder's study: the folder's name, or the stored name if the folder was renamed.
 
     Raises:
-        UserError: the file can't be read (exit 3): under the folder's name a second study might begin in it.
+        UserError: the file cannot be read. A second study might start in it otherwise (exit 3).
     """
     own = folder.resolve() / "study.db"
     if url != f"sqlite:///{own}" or not own.exists():
@@ -92,7 +94,10 @@ def name_in(url: str, folder: Path) -> str:
 
 
 def _asked(url: str, stack: contextlib.ExitStack, ask: Callable[[Any], Any]) -> Any:
-    """What `ask` gives of a storage, which `stack` closes; asked again where another worker is in its way."""
+    """Return the result of `ask` for a storage that `stack` closes.
+
+    Retry if another worker causes a conflict.
+    """
     for left in reversed(range(TRIES)):
         try:
             return ask(_storage(url, stack))
@@ -123,7 +128,7 @@ def _no_driver(error: ImportError, url: str) -> UserError:
 
 
 def _no_journal(error: OSError | ValueError, url: str) -> UserError:
-    """A journal's file that can't be made or written, or that holds something else."""
+    """Return the error for a journal that cannot be written, or that holds other content."""
     path = Path(url.removeprefix(JOURNAL))
     if isinstance(error, ValueError):
         what, found, fix = "not a journal of Optuna", "other content", "a file that is not there yet"
@@ -136,7 +141,7 @@ def _no_journal(error: OSError | ValueError, url: str) -> UserError:
 
 
 def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> UserError:
-    """A database's error as ours, without its password."""
+    """Return a database error as a UserError without the password."""
     said = redacted(first_line(error.__cause__ or error), url)
     what = "not a storage URL" if code == Exit.INPUT else "the storage can't be used"
     expected = "sqlite:///FILE, postgresql://user@host/database, mysql+pymysql://..., journal:FILE"
@@ -145,13 +150,13 @@ def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> Us
 
 
 def _storage(url: str, stack: contextlib.ExitStack) -> Any:
-    """Optuna's storage, which `stack` closes."""
+    """Return Optuna's storage, which `stack` closes."""
     if url.startswith(JOURNAL):
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
         return JournalStorage(JournalFileBackend(url.removeprefix(JOURNAL)))
     options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
-    # psycopg 3, which SQLAlchemy below 2.1 does not take by itself
+    # SQLAlchemy below 2.1 does not select psycopg 3 by itself
     full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
     made = optuna.storages.RDBStorage(full, engine_kwargs={"pool_pre_ping": True, **options})
     stack.callback(made.engine.dispose)
@@ -159,46 +164,46 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
     if url.startswith("sqlite"):
         with made.engine.connect() as connection:
             said = connection.exec_driver_sql("PRAGMA integrity_check").scalar()
-        if said != "ok":  # a page that lost a row, say
+        if said != "ok":  # for example if a page has lost a row
             raise ValueError(said)
     return made
 
 
 def describe(trial: optuna.Trial) -> None:
-    """Say in the study which process runs a trial: host, id, and when it began, in seconds after the boot."""
+    """Store which process runs a trial: its host, process id and start time in seconds after boot."""
     own = psutil.Process()
     trial.set_user_attr("worker", f"{platform.node()} {own.pid} {_began(own):.2f}")
 
 
 def _began(process: psutil.Process) -> float:
-    """When a process began. A change of the clock moves both times, and not the seconds between them."""
+    """Return the start time of a process relative to boot, which does not change if the clock is set."""
     return process.create_time() - psutil.boot_time()
 
 
 def tell(study: Study, trial: optuna.Trial, value: float | None, state: TrialState) -> None:
-    """How a trial ended; the study keeps a hash of it.
+    """Report the result of a trial. The study stores a hash of the trial.
 
     Raises:
-        UpdateFinishedTrialError: another worker has said so before.
+        UpdateFinishedTrialError: another worker has reported a result before.
     """
     told = study.get_trials(deepcopy=False)[trial.number]
     study.set_user_attr(f"{HASH} {trial.number}", _hash(told, value, state))
     try:
         study.tell(trial, value, state=state)
-    except ValueError as error:  # as `tell` has it, which looks before it writes
+    except ValueError as error:  # `study.tell` raises this when it checks the trial before writing
         raise optuna.exceptions.UpdateFinishedTrialError(str(error)) from None
 
 
 def verify(study: Study, where: str) -> list[int]:
-    """Compare the finished trials with the hashes that `tell` left.
+    """Compare the finished trials with the hashes that `tell` stored.
 
-    A trial that has a hash and is not finished is run again: its worker ended while it told the study.
+    A trial with a hash that is not finished is run again, because its worker ended during `tell`.
 
     Returns:
-        The trials that an older finetune finished, which have no hash.
+        Numbers of the trials without a hash, which an older version of finetune finished.
 
     Raises:
-        UserError: a trial, or the study, is not as it was told (exit 4).
+        UserError: a trial or the study differs from its hash (exit 4).
     """
     try:
         trials = {one.number: one for one in study.get_trials(deepcopy=False)}
@@ -217,11 +222,12 @@ def verify(study: Study, where: str) -> list[int]:
 
 
 def add_hashes(study: Study, numbers: list[int]) -> None:
-    """Keep hashes of trials that have none. From now on, each finished trial must have one."""
+    """Store hashes of trials that have none. From now on, each finished trial must have a hash."""
     trials = study.get_trials(deepcopy=False)
     for number in numbers:
         study.set_user_attr(f"{HASH} {number}", _hash(trials[number]))
-    if not study.user_attrs.get(HASHED):  # last: a worker that ends before adds the hashes again
+    # Set this last, so that a worker that ends early adds the hashes again
+    if not study.user_attrs.get(HASHED):
         study.set_user_attr(HASHED, True)
 
 
@@ -236,10 +242,11 @@ def _damaged(where: str, parts: list[str]) -> UserError:
 
 
 def _hash(trial: FrozenTrial, value: float | None = None, state: TrialState | None = None) -> str:
-    """A hash of what a search takes from a finished trial.
+    """Return a hash of everything that a search uses of a finished trial.
 
     Args:
-        value, state: of a trial that is being told.
+        value: the result, if it is being reported now.
+        state: the state, if it is being reported now.
     """
     state = state or trial.state
     value = (trial.value if value is None else value) if state == TrialState.COMPLETE else None
@@ -251,14 +258,17 @@ def _hash(trial: FrozenTrial, value: float | None = None, state: TrialState | No
 
 
 def is_lost(trial: FrozenTrial) -> bool:
-    """Whether a failed trial did not fail by itself: those that did say why."""
+    """Return whether a trial failed because its worker ended.
+
+    Trials that fail by themselves have a reason.
+    """
     return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs
 
 
 def take_over(study: Study) -> list[int]:
-    """Fail the trials whose workers are gone, and queue the same parameters again; their numbers."""
+    """Fail the trials of dead workers, queue their parameters again, and return their numbers."""
     for trial in _dead(study):
-        # another worker may be first
+        # another worker can be faster
         with contextlib.suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):
             study.tell(trial.number, state=TrialState.FAIL)
     again = {trial.user_attrs.get("again") for trial in study.get_trials(deepcopy=False)}
@@ -267,17 +277,18 @@ def take_over(study: Study) -> list[int]:
         times = trial.user_attrs.get("times", 0) + 1
         if is_lost(trial) and trial.number not in again and times <= MOST_TIMES:
             kept = {key: trial.user_attrs[key] for key in ("own", "without") if key in trial.user_attrs}
-            given = trial.system_attrs.get("fixed_params", {})  # of which none may have been drawn yet
+            # The worker may have ended before it drew a value
+            given = trial.system_attrs.get("fixed_params", {})
             study.enqueue_trial({**given, **trial.params}, {**kept, "again": trial.number, "times": times})
             found.append(trial.number)
     return found
 
 
 def _dead(study: Study) -> list[FrozenTrial]:
-    """The running trials whose workers are gone from this machine, or give no sign of life on another.
+    """Return the running trials whose workers have ended here, or give no sign of life on another machine.
 
-    The clocks of two machines may differ, and may be set. So a sign of life that looks too old, or comes from
-    the future, is watched: a worker that is alive gives another one soon.
+    The clocks of two machines can differ, and can be set. So a sign of life that looks too old or too new is
+    watched. A living worker soon gives another one.
     """
     running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
     found: list[FrozenTrial] = []
@@ -296,13 +307,13 @@ def _dead(study: Study) -> list[FrozenTrial]:
 
 
 def _sign_of_life(trial: FrozenTrial) -> float:
-    """When a trial's worker last said that it is alive, by the clock of its machine."""
+    """Return when a trial's worker last reported that it is alive, by the clock of its machine."""
     began = trial.datetime_start.timestamp() if trial.datetime_start else 0.0
     return trial.user_attrs.get("alive", began)
 
 
 def _is_gone(process: str) -> bool:
-    """Whether a process of this machine has ended; another one may have its number now."""
+    """Return whether a process of this machine has ended. Another process may have its number now."""
     number, _, began = process.partition(" ")
     try:
         return abs(_began(psutil.Process(int(number))) - float(began)) > ROUNDED

@@ -1,4 +1,4 @@
-"""What a search found: trials.csv and trials.json, plots, a page, and the best recipe."""
+"""Report a search: trials.csv, trials.json, plots, an HTML page and the best recipe."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 PAGE = Path(__file__).with_name("sweep.html.jinja")
 BEST = "best.yaml"
 SURPLUS = "one more than was asked for"
-FEWEST = 4  # complete trials, from which importances are computed
-SHOWN = 8  # best trials on the screen
+FEWEST = 4  # minimum of complete trials for importances
+SHOWN = 8  # best trials in the terminal table
 STATES = {
     "COMPLETE": "complete",
     "PRUNED": "pruned",
@@ -45,7 +45,7 @@ STATES = {
 
 
 def described(one: Parameter) -> str:
-    """A range or choices in a few words."""
+    """Format a range or choices in a few words."""
     if one.choices is not None:
         said = ", ".join(map(varied_keys.text_of, one.choices))
     else:
@@ -55,14 +55,14 @@ def described(one: Parameter) -> str:
 
 
 def trials(study: Study) -> list[dict[str, Any]]:
-    """A row for each trial, in their order; those that were asked for by mistake are left out."""
+    """Return a row for each trial in order, without surplus trials."""
     every = study.get_trials(deepcopy=False)
     again = {one.user_attrs["again"]: one.number for one in every if "again" in one.user_attrs}
     return [_row(one, again) for one in every if not is_surplus(one)]
 
 
 def is_surplus(one: FrozenTrial) -> bool:
-    """Whether two workers asked for the last trial at once, and this one was not run."""
+    """Return whether the trial was not run because two workers asked for the last trial at the same time."""
     return one.user_attrs.get("reason") == SURPLUS
 
 
@@ -86,7 +86,7 @@ def _row(one: FrozenTrial, again: dict[int, int]) -> dict[str, Any]:
 
 
 def collect(asked: SweepRequest, study: Study) -> dict[str, Any]:
-    """The content of trials.json."""
+    """Return the content of trials.json."""
     rows = trials(study)
     complete = [row for row in rows if row["state"] == "complete"]
     sign = -1 if study.direction == optuna.study.StudyDirection.MAXIMIZE else 1
@@ -109,21 +109,22 @@ def collect(asked: SweepRequest, study: Study) -> dict[str, Any]:
 
 
 def importances(study: Study) -> dict[str, float]:
-    """Each key's share of what decides on the value, by PED-ANOVA (arXiv 2304.10255), which needs no sklearn.
+    """Return the importance of each key, by PED-ANOVA (arXiv 2304.10255), which does not need scikit-learn.
 
-    Of complete trials; empty where they are too few.
+    It uses complete trials. The mapping is empty if there are too few.
     """
     complete = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     if len(complete) < FEWEST:
         return {}
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-    with warnings.catch_warnings():  # few trials, which the page says itself
+    # Suppress the warning about few trials, because the page has its own note
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
 
 
 def write_trials(folder: Path, study: Study) -> None:
-    """trials.csv, after each trial."""
+    """Write trials.csv. This happens after each trial."""
     rows = trials(study)
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
     file = io.StringIO()
@@ -138,7 +139,11 @@ def write_trials(folder: Path, study: Study) -> None:
 def write(
     asked: SweepRequest, study: Study, recipe: Recipe, space: Space, rows: int | None
 ) -> dict[str, Any]:
-    """Everything; returns the content of trials.json. `rows` are those trained on, where they are counted."""
+    """Write all results, and return the content of trials.json.
+
+    Args:
+        rows: number of training sequences, or `None` if it is not known.
+    """
     place, content = RunFolder(asked.folder), collect(asked, study)
     write_trials(asked.folder, study)
     place.write("trials.json", content)
@@ -152,7 +157,7 @@ def write(
 
 
 def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str, str]:
-    """history, importances and a slice for each key, as SVG by file name."""
+    """Return the plots as SVG by file name: history, importances, and one slice for each key."""
     rows = [row for row in content["trials"] if row["state"] == "complete"]
     if not rows:
         return {}
@@ -167,7 +172,7 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
         found["importances"] = plots.bars(bars, ("importance",), "share of what decides")
     for key, one in space.parameters.items():
         own = [row for row in rows if key in row["values"]]
-        if one.choices is not None:  # in the space's order
+        if one.choices is not None:  # order by the space's choices
             own.sort(key=lambda row: _place(one, row["values"][key]))
         if own:
             drawn = [row["values"][key] for row in own]
@@ -178,7 +183,7 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
 
 
 def _place(one: Parameter, value: object) -> Any:
-    """Where a choice stands among the others; a multiple by its size."""
+    """Return the sort key of a choice: its position in the space, or its value if it is a multiple."""
     labels = list(map(varied_keys.text_of, one.choices or ()))
     return value if one.times else labels.index(varied_keys.text_of(value))
 
@@ -188,9 +193,10 @@ def label(recipe: Recipe) -> str:
 
 
 def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows: int | None) -> str:
-    """The recipe with the best trial's values, which can stand anywhere; each says where it is from.
+    """Return the recipe with the best trial's values. A comment gives the source of each value.
 
-    It is evaluated as trials are: a run of it keeps the best evaluation's weights, as they did.
+    The recipe is evaluated as often as the trials, so a run keeps the weights of its best evaluation, as the
+    trials did.
     """
     best = next(row for row in content["trials"] if row["number"] == content["best"])
     recipe = load_recipe(asked.path, [*asked.overrides, *search_space.overrides(best["values"])])
@@ -211,7 +217,7 @@ def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows
 
 
 def verdict(content: dict[str, Any], name: str) -> str:
-    """What was found, in a sentence."""
+    """Summarize the result in a few sentences."""
     by_number = {row["number"]: row for row in content["trials"]}
     if content["best"] is None:
         return "No trial was finished."
@@ -231,7 +237,10 @@ def counted(content: dict[str, Any]) -> str:
 
 
 def next_step(asked: SweepRequest, content: dict[str, Any]) -> str:
-    """The best recipe, or the same search again; without the storage's URL, which may hold a password."""
+    """Return the next command: train the best recipe, or repeat the search.
+
+    It does not contain the storage URL, which can hold a password.
+    """
     more = ["finetune", "sweep", asked.path, *asked.overrides, "--space", str(asked.space)]
     more += ["--output", str(asked.folder)]
     more += ["--trials", str(asked.trials)] if asked.trials is not None else []
@@ -243,19 +252,19 @@ def next_step(asked: SweepRequest, content: dict[str, Any]) -> str:
 
 
 def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The complete trials, best first."""
+    """Return the complete trials, best first."""
     sign = 1 if content["direction"] == "minimize" else -1
     rows = [row for row in content["trials"] if row["state"] == "complete"]
     return sorted(rows, key=lambda row: sign * row["value"])
 
 
 def short(value: object) -> str:
-    """A value in a table's cell."""
+    """Format a value for a table cell."""
     return figure(value) if isinstance(value, float) else varied_keys.text_of(value)
 
 
 def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
-    """The best trials, what decides, and what to do next."""
+    """Print the best trials, the importances and the next command."""
     rows, recipe = ranked(content)[:SHOWN], load_recipe(asked.path, asked.overrides)
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
     if rows:
@@ -276,7 +285,7 @@ def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
 
 
 def page(asked: SweepRequest, content: dict[str, Any], drawn: dict[str, str], recipe: Recipe) -> str:
-    """One self-contained page."""
+    """Return one self-contained HTML page."""
     rows = ranked(content) + [row for row in content["trials"] if row["state"] != "complete"]
     keys = list(dict.fromkeys(key for row in content["trials"] for key in row["values"]))
     spent = sum(row["seconds"] or 0.0 for row in content["trials"])

@@ -1,4 +1,4 @@
-"""What `finetune sweep` was asked for."""
+"""The request for a sweep."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SweepRequest(NamedTuple):
     folder: Path
     trials: int | None
     seconds: float | None
-    """Of this process; `None`: no limit."""
+    """Time limit of this process. `None` means no limit."""
     url: str
     accelerate: str | None = None
     final: bool = False

@@ -1,4 +1,4 @@
-"""A space as a W&B sweep; wandb itself is not needed.
+"""Export a search space as a W&B sweep. wandb itself is not required.
 
 https://docs.wandb.ai/guides/sweeps/sweep-config-keys
 """
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 def sweep(
     space: Space, recipe: Recipe, path: str, given: list[str], rows: int | None = None
 ) -> tuple[str, list[str]]:
-    """The sweep's YAML, whose agents run `finetune train` with overrides, and what a sweep can't say.
+    """Return the YAML of the sweep, and notes on what a W&B sweep cannot express.
+
+    The sweep's agents run `finetune train` with overrides.
 
     Args:
-        rows: to train on, for a recipe that states neither `eval.eval_steps` nor its steps: without
-            evaluations there would be no metric.
+        rows: number of training sequences. It determines the evaluation interval if the recipe states neither
+            `eval.eval_steps` nor its steps.
     """
     parameters: dict[str, Any] = {}
     notes = []
@@ -38,7 +40,7 @@ def sweep(
         notes.append("a sweep draws all keys for all types; what a type has not is left out by the run")
     best = recipe.eval.metric_for_best_model
     fixed = [*IN_TRIALS, f"eval.eval_steps={every(recipe, space.search, rows)}", "train.report_to=wandb"]
-    fixed.append("train.output_dir=null")  # each run a folder of its own
+    fixed.append("train.output_dir=null")  # each run creates its own folder
     command = ["finetune", "train", path, *given, *fixed]
     content: dict[str, Any] = {
         "method": {"tpe": "bayes", "random": "random"}[space.search.sampler],
@@ -57,9 +59,10 @@ def sweep(
 
 
 def distribution(key: str, one: Parameter, recipe: Recipe) -> dict[str, Any]:
-    """What a sweep draws a key from: no other values than a study's.
+    """Return the W&B distribution of a key, with the same values as in a study.
 
-    Those of steps, and multiples of whole numbers, are listed: a sweep counts its steps from 0, in ones.
+    Values with steps and multiples of integers are listed, because W&B counts its steps from 0 in units of
+    one.
     """
     listed = grid(one)
     if listed is not None and (one.choices is not None or one.step is not None or one.times is not None):
