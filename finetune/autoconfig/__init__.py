@@ -1,4 +1,4 @@
-"""What every `auto` becomes. The plan and the run ask the same functions."""
+"""Decide every `auto`. The plan and the run call the same functions."""
 
 from typing import TYPE_CHECKING
 

@@ -1,6 +1,6 @@
-"""What backward keeps, what is recomputed in its place and what waits in the CPU's memory, by a memory plan.
+"""Choose from a memory plan which activations are kept, recomputed or offloaded to CPU memory.
 
-Like `memory_estimate`, whose figures it uses, it imports no torch. A run and `finetune plan` both call it.
+A run and `finetune plan` both call this module. Like `memory_estimate`, it imports no torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 
 
 def choose_activation_checkpointing(asked: str, plan: Memory, hardware: Hardware) -> Choice:
-    """Choose what backward recomputes; `auto` takes the least that fits.
+    """Choose the activations that backward recomputes. `auto` recomputes as little as fits.
 
-    `none`; `norms`: the norms of all layers; `mlp:8`: also gate and up of eight layers; `mlp`: of all layers;
-    `full:8`: eight layers whole, and `mlp` in the others; `full`: all layers whole; `mlp_int8`: gate and up
-    are saved in int8; `mlp_int8:8`: eight layers recompute them instead.
+    - `none`: nothing.
+    - `norms`: the norms of all layers.
+    - `mlp`: the norms, and gate and up of all layers. `mlp:8` recomputes gate and up of eight layers.
+    - `mlp_int8`: the norms. Gate and up are saved in int8. `mlp_int8:8` recomputes them in eight layers.
+    - `full`: all layers. `full:8` recomputes eight layers, and norms, gate and up of the others.
 
     Raises:
-        UserError: `mlp` or `mlp_int8` where MLPs are not fused (exit 3).
+        UserError: `mlp` or `mlp_int8` is asked for and MLPs are not fused (exit 3).
     """
     layers = plan.layers
     if asked.startswith("mlp") and not plan.mlps:
@@ -41,7 +43,7 @@ def choose_activation_checkpointing(asked: str, plan: Memory, hardware: Hardware
         return Choice("full", "speed.offload keeps recomputed layers' inputs")
     if asked != "auto":
         kind, _, count = asked.partition(":")
-        every = "full" if kind == "full" else "mlp"  # `mlp_int8` of all layers recomputes all of them
+        every = "full" if kind == "full" else "mlp"  # `mlp_int8:N` of all N layers is `mlp`
         return Choice(every if count and int(count) >= layers else asked, "asked for")
     if hardware.device == "cpu":
         return Choice("none", "auto: on the CPU memory is not what is short")
@@ -52,28 +54,28 @@ def choose_activation_checkpointing(asked: str, plan: Memory, hardware: Hardware
     kept = plan.kept - plan.norms
     if kept <= plan.room:
         return Choice("norms", f"{text}; without what norms make {kept:.0f} GiB")
-    rounded, one = _rounded(plan, text), plan.norms / layers  # of a layer that computes
+    rounded, one = _rounded(plan, text), plan.norms / layers  # the norms of the running layer
     if plan.mlps and (count := math.ceil((kept + one - plan.room) / plan.mlps * layers)) < layers:
         kept -= count * plan.mlps / layers
         again = Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
         return rounded if rounded and _cost(rounded.value, plan) < _cost(again.value, plan) else again
-    kept -= plan.mlps * (layers - 1) / layers  # one is there while it is used
+    kept -= plan.mlps * (layers - 1) / layers  # the running layer holds its own
     saved = kept / layers - plan.entry
-    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one is whole while it runs again
+    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one layer is recomputed at a time
     return rounded or Choice(f"full:{count}" if count < layers else "full", text)
 
 
 def choose(
     checkpointing: str, offload: str, plan: Memory, hardware: Hardware
 ) -> tuple[Choice, Choice, Memory]:
-    """What is recomputed, what a GPU keeps in the CPU's memory, and the plan with it.
+    """Choose activation checkpointing and offloading, and return them with the resulting memory plan.
 
-    Where both are `auto` and gate and up would be made again though they are kept in int8, what else as few
-    layers keep leaves as lets none be: if the CPU has room for it, and copies are no slower than the layers
-    they run beside.
+    If both are `auto` and int8 alone would still leave some MLPs to recompute, other activations of a few
+    layers are offloaded instead. That requires free CPU memory, and copies that are no slower than the layers
+    that run at the same time.
 
     Raises:
-        UserError: as `choose_activation_checkpointing`.
+        UserError: see `choose_activation_checkpointing`.
     """
     again, layers = choose_activation_checkpointing(checkpointing, plan, hardware), plan.layers
     if offload != "auto":
@@ -83,7 +85,7 @@ def choose(
         return again, Choice("none", f"auto: {why}"), plan
     cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("mlp_int8", plan)
     each = (plan.kept - plan.norms - plan.mlps) / layers
-    passing = plan.norms / layers  # a tensor that leaves, and one that comes
+    passing = plan.norms / layers  # one tensor on its way to the CPU, another on its way back
     over = at_once(plan, "mlp_int8")[1] + passing - plan.room
     count = max(1, math.ceil(over / each) + IN_FLIGHT)
     if again.value in ("none", "norms", "mlp_int8"):
@@ -110,25 +112,29 @@ def choose(
 
 
 def stronger_level(level: str, *, fused_mlps: bool, offloads: bool) -> str | None:
-    """Return the next level, which leaves less on the GPU; `None` after `full`.
+    """Return the next level, which needs less GPU memory; `None` after `full`.
 
     Args:
-        fused_mlps: gate and up can be recomputed alone.
-        offloads: activations leave the GPU, which `auto` does beside less checkpointing alone.
+        fused_mlps: whether gate and up can be recomputed alone.
+        offloads: whether activations are offloaded. `auto` combines offloading only with the lower levels.
     """
     order = ["none", "norms", "mlp", "full"] if fused_mlps else ["none", "norms", "full"]
     kind, _, count = level.partition(":")
     if level == "full":
         return None
     if count and kind in order:
-        return kind  # of all layers, in place of some
+        return kind  # in all layers instead of some
     if offloads or kind not in order:
         return "mlp" if kind == "mlp_int8" and not offloads else "full"
     return order[order.index(kind) + 1]
 
 
 def _rounded(plan: Memory, text: str) -> Choice | None:
-    """Gate and up kept in int8, as few as need be made again; `None`: not by `auto`, or it is not enough."""
+    """Return the `mlp_int8` level that recomputes as few MLPs as fits.
+
+    Returns:
+        The level; `None` if it does not fit or if `auto` does not use int8 for this model.
+    """
     kept, one = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers
     over = kept + plan.norms / plan.layers - plan.room
     count = max(0, math.ceil(over / (INT8 * one))) if one else plan.layers
@@ -140,6 +146,6 @@ def _rounded(plan: Memory, text: str) -> Choice | None:
 
 
 def _cost(checkpointing: str, plan: Memory) -> float:
-    """Time, of making gate and up of one MLP again."""
+    """Return the time that a level adds, in units of recomputing gate and up of one MLP."""
     rounding = plan.rounding * plan.layers if checkpointing.startswith("mlp_int8") else 0.0
     return split(checkpointing, plan.layers)[1] + rounding

@@ -1,7 +1,7 @@
-"""Which attention implementation serves this GPU, this model and these rows, each with its reason.
+"""Choose the attention implementation for a GPU, a model and its sequences, with the reason.
 
-Training rows need no mask: they are causal, and end in padding that carries no loss, or they hold documents
-whose borders are known. Answers are generated with padding on the left and a cache: there a mask is needed.
+Training needs no mask: attention is causal, padding at the end does not contribute to the loss, and the
+borders of packed documents are known. Generation pads on the left and uses a KV cache, so it needs a mask.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
 
-# Families whose layers hand everything that shapes attention to transformers' interface as arguments; a tiny
-# model of each is proved equal to eager in the tests
+# Families whose layers pass all settings of attention to transformers' attention interface. The tests compare
+# a tiny model of each family with eager attention.
 FAMILIES = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
     *("phi", "phi3", "smollm3", "olmo2", "granite"),
 )
-# TFLOP/s forward / backward on an H200: causal, head size 128, bf16; rows of 4096, packed documents of 2048
-# (benchmarks/attention.json; flex_attention's from LOG.md)
+# TFLOP/s (forward / backward) of causal attention on an H200, with head size 128 in bf16. The first value is
+# for rows of 4096 tokens, the second for packed documents of 2048 tokens (benchmarks/attention.json). The
+# value of flex_attention is from benchmarks/LOG.md.
 SPEED = {
     "flash_attention_4": ("587 / 502", "499 / 416"),
     "flash_attention_3": ("620 / 505", "506 / 410"),
@@ -41,35 +42,35 @@ SPEED = {
 
 @dataclass(frozen=True)
 class Attends:
-    """What a model's layers compute, from its config; the defaults are Llama's."""
+    """The properties of a model's attention, from its config. The defaults are Llama's."""
 
     family: str = "llama"
     head_size: int = 128
     window: int | None = None
-    """Tokens that the layers with a sliding window see, themselves included."""
+    """Tokens in the sliding window of the layers that have one, including the token itself."""
     softcap: bool = False
     sinks: bool = False
     dropout: float = 0.0
     special: str = ""
-    """What a causal kernel does not compute: "attends in chunks"."""
+    """A property that causal kernels do not support, such as "attends in chunks"."""
     lacks: tuple[str, ...] = ()
-    """What transformers' class of the model refuses of sdpa and flex_attention."""
+    """The implementations among sdpa and flex_attention that transformers' model class refuses."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What attention is trained on."""
+    """The sequences that attention is trained on."""
 
     packed: bool
-    """Documents end to end in one row, their borders known."""
+    """A row holds several documents with known borders."""
     longest: int
     """Tokens of the longest document."""
     prompts: bool = False
-    """The adapter puts vectors before the row (prompt tuning and its kin)."""
+    """The adapter puts trained vectors before the row, as prompt tuning does."""
 
 
 def read(config: Any) -> Attends:
-    """What a transformers config and its model's class say of attention."""
+    """Read the properties of a model's attention from its transformers config and model class."""
     lacks, config = _lacks(config), config.get_text_config()
     family = config.model_type
     heads = memory_estimate.largest(config, "num_attention_heads") or 1
@@ -100,7 +101,7 @@ def read(config: Any) -> Attends:
 
 
 def _lacks(config: ModelConfig) -> tuple[str, ...]:
-    """What the class that a config is for refuses; nothing, where there is none: that does not load."""
+    """Return the implementations that the model class refuses; none for a config without a model class."""
     flags = upstream_options.causal_flags(config.model_type)
     supports = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
     return tuple(name for name, flag in supports.items() if flags and not flags.get(flag, False))
@@ -109,15 +110,16 @@ def _lacks(config: ModelConfig) -> tuple[str, ...]:
 def choose(
     asked: str, hardware: Hardware, dtype: str, attends: Attends | None = None, rows: Rows | None = None
 ) -> tuple[str, str]:
-    """The attention implementation, and why.
+    """Choose the attention implementation. Return it with the reason.
 
     Args:
-        dtype: of queries, keys and values: float32, bfloat16, float16.
-        attends: `None`: a model like Llama.
-        rows: what is trained on; `None`: for evaluation.
+        asked: `model.attention`.
+        dtype: the dtype of queries, keys and values: float32, bfloat16 or float16.
+        attends: the properties of the model's attention; `None`: as in Llama.
+        rows: the training sequences; `None`: for evaluation.
 
     Raises:
-        UserError: an explicit request that can't be met here, or not for this model (exit 3).
+        UserError: this machine or this model does not support the requested implementation (exit 3).
     """
     attends = attends or Attends()
     if rows is None:
@@ -141,22 +143,22 @@ def choose(
 
 
 def candidates(hardware: Hardware, rows: Rows) -> tuple[str, ...]:
-    """The implementations in the order of their speed."""
+    """Return the implementations that `auto` considers, the fastest first."""
     if hardware.device != "cuda":
         return ("sdpa", "eager")
-    if rows.packed:  # never with a mask of every token against every other
+    if rows.packed:  # not with a full mask
         return ("flash_attention_4", "flash_attention_3", "varlen", "flash_attention_2", "flex_attention")
     fast = ("flash_attention_3", "flash_attention_4", "cudnn") if hardware.capability >= (9, 0) else ()
     return (*fast, "varlen", "flash_attention_2", "sdpa", "flex_attention", "eager")
 
 
 def _masked(attends: Attends) -> str:
-    """What computes this model with a mask."""
+    """Return the implementation that runs this model with a mask."""
     return "eager" if attends.softcap or attends.sinks or "sdpa" in attends.lacks else "sdpa"
 
 
 def for_evaluation(asked: str, attends: Attends) -> tuple[str, str]:
-    """An implementation that takes a mask, for rows padded on the left and for a cache of keys and values."""
+    """Choose an implementation that supports left padding and a KV cache. Return it with the reason."""
     if asked == "eager":
         return "eager", "asked for"
     if attends.softcap or attends.sinks:
@@ -169,17 +171,17 @@ def for_evaluation(asked: str, attends: Attends) -> tuple[str, str]:
 def obstacle(
     name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows, *, installed: bool = True
 ) -> str:
-    """Why an implementation can't train this model here, with the remedy; the empty string if it can."""
+    """Return why an implementation can't train this model on this machine; the empty string if it can."""
     lacking = missing(name, hardware, installed=installed)
     return lacking or _wrong(name, hardware, dtype, attends, rows)
 
 
 def missing(name: str, hardware: Hardware, *, installed: bool = True) -> str:
-    """What a machine lacks for an implementation; the empty string if nothing.
+    """Return why a machine can't run an implementation; the empty string if it can.
 
     Args:
-        installed: whether its package must be here. A plan for another GPU takes it that what is asked for by
-            name is there; `auto`, which knows no better, goes by what is here.
+        installed: whether to check that the package is installed. A plan for another GPU assumes that a
+            requested implementation is installed there. `auto` goes by the packages of this machine.
     """
     if name in ("eager", "sdpa"):
         return ""
@@ -201,7 +203,7 @@ def missing(name: str, hardware: Hardware, *, installed: bool = True) -> str:
 
 
 def not_installed(name: str) -> str:
-    """How to install the package of an attention implementation; empty: it is here, or none is needed."""
+    """Return how to install the package of an implementation; the empty string if nothing is missing."""
     if name not in kernel_limits.FLASH or _has_flash(name):
         return ""
     extra = kernel_limits.FLASH[name][1]
@@ -210,16 +212,16 @@ def not_installed(name: str) -> str:
 
 @functools.cache
 def broken(name: str) -> str:
-    """Why an installed flash attention can't be imported (built for another torch, say), or nothing."""
+    """Return why an installed FlashAttention can't be imported; the empty string if it can."""
     try:
         importlib.import_module(kernel_limits.FLASH_MODULES[name])
-    except Exception as error:  # whatever a foreign extension raises is its reason
+    except Exception as error:  # a compiled extension may raise any error, for example under another torch
         return f"{name} is installed and can't be imported: {first_line(error)}"
     return ""
 
 
 def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows) -> str:
-    """What an implementation does not compute of this model on these rows."""
+    """Return what an implementation does not support in this model or these sequences."""
     if name == "eager":
         return ""
     if attends.softcap and name in ("sdpa", "cudnn", "varlen"):
@@ -255,14 +257,16 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
 
 
 def _padded(longest: int) -> int:
-    """The length that rows of so many tokens are padded to at most, under cuDNN's attention."""
+    """Return the length to which cuDNN's attention pads a row of `longest` tokens."""
     multiple = kernel_limits.LENGTH_MULTIPLES["cudnn"]
     return math.ceil(longest / multiple) * multiple
 
 
 def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
-    """What a build of FlashAttention 3 was made without, of all that these rows of this model ask for
-    (flash-attention's hopper/setup.py, which writes it down)."""
+    """Return a feature that this model or its sequences need and that FlashAttention 3 was built without.
+
+    The `hopper/setup.py` of flash-attention records the disabled features in `flash_attn_config`.
+    """
     try:
         from flash_attn_config import CONFIG  # type: ignore[reportMissingImports]  (GPU only)
     except ImportError:
@@ -298,7 +302,7 @@ def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -
 
 def _has_flash(name: str) -> bool:
     if name == "flash_attention_3" and packages.installed("flash_attn_interface"):
-        return True  # built in place, without a distribution
+        return True  # a build in place has no distribution
     try:
         return bool(importlib.metadata.version(kernel_limits.FLASH[name][0]))
     except importlib.metadata.PackageNotFoundError:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def whole_base(started: Launch) -> str:
-    """Why the launch wants a base that is not in codes, where `auto` decides; the empty string: it may be."""
+    """Return why `auto` must not quantize the base model under this launch; the empty string if it may."""
     if started.sharded:
         return f"{started.sharded} splits the weights, which fast forwards want whole"
     return "DeepSpeed casts the weights, and fp8's are codes" if started.splitter == "DeepSpeed" else ""
@@ -35,17 +35,20 @@ def choose_base(
     against_fp8: Callable[[], str] | None = None,
     stored: Stored | None = None,
 ) -> Choice:
-    """How the base weights are stored: quantised, or in the dtype of the launch's precision.
+    """Choose how the base weights are stored: quantized, or in the dtype of the launch's precision.
 
     Args:
-        against_fp8: says what in the recipe or the model speaks against fp8 under `auto`, the empty string if
-            nothing does; called only where the machine has fp8 GEMMs. `None`: the model is opened again, so
-            it is stored as it was in training, if need be without fp8 GEMMs.
+        asked: `model.quantization`.
+        adapter_type: `adapter.type`.
+        precision: the launch's mixed precision.
+        against_fp8: returns why `auto` must not choose fp8 for this recipe and model, or the empty string. It
+            is called only if the machine has fp8 GEMMs. `None`: the model is loaded again after training. It
+            keeps the storage of the training, even without fp8 GEMMs.
         stored: the storage of a checkpoint that is quantized already.
 
     Raises:
-        UserError: fp8 where there are no fp8 GEMMs, or the package that quantises is missing (exit 3); a
-            checkpoint in another storage than was asked for (exit 2).
+        UserError: the machine has no fp8 GEMMs, or a package for quantization is not installed (exit 3). The
+            checkpoint is stored in another quantization than the recipe asks for (exit 2).
     """
     if stored and stored.stays:
         return _as_stored(stored, asked)
@@ -77,7 +80,7 @@ def choose_base(
 
 
 def _as_stored(stored: Stored, asked: str) -> Choice:
-    """bitsandbytes' weights, as the checkpoint holds them."""
+    """Choose the storage of a checkpoint that bitsandbytes has quantized."""
     if asked in QUANTISED and asked != stored.storage:
         what, fix = f"contradicts the checkpoint, which is stored in {stored}", "model.quantization: auto"
         raise UserError(Problem(what, "model.quantization", found=asked, fix=fix))
@@ -97,7 +100,7 @@ def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:
 
 
 def missing_package(storage: str) -> Problem | None:
-    """The package that a storage of the base needs and this environment has not."""
+    """Return a problem if the storage needs a package that is not installed."""
     if storage not in QUANTISED or storage == "fp8":
         return None
     package, extra = ("torchao", "quantize") if storage.startswith("torchao") else ("bitsandbytes", "bnb")

@@ -1,4 +1,4 @@
-"""How many sequences a step takes, split over processes and passes, and how many steps a run has."""
+"""Split the effective batch size over processes and forward passes, and count the steps of a run."""
 
 from __future__ import annotations
 
@@ -10,27 +10,34 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from finetune.recipe.schema import Train
 
-MARGIN = 0.9  # of all memory that may be in use: what is not seen there (fragments, evaluation) has a tenth
-MOST = 64  # rows at once: beyond it a GPU has long been full
+# Share of the memory that a search may fill. Fragmentation and evaluation need the rest.
+MARGIN = 0.9
+# The largest micro-batch size that a search tries. A larger one does not use a GPU better.
+MOST = 64
 
 
 class Batch(NamedTuple):
-    effective: int  # sequences an optimizer step, over all processes
+    """The batch of an optimizer step."""
+
+    effective: int
+    """Sequences of an optimizer step over all processes."""
     per_device: int
+    """Micro-batch size: sequences of one forward pass of one process."""
     accumulation: int
+    """Forward passes of an optimizer step."""
 
 
 def split_batch(train: Train, processes: int) -> Batch:
-    """Sequences of a forward pass and passes of a step, from the effective batch size.
+    """Split the effective batch size into processes, micro-batches and gradient accumulation.
 
     Raises:
-        UserError: an effective batch that can't be split over the processes as stated (exit 2).
+        UserError: the processes or the micro-batch size do not divide the effective batch size (exit 2).
     """
     asked = train.per_device_train_batch_size
     effective, stated = (
         train.effective_batch_size,
         1 if asked == "auto" else asked,
-    )  # `auto`: until it is found
+    )  # `auto` starts with one sequence
     unit = processes * (stated or 1)
     if effective % unit:
         low, high = effective // unit * unit, (effective // unit + 1) * unit
@@ -44,18 +51,25 @@ def split_batch(train: Train, processes: int) -> Batch:
 
 
 def with_micro_batch(batch: Batch, per_device: int) -> Batch:
-    """Return the same effective batch with so many sequences in a forward pass."""
+    """Return the same effective batch with another micro-batch size."""
     return Batch(batch.effective, per_device, batch.per_device * batch.accumulation // per_device)
 
 
 def smaller_micro_batch(batch: Batch) -> int | None:
-    """Return about half of the micro-batch, a divisor of the share; `None` if it is one sequence."""
+    """Return the next smaller micro-batch size, about half; `None` if the micro-batch is one sequence.
+
+    The result divides the sequences that a process takes in a step.
+    """
     share = batch.per_device * batch.accumulation
     return max((n for n in range(1, batch.per_device // 2 + 1) if share % n == 0), default=None)
 
 
 def most_processes(train: Train, devices: int) -> tuple[int, str]:
-    """As many processes, one for each of the devices, as a step's rows can be split over; why not all."""
+    """Return the largest number of processes that divides the effective batch size, one process per device.
+
+    Returns:
+        The number, and why some devices stay unused; the empty string if all are used.
+    """
     effective, stated = train.effective_batch_size, train.per_device_train_batch_size
     rows = stated if isinstance(stated, int) else 1
     found = max((n for n in range(1, devices + 1) if effective % (n * rows) == 0), default=1)
@@ -66,15 +80,20 @@ def most_processes(train: Train, devices: int) -> tuple[int, str]:
 
 
 def sizes(share: int, most: int) -> list[int]:
-    """Rows at once that `per_device_train_batch_size: auto` tries of a process's share, the least first."""
+    """Return the micro-batch sizes that `per_device_train_batch_size: auto` tries, in ascending order.
+
+    Args:
+        share: sequences that a process takes in a step.
+        most: the largest size to try.
+    """
     return [n for n in range(1, min(share, MOST, most) + 1) if share % n == 0]
 
 
 def steps_of_stream(train: Train) -> int:
-    """Optimizer steps of a run whose rows are read while training.
+    """Return the optimizer steps of a run on streamed data.
 
     Raises:
-        UserError: the recipe does not say, or goes by the ends of epochs (exit 2).
+        UserError: the recipe has no `max_steps`, or saves at the end of epochs (exit 2).
     """
     if train.save_strategy == "epoch":
         what, fix = "streamed data has no known end of an epoch", "train.save_strategy: steps, or auto"
@@ -86,10 +105,13 @@ def steps_of_stream(train: Train) -> int:
 
 
 def count_steps(train: Train, rows: int | None, batch: Batch, processes: int) -> int:
-    """Optimizer steps of the run, counted as the Trainer counts them (a run check compares).
+    """Count the optimizer steps of the run as the Trainer does. A run check compares both numbers.
 
     Args:
-        rows: `None` if they are streamed.
+        rows: the number of training sequences; `None` if the data is streamed.
+
+    Raises:
+        UserError: there are fewer sequences than one step takes, or only a warm-up step (exit 2).
     """
     if rows is None:
         return steps_of_stream(train)
@@ -107,7 +129,7 @@ def check_warm_up(train: Train, steps: int | None) -> None:
     """Refuse a warm-up that leaves no step with a learning rate above 0 (exit 2).
 
     Args:
-        steps: of the run; `None`: not known.
+        steps: the steps of the run; `None`: not known.
     """
     warm_up = _warm_up(train)
     if steps == 1 and warm_up:
@@ -116,7 +138,7 @@ def check_warm_up(train: Train, steps: int | None) -> None:
 
 
 def too_few(rows: int, effective: int) -> Problem:
-    """What is wrong with data that does not fill one step."""
+    """Return the problem of data that does not fill one step."""
     fits = next((size for size in range(rows, 0, -1) if effective % size == 0), 1)
     what = f"{rows} rows are fewer than one step takes"
     fix = (
@@ -126,8 +148,10 @@ def too_few(rows: int, effective: int) -> Problem:
 
 
 def short_of_peak(train: Train, steps: int) -> list[str]:
-    """What to say of a run that ends before its warm-up does, whose decay begins within it, or that has none
-    although one is asked for."""
+    """Return a warning if the schedule has no warm-up, or if the learning rate never reaches its peak.
+
+    The peak is never reached if the run ends during the warm-up, or if the decay begins during it.
+    """
     asked = _warm_up(train)
     if not asked and train.passed_on().get("warmup_steps"):
         return ["train.warmup_steps: constant has no warm-up; constant_with_warmup has"]
@@ -140,13 +164,16 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
 
 
 def _warm_up(train: Train) -> float:
-    """`train.warmup_steps`, a share of the run where it is below 1; 0 under a schedule that has none."""
+    """Return `train.warmup_steps`, a share of the run if it is below 1. A constant schedule has 0."""
     given = train.passed_on()
     return 0 if given.get("lr_scheduler_type") == "constant" else given.get("warmup_steps") or 0
 
 
 def _decay(train: Train) -> int:
-    """Steps of warmup_stable_decay's end, where that begins by the run's: in the warm-up if both are long."""
+    """Return the decay steps of `warmup_stable_decay` if the decay ends with the run; else 0.
+
+    A long decay can then begin during the warm-up.
+    """
     given = train.passed_on()
     options = given.get("lr_scheduler_kwargs") or {}
     decay = options.get("num_decay_steps") if options.get("num_stable_steps") is None else 0

@@ -13,50 +13,55 @@ if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
 
-GRAPHS = ("reduce-overhead", "max-autotune")  # torch.compile's modes that record CUDA graphs
-PAYS_FROM = 120  # of a run's products from which compiling, which takes about 20 s, pays
-PRODUCTS = 0.4  # of the peak: how fast they are taken to run for that, by runs and plans alike
-MAX_RANK = 256  # of the adapters in one fused product
+# Modes of torch.compile that record CUDA graphs.
+GRAPHS = ("reduce-overhead", "max-autotune")
+# Seconds of a run's GEMMs from which compilation pays off. It takes about 20 s.
+PAYS_FROM = 120
+# Share of the peak FLOP/s at which the GEMMs are assumed to run, in runs and plans alike.
+PRODUCTS = 0.4
+# Largest total rank of the adapters in one fused GEMM.
+MAX_RANK = 256
 
 
 class Work(NamedTuple):
-    """What a process is to do with a model, and what it has for that."""
+    """The work of a process on a model, and the memory that it has for it."""
 
     tokens: int
-    """Of one forward pass, at most."""
+    """The largest number of tokens in one forward pass."""
     flops: float | None
-    """Of this process, over the whole run; `None`: the number of steps is not known."""
+    """FLOPs of this process over the whole run; `None`: the number of steps is not known."""
     sharded: str = ""
-    """What splits weights between processes: FSDP, DeepSpeed."""
+    """The library that shards the weights: FSDP or DeepSpeed."""
     eager: str = ""
     """Why `auto` does not compile."""
     parts: int = 1
-    """Into how many parts gradients and optimizer state are split. This process has one of them."""
+    """Number of shards of gradients and optimizer state. Each process holds one shard."""
     awaited: float = 0.0
-    """GiB of weights that come to this device when training starts, less those that leave."""
+    """GiB of weights that arrive on this device when training starts, minus the weights that leave it."""
     host: float = math.inf
-    """GiB of the CPU's memory that this process may fill with what leaves the GPU."""
+    """GiB of CPU memory that this process may fill by offloading."""
     each: float = 12.0
-    """Bytes of a number that trains, beside its weight: gradient and optimizer state."""
+    """Bytes of gradient and optimizer state per trainable parameter."""
     differs: str = "not known to be alike"
-    """Why passes can't be CUDA graphs, if `auto` is to say."""
+    """Why `auto` must not record passes as CUDA graphs."""
     usable: float = 0.0
-    """GiB that training may fill, the weights and the adapter being there."""
+    """GiB that training may fill in addition to the weights and the adapter."""
     once: bool = False
-    """TransformerEngine's fp8 is in force in forward alone: no layer can run again in backward."""
+    """TransformerEngine's fp8 applies only in the forward pass, so no layer can be recomputed."""
 
 
 def choose_fused(
     asked: str | bool, hardware: Hardware, *, adapted: bool, dtype: str, rounding: bool
 ) -> Choice:
-    """Whether adapters run through the fused forwards of `speed.fused_lora`.
+    """Choose whether adapters run through the fused forwards of `speed.fused_lora`.
 
     Args:
-        dtype: of the model's plain weights: bfloat16.
-        rounding: whether quantization-aware training has forwards of its own there.
+        adapted: whether an adapter trains.
+        dtype: the dtype of the model's weights that are not quantized, such as bfloat16.
+        rounding: whether quantization-aware training replaces the forwards.
 
     Raises:
-        UserError: asked for where there is no adapter (exit 2).
+        UserError: fused adapters are asked for, but there is no adapter (exit 2).
     """
     if not adapted:
         if asked is True:
@@ -75,18 +80,18 @@ def choose_fused(
 
 
 def fused_obstacle(config: ModelConfig) -> str:
-    """Why no linear layer of such a model can run fused; the empty string: its config forbids it nowhere."""
+    """Return why no linear layer of a model can run fused; the empty string if its config allows it."""
     clipped = getattr(config.get_text_config(), "clip_qkv", None) is not None
     return "the model clips q, k and v in place" if clipped else ""
 
 
 def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
-    """Whether each decoder layer is compiled: where the run is long enough for it to pay.
+    """Choose whether decoder layers are compiled. `auto` compiles if the run is long enough.
 
-    How long it takes is not asked, which a plan knows and a run does not: both decide by its products.
+    Its length is estimated from the FLOPs of the GEMMs, which a plan and a run both know.
 
     Raises:
-        UserError: CUDA graphs are asked for where there is no GPU (exit 3).
+        UserError: CUDA graphs are asked for on a machine without a GPU (exit 3).
     """
     check_compile(asked, hardware)
     if asked != "auto":
@@ -106,17 +111,17 @@ def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
 
 
 def check_compile(asked: str | bool, hardware: Hardware) -> None:
-    """Refuse CUDA graphs where there is no GPU (exit 3)."""
+    """Refuse CUDA graphs on a machine without a GPU (exit 3)."""
     if asked in GRAPHS and hardware.device == "cpu":
         what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
         raise UserError(Problem(what, "speed.compile", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
 
 
 def against_breaks(compile: str | bool, broken: str) -> Problem | None:
-    """Refuse to compile layers that break the graph: a run check would end the run after a step.
+    """Refuse to compile layers that break the graph. A run check would stop the run after the first step.
 
     Args:
-        broken: what breaks the graph; empty: nothing does.
+        broken: why the graph breaks; the empty string if it does not.
     """
     if not broken or compile in ("auto", False):
         return None
@@ -126,9 +131,12 @@ def against_breaks(compile: str | bool, broken: str) -> Problem | None:
 def against_graphs(
     compile: str | bool, checkpointing: str, offload: str, sharded: str = ""
 ) -> Problem | None:
-    """What keeps torch's CUDA graphs from layers: that backward runs them again, whose outputs lie where the
-    first run's lay, which torch ends the run for; that what splits weights moves them; or that what backward
-    needs leaves the GPU, for a graph reads it where it was."""
+    """Return the problem if CUDA graphs are asked for with a setting that they do not support.
+
+    - Recomputed layers: a graph overwrites the outputs of its first run, and torch raises an error.
+    - Sharded weights: a graph reads the weights at fixed addresses, and sharding moves them.
+    - Offloaded activations: a graph reads them at fixed addresses on the GPU.
+    """
     if compile in GRAPHS and sharded:
         what, fix = (
             f"CUDA graphs hold weights where they were, and {sharded} moves them",

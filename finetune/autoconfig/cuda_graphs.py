@@ -1,8 +1,9 @@
-"""CUDA graphs of compiled layers: where Python, which launches a layer's kernels, takes longer than the GPU.
+"""Choose CUDA graphs for compiled layers, if Python launches kernels more slowly than the GPU runs them.
 
-A graph launches all kernels of a layer with one call, and holds one shape: batches have to be alike. In
-passes of 2,048 tokens on an 8B's fp8 base that is 2.5 times the tokens/s (24gb_fastest of
-benchmarks/README.md); where the GPU is what is waited for it is nothing, and recording takes some seconds.
+A graph launches all kernels of a layer with one call. It holds one shape, so all batches must have the same
+shape. An 8B fp8 base model with 2,048 tokens per forward pass reaches 2.5 times the tokens/s
+(24gb_fastest in benchmarks/README.md). If the GPU is the bottleneck, graphs gain nothing. Recording takes
+some seconds.
 """
 
 from __future__ import annotations
@@ -20,21 +21,29 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe, Speed
 
-# Seconds in which Python launches a compiled layer, forward and backward. Between what machines differ in:
-# 4.0 to 6.3 ms (135m-bf16), 2.8 to 3.2 (135m-full) and 6.2 to 7.9 on fp8 (24gb_fastest, benchmarks/LOG.md)
+# Seconds in which Python launches the kernels of a compiled layer, forward and backward. Machines differ:
+# 4.0 to 6.3 ms in 135m-bf16, 2.8 to 3.2 ms in 135m-full and 6.2 to 7.9 ms in 24gb_fastest on fp8
+# (benchmarks/LOG.md).
 LAUNCHED = {"adapter": 4.8e-3, "full": 3.2e-3, "fp8": 7.0e-3}
-REPLAYED = 2.4e-3  # and a layer's two graphs, with its gradients' copies (135m-bf16-packed, a slow machine)
-SHARE = 0.70  # of the GPU's peak in bf16, that products of frozen weights reach on an H200
-# What was recorded and followed the plain run (tests/gpu/test_gpu.py): attention, adapters, stored bases
-ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")  # without a mask, which would move
-ADAPTERS = ("", "lora", "adalora", "ia3")  # PEFT's types; "": every weight trains
+# Seconds to launch a layer's two graphs and to copy its gradients (135m-bf16-packed on a slow machine).
+REPLAYED = 2.4e-3
+# Share of the GPU's bf16 peak that GEMMs with frozen weights reach on an H200.
+SHARE = 0.70
+# Settings whose runs with CUDA graphs matched runs without them (tests/gpu/test_gpu.py).
+# Attention has no mask there, because the address of a mask changes.
+ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")
+# PEFT's types. The empty string is full fine-tuning.
+ADAPTERS = ("", "lora", "adalora", "ia3")
 STORED = ("fp32", "bf16", "fp8", "nf4")
 FAMILIES = ("llama",)
 MADE_AGAIN = "layers are made again whole, or what they keep leaves the GPU, where no graph would find it"
 
 
 def alone(processes: int) -> bool:
-    """Whether a launch is one process, splits nothing and has no fp8 of its own: there graphs were tried."""
+    """Return whether a launch is one process without sharding and without an fp8 backend.
+
+    CUDA graphs were tested only under such launches.
+    """
     return (
         processes == 1
         and not launch_environment.splitter()
@@ -45,11 +54,11 @@ def alone(processes: int) -> bool:
 def differs(
     recipe: Recipe, config: ModelConfig, *, alone: bool, attention: str, storage: str, searched: bool
 ) -> str:
-    """Why passes of a run are not alike enough, or not known to be, for `auto` to record them; or nothing.
+    """Return why `auto` must not record the passes of a run as CUDA graphs; the empty string if it may.
 
     Args:
-        alone: of `alone`.
-        searched: the rows of a pass are found by trying.
+        alone: the result of `alone`.
+        searched: whether a search finds the micro-batch size.
     """
     data, adapter, speed = recipe.data, recipe.adapter, recipe.speed
     if not (data.packing or data.padding_free):
@@ -76,13 +85,14 @@ def differs(
 
 
 def choose(asked: str | bool, compile: Choice, *, differs: str, products: float, kind: str) -> Choice:
-    """Whether compiled layers run as CUDA graphs: asked for by a mode of torch.compile, or where it pays.
+    """Choose whether compiled layers run as CUDA graphs, by the mode of torch.compile or if it pays off.
 
     Args:
-        compile: what was chosen for `speed.compile`.
-        differs: why passes can't be graphs.
-        products: seconds that a pass's products with a layer take.
-        kind: of `LAUNCHED`.
+        asked: `speed.compile`.
+        compile: the choice for `speed.compile`.
+        differs: why `auto` must not record passes; the empty string if it may.
+        products: seconds of one layer's GEMMs in a forward and backward pass.
+        kind: a key of `LAUNCHED`.
     """
     if compile.value != "on":
         return Choice("off", "layers are not compiled")
@@ -99,10 +109,13 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
 def beside(
     chosen: Choice, speed: Speed, checkpointing: str, plan: Memory, hardware: Hardware
 ) -> tuple[Choice, Choice, Choice, Memory]:
-    """What is made again, what leaves the GPU, whether layers are graphs beside that, and the memory plan so.
+    """Choose activation checkpointing, offloading and CUDA graphs together.
 
-    By itself nothing makes graphs of layers that are made again whole, nor where memory has no room for them.
-    Those that were asked for stay, whether or not there is.
+    `auto` drops CUDA graphs if layers are recomputed or offloaded, or if the memory is too small for graphs.
+    Graphs that the recipe asks for stay.
+
+    Returns:
+        Activation checkpointing, offloading, CUDA graphs, and the resulting memory plan.
     """
     asked = checkpointing, speed.offload
     if chosen.value == "on":
@@ -121,7 +134,13 @@ def beside(
 
 
 def products(config: ModelConfig, tokens: int, peak: float | None, *, kind: str) -> float:
-    """Seconds of a pass's products with the weights of one layer, on a GPU of `peak` FLOP/s in bf16."""
+    """Return seconds of one layer's GEMMs in a forward and backward pass.
+
+    Args:
+        tokens: tokens of the pass.
+        peak: the GPU's peak in bf16, in FLOP/s; `None`: not known.
+        kind: a key of `LAUNCHED`.
+    """
     one = memory_estimate.widths(config)
     size = one.hidden * (one.qkv + one.queries + 3 * one.intermediate)
     rate = SHARE * (peak or 100e12) * (2 if kind == "fp8" else 1)

@@ -12,32 +12,32 @@ if TYPE_CHECKING:
 
     from finetune.hardware.detection import Hardware
 
-# Settings of workers; a start method without a worker has no effect, and torch takes it
+# Settings that need workers. A start method without workers is no error: it has no effect.
 OF_WORKERS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
 
 
 def loader(
     hardware: Hardware, processes: int, given: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """SFTConfig's loader settings: workers that are ahead of each GPU, none where the CPU itself trains.
+    """Return SFTConfig's data loader settings. Workers prepare batches for each GPU; a CPU run has none.
 
     Args:
-        processes: of this machine.
-        given: `train:`, where it says so itself.
+        processes: the number of processes on this machine.
+        given: the settings of the recipe's `train:` section.
 
     Raises:
-        UserError: a setting of workers, and there are none (exit 2).
+        UserError: a setting needs workers, but there are none (exit 2).
     """
     own = 0 if hardware.device == "cpu" else max(1, min(2, hardware.cpu_cores // processes - 1))
     asked = given.get("dataloader_num_workers")
     workers = own if asked is None else asked
-    for name in OF_WORKERS:  # torch says so once the model has loaded
+    for name in OF_WORKERS:  # torch raises this error only after the model is loaded
         if given.get(name) and not workers:
             what, fix = "there are no data loader workers here", "dataloader_num_workers: 2"
             raise UserError(Problem(what, f"train.{name}", found=str(given[name]).lower(), fix=fix))
     if hardware.device == "cpu":
         return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
-    # Of these upstream refuses the first, and torch the second, where there are none
+    # Without workers, transformers refuses the prefetch factor and torch refuses persistent workers.
     busy = {"dataloader_prefetch_factor": 4, "dataloader_persistent_workers": True} if workers else {}
     return {
         "dataloader_num_workers": workers,

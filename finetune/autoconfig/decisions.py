@@ -1,7 +1,7 @@
-"""What `speed:` becomes for one model: the decision that a run, a plan and a check share.
+"""Decide the settings of `speed:` for one model. A run, a plan and a check share this decision.
 
-A run describes its live model (`speed/live_model_spec.py`), a plan the model of a config
-(`planning/planned_spec.py`). Like all of `autoconfig`, this module imports no torch.
+A run describes its live model in `speed/live_model_spec.py`. A plan describes the model of a config in
+`planning/planned_spec.py`. Like all of `autoconfig`, this module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What decides on the speed and memory of a model with its adapter."""
+    """The properties of a model with its adapter that decide its speed and memory."""
 
     config: ModelConfig
     """The transformers config."""
     layers: int
-    """Decoder layers; 0: they are not where transformers' decoders have them."""
+    """Number of decoder layers; 0: the model does not have them where transformers' decoders do."""
     adapted: bool
     """An adapter trains, and not every parameter."""
     dtype: str
-    """The dtype of plain weights: bfloat16."""
+    """The dtype of weights that are not quantized, such as bfloat16."""
     codes: str = ""
-    """How linear layers are stored where it matters here: fp8 or 4-bit."""
+    """Quantization of the linear layers: fp8, 4-bit, or empty for all others."""
     trained: int = 0
-    """Numbers that the optimizer moves, over all processes."""
+    """Trainable parameters over all processes."""
     columns: bool = False
     """The adapter scales each output by a trained vector: DoRA, IA3."""
     multiplied: bool = True
     """The adapter multiplies the inputs of its layers: all but IA3."""
     dropped: int = 0
-    """Numbers of a token that the adapter drops some of, in one layer."""
+    """Values per token and layer to which the adapter applies dropout."""
     head: bool = False
     """The output head trains."""
     repeated: bool = False
-    """Attention repeats keys and values for each head."""
+    """Attention repeats keys and values for each query head."""
     rounding: bool = False
     """Quantization-aware training replaces the forwards of linear layers."""
     rounded_gib: float = 0.0
@@ -57,18 +57,18 @@ class ModelSpec:
     unfused: str = ""
     """Why some layers or MLPs do not run fused."""
     obstacle: str = ""
-    """Why no layer of the adapter can run fused; the empty string if that is not known before."""
+    """Why no layer of the adapter can run fused; the empty string if no reason is known."""
     breaks: frozenset[str] = frozenset()
-    """Adapters whose forward breaks the graph of torch.compile, as PEFT runs it."""
+    """Adapters whose forward in PEFT breaks the graph of torch.compile."""
 
     @property
     def kind(self) -> str:
-        """The row of `cuda_graphs.LAUNCHED`."""
+        """The key in `cuda_graphs.LAUNCHED`."""
         return ("fp8" if self.codes == "fp8" else "adapter") if self.adapted else "full"
 
 
 class Decisions(NamedTuple):
-    """What was decided for a model, and the figures behind it."""
+    """The decisions for a model, and the estimates behind them."""
 
     fused: Choice
     compile: Choice
@@ -78,10 +78,10 @@ class Decisions(NamedTuple):
     memory: Memory
     """The memory plan of one forward pass."""
     keeps: Keeps
-    """What backward keeps, in the terms of `memory_estimate`."""
+    """The activations that backward keeps, as `memory_estimate` describes them."""
 
     def by_option(self) -> dict[str, Choice]:
-        """The choices by the names that run checks and `recipe.resolved.yaml` have for them."""
+        """Return the choices under their names in run checks and in `recipe.resolved.yaml`."""
         return {
             "speed.fused": self.fused,
             "speed.compile": self.compile,
@@ -95,11 +95,11 @@ def decide_fused(spec: ModelSpec, asked: str | bool, hardware: Hardware, sharded
     """Decide whether adapters run through the fused forwards of `speed.fused_lora`.
 
     Args:
-        sharded: what splits the weights between processes: FSDP, DeepSpeed.
+        sharded: the library that shards the weights, FSDP or DeepSpeed; the empty string if none does.
 
     Raises:
-        UserError: asked for where there is no adapter (exit 2), where weights are split, or where no layer
-            can be fused (exit 3).
+        UserError: fused adapters are asked for without an adapter (exit 2). They are asked for with sharded
+            weights, or no layer can be fused (exit 3).
     """
     if not spec.layers:
         return Choice("off", _unknown(spec))
@@ -120,20 +120,20 @@ def decide_fused(spec: ModelSpec, asked: str | bool, hardware: Hardware, sharded
 
 
 def none_fused(reason: str) -> UserError:
-    """The error of `speed.fused: true` on an adapter that can't be fused."""
+    """Return the error of `speed.fused: true` on an adapter that can't be fused."""
     what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
     return UserError(Problem(what, "speed.fused", found=reason, fix=fix), code=Exit.ENVIRONMENT)
 
 
 def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused: Choice) -> Decisions:
-    """Decide how a model with its adapter runs: compiled or not, and what backward keeps.
+    """Decide how a model with its adapter runs: compilation, CUDA graphs, checkpointing and offloading.
 
     Args:
-        spec: the model as it is after `fused` was carried out, or would be.
-        fused: what `decide_fused` chose.
+        spec: the model after `fused` is applied.
+        fused: the choice of `decide_fused`.
 
     Raises:
-        UserError: what was asked for can't be had together, or not here (exit 3).
+        UserError: requested settings do not work together or on this machine (exit 3).
     """
     if not spec.layers:
         return _with_unknown_layers(spec, speed, work, fused)
@@ -161,7 +161,7 @@ def plan_memory(spec: ModelSpec, work: Work, keeps: Keeps, offload: str) -> Memo
     """Plan the memory of one forward and backward pass.
 
     Args:
-        offload: `speed.offload`, or what it became.
+        offload: `speed.offload`, or the choice for it.
     """
     usable = work.usable - work.each * (spec.trained // work.parts) / memory_estimate.GIB
     given = {"usable": usable, "offload": offload, "extra": spec.rounded_gib}
@@ -169,10 +169,10 @@ def plan_memory(spec: ModelSpec, work: Work, keeps: Keeps, offload: str) -> Memo
 
 
 def keeps_of(spec: ModelSpec, parts: int, *, fused: bool, compiled: bool) -> Keeps:
-    """What backward keeps.
+    """Describe the activations that backward keeps.
 
     Args:
-        parts: into how many parts the launch splits optimizer state.
+        parts: the number of shards of the optimizer state.
     """
     return memory_estimate.Keeps(
         fused=fused and spec.fused_mlps,
@@ -199,10 +199,10 @@ def _unknown(spec: ModelSpec) -> str:
 
 
 def _with_unknown_layers(spec: ModelSpec, speed: Speed, work: Work, fused: Choice) -> Decisions:
-    """The decisions for a model whose decoder layers are not where transformers' decoders have them.
+    """Decide for a model whose decoder layers are not where transformers' decoders have them.
 
     Raises:
-        UserError: something was asked for that needs them (exit 3).
+        UserError: a requested setting needs the decoder layers (exit 3).
     """
     reason, off = _unknown(spec), (False, "none", "auto")
     options = ("fused", "compile", "activation_checkpointing", "offload")
@@ -220,7 +220,7 @@ def _with_unknown_layers(spec: ModelSpec, speed: Speed, work: Work, fused: Choic
 
 
 def _with_gain(offload: Choice, spec: ModelSpec) -> Choice:
-    """The choice, with what there is to gain from the optimizer's part."""
+    """Return the choice. If it offloads the optimizer, its reason states the memory that this saves."""
     if offload.value not in ("optimizer", "all"):
         return offload
     state = 8 * spec.trained / memory_estimate.GIB

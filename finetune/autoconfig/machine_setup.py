@@ -1,4 +1,4 @@
-"""What this machine can do, and what is therefore chosen. Every choice comes with its reason."""
+"""Detect this machine and choose attention and base model storage for it, each with its reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setup:
-    """This machine, this launch and what they mean for loading a model, in training and evaluation alike."""
+    """This machine, this launch, and the choices for loading a model in training or evaluation."""
 
     hardware: Hardware
     launch: Launch
@@ -34,23 +34,23 @@ class Setup:
 
     @property
     def attn_implementation(self) -> str:
-        """What transformers calls the attention; of a kernel without a mask, the name we register."""
+        """The name of the attention in transformers. Kernels without a mask are registered by finetune."""
         return kernel_limits.IMPLEMENTATIONS.get(self.attention.value, self.attention.value)
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of matrix products: autocast's, or without autocast that of the stored weights."""
+        """The dtype of GEMMs: autocast's dtype, or the dtype of the weights without autocast."""
         return mixed_precision.compute_dtype(self.launch.precision, self.storage.value)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What decides on the storage of a base model, beside the recipe."""
+    """The facts of a base model that decide its storage together with the recipe."""
 
     stored: Stored | None = None
     """The storage of a checkpoint that is quantized already."""
     against_fp8: Callable[[], str] | None = None
-    """See `choose_base`; `None`: of a model that is opened again, whose run has said how it is stored."""
+    """See `choose_base`. `None`: the model is loaded again after training, with the storage of its run."""
 
 
 def choose(
@@ -62,14 +62,18 @@ def choose(
     rows: Rows | None = None,
     weights: Weights = Weights(),
 ) -> Setup:
-    """Detect everything and choose, in one go.
+    """Detect the machine and the launch, and choose attention and base model storage for them.
 
     Args:
-        attends: what the model's attention computes; `None`: what Llama's does.
-        rows: what is trained on; `None`: for evaluation, where attention takes masks and a cache.
+        attention: `model.attention`.
+        base: `model.quantization`.
+        adapter_type: `adapter.type`.
+        attends: the properties of the model's attention; `None`: as in Llama.
+        rows: the training sequences; `None`: for evaluation, where attention takes masks and a KV cache.
+        weights: the facts of the base model.
 
     Raises:
-        UserError: a request that this machine, its packages or the launch can't meet (exit 3).
+        UserError: this machine, its packages or the launch do not support a requested setting (exit 3).
     """
     hardware = detection.detect()
     started = mixed_precision.launch(hardware)

@@ -1,11 +1,11 @@
-"""What training takes of memory, whether adapters are fused and layers compiled.
+"""Estimate the memory of training from a model's config.
 
-No torch is imported: a run and `finetune plan` ask the same functions, the one with the model in its hands,
-the other with its config.
+A run and `finetune plan` call the same functions, so this module imports no torch.
 
-Numbers are of 2 bytes unless said otherwise. Every formula stands beside what it was compared with: an 8B
-Llama at 16,384 tokens on an H200 (benchmarks/gpu.json), and a 1.1B shape on PEFT's own forwards
-(benchmarks/adapters.json). benchmarks/plan.py holds all of it against every measured row.
+Values have 2 bytes unless stated otherwise. Docstrings state the measurements that the formulas were
+compared with. They are from an 8B Llama at 16,384 tokens on an H200 (benchmarks/gpu.json), and from a 1.1B
+model in PEFT's own forwards (benchmarks/adapters.json). `benchmarks/plan.py` compares the estimates with all
+measurements.
 """
 
 from __future__ import annotations
@@ -17,52 +17,71 @@ if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
 
 GIB = 2**30
-SPARE = 0.92  # of the memory that is free: the allocator's gaps take the rest
+# Share of the free memory that training may fill. Fragmentation of the allocator takes the rest.
+SPARE = 0.92
 MARGIN_GIB = 0.25
-# Where the launch splits the weights, of the free memory: buffers that are gathered and freed in turns, on
-# streams of their own, leave larger gaps. Without it an 8B on four H100s kept 62 GiB of activations, was to
-# take 69 of 79 and ran out of memory with 74 allocated (2026-11-27)
+# The same share if the launch shards the weights. Buffers that are gathered and freed on streams of their own
+# cause more fragmentation. With the larger share, an 8B model ran out of memory on four H100s.
 SPLIT_SPARE = 0.85
-LATER_GIB = 2.0  # there, what comes after the choice: NCCL's communicators and what compiled code works in
-GATHERED_LAYERS = 3  # there, of which weights are whole: the one that runs, the next, and one on its way
-# Of one chunk of the loss and its copies: rows enough for the products to run at full speed, little beside
-# what training holds.
+# Memory that sharded runs allocate later, for NCCL's communicators and compiled code.
+LATER_GIB = 2.0
+# Layers that sharded runs gather at the same time: the running layer, the next one, and one on its way.
+GATHERED_LAYERS = 3
+# Bytes of one chunk of the loss with its copies. GEMMs of that size run at full speed, and the chunk is small
+# compared with the memory of training.
 CHUNK_BYTES = 2**30
-INT8 = (1 + 4 / 128) / 2  # bytes of a number rounded to int8 and its part of a scale, beside 2
-# Over `hidden`: the time of keeping gate and up in int8 beside that of making them again, whose products go
-# with it. An 8B Llama on an H200 (hidden 4,096): 16 and 100 ms of a step.
+# Size of an int8 value with its part of a scale, relative to a 16-bit value.
+INT8 = (1 + 4 / 128) / 2
+# Divided by the hidden size: the time to store gate and up in int8, relative to the time to recompute them.
+# An 8B Llama with hidden size 4,096 takes 16 and 100 ms per step on an H200.
 ROUNDING = 0.16 * 4096
-# Hidden size from which what an fp8 layer keeps reaches the CPU, at 54 GB/s, while the next one is computed
+# Hidden size from which an fp8 layer's activations reach the CPU at 54 GB/s while the next layer runs.
 COPIED = 7700
-IN_FLIGHT = 3  # layers of those that leave the GPU: one that computes, one that leaves and one that comes
-AVERAGES = 12  # bytes of AdaLoRA's averages of a number's importance, in fp32
-EVALUATED_TOKENS = 16384  # in one forward without gradients: logits of 128k words take 4 GiB in bf16
-LARGEST_BATCH = 64  # where `eval.batch_size: auto` begins
-WHOLE_TILES = 256  # rows of a chunk are a multiple of it: the products' tiles are full
+# Offloaded layers whose activations are still on the GPU: one computes, one leaves and one arrives.
+IN_FLIGHT = 3
+# Bytes of AdaLoRA's averages of the importance of one parameter, in fp32.
+AVERAGES = 12
+# Tokens of one forward pass in evaluation. Logits of a vocabulary of 128k take 4 GiB in bf16.
+EVALUATED_TOKENS = 16384
+# The first batch size that `eval.batch_size: auto` tries.
+LARGEST_BATCH = 64
+# Rows of a chunk are a multiple of this number, so that the tiles of the GEMMs are full.
+WHOLE_TILES = 256
 
 
 class Memory(NamedTuple):
-    """What the activations of one forward pass take, in GiB."""
+    """The memory plan of the activations of one forward pass, in GiB unless stated otherwise."""
 
     layers: int
-    kept: float  # until backward, if nothing is recomputed
-    norms: float  # of that, what norms make, which is cheap to make again
-    entry: float  # of that, a layer's input: all that the GPU keeps of a recomputed one
-    room: float  # for all of it
-    mlps: float = 0.0  # of what is kept, gate and up of fused MLPs, which can be made again
-    host: float = math.inf  # of the CPU's memory, for what leaves the GPU
-    away: float = 0.0  # share of the layers that leave what they keep in the CPU's memory
-    rounding: float = math.inf  # time of keeping an MLP in int8 beside making it again; inf: not by `auto`
-    beside: float = 0.0  # share of the layers that `auto` may copy to the CPU: no slower than they compute
-    pinned: float = 1.0  # of the CPU's memory for one that leaves: torch takes powers of two
-    unfused: str = ""  # why there are no such MLPs
-    # Of the room, what CUDA graphs take: their pool and the loss share no memory, where passes without them
-    # take the larger of the two; so the smaller comes on top
+    """Number of decoder layers."""
+    kept: float
+    """All activations until backward, if nothing is recomputed."""
+    norms: float
+    """The part of `kept` that norms produce, which is cheap to recompute."""
+    entry: float
+    """The input of one layer. A recomputed layer keeps nothing else on the GPU."""
+    room: float
+    """Memory available for activations."""
+    mlps: float = 0.0
+    """The part of `kept` in gate and up of fused MLPs, which can be recomputed."""
+    host: float = math.inf
+    """CPU memory available for offloading."""
+    away: float = 0.0
+    """Share of the layers that offload their activations."""
+    rounding: float = math.inf
+    """Time to store an MLP in int8, relative to recomputing it; inf: `auto` does not use int8."""
+    beside: float = 0.0
+    """Share of the layers that `auto` may offload, so that copies are not slower than the layers."""
+    pinned: float = 1.0
+    """Pinned CPU memory per offloaded byte. torch rounds it up to powers of two."""
+    unfused: str = ""
+    """Why there are no fused MLPs."""
     graphs: float = 0.0
+    """Additional memory of CUDA graphs: their pool can't share memory with the loss."""
 
 
 class Widths(NamedTuple):
-    """Numbers a token, of a model's layers."""
+    """Values per token in the layers of a model."""
 
     hidden: int
     intermediate: int
@@ -73,34 +92,39 @@ class Widths(NamedTuple):
 
 
 class Keeps(NamedTuple):
-    """How a model is trained, as far as it decides what backward keeps."""
+    """The properties of a training that decide which activations backward keeps."""
 
     fused: bool
-    """Every MLP runs as one product and kernel, and adapters share their inputs (`speed.fused`)."""
+    """Every MLP runs as one fused function, and adapters share their inputs (`speed.fused`)."""
     compiled: bool = True
     adapted: bool = True
-    """Not full fine-tuning."""
+    """An adapter trains; False: full fine-tuning."""
     columns: bool = False
-    """Each output is scaled by a trained vector: DoRA, IA3."""
+    """The adapter scales each output by a trained vector: DoRA, IA3."""
     dropped: int = 0
-    """Numbers a token and layer that adapters drop some of: the inputs of layers with a dropout."""
+    """Values per token and layer to which adapters apply dropout."""
     repeated: bool = False
-    """Keys and values are repeated for each head, as attention with a mask wants it."""
+    """Keys and values are repeated for each query head, as attention with a mask needs them."""
     multiplied: bool = True
-    """Adapters multiply their layer's input, and so keep it: all but IA3."""
+    """Adapters multiply their layer's input, so they keep it: all but IA3."""
     four_bit: bool = False
-    """On bitsandbytes' 4-bit base, whose layers in PEFT cast nothing under autocast."""
+    """The base model is in bitsandbytes' 4 bits. PEFT casts nothing there under autocast."""
     uncast: bool = False
-    """PEFT casts no input, and each adapter keeps what the layer before it has made: adapters run in 16 bits
-    (FSDP2 gathers them so, but on a 4-bit base, where PEFT never casts; ZeRO keeps them so)."""
+    """Adapters run in 16 bits because FSDP2 or ZeRO holds them in 16 bits, so PEFT casts no input.
+
+    Each adapter then keeps the output of the previous layer without a copy.
+    """
     fp8: bool = False
-    """The base's products are in fp8."""
+    """The GEMMs of the base model run in fp8."""
     head: bool = False
-    """The output head trains, of `modules_to_save`."""
+    """The output head trains (`modules_to_save`)."""
 
 
 def split(checkpointing: str, layers: int) -> tuple[int, int]:
-    """Layers that are recomputed whole, and others of which gate and up are: 8 and 24 for `full:8` of 32."""
+    """Return the number of layers that are recomputed whole, and of those that recompute only gate and up.
+
+    For example, `full:8` of 32 layers gives 8 and 24.
+    """
     kind, _, some = checkpointing.partition(":")
     if kind == "full":
         count = min(int(some or layers), layers)
@@ -109,7 +133,10 @@ def split(checkpointing: str, layers: int) -> tuple[int, int]:
 
 
 def widths(config: ModelConfig) -> Widths:
-    """The widths of a transformers config. A state-space model has no heads: one as wide as `hidden_size`."""
+    """Return the widths of a transformers config.
+
+    A state-space model has no heads. It counts as one head of width `hidden_size`.
+    """
     config = config.get_text_config()
     hidden, heads = largest(config, "hidden_size"), largest(config, "num_attention_heads") or 1
     size = largest(config, "head_dim") or hidden // heads
@@ -120,36 +147,41 @@ def widths(config: ModelConfig) -> Widths:
 
 
 def largest(config: ModelConfig, key: str) -> int:
-    """A number of a config, the largest where it has one for each layer; 0 where it has none."""
+    """Return an integer of a config: the largest if there is one per layer, 0 if there is none."""
     value = getattr(config, key, None) or 0
     return max(value) if isinstance(value, list | tuple) else value
 
 
 def kept_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
-    """Memory that backward keeps for `tokens` tokens with nothing recomputed, in GiB.
+    """Return GiB of activations that backward keeps for `tokens` tokens if nothing is recomputed.
 
-    Compiled LoRA on an 8B Llama at 16,384 tokens: fused 54, else 62 (measured 54 and 60). PEFT's own
-    forwards on the 1.1B shape at 16,384: LoRA 34.1 (35.5), DoRA 61.8 (61.8), full 38.3 (38.4).
+    Estimates and measurements at 16,384 tokens, in GiB:
+
+    - 8B Llama, compiled LoRA: 54 fused, measured 54. 62 unfused, measured 60.
+    - 1.1B model, PEFT's own LoRA: 34.1, measured 35.5.
+    - 1.1B model, PEFT's own DoRA: 61.8, measured 61.8.
+    - 1.1B model, full fine-tuning: 38.3, measured 38.4.
     """
     one = widths(config)
     return tokens * one.layers * 2 * _kept(one, keeps) / GIB
 
 
 def _kept(one: Widths, keeps: Keeps) -> float:
-    """Numbers of 2 bytes that backward keeps of a token in a layer."""
+    """Return the 2-byte values that backward keeps per token and layer."""
     hidden, wide, queries, qkv = one.hidden, one.intermediate, one.queries, one.qkv
-    dropped = 1.5 * keeps.dropped  # what is left of it, and which it is
+    dropped = 1.5 * keeps.dropped  # the output of dropout and its mask
     heads = 3 * queries if keeps.repeated else qkv
-    if not keeps.adapted:  # a residual in fp32, and each layer's input for its weight
+    if not keeps.adapted:  # the residual in fp32, and each layer's input for its weight's gradient
         return 7 * hidden + qkv + 3 * wide if keeps.compiled else 13 * hidden + heads + 2 * queries + 4 * wide
-    outputs = qkv + 2 * hidden if keeps.multiplied else qkv - queries  # DoRA's of every layer; IA3's k and v
+    outputs = qkv + 2 * hidden if keeps.multiplied else qkv - queries  # DoRA: all layers; IA3: k and v
     outputs = outputs if keeps.columns else 0
     if keeps.compiled:
         return 5 * hidden + (qkv + 2 * wide if keeps.fused else 3 * wide) + outputs + dropped
     if keeps.fused:  # eager norms keep their input in fp32
         return 6 * hidden + queries + qkv + 2 * wide + outputs + dropped
-    # each layer's adapter keeps an input of its own, where it is cast; PEFT's DoRA keeps two of each output,
-    # and four on a 4-bit base (measured 2.2, 4.2; IA3 1.8). What attention without a mask made is kept once
+    # Each adapter keeps its own copy of its input if PEFT casts it. PEFT's DoRA keeps each output twice, or
+    # four times on a 4-bit base model (measured 2.2 and 4.2; IA3 1.8). The output of attention without a mask
+    # is kept once.
     inputs = (2 if keeps.four_bit or keeps.uncast else 5) * hidden + queries + wide if keeps.multiplied else 0
     inputs -= 2 * queries if keeps.uncast and keeps.multiplied and not keeps.repeated else 0
     times = (4.2 if keeps.four_bit else 2.2) if keeps.multiplied else 1.8
@@ -158,9 +190,9 @@ def _kept(one: Widths, keeps: Keeps) -> float:
 
 
 def backward_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
-    """Gradients that are there at once while backward is in an MLP, the largest place, in GiB.
+    """Return GiB of gradients that exist at the same time in the backward pass of an MLP, its peak.
 
-    8B at 16,384: 1.35 (1.33, from rows with all layers recomputed).
+    An 8B Llama at 16,384 tokens: 1.35 GiB. Runs that recompute all layers measured 1.33 GiB.
     """
     one = widths(config)
     wide = 3 if keeps.fused or keeps.compiled else 4
@@ -168,10 +200,12 @@ def backward_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
 
 
 def loss_gib(config: ModelConfig, tokens: int, *, compiled: bool = True, trained: bool = False) -> float:
-    """What is there at once while the loss is computed, beside what layers keep, in GiB.
+    """Return GiB that the loss needs in addition to the layers' activations.
 
-    A chunk's logits, the gradient of the hidden states, and those in and around the last norm. 8B at 16,384:
-    1.73 (1.77). Of a head that trains its copy in 16 bits, a chunk's gradient, and their sum in fp32."""
+    They hold a chunk's logits, the gradient of the hidden states, and the tensors of the last norm. A trained
+    head adds its copy in 16 bits, the gradient of a chunk, and the sum of the gradients in fp32. An 8B Llama
+    at 16,384 tokens needs 1.73 GiB, measured 1.77 GiB.
+    """
     one = widths(config)
     held = logit_bytes(compiled=compiled, capped=softcap(config) is not None)
     rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * held))
@@ -180,44 +214,51 @@ def loss_gib(config: ModelConfig, tokens: int, *, compiled: bool = True, trained
 
 
 def usable_gib(free: float, *, sharded: bool) -> float:
-    """GiB of the free memory that training may fill."""
+    """Return GiB of the free memory that training may fill."""
     return SPLIT_SPARE * free - LATER_GIB if sharded else SPARE * free
 
 
 def nccl_gib(processes: int) -> float:
-    """GiB of a GPU that NCCL and other processes hold when the model is set up, where weights are split.
+    """Return GiB of a GPU that NCCL and other processes hold when a sharded model is set up.
 
-    Four H100s had 4.5 GiB less than one process alone; more GPUs were not measured.
+    Each of four H100s had 4.5 GiB less than with a single process. More GPUs were not measured.
     """
     return min(1.5 * (processes - 1), 4.5)
 
 
 def zero3_gib(parameters: int) -> float:
-    """GiB that ZeRO-3 holds in 16 bits of weights that are whole at once, and of gradients on their way.
+    """Return GiB of gathered weights and of gradients in reduction under ZeRO-3, both in 16 bits.
 
-    By DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`.
+    They follow DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`.
     """
     return 2 * (min(parameters, 1e9) + 5e8) / GIB
 
 
 def logit_bytes(*, compiled: bool, capped: bool, narrow: int = 2, wide: int = 4) -> int:
-    """Bytes that the loss holds of each logit of a chunk: its own, and those of eager softmax's copies.
+    """Return the bytes that the loss holds per logit of a chunk, including the copies of an eager softmax.
 
     Args:
-        narrow: of a logit; wide: of a number of the softmax.
+        capped: whether the model has a softcap of its logits.
+        narrow: bytes of a logit.
+        wide: bytes of a value in the softmax.
     """
     return narrow + (0 if compiled else wide * (3 if capped else 2))
 
 
 def softcap(config: ModelConfig) -> float | None:
-    """A model's softcap of its logits, by the names that families have for it."""
+    """Return the softcap of a model's logits, whose key differs by family; `None` if it has none."""
     text = config.get_text_config()
     names = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((value for name in names if (value := getattr(text, name, None)) is not None), None)
 
 
 def chunk_rows(rows: int, most: int) -> int:
-    """Rows of a chunk: as few chunks as `most` rows at once allow, and those of about one size."""
+    """Return the rows of a chunk, so that there are few chunks of about the same size.
+
+    Args:
+        rows: the rows to split into chunks.
+        most: the largest number of rows of a chunk.
+    """
     most = max(WHOLE_TILES, most // WHOLE_TILES * WHOLE_TILES)
     chunks = max(1, math.ceil(rows / most))
     return max(1, min(rows, math.ceil(rows / chunks / WHOLE_TILES) * WHOLE_TILES))
@@ -226,11 +267,12 @@ def chunk_rows(rows: int, most: int) -> int:
 def activations(
     config: ModelConfig, tokens: int, keeps: Keeps, *, usable: float, offload: str, extra: float = 0.0
 ) -> Memory:
-    """The memory plan of `tokens` tokens.
+    """Plan the memory of the activations of `tokens` tokens.
 
     Args:
-        usable: GiB that activations and what passes may fill (`usable_gib`, less what training adds).
-        extra: GiB that is kept beside what this knows of (`qat.kept_gib`).
+        usable: GiB that activations and temporary tensors may fill (`usable_gib` minus the optimizer's part).
+        offload: `speed.offload`, or the choice for it.
+        extra: GiB of additional activations, from quantization-aware training (`qat.kept_gib`).
     """
     one = widths(config)
     loss = loss_gib(config, tokens, compiled=keeps.compiled, trained=not keeps.adapted or keeps.head)
@@ -250,9 +292,10 @@ def activations(
 
 
 def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
-    """GiB of activations when the loss is computed, and at the worst moment of backward after it.
+    """Return GiB of activations at the loss, and at the peak of the backward pass.
 
-    Recomputed layers are spread evenly, the first among them; each is whole while it runs again.
+    Recomputed layers are spread evenly and include the first layer. Backward holds all activations of the
+    layer that it recomputes.
     """
     layers = plan.layers
     if checkpointing == "none":
@@ -261,30 +304,30 @@ def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
         kept = _stays(plan.kept - plan.norms - plan.mlps, plan)
         kept += INT8 * plan.mlps * (1 - split(checkpointing, layers)[1] / layers)
         return kept, kept + plan.norms / layers
-    if checkpointing.startswith(
-        "mlp:"
-    ):  # the first layers: when they are made again, the last ones' are gone
+    # `mlp:N` recomputes the first N layers. By then, backward has freed the activations of the last layers.
+    if checkpointing.startswith("mlp:"):
         kept = plan.kept - plan.norms - int(checkpointing[4:]) * plan.mlps / layers
         return kept, kept + plan.norms / layers
-    half = plan.norms + (0.0 if checkpointing == "norms" else plan.mlps)  # of layers that are not whole
+    half = plan.norms + (
+        0.0 if checkpointing == "norms" else plan.mlps
+    )  # saved in layers that are not recomputed whole
     if checkpointing in ("norms", "mlp"):
         kept = _stays(plan.kept - half, plan)
         return kept, kept + half / layers
     count = split(checkpointing, layers)[0]
     each = (plan.kept - half) / layers if count < layers else plan.kept / layers
     kept = (layers - count) * each + count * plan.entry
-    gone = (
-        layers - 1 - (count - 1) * layers // count
-    )  # layers after the last recomputed one: not needed any more
+    # Backward has freed the layers after the last recomputed layer.
+    gone = layers - 1 - (count - 1) * layers // count
     return kept, max(kept, kept - gone * each + plan.kept / layers)
 
 
 def _stays(kept: float, plan: Memory) -> float:
-    """Of what layers keep, GiB on the GPU."""
+    """Return the part of the layers' activations that stays on the GPU, in GiB."""
     return kept * (1 - plan.away) + min(kept * plan.away, IN_FLIGHT * kept / plan.layers)
 
 
 def away(offload: str, layers: int) -> float:
-    """The share of the layers that leave what they keep in the CPU's memory."""
+    """Return the share of the layers that offload their activations to CPU memory."""
     kind, _, some = offload.partition(":")
     return 0.0 if kind not in ("activations", "all") else min(1.0, int(some) / layers) if some else 1.0

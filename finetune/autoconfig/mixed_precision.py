@@ -14,30 +14,39 @@ from finetune.kernels import kernel_limits
 if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
 
-STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of weights, by storage
-# Of computation, by precision; of what is not in fp8
+# The dtype of weights by storage.
+STORED = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# The dtype of computation by precision. Under fp8, it is the dtype of all tensors that are not in fp8.
 DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher decided, and what was decided in its absence."""
+    """The settings of the launcher. Without a launcher, finetune decides them."""
 
-    launcher: str  # accelerate | torchrun | none
+    launcher: str
+    """accelerate, torchrun or none."""
     processes: int
     rank: int
-    precision: str  # of the Accelerator: no | bf16 | fp16 | fp8
-    precision_by: str  # launch | hardware
+    precision: str
+    """The Accelerator's mixed precision: no, bf16, fp16 or fp8."""
+    precision_by: str
+    """launch or hardware: who set the precision."""
     precision_reason: str
-    sharded: str = ""  # what splits weights between processes: FSDP, DeepSpeed
-    fp8: str = ""  # what an fp8 launch means: launch_env.FROZEN, TE, AO
-    splitter: str = ""  # what splits the optimizer's state, the weights or not: FSDP, DeepSpeed
+    sharded: str = ""
+    """The library that shards the weights: FSDP or DeepSpeed."""
+    fp8: str = ""
+    """The kind of an fp8 launch: `launch_environment.FROZEN`, TE or AO."""
+    splitter: str = ""
+    """The library that shards the optimizer state, with or without the weights: FSDP or DeepSpeed."""
 
     @property
     def keeper(self) -> str:
-        """What holds state that checkpoints need, and may not give it: a splitter; TransformerEngine's layers
-        the largest values that they remember; DeepSpeed its own scale of a loss in fp16, and files of its own
-        on a disk that it offloads to."""
+        """The library that holds state which a checkpoint may be unable to save.
+
+        FSDP and DeepSpeed shard state. TransformerEngine's layers keep a history of largest values. DeepSpeed
+        in fp16 keeps its own loss scale. DeepSpeed on NVMe keeps its own files.
+        """
         if self.fp8 == "TE":
             return "TransformerEngine"
         if self.splitter == "DeepSpeed" and self.precision == "fp16":
@@ -48,12 +57,12 @@ class Launch:
 
     @property
     def sharing(self) -> int:
-        """Processes that share each row: a context-parallel group."""
+        """Processes that share each sequence: the size of a context-parallel group."""
         return launch_environment.parallel("CP")
 
     @property
     def rows_apart(self) -> int:
-        """Processes with rows of their own."""
+        """Groups of processes with sequences of their own."""
         return self.processes // self.sharing
 
     @property
@@ -62,15 +71,15 @@ class Launch:
 
 
 def compute_dtype(precision: str, storage: str) -> str:
-    """The dtype of matrix products, by the launch's precision and the weights' storage."""
+    """Return the dtype of GEMMs from the launch's precision and the storage of the weights."""
     return STORED[storage] if precision == "no" and storage in STORED else DTYPES[precision]
 
 
 def launch(hardware: Hardware) -> Launch:
-    """How this process was started: `accelerate launch` owns precision, else the hardware decides.
+    """Read how this process was launched. `accelerate launch` sets the precision, else the hardware decides.
 
     Raises:
-        UserError: bf16 under a GPU that lacks it, fp16 on the CPU, fp8 where there are no fp8 GEMMs (exit 3).
+        UserError: the GPU has no bf16 or no fp8 GEMMs, or fp16 is asked for on the CPU (exit 3).
     """
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -80,7 +89,7 @@ def launch(hardware: Hardware) -> Launch:
     fp8 = launch_environment.fp8()
     if fp8.kind:
         precision, reason = fp8.precision, fp8.reason
-        if missing := fp8_missing(hardware, "bf16"):  # Accelerate would take fp16, with a warning in its log
+        if missing := fp8_missing(hardware, "bf16"):  # Accelerate would fall back to fp16 with a warning
             what, fix = "an fp8 launch needs fp8 GEMMs", "mixed_precision: bf16 in the accelerate config"
             raise UserError(Problem(what, found=missing, fix=fix), code=Exit.ENVIRONMENT)
     check_precision(precision, hardware)
@@ -90,7 +99,7 @@ def launch(hardware: Hardware) -> Launch:
 
 
 def check_precision(precision: str, machine: Hardware) -> None:
-    """Refuse what the machine does not compute in, or not with what training in it needs (exit 3)."""
+    """Refuse a precision in which the machine can't train (exit 3)."""
     if precision == "bf16" and machine.device == "cuda" and machine.capability < (8, 0):
         found = f"{machine.name}, compute capability {machine.capability[0]}.{machine.capability[1]}"
         fix = "mixed_precision: fp16 in the accelerate config"
@@ -113,7 +122,7 @@ def default_precision(hardware: Hardware) -> Choice:
 
 
 def fp8_missing(machine: Hardware, precision: str) -> str:
-    """Why products on an fp8 base can't run as fp8 GEMMs here; the empty string if they can."""
+    """Return why an fp8 base model can't use fp8 GEMMs on this machine; the empty string if it can."""
     if machine.device != "cuda" or machine.capability < kernel_limits.FP8_CAPABILITY:
         return f"{machine.name} has no fp8 GEMMs (compute capability 8.9 has: Ada, Hopper or newer)"
     return "" if precision == "bf16" else f"fp8 GEMMs give bf16, and the launch's precision is {precision}"

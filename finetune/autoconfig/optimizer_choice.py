@@ -1,4 +1,4 @@
-"""Optimizers: what one needs, how the Trainer gets it, and what runs, read back."""
+"""Check an optimizer: its packages, its settings, the launch, its checkpoints and the size of its state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
     from finetune.recipe.schema import Speed, Train
 
-SMALLEST = 4096  # numbers of a tensor from which bitsandbytes and torchao keep state in 8 or 4 bits
+# Elements of a tensor from which bitsandbytes and torchao keep its state in 8 or 4 bits.
+SMALLEST = 4096
 _OF_BITSANDBYTES = re.compile("8bit|32bit|bnb|ademamix")
 _OF_TORCHAO = re.compile("adamw_torch_[48]bit")
 _EXTRAS = {"torchao": "quantize", "bitsandbytes": "bnb"}
 LOW_BITS = re.compile("[48]bit")
-# What transformers asks for beside those: by optimizer, the module and its package
+# Other packages that transformers needs: optimizer, module and package.
 _OF_OTHERS = (
     ("galore.*", "galore_torch", "galore-torch"), ("apollo.*", "apollo_torch", "apollo-torch"),
     ("lomo|adalomo", "lomo_optim", "lomo-optim"), ("grokadamw", "grokadamw", "grokadamw"),
@@ -26,7 +27,7 @@ _OF_OTHERS = (
     ("adamw_torch_xla", "torch_xla", "torch_xla"), ("adamw_torch_npu.*", "torch_npu", "torch_npu"),
     ("adamw_anyprecision", "torchdistx", "torchdistx"),
 )  # fmt: skip
-# Bytes of optimizer state for each number that trains; 8 bits: two moments and a scale for 256 of each
+# Bytes of optimizer state per trainable parameter. In 8 bits: two moments, each with a scale per 256 values.
 _STATE = (
     (r"adamw_torch_4bit", 1.06), (r".*ademamix_8bit", 3.05), (r".*ademamix.*", 12.0),
     (r".*lion_8bit", 1.02), (r".*lion.*", 4.0), (r"(paged_)?adamw.*8bit", 2.03),
@@ -36,16 +37,15 @@ _STATE = (
 
 
 def asked(train: Train) -> str:
-    """`train.optim`, or what it is without."""
+    """Return `train.optim` or its default."""
     return str(train.passed_on().get("optim", train_rules.DEFAULT))
 
 
 def unsaved(train: Train, keeper: str) -> str:
-    """Why no checkpoints can be made: what keeps state that is not made whole again; empty: they can.
+    """Return the optimizer or library whose state a checkpoint can't save; the empty string if there is none.
 
     Args:
-        keeper: what splits weights or moments between processes, FSDP or DeepSpeed (ZeRO-2 too), or has state
-            of its own: TransformerEngine, DeepSpeed in fp16 or on NVMe.
+        keeper: `Launch.keeper`, the library that shards state or holds state of its own.
     """
     optim = asked(train)
     if train_rules.PROJECTS.fullmatch(optim):
@@ -56,7 +56,11 @@ def unsaved(train: Train, keeper: str) -> str:
 
 
 def saved_instead(parts: str) -> str:
-    """With what checkpoints are made, where `unsaved` says these parts."""
+    """Suggest a setting that makes checkpoints possible.
+
+    Args:
+        parts: the result of `unsaved`.
+    """
     known = {", under ": "train.optim=adamw_torch_fused", " in fp16": "mixed_precision: bf16 in the launch"}
     known[" on NVMe"] = "offload_optimizer_device and offload_param_device: cpu in the launch"
     known |= dict.fromkeys(("galore", "apollo"), "train.optim=adamw_torch_fused")
@@ -64,7 +68,7 @@ def saved_instead(parts: str) -> str:
 
 
 def missing_packages(optim: str, speed: Speed) -> list[Problem]:
-    """Packages that the optimizer needs and this environment has not; nothing is imported."""
+    """Return the problems of missing packages that the optimizer needs, without an import."""
     low_bits = "torchao" if _OF_TORCHAO.fullmatch(optim) else ""
     low_bits = low_bits or ("bitsandbytes" if _OF_BITSANDBYTES.search(optim) else "")
     needs = [("train.optim", optim, low_bits)] if low_bits else []
@@ -87,10 +91,10 @@ def missing_packages(optim: str, speed: Speed) -> list[Problem]:
 
 
 def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
-    """Settings under which no optimizer would train anything, or this one would not be made.
+    """Return the problems of settings that train nothing or that the optimizer does not accept.
 
     Args:
-        usual: learning rates of the adapter's type.
+        usual: the usual range of learning rates of the adapter type; `None`: not known.
     """
     found, optim = [], asked(train)
     if train.learning_rate == 0:
@@ -106,10 +110,10 @@ def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
 
 
 def check(train: Train, speed: Speed, setup: Setup) -> None:
-    """Whether this machine and launch can do what was asked of the optimizer and of offloading.
+    """Check that this machine and launch support the optimizer and offloading.
 
     Raises:
-        UserError: they can't, or a package is missing (exit 3).
+        UserError: they don't, or a package is not installed (exit 3).
     """
     optim, launch = asked(train), setup.launch
     problems = missing_packages(optim, speed)
@@ -126,7 +130,7 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
             what = "fp16's loss scaler does not see gradients that are in the CPU's memory"
             problems.append(Problem(what, "speed.offload", found=offload, fix=f"speed.offload: {without}"))
     split = launch.splitter == "FSDP" and not _OF_TORCHAO.fullmatch(optim)
-    if split and _OF_BITSANDBYTES.search(optim):  # ZeRO hands it plain tensors
+    if split and _OF_BITSANDBYTES.search(optim):  # under ZeRO it gets plain tensors
         what = "FSDP of the launch splits tensors that bitsandbytes' kernels take whole"
         low = "adamw_torch_8bit" if LOW_BITS.search(optim) else train_rules.DEFAULT
         problems.append(Problem(what, "train.optim", found=optim, fix=f"optim: {low}; or ddp_8.yaml"))
@@ -138,12 +142,15 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
 
 
 def known_bytes(optim: str) -> float | None:
-    """Bytes of optimizer state for each number that trains; `None` if the optimizer is not known here."""
+    """Return bytes of optimizer state per trainable parameter; `None` if the optimizer is not known."""
     return next((size for pattern, size in _STATE if re.fullmatch(pattern, optim)), None)
 
 
 def state_bytes(optim: str, speed: Speed) -> float:
-    """Those on the device; AdamW's two moments of one that is not known."""
+    """Return bytes of optimizer state per trainable parameter on the device.
+
+    An unknown optimizer counts as AdamW with two moments. An offloaded optimizer has 0 bytes.
+    """
     if speed.offload in ("optimizer", "all"):
         return 0.0
     known = known_bytes(optim)
