@@ -1,4 +1,4 @@
-"""What is made from a run: merged and quantized weights, model card, upload to the Hub."""
+"""Export a run: merged and quantized weights, model card, and upload to the Hub."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The base model of a run, as a reader elsewhere can find it: its name, its commit or hashes, its licence."""
+"""Describe the base model of a run for readers elsewhere: its name, commit or hashes, and license."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from finetune.hub import client
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model, Publish
 
-LICENCES = {  # what a LICENSE file begins with -> the Hub's name of it
+LICENCES = {  # start of a LICENSE file (a regular expression) -> the Hub's name of the license
     r"\s*Apache License\s+Version 2\.0": "apache-2.0",
     r"\s*(The )?MIT License": "mit",
 }
@@ -25,27 +25,27 @@ LICENCES = {  # what a LICENSE file begins with -> the Hub's name of it
 
 @dataclass(frozen=True)
 class Base:
-    """The base model, as a reader elsewhere can find it."""
+    """The base model as a reader elsewhere can find it."""
 
     name: str
-    """Hub id; of a folder on the machine that trained, its name."""
+    """The Hub id, or the folder name if the model is a local folder."""
     on_hub: bool
     revision: str | None = None
     hashes: dict[str, str] = field(default_factory=dict)
-    """File of weights -> sha256, where the base is a folder."""
+    """Weight file -> sha256, if the base model is a local folder."""
     licence: dict[str, str] = field(default_factory=dict)
-    """The card's `license`, and `license_name` and `license_link` if it has them."""
+    """`license` of the model card, with `license_name` and `license_link` if it has them."""
     licence_from: str = ""
 
 
 def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool) -> Base:
-    """The base of a run.
+    """Return the base model of a run.
 
     Args:
-        model: what it was trained on.
-        publish: what it is to be called, and its licence, where the recipe says so.
-        config: adapter_config.json, or nothing.
-        online: whether the licence may be looked up on the Hub.
+        model: the recipe's model section.
+        publish: the recipe's publish section, which can set the name and the license.
+        config: adapter_config.json, or an empty mapping.
+        online: whether to look up the license on the Hub.
     """
     local = Path(model.name) if local_path(model.name) else None
     name = publish.base_model or (model.name if local is None else local.name)
@@ -64,7 +64,7 @@ def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool
 def _licence(
     folder: Path | None, hub_id: str | None, revision: str | None, online: bool
 ) -> tuple[dict[str, str], str]:
-    """The base's licence and where that is said: its folder's README or LICENSE, its card on the Hub."""
+    """Return the license of the base model and its source: README, LICENSE, or the card on the Hub."""
     if folder and (folder / "README.md").is_file():
         said = _licence_of_card(folder / "README.md")
         if said:
@@ -82,7 +82,7 @@ def _licence(
 
 
 def _hub_readme(hub_id: str, revision: str | None, online: bool) -> Path | None:
-    """The base's README on the Hub, or in its cache; its licence is no reason to fail."""
+    """Return the README of the base model from the Hub or its cache. A missing README is not an error."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -94,7 +94,7 @@ def _hub_readme(hub_id: str, revision: str | None, online: bool) -> Path | None:
 def _licence_of_card(path: Path) -> dict[str, str]:
     try:
         data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, yaml.YAMLError):  # no metadata that can be read
+    except (ValueError, yaml.YAMLError):  # the card has no readable metadata
         return {}
     keys = ("license", "license_name", "license_link")
     return (

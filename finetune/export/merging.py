@@ -1,6 +1,6 @@
-"""The adapter merged into its base, with a proof that nothing was lost: `finetune merge RUN`.
+"""Merge the adapter into its base model, and verify that nothing was lost: `finetune merge RUN`.
 
-merge.run("runs/quickstart") -> runs/quickstart/merged, which plain transformers opens without PEFT.
+merge.run("runs/quickstart") writes runs/quickstart/merged, which Transformers loads without PEFT.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Qat, Recipe
     from finetune.run_folder.run_folder import RunFolder
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of weights that need no scale beside them
+# Dtypes of weights that need no separate scale
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(
@@ -51,21 +52,23 @@ def run(
     quantized: str | None = None,
     output: str | None = None,
 ) -> dict[str, Any]:
-    """Merge a run's adapter, prove it from disk, and publish the folder with its report in merge.json.
+    """Merge a run's adapter, verify the saved weights, and publish the folder with its report in merge.json.
 
     Args:
         path: the run folder.
-        overrides: of the run's recipe, such as `model.name=...` on another machine.
-        dtype: of the saved weights (bfloat16, float32); under `quantized` of all that is not.
+        overrides: overrides of the run's recipe, such as `model.name=...` on another machine.
+        dtype: dtype of the saved weights (bfloat16, float32). With `quantized`, the dtype of the other
+            weights.
         quantized: int8 | int4 | fp8, or `None`.
-        output: the new folder; `None`: merged, or merged-int8 and so on, in the run folder.
+        output: the new folder. `None` means merged, merged-int8 and so on in the run folder.
 
     Returns:
         The report: figures, sizes in bytes, seconds.
 
     Raises:
-        UserError: nothing to merge, a type PEFT can't merge or a target that is not empty (exit 2); a package
-            or memory that is missing (3); weights that are not what was trained (4). Nothing is left behind.
+        UserError: there is nothing to merge, PEFT cannot merge the adapter type, or the target is not empty
+            (exit 2). A package or memory is missing (exit 3). The saved weights differ from the trained
+            weights (exit 4). No files are left behind.
     """
     started = time.monotonic()
     folder = run_folder.open_run(path)
@@ -83,7 +86,8 @@ def run(
     report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
     left = note_interrupted(target)
     with staging(target) as (whole, packed), located(folder):
-        asked = recipe if quantized else plain  # rounded in forward if that is how they will be stored
+        # Apply the rounding of QAT if the weights will be stored in that format
+        asked = recipe if quantized else plain
         tuned, base, report["scores"]["tuned"] = verify_merge.trained(folder, asked, rows, score)
         merged, base_merged = tuned, base
         if trained_for and quantized:
@@ -119,12 +123,12 @@ def run(
 def scores(
     tokenizer: PreTrainedTokenizerBase, rows: Any, recipe: Recipe, opened: nn.Module
 ) -> dict[str, Any] | None:
-    """Before and after quantising; a merge (without `rows`) is judged by its logits."""
+    """Score the model on the validation set, for a quantized merge only. Other merges compare logits."""
     return scoring.score(opened, tokenizer, rows, recipe.data, recipe.eval).as_json() if rows else None
 
 
 def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained: Qat | None) -> None:
-    """What can be known before any weight is loaded."""
+    """Check everything that is known before weights are loaded."""
     if folder.weights == folder.model and not quantized:
         what, fix = "nothing to merge: model/ is whole already", "--quantize int8, or use model/ as it is"
         raise UserError(Problem(what, where=str(folder.path), fix=fix))
@@ -140,7 +144,11 @@ def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained:
 
 
 def free_target(folder: RunFolder, quantized: str | None, output: str | None) -> Path:
-    """Where the weights go (exit 2 if something is there, or if its parent is not)."""
+    """Return the target folder.
+
+    Raises:
+        UserError: the target is not empty, or its parent folder does not exist (exit 2).
+    """
     target = Path(output) if output else folder.path / (f"merged-{quantized}" if quantized else "merged")
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         held = (
@@ -154,7 +162,7 @@ def free_target(folder: RunFolder, quantized: str | None, output: str | None) ->
 
 
 def note_interrupted(target: Path) -> list[str]:
-    """A note on what merges that were killed left beside the target: it takes room on the disk."""
+    """Return a note on files that a killed merge left next to the target, because they use disk space."""
     left = sorted(target.absolute().parent.glob(f".{target.name}.*.tmp"))
     if not left:
         return []
@@ -170,23 +178,24 @@ def write_merged(
     tokenizer: PreTrainedTokenizerBase,
     whole: Path,
 ) -> dict[str, Any]:
-    """Merge in fp32 onto the base that training saw, cast, and save to `whole`.
+    """Merge in fp32 into the base model as it was in training, cast to `dtype`, and save to `whole`.
 
     Returns:
-        How many of the saved tensors differ from the base's, what it was merged onto, and notes.
+        The number of saved tensors that differ from the base model, the storage of the base model, and notes.
     """
     from peft import PeftConfig, PeftModel
 
     plain = plain_base(recipe, setup)
     continue_from.check_patterns(folder.adapter, plain)
     config: Any = PeftConfig.from_pretrained(str(folder.adapter))
-    rows = getattr(config, "trainable_token_indices", None)  # of both at once, where they are tied
+    # If embeddings are tied, these rows belong to both
+    rows = getattr(config, "trainable_token_indices", None)
     tied = False if rows else untie(plain)
     before = {name: fingerprint.fingerprint({"": p.to(dtype)}) for name, p in plain.named_parameters()}
     kind = "adapter"
     try:
         if hasattr(config, "fan_in_fan_out") and any(isinstance(m, Conv1D) for m in plain.modules()):
-            config.fan_in_fan_out = True  # the adapter of a quantized GPT-2 does not say it
+            config.fan_in_fan_out = True  # the adapter config of a quantized GPT-2 does not set this
         adapted: Any = PeftModel.from_pretrained(plain, str(folder.adapter), config=config)
         kind = str(getattr(adapted.peft_config["default"].peft_type, "value", kind))
         merged: Any = adapted.merge_and_unload(safe_merge=True)
@@ -214,7 +223,7 @@ def write_merged(
 
 
 def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
-    """The base as training saw it, every weight in fp32: a quantised one is what its storage made of it."""
+    """Return the base model as it was in training, in fp32. Quantized weights are dequantized."""
     stored: Any = reopen.open_base(recipe)
     if setup.storage.value in mixed_precision.STORED:
         return stored.float()
@@ -244,12 +253,15 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
 
 
 def is_transposed(module: Any) -> bool:
-    """Whether a quantized layer holds the transposed weight of GPT-2's Conv1D."""
+    """Return whether a quantized layer holds the transposed weight of GPT-2's Conv1D."""
     return issubclass(getattr(module, "source_cls", object), Conv1D)
 
 
 def unquantized_base(recipe: Recipe, setup: Setup, stored: Any) -> Any:
-    """The base model in fp32, to take the weights of `stored`: a quantized checkpoint has no others."""
+    """Return a base model in fp32 that can take the weights of `stored`.
+
+    A checkpoint that is already quantized has no fp32 weights, so the model is created without weights.
+    """
     config = model_files.read_config(recipe.model)
     if not stored_weights.read(config):
         unquantised = replace(setup, storage=run_checks.Choice("fp32", "to merge into"))
@@ -261,12 +273,15 @@ def unquantized_base(recipe: Recipe, setup: Setup, stored: Any) -> Any:
 
 
 def unrounded(recipe: Recipe) -> Recipe:
-    """The recipe without `speed.qat`: the adapter on whole weights, as it is merged."""
+    """Return the recipe without `speed.qat`, because an adapter is merged into unrounded weights."""
     return recipe.model_copy(update={"speed": recipe.speed.model_copy(update={"qat": None})})
 
 
 def untie(plain: Any) -> bool:
-    """Give a tied output head weights of its own: nothing is merged into both then. True if it was tied."""
+    """Give a tied output head its own weights, so that a merge does not change both.
+
+    Return whether it was tied.
+    """
     head, embedding = plain.get_output_embeddings(), plain.get_input_embeddings()
     if head is None or head.weight is not embedding.weight:
         return False
@@ -276,7 +291,7 @@ def untie(plain: Any) -> bool:
 
 
 def retie(merged: Any) -> None:
-    """Tie the head again, unless training made it another one."""
+    """Tie the head again, unless training made it different."""
     head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
     if torch.equal(head.weight, embedding.weight):
         head.weight = embedding.weight
@@ -289,18 +304,18 @@ def say_tied(opened: PreTrainedModel | PeftModel, tied: bool) -> None:
 
 
 class Target(NamedTuple):
-    """How weights are quantized."""
+    """The storage format of quantized weights."""
 
     kind: str
     dtype: torch.dtype
     trained: Qat | None
-    """What they were trained for."""
+    """The QAT settings of the training run."""
 
 
 def write_quantized(
     source: Path, target: Target, setup: Setup, tokenizer: PreTrainedTokenizerBase, packed: Path
 ) -> dict[str, Any]:
-    """Quantize the weights in `source`, as they were trained for, and save them to `packed`."""
+    """Quantize the weights in `source` as training prepared them, and save them to `packed`."""
     kind, dtype, trained = target
     options = verify_merge.placed(setup)
     small: Any = torchao_quantization.load(source, kind, dtype, setup.hardware, trained, **options)
@@ -318,19 +333,21 @@ def write_quantized(
 
 
 def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:
-    """The proven folder under its name, and its report beside those of others in merge.json."""
+    """Rename the verified folder to its final name, and add its report to merge.json."""
     with writing(target):
         where = target.absolute().parent
         reports = folder.found("merge.json")
         inside = where == folder.path.absolute()
-        name = target.name if inside else str(target.absolute())  # a relative one would be inside of the run
-        # The report comes first: a merge that is killed here leaves no weights without one
+        # merge.json resolves relative names against the run folder
+        name = target.name if inside else str(target.absolute())
+        # Write the report first, so that a killed merge leaves no weights without a report
         folder.write("merge.json", {**reports, name: report})
-        safe_files.rename(where, str(staged.relative_to(where)), target.name)  # over an empty folder too
+        # Rename also replaces an empty folder
+        safe_files.rename(where, str(staged.relative_to(where)), target.name)
 
 
 def show(screen: Console, report: dict[str, Any]) -> None:
-    """What was written, what proves it, and what to do next."""
+    """Print the result, the verification and the next command."""
     rows, figures, path = report["rows"], report["against_tuned"], report["path"]
     before = f", {report['bytes_before'] / 1e6:.1f} MB before" if "bytes_before" in report else ""
     lines = [("weights", f"{report.get('storage', report['dtype'])}"), ("in", path)]
@@ -380,13 +397,13 @@ def show(screen: Console, report: dict[str, Any]) -> None:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the weights in a folder."""
+    """Return the bytes of the weights in a folder."""
     return sum(file.stat().st_size for file in find_weight_files(folder))
 
 
 @contextlib.contextmanager
 def staging(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Two folders beside the target that are gone afterwards, unless they were published."""
+    """Create two staging folders next to the target. At the end they are deleted unless published."""
     where = target.absolute().parent
     with contextlib.ExitStack() as stack:
         with writing(target):
@@ -397,7 +414,7 @@ def staging(target: Path) -> Iterator[tuple[Path, Path]]:
 
 @contextlib.contextmanager
 def located(folder: RunFolder) -> Iterator[None]:
-    """Say of which run an error speaks; and fp32 weights may not fit where bf16 ones did."""
+    """Add the run to errors, and explain that fp32 weights need more memory than bf16 weights."""
     try:
         yield
     except UserError as error:

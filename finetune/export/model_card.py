@@ -1,6 +1,6 @@
-"""The model card of a run, in the Hub's own format: what it is, how to load it, what it was measured at.
+"""Write the model card of a run in the Hub's format: description, usage and results.
 
-Made from the files that go up beside it, so it says no more than they do.
+It uses only the files that are uploaded with it, so it contains no other information.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from finetune.export.base_model import Base
     from finetune.recipe.schema import Recipe
 
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
-_NUMBER = re.compile(r" \(\d+\)$")  # of one of several files of a name: `publishing.numbered`
+# Values that --max-lora-rank accepts
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# The number of a repeated file name, from `publishing.numbered`
+_NUMBER = re.compile(r" \(\d+\)$")
 HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "ends by itself"}
 Table = list[tuple[Any, ...]]
 
@@ -36,16 +38,16 @@ Table = list[tuple[Any, ...]]
 def make(
     staged: Path, recipe: Recipe, base: Base, kind: str, repo: str, merge: dict[str, Any] | None = None
 ) -> ModelCard:
-    """The card of what lies in `staged`.
+    """Return the model card for the files in `staged`.
 
     Args:
         kind: adapter | model | merged.
-        repo: its repository, or what stands for it.
-        merge: what `finetune merge` reported of these weights, if they are merged.
+        repo: the repository, or a placeholder.
+        merge: the report of `finetune merge` for these weights, if they are merged.
     """
     merge = merge or {}
     name = visible(repo.rpartition("/")[2])
-    run = RunFolder(staged)  # an older one may lack some of its files
+    run = RunFolder(staged)  # an older run can lack some of its files
     config = run.found("adapter_config.json") if kind == "adapter" else {}
     results, report = run.found("eval.json"), run.found("data_report.json")
     of = "" if kind != "merged" else "tuned model" if recipe.adapter.type == "full" else "adapter"
@@ -82,7 +84,7 @@ def make(
 def metadata(
     recipe: Recipe, base: Base, kind: str, name: str, report: dict[str, Any], found: list[EvalResult]
 ) -> ModelCardData:
-    """What the Hub reads: base, licence, library, data sets, results in its model-index."""
+    """Return the metadata for the Hub: base model, license, library, datasets and results."""
     adapter = kind == "adapter"
     relation = "adapter" if adapter else "finetune"
     tags = [recipe.adapter.type, "sft", "text-generation", "finetune"]
@@ -104,24 +106,24 @@ def metadata(
 
 
 def hub_data(sources: Iterable[str]) -> list[str]:
-    """The ids of the Hub datasets among `sources`, without subset and split (`source_loading.hub_name`)."""
+    """Return the ids of the Hub datasets in `sources`, without the subset and split of `hub_name`."""
     hub_sets = [name for name in sources if Path(_NUMBER.sub("", name)).suffix not in DATA_SUFFIXES]
     return list(dict.fromkeys(name.partition(" ")[0] for name in hub_sets))
 
 
 def after_merging(merge: dict[str, Any]) -> dict[str, Any]:
-    """`before` and `after`: the held-out scores that merge.json has of weights stored anew, if any."""
+    """Return the scores `before` and `after` storing the weights again, from merge.json, if there are any."""
     found = merge.get("scores", {})
     after = found.get("quantized") or found.get("merged")
     return {"before": found.get("tuned", {}), "after": after} if after else {}
 
 
 def measured(results: dict[str, Any], of_merged: str, stored: dict[str, Any]) -> list[EvalResult]:
-    """The model's results; the name of each says what the base had, and whose it is if not these weights'.
+    """Return the model's results. The name of a result includes the base model's score.
 
     Args:
-        of_merged: what was evaluated, where what is published was made of it.
-        stored: scores of what is published: `after_merging`.
+        of_merged: the model that was evaluated, if the published weights were made from it.
+        stored: scores of the published weights, from `after_merging`.
     """
     found, before = [], f" of the {of_merged} before merging" if of_merged else ""
     for key, title in (("loss", "validation loss, nats a token"), ("exact_match", "exact match")):
@@ -154,7 +156,7 @@ def _result(data: str, title: str, metric: str, value: float, said: str) -> Eval
 
 
 def _beside(results: dict[str, Any], metric: Any) -> str:
-    """`base 1.9, difference -1.6 [-1.7, -1.5]`."""
+    """Format the base model's score as `base 1.9, difference -1.6 [-1.7, -1.5]`."""
     said = f"base {figure(results.get('base', {}).get(metric))}"
     difference = interval(results.get("difference", {}).get(metric))
     return f"{said}, difference {difference}" if difference else said
@@ -185,7 +187,7 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
 
 
 def verdict(said: dict[str, Any], of_merged: str) -> str:
-    """Better or worse, why, and what was forgotten."""
+    """Return the verdict of the evaluation with its reasons."""
     before = f"The {of_merged}, before merging: " if of_merged else ""
     if not said.get("why"):
         return ""
@@ -195,10 +197,10 @@ def verdict(said: dict[str, Any], of_merged: str) -> str:
 def usage(
     recipe: Recipe, base: Base, kind: str, repo: str, config: dict[str, Any], stops: dict[str, list[int]]
 ) -> str:
-    """How to load it with PEFT or transformers, and with vLLM.
+    """Return code that loads the model with PEFT or Transformers, and a command for vLLM.
 
     Args:
-        stops: token ids that end its answers, and those at which the base ends them: eval.json's.
+        stops: token ids that end the answers of the fine-tuned model and of the base model, from eval.json.
     """
     quoted = json.dumps(base.name if base.on_hub else f"path/to/{base.name}")
     at = f", revision={json.dumps(base.revision)}" if base.revision else ""
@@ -225,7 +227,7 @@ def usage(
 
 
 def by_torchao(merge: dict[str, Any]) -> str:
-    """What opens quantised weights."""
+    """Return the packages that quantized weights need."""
     if not merge.get("quantized"):
         return ""
     how = markdown.plain(merge.get("storage", merge["quantized"]))
@@ -233,7 +235,7 @@ def by_torchao(merge: dict[str, Any]) -> str:
 
 
 def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
-    """The line that serves the adapter, or why vLLM can't and what to do then."""
+    """Return the command that serves the adapter, or why vLLM cannot serve it and an alternative."""
     reasons = {
         f"a {config.get('peft_type')} adapter": config.get("peft_type") != "LORA",
         "DoRA": config.get("use_dora"),
@@ -259,7 +261,7 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
 
 
 def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
-    """The weights that are published beside those they were made of, where both were measured."""
+    """Return a table that compares the published weights with the weights that they were made from."""
     if not stored:
         return ""
     before, after = stored["before"], stored["after"]
@@ -270,7 +272,7 @@ def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
 
 
 def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> str:
-    """Base against tuned, with the interval of the difference where there is one."""
+    """Return a table of base model and fine-tuned model, with intervals of the differences."""
     rows: Table = []
     base, tuned = results.get("base", {}), results.get("tuned", {})
     for key, title in HELD_OUT.items():
@@ -296,7 +298,7 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
 
 
 def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
-    """Data, the numbers that matter, and the whole recipe."""
+    """Return the data, the main training settings and the whole recipe."""
     train = report.get("train", {})
     rows: Table = [
         (f"data {markdown.code(name)}", digest) for name, digest in train.get("sources", {}).items()
@@ -323,7 +325,7 @@ def versions(run: RunFolder) -> str:
 
 
 def interval(difference: Any) -> str:
-    """`-1.6 [-1.7, -1.5] better`."""
+    """Format a difference as `-1.6 [-1.7, -1.5] better`."""
     if not isinstance(difference, dict):
         return ""
     low, high = figure(difference.get("low")), figure(difference.get("high"))

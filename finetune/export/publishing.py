@@ -1,7 +1,7 @@
-"""A run on the Hub: `finetune publish RUN`. Private unless asked, by an allow-list, the run folder as it was.
+"""Upload a run to the Hub: `finetune publish RUN`. The repository is private by default.
 
-What goes up is staged in a folder of its own first: the weights as links to the run's files, every text
-without the paths of this machine, and the card.
+Only files on an allow list are uploaded. A temporary folder first collects them: links to the weights, text
+files without the paths of this machine, and the model card. The run folder is not changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from finetune.export.base_model import Base
     from finetune.recipe.schema import Publish, Recipe
 
-# Nothing else ever goes up: no training_args.bin, no checkpoint, no log
+# Only these files are uploaded. Checkpoints, logs and training_args.bin never are.
 ADAPTER = ("adapter_config.json",)
 MODEL = ("model.safetensors.index.json", "config.json", "generation_config.json")
 TOKENIZER = (
@@ -57,27 +57,32 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
-TEMPLATES = "additional_chat_templates/*.jinja"  # by name, of a tokenizer that has several
+# Named templates of a tokenizer with several templates
+TEMPLATES = "additional_chat_templates/*.jinja"
 CONFIGS = ("adapter_config.json", "config.json", "tokenizer_config.json")
 NAMES_BASE = ("base_model_name_or_path", "tokenizer_name_or_path", "_name_or_path", "name_or_path")
-LARGEST_HEADER = 100_000_000  # bytes: safetensors reads no larger one
-_PATH = re.compile(r"(?<![\w:/.<~])~?/(?:[^\s/\"',;:()<>]+/)+(?=[^\s/])")  # the `/home/a/` of `/home/a/b`
-_FILE = re.compile(r"(?:[\w.-]+/)+(?=[\w-]+\.\w)")  # the `a/` of `a/b.jsonl`, in a comment
-_PLACE = re.compile(r"(:\d+|\[\d+\]|!.*)$")  # of a row in its file
+# Bytes. safetensors does not read a larger header.
+LARGEST_HEADER = 100_000_000
+# The `/home/a/` of `/home/a/b`
+_PATH = re.compile(r"(?<![\w:/.<~])~?/(?:[^\s/\"',;:()<>]+/)+(?=[^\s/])")
+# The `a/` of `a/b.jsonl` in a comment
+_FILE = re.compile(r"(?:[\w.-]+/)+(?=[\w-]+\.\w)")
+# The position of an example in its file
+_PLACE = re.compile(r"(:\d+|\[\d+\]|!.*)$")
 _QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"')
 
 
 def check(section: Publish, model: str) -> list[str]:
-    """What would keep a run from being published, before it trains: name, token, rights.
+    """Check before training that the run can be published: name, token and permissions.
 
-    A repository that is not there is made, private unless asked: that is the proof that it can be.
+    The check creates a missing repository (private by default), which proves that the token can write.
 
     Returns:
         Notes.
 
     Raises:
-        UserError: a name that can't be (exit 2); a public repository in place of a private one, no token, one
-            that may not write there, no network (3).
+        UserError: the name is not valid (exit 2). The repository exists and is public although private was
+            requested, the token is missing or cannot write there, or the network fails (exit 3).
     """
     if section.repo is None:
         return []
@@ -95,12 +100,12 @@ def check(section: Publish, model: str) -> list[str]:
 
 
 def after_training(recipe: Recipe, folder: RunFolder, screen: Console) -> None:
-    """Push a run that asks for it. It is whole by now, so nothing that goes wrong here makes it fail."""
+    """Publish a finished run if the recipe says so. An error here does not make the run fail."""
     if recipe.publish.repo is None:
         return
     try:
         run(folder.path, screen, target_overrides(recipe.publish))
-    except Exception as error:  # of whatever kind: the run is whole
+    except Exception as error:  # the run itself is complete, so report any error and continue
         again = format_command(folder, recipe.publish)
         why = "\n".join(map(str, error.problems)) if isinstance(error, UserError) else visible(error)
         said = [*f"not published: {why}".split("\n"), "the run is whole; to try again:", f"  {again}"]
@@ -117,18 +122,19 @@ def run(
     merged: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Publish a run, or show what would go up.
+    """Publish a run, or show the files that would be uploaded.
 
     Args:
-        overrides: of the run's recipe, such as `publish.repo=organisation/name`.
-        merged: what `finetune merge` left, in place of the adapter.
+        overrides: overrides of the run's recipe, such as `publish.repo=organization/name`.
+        merged: publish the result of `finetune merge` instead of the adapter.
 
     Returns:
-        The content of publish.json; of a dry run nothing.
+        The content of publish.json, empty for a dry run.
 
     Raises:
-        UserError: no repository, a secret in a file, a link to elsewhere (exit 2); a public repository in
-            place of a private one, the token, the network or the Hub (3); files there that are others (4).
+        UserError: there is no repository, a file contains a secret, or a link leads outside the run (exit 2).
+            The repository exists and is public although private was requested, or the token, the network or
+            the Hub fails (exit 3). The uploaded files differ (exit 4).
     """
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
@@ -168,25 +174,29 @@ def run(
 
 
 def target_overrides(section: Publish) -> list[str]:
-    """Where a run is published and who can read it, as overrides."""
+    """Return the repository, its visibility and its branch as overrides."""
     named = {"repo": section.repo, "private": section.private, "revision": section.revision}
     return [f"publish.{key}={json.dumps(value)}" for key, value in named.items()]
 
 
 def format_command(folder: RunFolder, section: Publish) -> str:
-    """The command that publishes a run where `section` says."""
+    """Return the command that publishes a run to the repository in `section`."""
     words = ["finetune", "publish", str(folder.path), "--repo", section.repo or "organisation/name"]
     words += [] if section.private else ["--public"]
     return shlex.join([*words, *([f"publish.revision={section.revision}"] if section.revision else [])])
 
 
 def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
-    """adapter | model | merged, and the folder (exit 2 where nothing was merged, or several times)."""
+    """Return the kind of the weights (adapter | model | merged) and their folder.
+
+    Raises:
+        UserError: `merged` is set, but the run has no merged weights or several (exit 2).
+    """
     if not merged:
         return ("adapter" if folder.weights == folder.adapter else "model"), folder.weights
     merged_to = folder.found("merge.json")
     inside = [name for name in merged_to if name == Path(name).name]
-    if merged_to and not inside:  # a stranger's run could name any folder of this machine
+    if merged_to and not inside:  # a run from somebody else could name any folder of this machine
         what, fix = "the merged weights lie outside of the run folder", f"finetune merge {folder.path}"
         raise UserError(Problem(what, where=str(folder.path), found=", ".join(merged_to), fix=fix))
     found = [path for name in inside if (path := folder.path / name).is_dir()]
@@ -201,7 +211,7 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
 
 
 def merge_report(folder: RunFolder, weights: Path) -> dict[str, Any]:
-    """What merge.json says of these weights; of others nothing."""
+    """Return the report in merge.json for these weights, or an empty mapping."""
     reports = folder.found("merge.json")
     return next((report for name, report in reports.items() if folder.path / name == weights), {})
 
@@ -209,7 +219,7 @@ def merge_report(folder: RunFolder, weights: Path) -> dict[str, Any]:
 def stage(
     folder: RunFolder, recipe: Recipe, kind: str, weights: Path, base: Base, staged: Path
 ) -> dict[str, Path]:
-    """What goes up but for the card: links to the run's files, and copies of those that name local paths."""
+    """Collect the files to upload, except the card: links to weights, and copies without local paths."""
     check_shapes(folder)
     known = local_names(folder, recipe, base)
     patterns = (*(ADAPTER if kind == "adapter" else MODEL), *TOKENIZER)
@@ -241,14 +251,15 @@ def stage(
         else:
             text = recipe_without_paths(text, known, base) if name.endswith(".yaml") else text
             (staged / name).write_text(text, encoding="utf-8")
-    load_recipe(staged / folder.recipe.name, (), folder.format_version)  # what others will open must load
+    # Verify that other users can load the recipe
+    load_recipe(staged / folder.recipe.name, (), folder.format_version)
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
         raise UserError(Problem("no safetensors to publish", where=str(weights)), code=Exit.ARTEFACT)
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 
 def check_shapes(folder: RunFolder) -> None:
-    """Refuse a run with a damaged file: the copies and the model card are made of them (exit 4)."""
+    """Raise a UserError if a file of the run is damaged, because the copies and the card use it (exit 4)."""
     for name in run_folder.PUBLISHED:
         if name.endswith(".json") and folder.file(name).exists():
             folder.read(name)
@@ -256,7 +267,7 @@ def check_shapes(folder: RunFolder) -> None:
 
 
 def without_variables(content: dict[str, Any]) -> dict[str, Any]:
-    """environment.json without variables that a run does not write down; an older one has others."""
+    """Return environment.json without variables that runs no longer record. An older run can have them."""
     launch = content.get("launch") or {}
     kept = recorded_variables.recorded(launch.get("environment") or {})
     return {**content, "launch": {**launch, "environment": kept}}
@@ -264,11 +275,12 @@ def without_variables(content: dict[str, Any]) -> dict[str, Any]:
 
 def write_json(path: Path, content: object, *, indent: int) -> None:
     text = json.dumps(strict_json.spelt(content), indent=indent, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8", errors="replace")  # half a surrogate pair is no text
+    # Half of a surrogate pair cannot be encoded
+    path.write_text(text + "\n", encoding="utf-8", errors="replace")
 
 
 def local_names(folder: RunFolder, recipe: Recipe, base: Base) -> dict[str, str]:
-    """Path of this machine -> what is said of it instead: its name; of the base what it is on the Hub."""
+    """Map each path of this machine to its replacement: its last name, or the Hub name of the base model."""
     data, report = recipe.data, folder.found("data_report.json")
     paths: list[str | None] = [
         key for split in report.values() for part in ("sources", "formats") for key in split.get(part, ())
@@ -293,36 +305,37 @@ def local_names(folder: RunFolder, recipe: Recipe, base: Base) -> dict[str, str]
 
 
 def evaluated_files(results: dict[str, Any]) -> list[str]:
-    """The files that eval.json speaks of, which an override of `finetune evaluate` may have named."""
+    """Return the files that eval.json names. An override of `finetune evaluate` can add files."""
     places = [row.get("where", "") for row in results.get("worst", [])]
     places += [part.get("source", "") for part in results.get("sources", [])]
     files = list(dict.fromkeys(_PLACE.sub("", place) for place in places))
-    return files + [str(Path(file).expanduser().resolve()) for file in files]  # as its notes have them
+    # Notes in eval.json have absolute paths
+    return files + [str(Path(file).expanduser().resolve()) for file in files]
 
 
 def last_names(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> its last name, numbered where another file has that name."""
+    """Map each path to its last name, with a number if another file has the same name."""
     names: dict[str, str] = {}
     of_file: dict[Path, str] = {}
     for path in paths:
         file = Path(path).expanduser().resolve()
-        if file not in of_file and not Path(path).is_absolute():  # it may be relative to another folder
+        if file not in of_file and not Path(path).is_absolute():  # the path can be relative to another folder
             file = next((known for known in of_file if str(known).endswith(f"/{Path(path)}")), file)
         names[path] = of_file.setdefault(file, numbered(Path(path).name, of_file.values()))
     return names
 
 
 def numbered(name: str, taken: Collection[str]) -> str:
-    """`train.jsonl`, or `train.jsonl (2)` and so on if that is taken."""
+    """Return `train.jsonl`, or `train.jsonl (2)` and so on if the name is taken."""
     names = chain([name], (f"{name} ({number})" for number in count(2)))
     return next(free for free in names if free not in taken)
 
 
 def without_paths(value: object, known: dict[str, str], *, free: bool = False) -> Any:
-    """JSON without this machine's paths, but for their last names.
+    """Return JSON in which the paths of this machine are shortened to their last names.
 
     Args:
-        free: text of the data, in which only `known` paths are replaced.
+        free: the text comes from the data, so replace only `known` paths.
     """
     if isinstance(value, dict):
         clean: dict[str, Any] = {}
@@ -340,13 +353,13 @@ def without_paths(value: object, known: dict[str, str], *, free: bool = False) -
 
 
 def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:
-    """recipe.resolved.yaml as others may see it; a file is `./name`, which no one takes for a Hub id."""
+    """Return recipe.resolved.yaml without local paths. A file becomes `./name`, which is not a Hub id."""
 
     def said(found: re.Match[str]) -> str:
         try:
-            value = yaml.safe_load(found[0])  # which has more escapes than JSON
+            value = yaml.safe_load(found[0])  # YAML has more escapes than JSON
         except yaml.YAMLError:
-            return found[0]  # of a comment
+            return found[0]  # a quote inside a comment
         clean = without_paths(value, known)
         local = clean != value and not (base.on_hub and clean == base.name)
         return run_folder.flow(f"./{clean}" if local else clean)
@@ -358,7 +371,7 @@ def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:
 
 
 def refuse_secrets(files: dict[str, Path]) -> None:
-    """A secret of any kind that is known stops everything, masked, with its place (exit 2)."""
+    """Raise a UserError if a file contains a known kind of secret. The error masks the secret (exit 2)."""
     found = []
     for name, path in files.items():
         for line, shown in recipe_errors.secrets_in(text_of(path), client.any_token()):
@@ -370,7 +383,7 @@ def refuse_secrets(files: dict[str, Path]) -> None:
 
 
 def text_of(path: Path) -> str:
-    """All that is text in a file: of weights the header alone, which holds names and metadata."""
+    """Return all text of a file. For weights this is the header, which holds names and metadata."""
     with path.open("rb") as file:
         if path.suffix != ".safetensors":
             return file.read().decode("utf-8", "replace")
@@ -384,7 +397,7 @@ def unnamed_base(name: str) -> str:
 
 
 def say_of(base: Base, files: dict[str, Path]) -> list[str]:
-    """What is worth knowing of what goes up."""
+    """Return notes on the uploaded files."""
     notes = [] if base.on_hub else [unnamed_base(base.name)]
     if not base.licence_from:
         notes.append(
@@ -400,7 +413,7 @@ def say_of(base: Base, files: dict[str, Path]) -> list[str]:
 
 
 def show(screen: Console, files: dict[str, Path], section: Publish, staged: Path) -> None:
-    """The files of a dry run, and where they can be read as they would go up."""
+    """Print the files of a dry run, and the folder that contains them."""
     rows = [(name, f"{path.stat().st_size:,}") for name, path in files.items()]
     where = f"{section.repo or 'a repository'} ({'private' if section.private else 'public'})"
     screen.table(f"would go to {where}", ("file", "bytes"), rows)
@@ -410,7 +423,7 @@ def show(screen: Console, files: dict[str, Path], section: Publish, staged: Path
 def push(
     folder: RunFolder, recipe: Recipe, repo: str, files: dict[str, Path], screen: Console
 ) -> dict[str, Any]:
-    """Send what the Hub lacks, prove by its own listing that it has what is here, leave publish.json."""
+    """Upload the missing files, verify them with the Hub's file list, and write publish.json."""
     section, ledger = recipe.publish, RunChecks()
     done = client.upload(repo, files, f"finetune: {folder.path.absolute().name}", section.revision)
     right = [name for name, path in files.items() if client.same(path, done.listed.get(name))]

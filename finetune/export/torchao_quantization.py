@@ -1,8 +1,7 @@
-"""Weights in 8 or 4 bits, by torchao through transformers: `finetune merge RUN --quantize int8|int4|fp8`.
+"""Quantize weights to 8 or 4 bits with torchao: `finetune merge RUN --quantize int8|int4|fp8`.
 
-Every linear layer's weight is quantised but the output head's; the head, the embeddings, the norms and
-experts whose weights stand in one parameter keep the dtype they had, so a head that shares its weights with
-the embeddings still does.
+All linear layers except the output head are quantized. The head, the embeddings, the norms and experts in a
+single stacked parameter keep their dtype. So a head that is tied to the embeddings stays tied.
 """
 
 from __future__ import annotations
@@ -23,22 +22,20 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Qat
 
-GROUP = (
-    32  # weights that share one scale in int4: the smallest that torchao's kernels take, and the most exact
-)
+GROUP = 32  # weights per scale in int4: the smallest and most accurate group that torchao's kernels support
 KEPT = "output head, embeddings, norms"
 
 
 def choose(kind: str, dtype: torch.dtype, hardware: Hardware, trained: Qat | None = None) -> tuple[Any, str]:
-    """torchao's config for one kind of storage, and what it means for who opens the weights.
+    """Return torchao's config for a storage format, and a description for users of the weights.
 
-    int4: torchao 0.18 packs two weights into a byte on NVIDIA GPUs only (its other packed layouts need the
-    package mslk or an Intel GPU). Elsewhere each 4-bit value keeps a byte of its own.
+    torchao 0.18 packs two int4 weights into a byte only for NVIDIA GPUs. Its other packed layouts need the
+    package mslk or an Intel GPU. On other devices each 4-bit value takes a byte.
 
     Args:
         kind: int8 | int4 | fp8.
-        dtype: of scales, and of all that is not quantised.
-        trained: how a run rounded its weights in training, if it did: they are stored just so.
+        dtype: dtype of scales and of all weights that are not quantized.
+        trained: the QAT settings of the run, if it has them. The weights are then stored in this format.
     """
     if trained is not None:
         return qat.torchao_config(trained), f"{qat.describe(trained)}, a byte for each weight"
@@ -58,7 +55,7 @@ def choose(kind: str, dtype: torch.dtype, hardware: Hardware, trained: Qat | Non
         packed: Any = "tile_packed_to_4d"
         config = Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packed)
         return config, f"int4 in groups of {GROUP}, packed for NVIDIA GPUs: it opens on no other device"
-    four_bits: Any = torch.__dict__["int4"]  # not in torch's type stubs
+    four_bits: Any = torch.__dict__["int4"]  # missing in torch's type stubs
     config = IntxWeightOnlyConfig(weight_dtype=four_bits, granularity=PerGroup(GROUP))
     return config, f"int4 in groups of {GROUP}, a byte for each weight: as large as int8, and less exact"
 
@@ -71,24 +68,25 @@ def load(
     trained: Qat | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """The model in folder `source`, quantised while it loads.
+    """Load the model in `source` and quantize it while it loads.
 
     Args:
-        options: of `from_pretrained`: attention, device.
+        options: options for `from_pretrained`, such as attention and device.
 
     Raises:
-        UserError: torchao can't store this kind on this device (exit 3) or these layers (exit 2).
+        UserError: torchao does not support this format on this device (exit 3) or for these layers (exit 2).
     """
     from torchao.quantization import quantize_
     from transformers import TorchAoConfig
 
     config, _ = choose(kind, dtype, hardware, trained)
-    try:  # on one layer: transformers hides torchao's reason
+    try:  # test one layer first, because transformers hides torchao's message
         group = (trained and trained.group_size) or 1
         quantize_(torch.nn.Linear(64 * group, 64, bias=False, dtype=dtype, device=hardware.device), config)
     except (
         Exception
-    ) as error:  # torchao raises ImportError, AssertionError, ValueError ... for what is not there
+        # Torchao raises different exceptions for missing features, such as ImportError or AssertionError
+    ) as error:
         found = f"{type(error).__name__}: {first_line(error)}"
         fix = "ACCELERATE_USE_CPU=true, or another --quantize"
         problem = Problem(f"torchao can't make {kind} weights on {hardware.name}", found=found, fix=fix)
@@ -105,17 +103,17 @@ def load(
 
 
 def left_out(model: torch.nn.Module) -> tuple[int, list[str]]:
-    """How many linear layers are quantised, and the names of those that are not."""
+    """Return the number of quantized linear layers, and the names of the other linear layers."""
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     plain = [name for name, m in linear.items() if not is_quantised(m.weight)]
     return len(linear) - len(plain), plain
 
 
 def kept(model: torch.nn.Module, size: int) -> str:
-    """What keeps the dtype it had.
+    """Describe the parts that are not quantized.
 
     Args:
-        size: bytes of all that is stored.
+        size: total bytes of the stored weights.
     """
     stacked = module_names.of_experts(model)
     share = f"{stacked / 1e6:.1f} MB, {stacked / size:.0%} of what is stored"
@@ -123,5 +121,5 @@ def kept(model: torch.nn.Module, size: int) -> str:
 
 
 def is_quantised(weight: torch.Tensor) -> bool:
-    """Whether torchao holds it."""
+    """Return whether torchao stores the weight."""
     return type(weight).__module__.startswith("torchao.")

@@ -1,8 +1,7 @@
-"""The proof of a merge: what saved weights say of a few rows, beside what the trained model says of them.
+"""Verify a merge: compare the logits of the saved weights with those of the trained model on a few examples.
 
-What is compared is what was stored: the reopened weights and the adapter on its base both compute in fp32,
-so the figures are those of the weights' rounding, not of bf16 arithmetic. Only weights that torchao holds
-compute in their own dtype.
+Both the reloaded weights and the adapter on its base model compute in fp32. So the figures show the rounding
+of the stored weights, not of bf16 arithmetic. Only weights that torchao stores compute in their own dtype.
 """
 
 from __future__ import annotations
@@ -35,17 +34,18 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 PROBE_ROWS, PROBE_TOKENS = 32, 512
-PROBE_LOGITS = 2**29  # of one model in memory: 2 GiB in fp32; a large vocabulary means fewer tokens
-# The largest ||merged - tuned|| / ||tuned - base||, in logits. The base itself scores 1. Below 0.5 the merged
-# model is nearer to the tuned one than to the base whatever the direction of the error (triangle inequality),
-# above it that is no longer certain. An update that bf16 rounds away scores about 1.
+# Limit of logits in memory for one model: 2 GiB in fp32. A large vocabulary means fewer tokens.
+PROBE_LOGITS = 2**29
+# Limit of ||merged - tuned|| / ||tuned - base||, in logits. The base model itself scores 1. By the triangle
+# inequality, a merged model below 0.5 is always nearer to the fine-tuned model than to the base model. An
+# update that is lost in bf16 rounding scores about 1.
 LOST = 0.5
 
 
 def probes(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, held_out: list[HeldOut]
 ) -> tuple[list[list[int]], str]:
-    """Token ids of the rows that prove the merge, and where they are from: held-out, else training."""
+    """Return the token ids of the examples to compare on, and whether they are validation examples."""
     if held_out:
         found = [document.ids for row in held_out[:PROBE_ROWS] for document in row.documents][:PROBE_ROWS]
     else:
@@ -63,10 +63,10 @@ def probes(
 def trained(
     folder: RunFolder, recipe: Recipe, rows: list[list[int]], score: Callable[[Any], dict[str, Any] | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any] | None]:
-    """Logits of the run's model and of its base, reopened as evaluation does, and the model's scores.
+    """Return the logits of the fine-tuned model and of its base model, and the former's scores.
 
     Raises:
-        UserError: logits that are not finite, or that are the base's (exit 4).
+        UserError: logits are NaN or Inf, or training did not change the logits (exit 4).
     """
     model_of_run: Any = reopen.reopen(folder, recipe)
     scores = score(model_of_run)
@@ -90,7 +90,7 @@ def trained(
 
 
 def logits(opened: PreTrainedModel | PeftModel, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of each row of ids alone, (tokens, vocabulary), fp32 on the CPU; the model is left in fp32."""
+    """Return the logits of each example: (tokens, vocabulary), fp32 on the CPU. The model stays in fp32."""
     in_fp32(opened.eval())
     device = opened.device
     with torch.inference_mode():
@@ -98,10 +98,10 @@ def logits(opened: PreTrainedModel | PeftModel, rows: list[list[int]]) -> list[t
 
 
 def in_fp32(opened: Any) -> None:
-    """Change a model such that it computes in fp32, which loses nothing; one with torchao's weights stays.
+    """Make a model compute in fp32, which changes no weight. A model with torchao weights is not changed.
 
-    An fp8 base becomes the weights that its codes stand for: inputs are not rounded either. 4-bit weights
-    stay, and are no longer rounded to bf16 where they are unpacked.
+    An fp8 base model is dequantized, so its inputs are not rounded either. 4-bit weights stay, but are
+    dequantized to fp32 instead of bf16.
     """
     if any(torchao_quantization.is_quantised(parameter) for parameter in opened.parameters()):
         return
@@ -113,17 +113,17 @@ def in_fp32(opened: Any) -> None:
             parameter.data = parameter.data.float()
     for module in opened.modules():
         packed = getattr(getattr(module, "weight", None), "quant_state", None)
-        if packed is not None:  # bitsandbytes' 4-bit layers
+        if packed is not None:  # a 4-bit layer of bitsandbytes
             module.compute_dtype = packed.dtype = torch.float32
 
 
 def reopened(
     folder: Path, setup: Setup, rows: list[list[int]], score: Callable[[Any], dict[str, Any] | None]
 ) -> tuple[list[torch.Tensor], dict[str, Any] | None]:
-    """Logits and scores of a saved folder, opened as any user of transformers would.
+    """Return the logits and scores of a saved folder, loaded with plain Transformers.
 
     Raises:
-        UserError: a folder that lacks weights, that lost its tie, or whose logits are not finite (exit 4).
+        UserError: the folder lacks weights, the head is no longer tied, or logits are NaN or Inf (exit 4).
     """
     try:
         loaded: Any = model_class.open_folder(
@@ -157,11 +157,14 @@ def reopened(
 def agreement(
     wanted: list[torch.Tensor], base: list[torch.Tensor], got: list[torch.Tensor]
 ) -> dict[str, float]:
-    """How far logits are from those wanted, over all tokens of all rows, summed in fp64.
+    """Return the distance of logits from the wanted logits, over all tokens of all examples, summed in fp64.
 
     Returns:
-        largest: of |got - wanted|; scale: the largest |wanted|; kl: mean KL(wanted || got) in nats a token;
-        kl_base: mean KL(wanted || base); same_top: share of tokens with the same first choice;
+        largest: maximum of |got - wanted|.
+        scale: maximum of |wanted|.
+        kl: mean KL(wanted || got) in nats per token.
+        kl_base: mean KL(wanted || base) in nats per token.
+        same_top: share of tokens with the same most likely token.
         relative: ||got - wanted|| / ||wanted - base||.
     """
     largest = scale = kl = kl_base = same = error = update = 0.0
@@ -177,7 +180,7 @@ def agreement(
     return {
         "largest": largest,
         "scale": scale,
-        "kl": max(0.0, kl / tokens),  # rounding may leave -1e-17
+        "kl": max(0.0, kl / tokens),  # rounding can give a value such as -1e-17
         "kl_base": max(0.0, kl_base / tokens),
         "same_top": same / tokens,
         "relative": (error / update) ** 0.5,
@@ -185,7 +188,7 @@ def agreement(
 
 
 def refuse_lost(report: dict[str, Any], folder: RunFolder) -> None:
-    """Merged weights in which what was trained is not there (exit 4)."""
+    """Raise a UserError if the merged weights have lost the training update (exit 4)."""
     figures, tensors = report["against_tuned"], report["tensors"]
     if tensors["changed"] and figures["relative"] < LOST:
         return
@@ -198,7 +201,7 @@ def refuse_lost(report: dict[str, Any], folder: RunFolder) -> None:
 
 
 def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
-    """Quantised weights that are no nearer to what was trained than the base is (exit 4)."""
+    """Raise a UserError if quantization changed the model by more than training did (exit 4)."""
     figures, kind = report["against_tuned"], report["quantized"]
     if figures["kl"] < figures["kl_base"]:
         return
@@ -211,7 +214,7 @@ def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
 
 
 def placed(setup: Setup) -> dict[str, Any]:
-    """`from_pretrained`'s options for where a model computes and how it attends, as evaluation has them."""
+    """Return the options of `from_pretrained` for device and attention, as in evaluation."""
     device: Any = collectives.joined(setup.hardware.device).device
     place = {} if device.type == "cpu" else {"device_map": {"": str(device)}}
     return {"attn_implementation": setup.attn_implementation, **place}
