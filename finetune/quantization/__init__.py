@@ -1,4 +1,4 @@
-"""Frozen base models in fp8 and 4-bit, and quantization-aware training."""
+"""Quantized base models in fp8 and 4-bit, and quantization-aware training (QAT)."""
 
 from typing import TYPE_CHECKING
 

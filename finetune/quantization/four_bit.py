@@ -1,11 +1,11 @@
-"""bitsandbytes' 4-bit weights (NF4 and FP4, arXiv 2305.14314) as tensors that `ops.dequantise` takes.
+"""Read bitsandbytes' 4-bit weights (NF4 and FP4, arXiv 2305.14314) as tensors for `ops.dequantise`.
 
-bitsandbytes' own layer keeps them; nothing is copied but its tables. Each weight is three tensors:
+bitsandbytes' own layer keeps the weights, and only its small tables are copied. Each weight is three tensors:
 
-    packed   [out, in / 2] uint8: two codes a byte, the first in the high bits
-    absmax   a scale for each block of weights: float32, or codes in uint8 (double quantisation)
-    table    float32: the 16 values of a code; under double quantisation then the 256 values of a scale's
-             code, an offset, and a scale for each 256 of those codes
+    packed   [out, in / 2] uint8: two 4-bit values per byte, the first in the high bits
+    absmax   one scale per block of weights: float32, or uint8 with double quantization
+    table    float32: the 16 values that a 4-bit value stands for; with double quantization
+             also the 256 values of a uint8 scale, an offset, and a scale for each 256 scales
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ if TYPE_CHECKING:
 
 
 def is_four_bit(base: nn.Module) -> bool:
-    """Whether a layer is bitsandbytes' `Linear4bit`; told by name, as PEFT does: it need not be installed."""
+    """Return whether a layer is bitsandbytes' `Linear4bit`.
+
+    The check uses the name, as PEFT does, so bitsandbytes need not be installed.
+    """
     return type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes.")
 
 
 def pack(base: Any, numbers: torch.dtype = torch.float32) -> None:
-    """Codes as FSDP can split them: eight as one fp32 number. Bytes it would not split, and of numbers of 16
-    bits it would make others (`fsdp_policy`)."""
+    """Store packed weights as fp32 values (eight 4-bit values each), so that FSDP can shard them.
+
+    FSDP does not shard uint8 tensors, and copies could change the bits of 16-bit values (see `fsdp_policy`).
+    """
     for layer in base.modules():
         if is_four_bit(layer) and layer.weight.dtype != numbers:
             held = {name: value for name, value in vars(layer.weight).items() if name != "data"}
@@ -37,7 +42,7 @@ def pack(base: Any, numbers: torch.dtype = torch.float32) -> None:
 
 
 def obstacle(base: Any) -> str:
-    """Why a `Linear4bit` can't be dequantised by `ops.dequantise`; the empty string if it can."""
+    """Return why `ops.dequantise` cannot dequantize a `Linear4bit`, or an empty string."""
     state = base.weight.quant_state
     if state is None or getattr(state, "packing_format_for_cpu", False):
         return "its 4-bit weight is not in bitsandbytes' own layout"
@@ -45,15 +50,19 @@ def obstacle(base: Any) -> str:
         return f"its 4-bit weight is stored as {tuple(state.shape)}"
     if state.nested and state.state2.blocksize != ops.NESTED:
         return f"its scales are quantised in blocks of {state.state2.blocksize}"
-    if base.in_features % state.blocksize:  # on the CPU bitsandbytes 0.50.2 itself reads such rows wrongly
+    # On the CPU, bitsandbytes 0.50.2 itself reads such rows incorrectly
+    if base.in_features % state.blocksize:
         return f"its rows of {base.in_features} weights are not whole 4-bit blocks of {state.blocksize}"
     return ""
 
 
 def stored(base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """packed, absmax and table of a layer that has no `obstacle`; the first two share its memory.
+    """Return packed, absmax and table of a layer without `obstacle`.
 
-    They are of the weight that training began with: PEFT's merge and unmerge round it anew, into another.
+    The first two share the layer's memory.
+
+    They describe the weight at the start of training. PEFT's merge and unmerge quantize the weight again,
+    which changes it.
     """
     state = base.weight.quant_state
     packed = base.weight.detach().as_subclass(torch.Tensor).view(-1).view(torch.uint8)
@@ -65,20 +74,24 @@ def stored(base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def weight(base: nn.Module) -> torch.Tensor:
-    """The weight that a layer computes with, [out, in] in its compute dtype."""
+    """Return the dequantized weight of a layer: [out, in] in its compute dtype."""
     return ops.dequantise(list(stored(base)), compute_dtype(base))
 
 
 def compute_dtype(base: Any) -> torch.dtype:
-    """The dtype a layer computes in; before its first forward it may not be set, and is its weight's."""
+    """Return the dtype that a layer computes in.
+
+    bitsandbytes can set it during the first forward pass. Before that, the layer computes in its weight's
+    dtype.
+    """
     return base.compute_dtype or base.weight.quant_state.dtype
 
 
 def use_policy(accelerator: Any, model: torch.nn.Module) -> None:
-    """Let FSDP gather weights as `fsdp_policy` has it, add up gradients in fp32, and return what the model
-    returns.
+    """Set FSDP's mixed precision: `fsdp_policy` for weights, fp32 for gradients, and unchanged outputs.
 
-    Accelerate's own policy for bf16 casts both: the summed loss of a batch would lose all but three digits.
+    Accelerate's own policy for bf16 also casts gradients and outputs. The summed loss of a batch would keep
+    only three digits.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and accelerator.mixed_precision in ("bf16", "fp16"):
@@ -86,11 +99,13 @@ def use_policy(accelerator: Any, model: torch.nn.Module) -> None:
 
 
 def fsdp_policy(precision: str, model: torch.nn.Module) -> Any:
-    """Weights are gathered and multiplied in 16 bits; around 4-bit codes as they are stored, for autocast to
-    cast.
+    """Return FSDP's mixed precision policy.
 
-    Codes may be any bits. As numbers of 16 bits some are NaNs, of which CUDA's copies make one and the same
-    (pytorch #159333): logits were 4.5 % off (bitsandbytes #1945).
+    FSDP gathers weights in 16 bits. A model with 4-bit weights gathers all weights as they are stored, and
+    autocast casts them.
+
+    Packed 4-bit weights can have any bits. Read as 16-bit values, some are NaNs, and CUDA copies replace
+    every NaN by the same bits (pytorch #159333). Logits were 4.5 % off (bitsandbytes #1945).
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

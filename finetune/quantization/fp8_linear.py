@@ -1,12 +1,12 @@
-"""The frozen fp8 base: a linear layer whose weight is e4m3 with one scale for each output.
+"""A frozen linear layer in fp8: an e4m3 weight with one scale for each output.
 
-    W ~ s_w[:, None] * W_q                   quantised once, when the weight is loaded
-    y = s_x[:, None] * (x_q @ W_q^T) * s_w   x is quantised row by row
-    dx = s_g[:, None] * (g_q @ W_q)          g = dy * s_w: it takes W's scale in before it is quantised
+    W ~ s_w[:, None] * W_q                   quantized once, when the weight is loaded
+    y = s_x[:, None] * (x_q @ W_q^T) * s_w   x is quantized row by row
+    dx = s_g[:, None] * (g_q @ W_q)          g = dy * s_w is quantized with W's scale included
 
-Both products run on the same codes, so the gradient is that of the weight that ran forward. The weight is
-frozen: it has no gradient of its own and is never quantised again. Where there are no fp8 GEMMs, the same
-codes are multiplied in float32.
+Both GEMMs use the same quantized weight W_q, so the gradient matches the forward pass. The weight is frozen.
+It has no gradient and is never quantized again. On devices without fp8 GEMMs, the same W_q is multiplied in
+float32.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def product(
     weight_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x W^T of two quantised matrices.
+    """Return x W^T of two quantized matrices.
 
     Args:
-        codes: [rows, in] e4m3, row-major.
-        scale: [rows, 1] float32.
-        weight: [out, in] e4m3, row-major.
-        weight_scale: [out, 1] float32.
+        codes: the quantized x, [rows, in] e4m3, row-major.
+        scale: scale of each row of x, [rows, 1] float32.
+        weight: the quantized W, [out, in] e4m3, row-major.
+        weight_scale: scale of each output, [out, 1] float32.
 
     Returns:
         [rows, out] in `dtype`.
@@ -40,7 +40,7 @@ def product(
     if not has_gemm(codes.device):
         with torch.autocast(codes.device.type, enabled=False):
             return _cast((codes.float() @ weight.float().t()) * scale * weight_scale.t(), dtype)
-    # rowwise scales come with bfloat16 out, and with nothing else
+    # scaled_mm supports row-wise scales only with bfloat16 output
     made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
         codes, weight.t(), scale, weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
     )
@@ -48,8 +48,11 @@ def product(
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x.to(dtype)`. Where that changes nothing, torch 2.11 loses the gradient of a compiled
-    autograd.Function that returns it: what comes out was never written (torch 2.13 is right)."""
+    """Return `x.to(dtype)`, or `x` itself if the dtype matches.
+
+    If the cast changes nothing, torch 2.11 loses the gradient of a compiled autograd.Function that returns
+    the result: its output is never written (fixed in torch 2.13).
+    """
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -58,11 +61,11 @@ def input_gradient(
     weight: torch.Tensor,
     weight_scale: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of x in y = x W^T.
+    """Return the gradient of x in y = x W^T.
 
     Args:
-        grad: [rows, out], that of y.
-        weight: [out, in] e4m3.
+        grad: gradient of y, [rows, out].
+        weight: the quantized W, [out, in] e4m3.
         weight_scale: [out, 1] float32.
 
     Returns:
@@ -78,13 +81,13 @@ def codes_gradient(
     weight: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """`input_gradient` of a gradient that is quantised already, the weight's scale in it."""
+    """Return `input_gradient` for a gradient that is already quantized, with the weight's scale included."""
     ones = torch.ones(weight.shape[1], 1, dtype=torch.float32, device=weight.device)
     return product(codes, scale, transpose(weight), ones, dtype)
 
 
 def has_gemm(device: torch.device) -> bool:
-    """Whether fp8 products run as such on this device."""
+    """Return whether the device has fp8 GEMMs."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
@@ -110,13 +113,13 @@ class _FrozenLinear(torch.autograd.Function):
 
 
 class Fp8Linear(torch.nn.Linear):
-    """A frozen linear layer stored as e4m3 codes and one float32 scale for each output.
+    """A frozen linear layer stored as an e4m3 weight and one float32 scale for each output.
 
     Attributes:
-        weight: [out, in] e4m3, without gradient; packed, [out, in / 2] bf16.
+        weight: [out, in] e4m3 without gradient, or [out, in / 2] bf16 after `pack`.
         weight_scale: buffer [out, 1] float32.
-        compute_dtype: the dtype that this layer would have without fp8. PEFT moves a new adapter to it, as it
-            does on a base that is not quantised; to e4m3, the adapter would be rounded.
+        compute_dtype: the dtype of the layer without fp8. PEFT casts a new adapter to this dtype, as it does
+            for a base model that is not quantized. Otherwise it would cast the adapter to e4m3.
     """
 
     weight_scale: torch.Tensor
@@ -130,7 +133,7 @@ class Fp8Linear(torch.nn.Linear):
         compute_dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(1, 1, bias=False, device="meta")  # registers names; draws nothing
+        super().__init__(1, 1, bias=False, device="meta")  # creates the names without drawing random values
         self.in_features, self.out_features = in_features, out_features
         codes = torch.empty(out_features, in_features, dtype=E4M3, device=device)
         self.weight = torch.nn.Parameter(codes, requires_grad=False)
@@ -142,7 +145,7 @@ class Fp8Linear(torch.nn.Linear):
 
     @classmethod
     def of(cls, plain: torch.nn.Linear) -> Fp8Linear:
-        """A layer that is in memory already, quantised where it is."""
+        """Quantize a layer that is already in memory, on its device."""
         made = cls(
             plain.in_features, plain.out_features, bias=False, compute_dtype=plain.weight.dtype, device="meta"
         )
@@ -154,22 +157,25 @@ class Fp8Linear(torch.nn.Linear):
         return made
 
     def pack(self) -> None:
-        """Take two codes for one bf16 number: FSDP casts what it gathers to bf16, and so not these bits.
+        """Store two fp8 values as one bf16 value, because FSDP casts gathered weights to bf16.
 
-        Codes of numbers make no NaN, of which a copy would be another (`four_bit.fsdp_policy`).
+        Two finite fp8 values never form a bf16 NaN, whose bits a copy could change (`four_bit.fsdp_policy`).
         """
         packed = self.weight.detach().view(torch.bfloat16)
         self.weight = torch.nn.Parameter(packed, requires_grad=False)
 
     @property
     def W_q(self) -> torch.Tensor:
-        """The codes: [out, in] e4m3. PEFT asks a layer that has this name for `dequantize()`, which DoRA's
-        magnitude needs; else it would take codes for weights (`dequantize_module_weight`,
-        peft/utils/integrations.py)."""
+        """The quantized weight, [out, in] e4m3.
+
+        PEFT calls `dequantize()` on a layer that has an attribute with this name. DoRA's magnitude needs
+        that. Otherwise PEFT would use the quantized values as weights (`dequantize_module_weight` in
+        peft/utils/integrations.py).
+        """
         return self.weight.view(E4M3) if self.weight.dtype == torch.bfloat16 else self.weight
 
     def dequantize(self) -> torch.Tensor:
-        """The weight that this layer computes with: [out, in] float32."""
+        """Return the weight that this layer computes with, [out, in] float32."""
         return self.W_q.float() * self.weight_scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -177,15 +183,15 @@ class Fp8Linear(torch.nn.Linear):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
         flat = input.reshape(-1, input.shape[-1])
         rows: Any = _FrozenLinear.apply(flat, self.W_q, self.weight_scale, dtype)
-        # a view made inside the function could not be added to in place
+        # create the view here, because a view from inside the function does not allow in-place addition
         y = rows.view(*input.shape[:-1], rows.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
-        """Moves between devices as any layer does.
+        """Move the layer between devices.
 
         Raises:
-            TypeError: at `.to(dtype)`, which would take codes for numbers.
+            TypeError: the call was `.to(dtype)`, which would cast the quantized values.
         """
         super()._apply(fn, recurse)
         packed = self.weight.dtype == torch.bfloat16 and 2 * self.weight.shape[1] == self.in_features
@@ -195,7 +201,7 @@ class Fp8Linear(torch.nn.Linear):
 
 
 def fits(layer: torch.nn.Module) -> bool:
-    """Whether a layer can be stored in fp8: a plain linear layer with both sides divisible by 16."""
+    """Return whether a layer can be stored in fp8: a plain linear layer with both sizes divisible by 16."""
     return type(layer) is torch.nn.Linear and not (
         layer.in_features % FP8_MULTIPLE or layer.out_features % FP8_MULTIPLE
     )

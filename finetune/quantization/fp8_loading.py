@@ -1,8 +1,8 @@
-"""Loading a model onto the frozen fp8 base: `from_pretrained(..., quantization_config=Fp8BaseConfig())`.
+"""Load a frozen fp8 base model: `from_pretrained(..., quantization_config=Fp8BaseConfig())`.
 
-Each weight is quantised as it is read, before the next one is, so a model's bf16 copy is never whole in
-memory. A checkpoint that holds e4m3 weights with a scale for each output, or one for the whole weight
-(compressed-tensors' channel and tensor strategies), is taken byte for byte.
+Each weight is quantized when it is read, before the next one is read, so memory never holds a full bf16 copy.
+Checkpoints that already hold e4m3 weights are loaded without changes. They need one scale per output or per
+weight (the channel and tensor strategies of compressed-tensors).
 """
 
 from __future__ import annotations
@@ -36,16 +36,19 @@ SCALE = "weight_scale"
 
 
 class Fp8BaseConfig(QuantizationConfigMixin):
-    """The frozen fp8 base has nothing to set: which layers it takes is said by `fits`."""
+    """Quantization config of the frozen fp8 base model.
+
+    It has no options, because `fits` selects the layers.
+    """
 
     def __init__(self, **_: object) -> None:
         self.quant_method: Any = METHOD
 
 
 class Fp8BaseQuantizer(HfQuantizer):
-    """Replaces a model's linear layers by `Fp8Linear`, and quantises their weights while they are read.
+    """Replace a model's linear layers by `Fp8Linear`, and quantize their weights while they are read.
 
-    A base that is loaded so can be trained upon, through adapters; it is not saved: the adapter is.
+    Adapters can be trained on the model. The model itself cannot be saved, only the adapter.
     """
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -55,7 +58,7 @@ class Fp8BaseQuantizer(HfQuantizer):
             if (name in stored if stored else should_convert_module(name, kept)) and fits(module):
                 model.set_submodule(name, _unread(module, coded=name in stored))
         lost = [n for n in sorted(stored) if not isinstance(_module(model, n), Fp8Linear)]
-        if lost:  # transformers would read codes as numbers
+        if lost:  # transformers would read the quantized values as weights
             raise ValueError(f"its fp8 weights have no fp8 layer here: {', '.join(lost[:6])}")
         return model
 
@@ -64,7 +67,7 @@ class Fp8BaseQuantizer(HfQuantizer):
         return isinstance(module, Fp8Linear) and leaf in ("weight", SCALE)
 
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
-        """Bytes that a weight will take: transformers reserves the GPU's memory by it."""
+        """Return the bytes per element after quantization, which transformers uses to reserve GPU memory."""
         leaf = param_name.rpartition(".")[2]
         coded = leaf == "weight" and self.param_needs_quantization(model, param_name)
         return 1.0 if coded else float(param.element_size())
@@ -73,7 +76,7 @@ class Fp8BaseQuantizer(HfQuantizer):
         return _Quantise()
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-        """Plain linear layers again, with the weights that the fp8 ones compute with."""
+        """Replace fp8 layers by plain linear layers with the dequantized weights."""
         for name, module in list(model.named_modules()):
             if isinstance(module, Fp8Linear):
                 model.set_submodule(name, _plain(module, dtype))
@@ -96,7 +99,7 @@ register_quantizer(METHOD)(Fp8BaseQuantizer)
 
 
 class _Quantise(ConversionOps):
-    """One weight as it is read -> its codes and scale; what is coded already stays as it is."""
+    """Quantize one weight when it is read. Weights that are already in fp8 do not change."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *_: object, **given: Any) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class _Quantise(ConversionOps):
 
 
 def stored_layers(files: list[str]) -> set[str]:
-    """Names of the layers whose weights a checkpoint's files hold in fp8."""
+    """Return the names of the layers whose weights are stored in fp8."""
     found = set[str]()
     for path in files:
         if str(path).endswith(".safetensors"):
@@ -125,8 +128,10 @@ def stored_layers(files: list[str]) -> set[str]:
 
 
 def renamed(model: PreTrainedModel, names: set[str]) -> set[str]:
-    """Layers of a checkpoint by the names that they have in the model: transformers renames what it reads
-    (Gemma 3's `language_model.model.layers`)."""
+    """Map layer names of a checkpoint to their names in the model, because transformers renames some weights.
+
+    An example is Gemma 3's `language_model.model.layers`.
+    """
     mapping = get_model_conversion_mapping(model) if names else []
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     known = dict.fromkeys((f"{name}.weight" for name, _ in model.named_modules()), True)
@@ -135,10 +140,10 @@ def renamed(model: PreTrainedModel, names: set[str]) -> set[str]:
 
 
 def check_checkpoint(config: ModelConfig) -> None:
-    """Refuse a checkpoint that is quantised otherwise than the fp8 base can take.
+    """Check that the fp8 base model supports the quantization of the checkpoint.
 
     Raises:
-        UserError: what it is, and what to use in its place (exit 2).
+        UserError: the checkpoint has another quantization. The error suggests an alternative (exit 2).
     """
     stored = stored_weights.read(config)
     if stored and stored.storage != "fp8":
@@ -149,8 +154,10 @@ def check_checkpoint(config: ModelConfig) -> None:
 
 
 def products(layers: list[Any]) -> int:
-    """fp8 products of a forward pass through decoder layers: one for each stack of fused layers, and for each
-    layer that is in none."""
+    """Return the number of fp8 GEMMs in a forward pass through decoder layers.
+
+    Each stack of fused layers counts one, and each layer outside a stack counts one.
+    """
     stacks: dict[int, int] = {}
     alone: dict[int, Fp8Linear] = {
         id(m): m for layer in layers for m in layer.modules() if isinstance(m, Fp8Linear)
@@ -158,7 +165,7 @@ def products(layers: list[Any]) -> int:
     for module in (m for layer in layers for m in layer.modules() if hasattr(m, "finetune_fused")):
         for stack in module.finetune_fused:
             if hasattr(stack, "stored"):
-                stacks[id(stack)] = len(stack.stored) == 2  # codes and scales
+                stacks[id(stack)] = len(stack.stored) == 2  # values and scales
                 for one in stack.layers:
                     for inside in one.modules():
                         alone.pop(id(inside), None)
@@ -166,15 +173,14 @@ def products(layers: list[Any]) -> int:
 
 
 def refuse_merges(adapted: nn.Module) -> None:
-    """PEFT merges by adding an adapter to its layer's weight: to codes, as if they were numbers. Here it says
-    so instead, at the layer's own `merge`."""
+    """Make PEFT's `merge` raise an error on fp8 layers. It would add the adapter to the quantized values."""
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer) and isinstance(layer.get_base_layer(), Fp8Linear):
             layer.merge = MethodType(_merge, layer)
 
 
 def _merge(layer: Any, *args: Any, **options: Any) -> Any:
-    if not isinstance(layer.get_base_layer(), Fp8Linear):  # it has been dequantised since
+    if not isinstance(layer.get_base_layer(), Fp8Linear):  # the base layer has been dequantized since
         return type(layer).merge(layer, *args, **options)
     what, fix = (
         "no adapter can be added to a weight in fp8 codes",
@@ -185,7 +191,7 @@ def _merge(layer: Any, *args: Any, **options: Any) -> Any:
 
 
 def pack(base: nn.Module) -> None:
-    """Codes as FSDP can split them: see `Fp8Linear.pack`."""
+    """Pack all fp8 weights so that FSDP can shard them. See `Fp8Linear.pack`."""
     for layer in base.modules():
         if isinstance(layer, Fp8Linear):
             layer.pack()
@@ -196,8 +202,11 @@ def _module(model: nn.Module, name: str) -> Any:
 
 
 def _unread(plain: torch.nn.Module, *, coded: bool) -> Fp8Linear:
-    """The layer before its weight is read. It says the dtype that a weight is to be read in: the model's own,
-    so that it is quantised from that, unless it comes as codes."""
+    """Create the layer before its weight is read.
+
+    The dtype of the empty weight tells transformers how to read the weight: in the model's dtype before
+    quantization, or in fp8.
+    """
     assert isinstance(plain, torch.nn.Linear)
     size, dtype = (plain.in_features, plain.out_features), plain.weight.dtype
     made = Fp8Linear(*size, bias=plain.bias is not None, compute_dtype=dtype, device="meta")

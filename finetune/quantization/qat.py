@@ -1,12 +1,14 @@
-"""Quantisation-aware training by torchao (`speed.qat`): forward rounds weights as they will be stored.
+"""Quantization-aware training with torchao (`speed.qat`).
+
+The forward pass rounds weights as they will be stored:
 
     speed: {qat: {config: IntxWeightOnlyConfig, weight_dtype: int4, group_size: 32}}
 
-Rounded ("fake-quantised") is the weight that will be stored. Under an adapter that is the base's weight with
-the adapter merged into it, not the base's alone: rounding W and adding BA would train BA against errors that
-rounding W + BA no longer makes. The gradient passes the rounding unchanged (straight-through). The price is a
-whole merged weight and its gradient for each layer and step (`kept_gib`). Every linear layer but the
-head takes part, and no embedding. Nothing here imports torch before it is called.
+The rounded ("fake-quantized") weight is the one that will be stored. With an adapter this is the merged
+weight W + BA. Rounding W and adding BA would train BA against rounding errors that the merged weight does not
+have. The gradient passes the rounding unchanged (straight-through estimator). The cost is a full merged
+weight and its gradient for each layer and step (`kept_gib`). All linear layers except the head take part, and
+embeddings do not. This module imports torch only inside its functions.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def describe(section: Qat) -> str:
 
 
 def torchao_config(section: Qat) -> Any:
-    """torchao's config with which weights are stored after training.
+    """Return torchao's config for storing the weights after training.
 
     Raises:
         UserError: torchao is not installed (exit 3).
@@ -55,13 +57,14 @@ def torchao_config(section: Qat) -> Any:
 
 
 def prepare(model: PreTrainedModel, section: Qat | None, ledger: RunChecks | None = None) -> Any:
-    """Make the decoder's linear layers round their weights in forward; `None` changes nothing.
+    """Make the decoder's linear layers round their weights in the forward pass. `None` changes nothing.
 
-    Done before an adapter is put on, whose own matrices are never rounded. The weights keep their values
-    and names, and the adapter starts from the first weights that it would have without.
+    Call this before adding an adapter, so that the adapter's own matrices are not rounded. Weights and names
+    stay the same, and so does the adapter initialization.
 
     Raises:
-        UserError: torchao is not installed (exit 3); widths that are no multiple of the group (exit 2).
+        UserError: torchao is not installed (exit 3), or an input size is not a multiple of the group size
+            (exit 2).
     """
     if section is None:
         return model
@@ -79,7 +82,7 @@ def prepare(model: PreTrainedModel, section: Qat | None, ledger: RunChecks | Non
     check_group_size(section, {name: layer.in_features for name, layer in linear.items()})
     with random.fork_rng(
         [model.device] if model.device.type == "cuda" else []
-    ):  # new layers draw first weights
+    ):  # new layers draw initial weights, so restore the random state
         quantize_(model, QATConfig(config, step=QATStep.PREPARE), filter_fn=lambda _, name: name in linear)
     if ledger:
         how = "layers that torchao prepared, of those that are linear and not the output head"
@@ -89,10 +92,10 @@ def prepare(model: PreTrainedModel, section: Qat | None, ledger: RunChecks | Non
 
 
 def check_group_size(section: Qat, inputs: Mapping[str, int]) -> None:
-    """Refuse groups that do not divide the inputs of every linear layer (exit 2).
+    """Raise a UserError if the group size does not divide the input size of every linear layer (exit 2).
 
     Args:
-        inputs: of each linear layer but the head, by its name.
+        inputs: input size of each linear layer except the head, by name.
     """
     size = section.group_size or 1
     uneven = [f"{name} ({width})" for name, width in sorted(inputs.items()) if width % size]
@@ -103,8 +106,12 @@ def check_group_size(section: Qat, inputs: Mapping[str, int]) -> None:
 
 
 def rounding(model: torch.nn.Module) -> dict[str, Any]:
-    """The layers that round their weight in forward, by name; not the idle originals of trained copies."""
-    torchao = sys.modules.get("torchao.quantization.qat.linear")  # what was never imported made no layer
+    """Return the layers that round their weight in the forward pass, by name.
+
+    Unused originals of `modules_to_save` copies are not included.
+    """
+    # Without this import no such layer can exist
+    torchao = sys.modules.get("torchao.quantization.qat.linear")
     if torchao is None:
         return {}
     return {
@@ -115,18 +122,19 @@ def rounding(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def kept_gib(model: torch.nn.Module) -> float:
-    """Memory that rounded weights take until backward, in GiB, with nothing recomputed.
+    """Return the memory in GiB that rounded weights take until the backward pass, without recomputation.
 
-    8 bytes a weight: so much is kept in fp32, and 6 under bf16 autocast (counted by `saved_tensors_hooks`).
+    The estimate is 8 bytes per weight, measured in fp32 with `saved_tensors_hooks`. Under bf16 autocast it is
+    6 bytes.
     """
     return sum(8 * layer.weight.numel() for layer in rounding(model).values()) / 2**30
 
 
 def follow(adapted: nn.Module) -> Any:
-    """Make each adapted layer round its merged weight; without `prepare` before it, nothing changes.
+    """Make each adapted layer round its merged weight. Without a previous `prepare` this changes nothing.
 
     Raises:
-        UserError: an adapter whose merged weight is not known here (exit 2).
+        UserError: the merged weight is not known for this type of adapter (exit 2).
     """
     prepared = {id(layer) for layer in rounding(adapted).values()}
     if not prepared:
@@ -140,14 +148,17 @@ def follow(adapted: nn.Module) -> Any:
 def _forward(
     layer: Any, merged: Callable[[Any], Merged], x: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """PEFT's layer with the rounded merged weight: (..., inputs) -> (..., outputs), in the dtype of `x` or of
-    autocast. With the adapter off it is the base, rounded."""
+    """Run PEFT's layer with the rounded merged weight: (..., inputs) -> (..., outputs).
+
+    The output has the dtype of `x` or of autocast. With the adapter disabled, the layer rounds only the base
+    weight.
+    """
     import torch
 
     base = layer.base_layer
     if layer.disable_adapters or layer.merged:
         return base(x)
-    with torch.autocast(x.device.type, enabled=False):  # merged as it will be saved: not in bf16
+    with torch.autocast(x.device.type, enabled=False):  # merge in the dtype of the saved weights, not in bf16
         weight, bias = merged(layer)
         weight = base.weight_fake_quantizer(weight)
     if base.activation_fake_quantizer is not None:
@@ -156,12 +167,12 @@ def _forward(
 
 
 class Merged(NamedTuple):
-    weight: torch.Tensor  # (outputs, inputs), fp32 where either the base or the adapter is
+    weight: torch.Tensor  # (outputs, inputs), fp32 if the base weight or the adapter is fp32
     bias: torch.Tensor | None
 
 
 def _merging(name: str, layer: nn.Module) -> Callable[[Any], Merged]:
-    """The function that merges an adapted layer as PEFT's own `merge` does, and lets gradients pass."""
+    """Return a differentiable function that merges an adapted layer as PEFT's `merge` does."""
     from peft.tuners import adalora, ia3, lora
     from peft.tuners.lora.variants import DoraLinearVariant
 
@@ -179,13 +190,13 @@ def _merging(name: str, layer: nn.Module) -> Callable[[Any], Merged]:
 
 
 def _added(layer: Any) -> Merged:
-    """LoRA and AdaLoRA: W + s B A."""
+    """Merge LoRA or AdaLoRA: W + s B A."""
     base = layer.base_layer
     return Merged(base.weight + layer.get_delta_weight("default"), base.bias)
 
 
 def _decomposed(layer: Any) -> Merged:
-    """DoRA (arXiv 2402.09353): m (W + s B A) / ||W + s B A||; as in PEFT the norm passes no gradient."""
+    """Merge DoRA (arXiv 2402.09353): m (W + s B A) / ||W + s B A||. As in PEFT, the norm has no gradient."""
     weight, bias = _added(layer)
     dora = layer.lora_magnitude_vector["default"]
     norm = dora.get_weight_norm(weight, weight.new_zeros(()), scaling=0).detach()
@@ -193,14 +204,14 @@ def _decomposed(layer: Any) -> Merged:
 
 
 def _scaled(layer: Any) -> Merged:
-    """(IA)^3: a scale for each input of the feed-forward's layers, for each output of the others."""
+    """Merge (IA)^3: a scale for each input of feed-forward layers, and for each output of other layers."""
     base, scale = layer.base_layer, layer.ia3_l["default"]
     bias = base.bias if base.bias is None or layer.is_feedforward else base.bias * scale.flatten()
     return Merged(base.weight * scale, bias)
 
 
 class Watch:
-    """Whether each layer's rounding ran and what it did, seen by hooks on torchao's own quantisers."""
+    """Record whether each layer's rounding ran and changed the weight, with hooks on torchao's quantizers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.layers = rounding(model)
@@ -215,7 +226,7 @@ class Watch:
         self.seen[name] = (rounded.detach().float() - weight).norm() / weight.norm()
 
     def add_receipt(self, ledger: RunChecks) -> None:
-        """Rounding must have changed every layer's weight; without `speed.qat` nothing is said."""
+        """Add a run check that rounding changed every layer's weight. Without `speed.qat`, add nothing."""
         changes = [float(change) for change in self.seen.values()]
         changed = sum(change > 0 for change in changes)
         if not self.layers:

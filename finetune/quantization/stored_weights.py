@@ -1,11 +1,11 @@
-"""How a checkpoint's weights are stored, by its own `quantization_config`, and what can be trained on them.
+"""Read the storage format of a checkpoint's weights, and decide whether they can be trained on.
 
-Nothing here imports torch: `finetune check` asks the same functions as a run.
+This module does not import torch, because `finetune check` calls the same functions as a run.
 
-- bitsandbytes' 4-bit and 8-bit weights stay as they are: adapters train on them.
-- fp8, mxfp8 and mxfp4 weights, and fp8 weights of compressed-tensors with a scale for each output, are
-  dequantized while they load.
-- Every other method is refused: PEFT, or the merge, needs weights that its package does not give back.
+- 4-bit and 8-bit weights of bitsandbytes stay quantized, and adapters train on them.
+- fp8, mxfp8 and mxfp4 weights are dequantized while they load. So are fp8 weights of compressed-tensors with
+  a scale for each output.
+- Other methods are not supported, because PEFT or the merge needs weights that their packages do not return.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Recipe
 
-DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")  # methods that transformers dequantizes exactly while it loads
+DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")  # methods that transformers dequantizes exactly during loading
 WHOLE = "model.name: the 16-bit checkpoint that it was made from"
 OLD_FILES = (
     "quantize_config.json",
     "quant_config.json",
-)  # of AutoGPTQ and AutoAWQ, which transformers ignores
+)  # files of AutoGPTQ and AutoAWQ, which transformers ignores
 DECLARED = "quantization_config of its config.json"
 
 
 class Stored(NamedTuple):
-    """The storage of a quantized checkpoint."""
+    """The storage format of a quantized checkpoint."""
 
     method: str
-    """`quant_method`, by transformers' name."""
+    """`quant_method`, as transformers names it."""
     storage: str
-    """The value of `model.quantization` that it is already stored in; empty: none."""
+    """The equivalent value of `model.quantization`. Empty if there is none."""
     detail: str
-    """The numbers that its config gives: `4 bits`, `blocks of 128 x 128`."""
+    """Details from its config, such as `4 bits` or `blocks of 128 x 128`."""
 
     @property
     def stays(self) -> bool:
-        """Whether adapters train on the weights as they are stored."""
+        """Whether adapters train on the quantized weights."""
         return self.method == "bitsandbytes"
 
     @property
@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
     @property
     def dequantizes(self) -> bool:
-        """Whether the weights can be dequantized while they load."""
+        """Whether the weights are dequantized during loading."""
         return self.method in DEQUANTIZED or self.storage == "fp8"
 
     def __str__(self) -> str:
@@ -61,10 +61,10 @@ class Stored(NamedTuple):
 
 
 def read(config: Any) -> Stored | None:
-    """The storage that a model's config declares; `None`: its weights are not quantized.
+    """Return the storage format that a model's config declares, or `None` if its weights are not quantized.
 
     Args:
-        config: transformers' config of the model, or config.json as attributes; `None`: it is not known.
+        config: transformers' config of the model, config.json as attributes, or `None` if it is not known.
     """
     declared = declaration(config)
     if not declared:
@@ -75,21 +75,24 @@ def read(config: Any) -> Stored | None:
         return Stored("bitsandbytes", str(declared.get("bnb_4bit_quant_type", "fp4")), "")
     if declared.get("load_in_8bit"):
         return Stored("bitsandbytes", "int8", "")
-    if method == "bitsandbytes":  # in neither format: transformers reads plain weights
+    if method == "bitsandbytes":  # neither 4-bit nor 8-bit: transformers reads plain weights
         return None
     fp8 = method == "compressed-tensors" and not unfit_groups(declared)
     return Stored(method, "fp8" if fp8 else "", _detail(declared))
 
 
 def declaration(config: ModelConfig) -> dict[str, Any]:
-    """The `quantization_config` of a model, or of its text model as transformers reads it; empty: none."""
+    """Return the `quantization_config` of a model or its text model, as transformers reads it.
+
+    Empty if there is none.
+    """
     if config is None:
         return {}
     for section in (config, config.get_text_config()):
         for key in (
             "quantization_config",
             "compression_config",
-        ):  # the second is compressed-tensors' old name
+        ):  # compression_config is the old name in compressed-tensors
             declared: Any = getattr(section, key, None)
             declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
             if isinstance(declared, dict) and declared:
@@ -99,7 +102,7 @@ def declaration(config: ModelConfig) -> dict[str, Any]:
 
 
 def forget(config: ModelConfig) -> Any:
-    """The same config, for weights that are not quantized."""
+    """Remove the quantization from a config, for weights that are not quantized."""
     for section in (config, config.get_text_config()):
         for key in ("quantization_config", "compression_config"):
             vars(section).pop(key, None)
@@ -107,14 +110,14 @@ def forget(config: ModelConfig) -> Any:
 
 
 def complete(config: ModelConfig, **values: Any) -> None:
-    """Add to what a model's config says of its quantization: how transformers is to load it."""
+    """Add values to the quantization config of a model, which tell transformers how to load it."""
     for section in (config, config.get_text_config()):
         if declared := getattr(section, "quantization_config", None):
             section.quantization_config = {**declared, **values}
 
 
 def unfit_groups(declared: Mapping[str, Any]) -> list[str]:
-    """The groups of a compressed-tensors checkpoint that the fp8 base model cannot take over exactly."""
+    """Return the groups of a compressed-tensors checkpoint that the fp8 base model does not support."""
     groups = [group.get("weights") or {} for group in (declared.get("config_groups") or {}).values()]
     unfit = [
         f"{one.get('type')}{one.get('num_bits')} by {one.get('strategy')}"
@@ -136,21 +139,21 @@ def _detail(declared: Mapping[str, Any]) -> str:
 
 
 def describe(stored: Stored) -> str:
-    """What happens to the weights of such a checkpoint, in one line."""
+    """Describe in one line how a checkpoint's weights are handled."""
     if stored.stays:
         return f"the base model is stored in {stored} and stays so"
     return f"the base model is stored in {stored}; its weights are dequantized while they load"
 
 
 def refusal(stored: Stored) -> Problem:
-    """Why no model is trained on a checkpoint of this method."""
+    """Return the problem that checkpoints of this method cannot be trained on."""
     what = f"its weights are quantized by {stored.method} ({DECLARED}), and finetune cannot train on them"
     expected = f"16-bit weights; or bitsandbytes, {', '.join(DEQUANTIZED)}"
     return Problem(what, "model.name", found=str(stored), expected=expected, fix=WHOLE)
 
 
 def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
-    """Why a recipe cannot be trained on a checkpoint that is stored so."""
+    """Return the reasons why a recipe cannot be trained on this checkpoint."""
     asked, name = recipe.model.quantization, recipe.adapter.type
     meant, found = adapter_types.find(name).storage, str(stored)
     if not stored.trains:
@@ -177,8 +180,10 @@ def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
 
 
 def _of_options(stored: Stored, recipe: Recipe) -> list[Problem]:
-    """What a recipe with this `model.quantization` is refused for, and LoftQ, which needs the weights before
-    they were quantized."""
+    """Return the conflicts of a recipe with this quantization.
+
+    LoftQ is a conflict, because it needs the weights before quantization.
+    """
     raw = {
         name: getattr(recipe, name).model_dump(exclude_unset=True) for name in ("model", "adapter", "speed")
     }
