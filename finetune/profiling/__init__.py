@@ -1,4 +1,4 @@
-"""One traced training step: where the time goes and what to change."""
+"""Trace one training step, and show where the time goes and what to change."""
 
 from typing import TYPE_CHECKING
 

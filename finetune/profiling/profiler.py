@@ -1,12 +1,13 @@
-"""`finetune profile`: a traced step of a recipe: where the time goes, in one sentence what to do about it.
+"""`finetune profile`: trace a step of a recipe, show where the time goes, and suggest a change.
 
-    finetune profile recipes/quickstart.yaml          # DIR/trace.json is for chrome://tracing or Perfetto
+    finetune profile recipes/quickstart.yaml          # open DIR/trace.json in chrome://tracing or Perfetto
     nsys profile finetune profile recipes/quickstart.yaml      # on a GPU: forward, backward, optimizer
 
-On a GPU DIR/memory.pickle holds each allocation of the traced step, for pytorch.org/memory_viz.
+On a GPU, DIR/memory.pickle holds each allocation of the traced step, for pytorch.org/memory_viz.
 
-The run is an ordinary one, cut short: after a warm-up some steps are timed as they are, then one is traced
-(three on the CPU), and nothing is saved. Time waited for data is of the timed steps, all else of the traced.
+The command trains a few steps of the recipe and saves nothing. After a warm-up it times some steps, and then
+traces one step (three on a CPU). The wait for data comes from the timed steps, and all other figures come
+from the traced steps.
 """
 
 from __future__ import annotations
@@ -47,40 +48,42 @@ if TYPE_CHECKING:
     from finetune.profiling.trace_analysis import Ran
     from finetune.recipe.schema import Recipe
 
-WARM, TIMED = 2, 3  # steps before the traced ones
-TRACED = {"cpu": 3, "cuda": 1}  # on the CPU several, so that an operation has others to be compared with
-STEPS = WARM + TIMED + max(TRACED.values()) + 1  # of the run, which is left before its last
+WARM, TIMED = 2, 3  # steps for warm-up and for timing, before the traced steps
+TRACED = {"cpu": 3, "cuda": 1}  # several steps on a CPU, to compare an operation with others of its kind
+STEPS = WARM + TIMED + max(TRACED.values()) + 1  # steps of the run, which ends before its last step
 
 
 class Traced(Exception):
-    """Ends the run: the step that was wanted is there."""
+    """Ends the run after the traced step."""
 
 
 class Profile(NamedTuple):
-    """What a step is spent on."""
+    """How the time of a step is spent."""
 
     seconds: float
-    """Of a timed step, from the end of the one before it."""
+    """Seconds of a timed step, from the end of the previous step."""
     shares: dict[str, float]
-    """Of that: products, attention, memory-bound, communication, on a GPU copies to the CPU and back, data
-    wait, launch gaps."""
+    """Share of that time by kind of work.
+
+    The kinds are `products` (GEMMs), attention, memory-bound kernels, communication, copies to CPU memory and
+    back (on a GPU), data wait, and `launch gaps` (idle time).
+    """
     padding: float
-    """Share of the batch's tokens."""
+    """Padding tokens as a share of the batch."""
     attention: str
     verdict: str
     lever: str
     trace: Path
     roofline: tuple[float, str] | None = None
-    """Share of the machine's peak that products reach, by all FLOPs that ran, and which peak; `None`: not
-    known."""
+    """Share of the machine's peak FLOP/s that GEMMs reach, and the name of the peak. `None` if not known."""
     model: float | None = None
-    """FLOPs that the model itself needs, over the whole step, of the same peak (not fp8's)."""
+    """FLOPs that the model needs, over the whole step, as a share of the bf16 peak."""
     memory: Path | None = None
-    """A snapshot of the GPU's allocations; `None` on the CPU."""
+    """Snapshot of the GPU's allocations. `None` on the CPU."""
 
 
 class Trace(TrainerCallback):
-    """Times some steps, traces one, and stops the run; counts padding in all of them."""
+    """Time some steps, trace one step, and stop the run. It also counts padding."""
 
     def __init__(self, cuda: bool) -> None:
         self.cuda = cuda
@@ -98,7 +101,10 @@ class Trace(TrainerCallback):
         return time.perf_counter()
 
     def own(self) -> float:
-        """Seconds of the traced step: on the CPU those this thread ran, not those another process took."""
+        """Return the current time for the traced step.
+
+        On a CPU this is thread time, which excludes other processes.
+        """
         return self.now() if self.cuda else time.thread_time()
 
     def on_train_begin(
@@ -111,7 +117,7 @@ class Trace(TrainerCallback):
         model.register_forward_hook(lambda *_: self.enter("backward"))
 
     def enter(self, name: str) -> None:
-        """Begin a range of the traced step, the one before it being over: in the trace, and for nsys."""
+        """Start a named range of the traced step and end the previous one, for the trace and for nsys."""
         if self.profiler is not None:
             self.leave()
             self.ranges = [torch.profiler.record_function(name)]
@@ -134,7 +140,7 @@ class Trace(TrainerCallback):
         self.leave()
 
     def count(self, module: object, given: object, inputs: dict[str, Any]) -> None:
-        """Tokens of a batch, and those that are not padding."""
+        """Count the tokens of a batch, and the tokens that are not padding."""
         if self.profiler is not None and "input_ids" in inputs:
             size, labels = inputs["input_ids"].numel(), inputs.get("labels")
             self.computed += size
@@ -175,10 +181,10 @@ class Trace(TrainerCallback):
 
 
 def command(path: str, overrides: list[str], output: str | None, *, quiet: bool) -> None:
-    """`finetune profile`: the recipe checked, a step traced, and what it says printed.
+    """Run `finetune profile`: check the recipe, trace a step, and print the result.
 
     Raises:
-        UserError: what `finetune train` would refuse; a folder that can't be written (exit 2).
+        UserError: `finetune train` would not accept the recipe, or the folder cannot be written (exit 2).
     """
     folder = Path(output or f"runs/profile-{Path(path).stem}")
     whole = loader.load(path, overrides)
@@ -189,7 +195,7 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
     except OSError as error:
         found = error.strerror or str(error)
         raise UserError(Problem("can't be written", where=str(folder), found=found)) from error
-    # one process, as the Trainer would spread it over all GPUs by itself
+    # use one process on one GPU, because the Trainer would use all GPUs
     given = launcher.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
     alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
     os.environ.update(alone)
@@ -199,7 +205,7 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
     finally:
         for name in alone:
             del os.environ[name]
-        if made:  # a recipe that was refused leaves nothing
+        if made:  # if the recipe is not valid, leave no empty folder
             with contextlib.suppress(OSError):
                 folder.rmdir()
     if os.environ.get("RANK", "0") == "0":
@@ -209,28 +215,29 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
 
 
 def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = ()) -> Profile:
-    """Trace a step of a recipe; leaves trace.json in `output`.
+    """Trace a step of a recipe, and write trace.json to `output`.
 
     Args:
-        watchers: more callbacks of the run.
+        watchers: additional callbacks for the run.
 
     Raises:
-        UserError: what `finetune train` would refuse.
-        Stopped: told to end; nothing is kept.
+        UserError: `finetune train` would not accept the recipe.
+        Stopped: a signal arrived. No files are kept.
     """
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     machine = detection.detect()
     whole = loader.load(path, overrides)
     made = planner.make(whole, machine, 1)
-    compiled = made.choices["compile"].value == "on"  # as in a run of full length
+    compiled = made.choices["compile"].value == "on"  # the same choice as for a run of full length
     cut = {
         "train.max_steps": STEPS,
         "train.warmup_steps": 0,
         "train.report_to": "none",
         "train.save_strategy": "no",
     }
-    cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}  # else it would count as a wait
+    # Logging would count as a wait for data
+    cut |= {"train.logging_steps": 1000, "train.logging_first_step": "false"}
     cut |= {
         "eval.eval_steps": "null",
         "eval.early_stopping_patience": "null",
@@ -269,7 +276,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
 
 
 def snapshot(path: Path, cuda: bool) -> Path | None:
-    """Write what was allocated while the step was traced, by torch's own format; nothing on the CPU."""
+    """Write the allocations of the traced step in torch's format. Return `None` on the CPU."""
     if not cuda:
         return None
     with safe_files.private_folder(path.parent, path.name) as private:
@@ -282,13 +289,16 @@ def snapshot(path: Path, cuda: bool) -> Path | None:
 def roofline(
     trace: Trace, ran: list[Ran], whole: Recipe, machine: Hardware, seconds: float
 ) -> tuple[tuple[float, str] | None, float | None]:
-    """Share of a peak that the traced products reach, and which peak; and the model's own FLOPs, of that.
+    """Return the share of the peak that GEMMs reach with the peak's name, and the model's FLOPs as a share.
 
-    Products count as they ran, by their shapes, over their own time: layers that run again, the head for all
-    tokens. The model's FLOPs are the plan's arithmetic, nothing twice and the head for tokens with a loss,
-    over a whole step. The peak is what `finetune doctor --measure` found at shapes like the model's, or the
-    data sheet's; of a CPU that was not measured, it is timed now (0.3 s). `None`: of a GPU that is not in the
-    table, products of unknown shapes, a model whose products are not known.
+    The first share counts all executed GEMMs by their shapes, over their own time. This includes recomputed
+    layers, and the output head for all tokens. The second share counts the FLOPs of the plan over the whole
+    step, without recomputation, and the head only for tokens that contribute to the loss. The peak comes from
+    `finetune doctor --measure` at shapes like the model's, or from the GPU's data sheet. A CPU without a
+    measurement is timed now (0.3 s).
+
+    A share is `None` if the GPU is not in the table, if the shapes of GEMMs are unknown, or if the model's
+    GEMMs are unknown.
     """
     found = architecture.read(whole.model)
     one = memory_estimate.widths(found.config)
@@ -308,7 +318,7 @@ def roofline(
 
 
 def peaks(machine: Hardware, one: memory_estimate.Widths) -> tuple[float, float | None, str]:
-    """FLOP/s of products, in fp8 too where it has them, and where they are from; 0: not known."""
+    """Return peak FLOP/s of GEMMs, the fp8 peak if there is one, and their source. 0 means not known."""
     known, gpu = measured_rates.read_for(machine.name, one)[0], gpus.of_device(machine.name)
     if known:
         return known["product"], known.get("fp8"), "measured by `finetune doctor --measure`"
@@ -320,21 +330,23 @@ def peaks(machine: Hardware, one: memory_estimate.Widths) -> tuple[float, float 
 
 
 def shares(trace: Trace, ran: list[Ran]) -> dict[str, float]:
-    """What a timed step is spent on: data, operations by kind, and the rest, in which nothing is computed.
-    Of communication and copies what is not hidden behind computing."""
+    """Return the shares of a timed step: data wait, operations by kind, and idle time.
+
+    Communication and copies count only while the GPU computes nothing.
+    """
     waited = statistics.median(trace.waits) / statistics.median(trace.steps)
     spent = trace_analysis.spent(ran)
     if not trace.cuda:
         del spent[trace_analysis.COPIES]
     rest = 1 - waited
     found = {name: rest * seconds / trace.traced for name, seconds in spent.items()}
-    over = max(1.0, sum(found.values()) / rest)  # kernels of several streams run at once
+    over = max(1.0, sum(found.values()) / rest)  # kernels of several streams overlap
     found = {name: share / over for name, share in found.items()}
     return {**found, "data wait": waited, "launch gaps": max(0.0, rest - sum(found.values()))}
 
 
 def ceiling() -> float:
-    """FLOP/s of a large square product on this CPU, in fp32: the best of many, by this thread's own time."""
+    """Return the FLOP/s of a large square fp32 GEMM on this CPU: the best of many, in thread time."""
     width = 1024
     x, weight = torch.randn(width, width), torch.randn(width, width)
     best, until = math.inf, time.perf_counter() + 0.3
@@ -346,7 +358,7 @@ def ceiling() -> float:
 
 
 def show(screen: Console, found: Profile) -> None:
-    """The shares as a table, then verdict and lever."""
+    """Print the shares as a table, then the verdict and the suggestion."""
     rows = [
         (name, f"{share:.1%}", f"{share * found.seconds * 1e3:.1f}") for name, share in found.shares.items()
     ]

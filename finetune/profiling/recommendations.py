@@ -1,4 +1,4 @@
-"""What `finetune profile` says of a step: one sentence, and what to change that is not so already."""
+"""Choose the verdict of `finetune profile` in one sentence, and the next change that is not active yet."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from finetune.planning.planner import Plan
     from finetune.recipe.schema import Recipe
 
-ENOUGH = 0.05  # of a step, from which something is worth a sentence
-USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # of a step: the loop's own, whatever the batch
-ROWS = 8  # at once, that a tiny batch is told to have
+ENOUGH = 0.05  # share of a step below which a cause is not reported
+USUAL_GAPS = {"cpu": 0.10, "cuda": 0.03}  # share of a step that the training loop itself always takes
+ROWS = 8  # suggested micro-batch size if the batch is tiny
 
 
 def judge(
@@ -32,12 +32,17 @@ def judge(
     made: Plan,
     reached: tuple[float, str] | None = None,
 ) -> tuple[str, str]:
-    """One sentence of verdict and the next lever: where most time could be had back.
+    """Return a verdict in one sentence and the change that could save the most time.
 
-    Of products themselves nothing can be had back but by fp8; of attention in eager mode about two thirds.
+    The time of GEMMs can only be reduced by fp8. About two thirds of the time of eager attention can be
+    saved.
 
     Args:
-        made: the plan of the recipe, which knows what is on already.
+        found: shares of a step by kind.
+        padding: share of padding tokens.
+        attention: the attention implementation.
+        made: the plan of the recipe, which knows the active options.
+        reached: the share of the peak that GEMMs reach, and the name of the peak.
     """
     gpu = made.machine.device == "cuda"
     masked = attention == "eager" or (gpu and attention == "sdpa")
@@ -45,7 +50,8 @@ def judge(
     sums, passes, attends = found["communication"], found["memory-bound"], found["attention"]
     kernel = "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here")
     rarer = "train.effective_batch_size: larger, so that they are rarer"
-    causes: list[tuple[float, str, Callable[[], str]]] = [  # what could be had back, what is so, the lever
+    # Time that could be saved, description, suggestion
+    causes: list[tuple[float, str, Callable[[], str]]] = [
         (waits, f"the step waits for data {waits:.0%} of its time", lambda: loader(whole, made.machine)),
         (
             gaps - USUAL_GAPS[made.machine.device],
@@ -84,7 +90,7 @@ def judge(
 
 
 def fewer_copies(whole: Recipe, made: Plan) -> str:
-    """Less on the CPU, if the recipe or `auto` has put something there."""
+    """Suggest less offloading, if the recipe or `auto` offloads."""
     if whole.speed.offload not in ("auto", "none"):
         return "speed.offload: auto"
     if made.choices["offload"].value != "none":
@@ -93,7 +99,7 @@ def fewer_copies(whole: Recipe, made: Plan) -> str:
 
 
 def loader(whole: Recipe, machine: Hardware) -> str:
-    """More workers than there are, up to the CPU's cores."""
+    """Suggest more data loader workers, up to the number of CPU cores."""
     if whole.data.streaming:
         return "a stream is read while training: data.streaming: false"
     key, given = "dataloader_num_workers", whole.train.passed_on()
@@ -106,14 +112,18 @@ def loader(whole: Recipe, machine: Hardware) -> str:
 
 
 def more_rows(whole: Recipe, gpu: bool) -> str:
-    """More rows at once: of the step's own where it takes them in turns, else a larger step. Packing makes
-    rows full too, which a CPU is slower with (docs/optimizations.md)."""
-    apart = processes() // launch_environment.parallel("CP")  # of which each has rows of its own
+    """Suggest a larger micro-batch size, or a larger effective batch size if there is no accumulation.
+
+    Packing also fills sequences, but it is slower on a CPU (docs/optimizations.md).
+    """
+    # Context parallel processes share their sequences
+    apart = processes() // launch_environment.parallel("CP")
     batch = split_batch(whole.train, apart)
     share = batch.effective // apart
     more = [size for size in range(batch.per_device + 1, share + 1) if share % size == 0]
     packed = "; or data.packing: true" if gpu and not whole.data.packing else ""
-    if more and whole.train.per_device_train_batch_size != "auto":  # which has taken all that fit
+    # Auto has already chosen the largest size that fits
+    if more and whole.train.per_device_train_batch_size != "auto":
         rows = max([size for size in more if size <= max(ROWS, 2 * batch.per_device)] or more[:1])
         return f"train.per_device_train_batch_size: {rows}, more rows at once{packed}"
     rows = max(ROWS, 2 * share)
@@ -124,7 +134,7 @@ def more_rows(whole: Recipe, gpu: bool) -> str:
 
 
 def less_padding(whole: Recipe, gpu: bool) -> str:
-    """Rows without padding on a GPU; a CPU is slower with them, and takes rows of like lengths at once."""
+    """Suggest sequences without padding on a GPU, and grouping by length on a CPU, where that is faster."""
     if whole.data.packing or whole.data.padding_free:
         return "data.max_length: one that rows fill better"
     if gpu:
@@ -136,7 +146,7 @@ def less_padding(whole: Recipe, gpu: bool) -> str:
 
 
 def fewer_passes(whole: Recipe, made: Plan) -> str:
-    """What fuses passes and is not on."""
+    """Suggest fusing optimizations that are off."""
     off = ["speed.compile: true"] if made.choices["compile"].value == "off" else []
     off += ["speed.fused: auto"] if whole.speed.fused is False else []
     off += ["speed.loss: auto"] if whole.speed.loss == "trl" else []
@@ -144,7 +154,7 @@ def fewer_passes(whole: Recipe, made: Plan) -> str:
 
 
 def faster_products(whole: Recipe, made: Plan) -> str:
-    """The frozen base in fp8, where that is possible and not so."""
+    """Suggest a frozen base model in fp8, if that is possible and not active."""
     able = made.machine.device == "cuda" and made.machine.capability >= kernel_limits.FP8_CAPABILITY
     stored = made.choices["quantization"].value in ("fp8", *QUANTISED)
     if able and not stored and not adapter_rules.against_fp8(whole.adapter, whole.speed, whole.eval):

@@ -1,8 +1,8 @@
-"""Operations of a traced step, and GPU kernels that they launched: seconds, kind of work, FLOPs by shapes.
+"""Analyze a traced step: seconds, kind of work, and FLOPs of its operations and GPU kernels.
 
-A kernel's name says how it computes, not for what: eager attention's products and softmax are kernels that
-linear layers and losses launch too. So a kernel is of the kind of the operation that launched it, or of one
-around that; under `torch.compile`, which launches its own, Inductor's names say what was fused.
+A kernel's name does not tell its purpose: the GEMMs and softmax of eager attention use the same kernels as
+linear layers and losses. So a kernel has the kind of the operation that launched it, or of an operation
+around that one. `torch.compile` launches its own kernels, and Inductor's names list the fused operations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 COPIES = "to the CPU and back"
-# Kinds by the names of kernels and of operations; the first that is found is it
+# Kinds by names of kernels and operations. The first match counts.
 KINDS = {
     COPIES: r"memcpy (dtoh|htod)",
     "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter|c10d::|gloo",
@@ -32,41 +32,41 @@ KINDS = {
         r"|aten::(mm|addmm|_addmm_activation|_int_mm|mkldnn_linear|matmul|linear)\b|onednn|mkldnn"
     ),
 }
-KINDS_AROUND = ("communication", "attention")  # which an operation has from one that it is part of
+KINDS_AROUND = ("communication", "attention")  # kinds that an operation inherits from an operation around it
 COMPUTED: tuple[str, ...] = ("products", "attention", "memory-bound")
-BESIDE: tuple[str, ...] = ("communication", COPIES)  # which run beside what is computed
+BESIDE: tuple[str, ...] = ("communication", COPIES)  # kinds that run in parallel to computation
 SOFTMAX = ("aten::_softmax", "aten::_softmax_backward_data")
-# Where the first of two factors stands among an operation's inputs
+# Position of the first factor among an operation's inputs
 FACTORS = {"aten::mm": 0, "aten::_scaled_mm": 0, "aten::_grouped_mm": 0, "aten::addmm": 1}
 FACTORS["aten::_addmm_activation"] = 1
-OVERHEAD = 5e-6  # seconds to call an operation under the CPU's profiler, in which nothing is computed
-INTERRUPTED = 5e-4  # seconds beyond three times the usual, of an operation whose thread lost the CPU
+OVERHEAD = 5e-6  # seconds that the CPU profiler adds to each operation
+INTERRUPTED = 5e-4  # seconds above three times the usual time, for an operation whose thread was interrupted
 
 
 class Ran(NamedTuple):
-    """A kernel, or an operation of the CPU."""
+    """A GPU kernel, or an operation on the CPU."""
 
     name: str
     kind: str
-    """communication, to the CPU and back, attention, products, memory-bound."""
+    """communication, to the CPU and back, attention, products, or memory-bound."""
     seconds: float
     operation: Any
-    """Itself, or what launched it; `None`: not known."""
+    """The CPU operation itself, or the operation that launched the kernel. `None` if not known."""
     begun: float | None = None
-    """When a kernel began, in seconds; `None`: operations of the CPU, of which only their own time counts."""
+    """Start of a kernel in seconds. `None` for CPU operations, because only their duration counts."""
 
     @property
     def span(self) -> tuple[float, float]:
-        """From when to when a kernel ran; empty for the CPU's operations."""
+        """Start and end of a kernel in seconds. The span is empty for CPU operations."""
         begun = self.begun or 0.0
         return begun, begun + (self.seconds if self.begun is not None else 0.0)
 
 
 def computed(events: Iterable[Any], *, cuda: bool, lost: float = 0.0) -> list[Ran]:
-    """Kernels of the profiler's events, or operations of the CPU, and seconds that each computed.
+    """Return the kernels of the profiler's events, or the CPU operations, with the seconds of each.
 
     Args:
-        lost: seconds in which the CPU's thread did not run; no more than these is taken for waits.
+        lost: seconds in which the CPU thread did not run. At most this time is subtracted as waits.
     """
     events = list(events)
     scores = score_shapes(events)
@@ -78,7 +78,7 @@ def computed(events: Iterable[Any], *, cuda: bool, lost: float = 0.0) -> list[Ra
 
 
 def spent(ran: list[Ran]) -> dict[str, float]:
-    """Seconds of each kind: of communication and copies those in which a GPU computes nothing."""
+    """Return the seconds of each kind. Communication and copies count only while the GPU computes nothing."""
     found: dict[str, float] = dict.fromkeys((*COMPUTED, *BESIDE), 0.0)
     for each in ran:
         if each.kind in COMPUTED or each.begun is None:
@@ -92,7 +92,7 @@ def spent(ran: list[Ran]) -> dict[str, float]:
 
 
 def _within(begun: float, end: float, covered: list[tuple[float, float]]) -> float:
-    """Seconds of a span in which one of those that cover ran."""
+    """Return the seconds of a span that the covering spans overlap."""
     hidden = 0.0
     for start, stop in covered[max(0, bisect_right(covered, (begun, math.inf)) - 1) :]:
         if start >= end:
@@ -102,7 +102,7 @@ def _within(begun: float, end: float, covered: list[tuple[float, float]]) -> flo
 
 
 def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time in spans that do not meet, in order."""
+    """Merge overlapping spans and sort them."""
     found = list[tuple[float, float]]()
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
@@ -113,13 +113,16 @@ def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _kernels(events: list[Any]) -> Iterator[tuple[str, Any, float, float]]:
-    """Each kernel, the operation that launched it, which lists it by name and length, and when it began."""
+    """Yield each kernel's name, the operation that launched it, its seconds and its start.
+
+    The profiler lists the kernels of an operation by name and duration.
+    """
     owners: dict[tuple[str, float], deque[Any]] = defaultdict(deque)
     for event in events:
         for kernel in event.kernels:
             owners[kernel.name, kernel.duration].append(event)
     for event in events:
-        # ranges of the host are on the GPU's line too, and span all that runs in them
+        # ranges of the host are also on the GPU's timeline, and cover the kernels inside them
         if str(event.device_type).endswith("CUDA") and not event.is_user_annotation:
             by = owners[event.name, event.time_range.elapsed_us()]
             begun = event.time_range.start / 1e6
@@ -127,9 +130,11 @@ def _kernels(events: list[Any]) -> Iterator[tuple[str, Any, float, float]]:
 
 
 def _on_cpu(events: list[Any], lost: float) -> Iterator[tuple[str, Any, float, None]]:
-    """The CPU's profiler gives times of the clock. One of an operation that took far longer than others of
-    its name and about its shapes may have held a wait for the CPU, which another process had: as much as the
-    thread lost is taken off. A thread that always ran waited for nothing: memory that is new takes as long.
+    """Yield the CPU operations, with waits removed from their wall-clock times.
+
+    An operation that took much longer than others with its name and similar shapes may have waited while
+    another process used the CPU. The waits are removed up to the time that the thread lost. If the thread
+    always ran, there was no wait: allocating new memory can take as long.
     """
     alike: dict[tuple[Any, ...], list[tuple[Any, float]]] = {}
     for event in events:
@@ -150,10 +155,10 @@ def _on_cpu(events: list[Any], lost: float) -> Iterator[tuple[str, Any, float, N
 
 
 def score_shapes(events: Iterable[Any]) -> set[tuple[int, ...]]:
-    """Shapes of attention's scores, every token against every other, where a softmax of them runs.
+    """Return the shapes of attention scores (tokens x tokens), which are the inputs of a softmax.
 
-    They tell the passes over scores from others: scaling, mask, dropout, and all that again in backward. No
-    shapes where rows are as long as heads are wide, as then queries have the same.
+    They identify other operations on scores: scaling, mask, dropout, and their backward. The set is empty if
+    sequences are as long as heads are wide, because queries then have the same shapes.
     """
     softmax, factors = set[tuple[int, ...]](), list[tuple[int, ...]]()
     for event in events:
@@ -166,8 +171,8 @@ def score_shapes(events: Iterable[Any]) -> set[tuple[int, ...]]:
 
 
 def kind_of(name: str, operation: Any, scores: set[tuple[int, ...]]) -> str:
-    """The kind of a kernel, or of an operation under its own name."""
-    if named(name) == COPIES:  # of what attention keeps, too
+    """Return the kind of a kernel, or of a CPU operation under its own name."""
+    if named(name) == COPIES:  # also for the saved activations of attention
         return COPIES
     around, each = {named(name)}, operation
     while each is not None:
@@ -185,18 +190,21 @@ def kind_of(name: str, operation: Any, scores: set[tuple[int, ...]]) -> str:
 
 
 def over_scores(operation: Any) -> bool:
-    """A softmax of attention's, or its backward: a loss has rows."""
+    """Return whether the operation is a softmax of attention or its backward.
+
+    The softmax of a loss has two dimensions.
+    """
     return operation.name in SOFTMAX and len(operation.input_shapes[0]) == 4
 
 
 @cache
 def named(name: str) -> str:
-    """The kind that a name tells; empty: none."""
+    """Return the kind that a name implies, or an empty string."""
     return next((kind for kind, part in KINDS.items() if re.search(part, name, re.IGNORECASE)), "")
 
 
 def flops(operation: Any) -> float:
-    """Of a product, by the shapes of its factors; 0: not known."""
+    """Return the FLOPs of a GEMM from the shapes of its factors, or 0 if they are not known."""
     if operation is None or operation.name not in FACTORS:
         return 0.0
     first, second = operation.input_shapes[FACTORS[operation.name] :][:2]
@@ -208,13 +216,13 @@ def in_fp8(ran: Iterable[Ran]) -> bool:
 
 
 def of_peak(ran: Iterable[Ran], peak: float, fp8: float | None) -> float | None:
-    """Share of a peak that products reach: FLOPs of all that ran, over their time.
+    """Return the share of a peak that GEMMs reach: the FLOPs of all executed GEMMs over their time.
 
-    What runs again in backward is counted, and the head for the tokens that it was computed for. Products of
-    which no shapes are known are left out with their time; `None`: those are most of them.
+    Recomputation in the backward pass counts, and so does the head for all of its tokens. GEMMs without known
+    shapes are excluded with their time. Return `None` if they are the majority.
 
     Args:
-        fp8: the peak of products in fp8; `None`: not known, and they are left out.
+        fp8: the peak of fp8 GEMMs. `None` excludes them.
     """
     ideal: dict[int, float] = {}
     all_seconds = seconds = 0.0
@@ -224,6 +232,7 @@ def of_peak(ran: Iterable[Ran], peak: float, fp8: float | None) -> float | None:
         all_seconds += each.seconds
         rate = fp8 if each.operation is not None and each.operation.name == "aten::_scaled_mm" else peak
         if rate and (work := flops(each.operation)):
-            ideal[id(each.operation)] = work / rate  # once, also of one that launched several kernels
+            # Count an operation once, even if it launched several kernels
+            ideal[id(each.operation)] = work / rate
             seconds += each.seconds
     return sum(ideal.values()) / seconds if seconds > all_seconds / 2 else None
