@@ -1,4 +1,4 @@
-"""The HTML page, plots and terminal tables of a run."""
+"""HTML page, plots and terminal tables of a run."""
 
 from typing import TYPE_CHECKING
 

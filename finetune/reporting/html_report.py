@@ -1,6 +1,6 @@
-"""One page about a run: whether it worked, what it did, and what proves it: `finetune report RUN`.
+"""Write one page about a run: the result, the process and the run checks (`finetune report RUN`).
 
-It is made from the run folder alone, whole or not and wherever it lies; the same run gives the same bytes.
+It reads only the run folder, complete or not. The same run gives the same bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from finetune.reporting.run_files import Run
 
 REPORT = Path(__file__).with_name("report.html.jinja")
-CHARTS = (  # key in metrics.jsonl, name, whether the axis begins at zero, what is said under it
+CHARTS = (  # key in metrics.jsonl, name, whether the axis starts at zero, caption
     ("learning_rate", "learning rate", True, "{most} at most, {last} at the end"),
     ("grad_norm", "gradient norm", False, "{median} in the median, {most} at most"),
     ("tokens_per_second", "tokens a second", True, "{median} in the median"),
@@ -44,10 +44,10 @@ def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdi
     """Write the page of a run.
 
     Args:
-        output: the page; `None`: report.html in the run folder.
+        output: path of the page. `None` means report.html in the run folder.
 
     Raises:
-        UserError: `path` is no run folder, or `output` can't be written (exit 2).
+        UserError: `path` is not a run folder, or `output` cannot be written (exit 2).
     """
     found = run_files.read(Path(path))
     verdict = judge(found)
@@ -59,21 +59,21 @@ def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdi
 
 def show(page: Path, verdict: Verdict, *, quiet: bool) -> None:
     first, *more = f"{verdict.title}. {verdict.why}".split("\n")
-    said = [f"{CONTINUED}{line}" for line in more]  # of the run's log
+    said = [f"{CONTINUED}{line}" for line in more]  # lines from the run's log
     Console(quiet=quiet).say(first, *said, *verdict.doubts, f"wrote {page}")
 
 
 def after(path: Path, screen: Console) -> None:
-    """The page at the end of a run, which it must not spoil: what goes wrong is said, and no more."""
+    """Write the page at the end of a run. An error here gives a note and does not make the run fail."""
     try:
         run(path)
-    except Exception as error:  # of whatever kind: the run itself is done
+    except Exception as error:  # the run itself is finished, so report any error and continue
         said = " ".join(str(error).split())
         screen.say(f"note: no report.html ({type(error).__name__}: {said}); try: finetune report {path}")
 
 
 def judge(run: Run) -> Verdict:
-    """Whether it worked; what throws doubt on that is said beside it."""
+    """Return the verdict on a run, and the doubts about it."""
     failed = sum(not receipt["passed"] for receipt in run.receipts)
     if not run.saved:
         return _unfinished(run)
@@ -85,7 +85,7 @@ def judge(run: Run) -> Verdict:
 
 
 def _unfinished(run: Run) -> Verdict:
-    """How far a run came that has no weights; not every step is logged, so a checkpoint may be newer."""
+    """Return how far a run without weights came. A checkpoint can be newer than the last logged step."""
     last = max(run.steps[-1]["step"] if run.steps else 0, run.kept)
     ended = f"It ended after step {last:.0f}." if last else "No step was logged."
     if run.kept:
@@ -96,14 +96,14 @@ def _unfinished(run: Run) -> Verdict:
 
 
 def training_loss(run: Run) -> tuple[float, float] | None:
-    """Where the loss began and ended, each as a mean of a twentieth of the logged steps."""
+    """Return the training loss at the start and at the end, as means of a twentieth of the logged steps."""
     losses = [step["loss"] for step in run.steps if step["loss"] is not None]
     part = max(1, len(losses) // 20)
     return (sum(losses[:part]) / part, sum(losses[-part:]) / part) if losses else None
 
 
 def seconds(run: Run) -> float:
-    """Time in optimizer steps: each logged line has the mean of those since the line before."""
+    """Return the total time in optimizer steps. Each logged line holds the mean since the previous line."""
     before, total = 0.0, 0.0
     for step in run.steps:
         total += (step.get("step_seconds") or 0.0) * (step["step"] - before)
@@ -112,7 +112,7 @@ def seconds(run: Run) -> float:
 
 
 def summary(run: Run) -> str:
-    """What was trained on what, how long: one sentence."""
+    """Summarize model, data, duration and hardware in one sentence."""
     kind = run.get("adapter.type")
     options = f" (r {run.get('adapter.r')})" if run.get("adapter.r") else ""
     what = "Full fine-tuning" if kind == "full" else f"{kind}{options}" if kind else "Something"
@@ -134,7 +134,7 @@ def summary(run: Run) -> str:
 
 
 def headlines(run: Run) -> list[tuple[str, str]]:
-    """The few numbers that are shown large: what, how much."""
+    """Return the few figures that are shown large, as (name, value)."""
     found = scores.headlines(run.evaluation)
     if run.steps:
         found.append(("time in training", duration(seconds(run))))
@@ -145,13 +145,13 @@ def headlines(run: Run) -> list[tuple[str, str]]:
 
 
 def charts(run: Run) -> Iterator[tuple[str, str]]:
-    """The plots of a run, each with what is said under it."""
+    """Yield the plots of a run, each with its caption."""
     if run.steps:
         yield _loss_chart(run)
     for key, name, zero, said in CHARTS:
         values = [step.get(key) for step in run.steps]
         known = sorted(_known(values))
-        if len(known) > 2:  # two points are no curve, and metrics.jsonl has them
+        if len(known) > 2:  # two points form no curve, and metrics.jsonl holds them
             as_text = percent if key in ("mfu", "data_wait") else figure
             told = {"median": known[len(known) // 2], "most": known[-1], "last": _known(values)[-1]}
             caption = said.format(**{what: as_text(value) for what, value in told.items()})
@@ -182,7 +182,7 @@ def _known(values: list[Any]) -> list[float]:
 
 
 def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
-    """What to do next: why, and the command."""
+    """Return the next steps: the reason and the command."""
     name, found = shlex.quote(run.path.resolve().name), []
     again = f"finetune {_train_again(run)}"
     rate, losses = run.get("train.learning_rate"), training_loss(run)
@@ -210,14 +210,14 @@ def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
 
 
 def _train_again(run: Run) -> str:
-    """`train` by a run's recipe, which publishes nothing."""
+    """Return `train` arguments that repeat a run without publishing it."""
     alone = " publish.repo=null" if run.get("publish.repo") else ""
     name = shlex.quote(run.path.resolve().name)
     return f"train {name}/recipe.resolved.yaml train.output_dir=runs/again{alone}"
 
 
 def reproduce(run: Run) -> tuple[str, list[str]]:
-    """The command that makes this run again, and what it needs."""
+    """Return the command that reproduces this run, and its requirements."""
     launch, train = run.environment.get("launch", {}), _train_again(run)
     processes, needs = launch.get("processes", 1), []
     command = f"finetune {train}"
@@ -225,7 +225,7 @@ def reproduce(run: Run) -> tuple[str, list[str]]:
         given = launch.get("environment") or {}
         precision = given.get(
             "ACCELERATE_MIXED_PRECISION", launch.get("precision")
-        )  # Accelerate's own is none
+        )  # the Accelerate default is no mixed precision
         command = (
             f"accelerate launch --num_processes {processes} --mixed_precision {precision} -m finetune {train}"
         )
@@ -241,7 +241,7 @@ def reproduce(run: Run) -> tuple[str, list[str]]:
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
-    """Hardware, launch, code and versions."""
+    """Return hardware, launch, code and versions."""
     found, rows = run.environment, []
     device, launch, git = (found.get(key) or {} for key in ("hardware", "launch", "git"))
     if device:
@@ -260,14 +260,14 @@ def environment(run: Run) -> list[tuple[str, str]]:
 
 @functools.cache
 def template(path: Path = REPORT) -> Any:
-    """A page's template, which a comparison of many runs compiles once."""
+    """Return a page's template. The cache helps a comparison of many runs."""
     pages = html_pages.templates(path.parent)
     pages.filters |= {"shown": shown, "share": percent, "value": figure, "duration": duration}
     return pages.get_template(path.name)
 
 
 def render(run: Run, verdict: Verdict) -> str:
-    """The page."""
+    """Return the HTML page."""
     drawn = list(charts(run))
     given = {"run": run, "verdict": verdict, "summary": summary(run), "headlines": headlines(run)}
     given |= {"name": run.path.resolve().name, "charts": drawn, "scores": scores.table(run.evaluation)}
@@ -283,7 +283,7 @@ def render(run: Run, verdict: Verdict) -> str:
 
 
 def shown(text: object) -> str:
-    """A text of the run, and of a long one only the beginning."""
+    """Return a text of the run for display, truncated if it is long."""
     text = str(text)
     cut = f" ... {len(text) - run_files.LONGEST:,} more characters" if len(text) > run_files.LONGEST else ""
     return visible_lines(text[: run_files.LONGEST]) + cut

@@ -1,6 +1,7 @@
-"""Plots as SVG texts that stand in a page or in a file of their own, light or dark as the reader's screen is.
+"""Plots as SVG text for a page or a separate file, with light and dark colors.
 
-matplotlib draws them; the same numbers give the same text. No http, no script, no id that another plot has.
+matplotlib draws them. The same values give the same text. The SVG loads nothing, has no script, and its ids
+are unique.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 
     Numbers = Sequence[float | None]
 
-WIDTH, HEIGHT = 4.3, 2.9  # inches of 72 units: about a phone's width, so that text is readable there
-MOST_POINTS = 800  # of a line; of more, the least and the greatest of each stretch are drawn
-LOG_FROM, LOG_TO = 30, 1e12  # times as much: a log axis
-GREATEST = 1e30  # what is greater is left out like what is not finite: axes overflow long before fp64 does
-COLOURS = {  # name -> light, dark; the SVG's own style sheet has them
+WIDTH, HEIGHT = 4.3, 2.9  # in inches of 72 units: about the width of a phone, so that text is readable there
+# Limit of points per line. Longer lines show the minimum and maximum of each stretch.
+MOST_POINTS = 800
+LOG_FROM, LOG_TO = 30, 1e12  # range (maximum divided by minimum) in which an axis is logarithmic
+# Larger values are skipped like NaN and Inf, because axes overflow long before fp64 does
+GREATEST = 1e30
+# Name -> (light, dark), used in the SVG's own style sheet
+COLOURS = {
     "ink": ("#22262b", "#e4e3df"),
     "soft": ("#646a72", "#9aa1a9"),
     "grid": ("#e3e0d9", "#2c3238"),
@@ -40,7 +44,8 @@ COLOURS = {  # name -> light, dark; the SVG's own style sheet has them
     "7": ("#75731a", "#c9c660"),
     "8": ("#a8447f", "#e68fc2"),
 }
-STAND_INS = {name: f"#0000{0xA0 + index:02x}" for index, name in enumerate(COLOURS)}  # while it is drawn
+# Placeholders while matplotlib draws
+STAND_INS = {name: f"#0000{0xA0 + index:02x}" for index, name in enumerate(COLOURS)}
 SERIES = [STAND_INS[str(number)] for number in range(1, 9)]
 MARKERS = "osD^vPX*"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,7 +56,7 @@ class Curve(NamedTuple):
     label: str
     x: Numbers
     y: Numbers
-    """`None`, NaN and infinite values are gaps."""
+    """`None`, NaN and Inf are gaps."""
     style: Literal["line", "faint", "points"] = "line"
 
 
@@ -65,11 +70,11 @@ class Point(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """A row of `bars`."""
+    """One row of `bars`."""
 
     label: str
     values: Numbers
-    """One of each series; `None`: no bar."""
+    """One value for each series. `None` draws no bar."""
     errors: Sequence[float]
 
 
@@ -82,12 +87,13 @@ def curves(
     zero: bool = False,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Lines over a shared x axis.
+    """Draw lines over a shared x axis.
 
     Args:
-        alt: what is read aloud; "ylabel over xlabel" if empty.
-        zero: the y axis begins at zero; else it is a log axis where values span LOG_FROM times or more.
-        mark: an x value, and what is said of it.
+        alt: text for screen readers. If empty, "ylabel over xlabel".
+        zero: start the y axis at zero. Otherwise it is logarithmic if the values span a factor of LOG_FROM or
+            more.
+        mark: an x value to mark, and its label.
     """
     figure, axes = _axes(xlabel, ylabel)
     drawn = [(curve, *_finite(curve.x, curve.y)) for curve in lines]
@@ -97,7 +103,7 @@ def curves(
     elif _is_wide([y for _, _, y in drawn]):
         _log(axes.yaxis, axes.set_yscale)
     for index, (curve, x, y) in enumerate(drawn):
-        alone = np.isfinite(y).sum() < 3  # a line through one point can't be seen
+        alone = np.isfinite(y).sum() < 3  # a line through one point is not visible
         shown = {"marker": "o" if alone or curve.style == "points" else "", "markersize": 4}
         faint = curve.style == "faint"
         shown |= {"alpha": 0.45 if faint else 1, "linewidth": 0.9 if faint else 1.7}
@@ -116,11 +122,13 @@ def scatter(
     *,
     front: Sequence[str] = (),
 ) -> str:
-    """Named points with error bars, one marker and colour each; the x axis may be a log one.
+    """Draw named points with error bars, each with its own marker and color.
+
+    The x axis can be logarithmic.
 
     Args:
-        points: those with a coordinate that is no finite number are left out.
-        front: labels of the points that a line joins, such as a Pareto front.
+        points: points with a NaN or Inf coordinate are skipped.
+        front: labels of points to connect by a line, such as a Pareto front.
     """
     figure, axes = _axes(xlabel, ylabel)
     shown = [Point(*point) for point in points]
@@ -149,11 +157,11 @@ def dots(
     best: int | None = None,
     line: Curve | None = None,
 ) -> str:
-    """Points that have no names, over numbers (a log axis where they span LOG_FROM times or more) or words.
+    """Draw unnamed points over numbers or words. A numeric axis is logarithmic for wide ranges.
 
     Args:
-        best: the place of the point that is shown large.
-        line: drawn with them.
+        best: index of the point to highlight.
+        line: a curve to add.
     """
     figure, axes = _axes(xlabel, ylabel)
     words = list(dict.fromkeys(x)) if any(isinstance(value, str) for value in x) else []
@@ -182,7 +190,7 @@ def _short(word: str) -> str:
 
 
 def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str) -> str:
-    """Horizontal bars, a row for each label from the top down, one bar of each series in it."""
+    """Draw horizontal bars: one row for each label from the top, with one bar for each series."""
     figure, axes = _axes(xlabel, "")
     thick = 0.8 / len(series)
     for index, name in enumerate(series):
@@ -209,9 +217,9 @@ def bars(rows: Sequence[Bar], series: Sequence[str], xlabel: str) -> str:
 
 
 def smoothed(values: Numbers) -> list[float]:
-    """The mean round each value: a thirtieth of all to either side, fewer at the ends.
+    """Return the moving mean: a thirtieth of all values to each side, fewer at the ends.
 
-    Values that are not finite stay gaps.
+    NaN and Inf stay gaps.
     """
     _, y = _finite(range(len(values)), values)
     known, places = np.isfinite(y), np.arange(len(y))
@@ -224,10 +232,11 @@ def smoothed(values: Numbers) -> list[float]:
 
 
 def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure  # a second, which ranks that draw nothing are spared
+    from matplotlib.figure import Figure  # a second import, which ranks that draw nothing avoid
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    figure = Figure(figsize=(WIDTH, HEIGHT))  # margins are our own: a layout engine draws it three times
+    # Set the margins by hand, because a layout engine draws three times
+    figure = Figure(figsize=(WIDTH, HEIGHT))
     axes = figure.add_subplot()
     figure.patch.set_visible(False)
     axes.patch.set_visible(False)
@@ -247,11 +256,12 @@ def _axes(xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool, height: float = HEIGHT) -> None:
-    """Margins, and the legend under the plot; or, where there is nothing to draw, that."""
+    """Set the margins and add the legend below the plot. Without data, show "no values"."""
     handles, labels = axes.get_legend_handles_labels() if named else ([], [])
     columns = max(1, min(3, 48 // (max(map(len, labels), default=0) + 5)))
     legend_rows = -(-len(labels) // columns)
-    height = 72 * height + 14 * max(0, legend_rows - 2)  # a long legend makes the figure longer, not flatter
+    # A long legend makes the figure taller instead of shrinking the plot
+    height = 72 * height + 14 * max(0, legend_rows - 2)
     below = 33 + 14 * legend_rows  # the axis and its name, then the legend
     figure: Any = axes.figure
     figure.set_figheight(height / 72)
@@ -270,7 +280,7 @@ def _finish(axes: Axes, drawn: Sequence[Any], *, named: bool, height: float = HE
 
 
 def _finite(x: Numbers, y: Numbers) -> tuple[np.ndarray, np.ndarray]:
-    """As fp64, with NaN for what is no finite number or too great to draw; points without x are left out."""
+    """Return fp64 arrays with NaN for values that cannot be drawn. Points without an x value are removed."""
     places, values = (np.array([math.nan if v is None else v for v in each], dtype=float) for each in (x, y))
     places, values = (np.where(np.abs(each) < GREATEST, each, math.nan) for each in (places, values))
     return places[np.isfinite(places)], values[np.isfinite(places)]
@@ -281,7 +291,7 @@ def _drawable(value: float) -> bool:
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The least and the greatest value of each stretch, and each gap."""
+    """Return the minimum and maximum of each stretch, and keep each gap."""
     if len(y) <= MOST_POINTS:
         return x, y
     kept: set[int] = {0, len(y) - 1}
@@ -297,7 +307,7 @@ def _thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _is_wide(values: list[np.ndarray]) -> bool:
-    """Whether all are positive and span so much that a linear axis would hide most of them."""
+    """Return whether all values are positive and span a range that needs a logarithmic axis."""
     known = np.concatenate([each[np.isfinite(each)] for each in values]) if values else np.array([])
     if not len(known) or known.min() * LOG_TO <= known.max():
         return False
@@ -315,20 +325,20 @@ def _log(axis: Any, set_scale: Any) -> None:
 
 
 def _number(value: float, _: object = None) -> str:
-    """12,000, 0.25 or 4e-5, as a person writes it."""
+    """Format a number as a person would write it, such as 12,000, 0.25 or 4e-5."""
     text = f"{value:,.5g}" if 1e-4 <= abs(value) < 1e6 or value == 0 else f"{value:.3g}"
     return text.replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def _error(error: Any) -> Any:
-    """What matplotlib takes: one number, or a column of two; none where it is not known."""
+    """Return an error bar for matplotlib: two values, or `None` if it is not known."""
     parts = [error, error] if not isinstance(error, tuple | list) else error
     known = all(part is not None and _drawable(part) for part in parts)
     return [[max(0.0, float(part))] for part in parts] if known else None
 
 
 def _svg(figure: Figure, alt: str) -> str:
-    """The figure as an <svg> element that brings its colours along."""
+    """Return the figure as an <svg> element with its own colors."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
@@ -336,7 +346,8 @@ def _svg(figure: Figure, alt: str) -> str:
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "same numbers, same text"}
     settings |= {"font.family": ["sans-serif"], "font.sans-serif": ["DejaVu Sans"]}
     with matplotlib.rc_context(settings):
-        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # metadata has the time and http
+        # The default metadata contains the time and a URL
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(file, metadata=nothing)
     root = ElementTree.fromstring(file.getvalue())
     own = "p" + sha256(file.getvalue()).hexdigest()[:8]
@@ -357,7 +368,7 @@ def _svg(figure: Figure, alt: str) -> str:
 
 
 def _keep_ids(root: ElementTree.Element, own: str) -> None:
-    """Only ids that something refers to, and each with the plot's own prefix."""
+    """Keep only ids that are referenced, and add the plot's prefix to them."""
     given = [element for element in root.iter() if "id" in element.attrib]
     everything = " ".join(value for element in root.iter() for value in element.attrib.values())
     for element in given:
@@ -371,7 +382,7 @@ def _keep_ids(root: ElementTree.Element, own: str) -> None:
 
 
 def _sheet(own: str) -> str:
-    """The plot's colours, light and dark; and matplotlib's rule for lines, for this plot alone."""
+    """Return the plot's light and dark colors, and matplotlib's line style for this plot only."""
 
     def named(shade: int) -> str:
         pairs = ((f"series-{name}" if name.isdigit() else name, c[shade]) for name, c in COLOURS.items())

@@ -15,7 +15,7 @@ from finetune.recipe import renames
 from finetune.run_folder import file_shapes, run_folder
 from finetune.run_folder.run_folder import RunFolder
 
-FILES = {  # what a run leaves, and what can't be said without it
+FILES = {  # files of a run folder, and the content that is missing without them
     "recipe.resolved.yaml": "what was asked for",
     "environment.json": "versions and hardware",
     "data_report.json": "what became of the rows",
@@ -23,12 +23,12 @@ FILES = {  # what a run leaves, and what can't be said without it
     "checks.json": "the run checks",
     "eval.json": "base against tuned (finetune evaluate makes it)",
 }
-LONGEST = 2000  # characters of a text that are shown
+LONGEST = 2000  # limit of displayed characters of a text
 
 
 @dataclass
 class Run:
-    """What a run folder holds, as far as it does."""
+    """The content of a run folder, as far as it is available."""
 
     path: Path
     missing: list[str] = field(default_factory=list)
@@ -45,18 +45,18 @@ class Run:
     evaluation: dict[str, Any] = field(default_factory=dict)
     saved: bool = True
     kept: int = 0
-    """The step of the newest checkpoint; 0: there is none."""
+    """Step of the newest checkpoint, or 0 if there is none."""
     error: str = ""
-    """What ended a run that has no weights."""
+    """The error that ended a run without weights."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A recipe's value by its dotted key."""
+        """Return a recipe value by its dotted key."""
         section, _, name = key.partition(".")
         return (self.recipe.get(section) or {}).get(name, default)
 
 
 def read(path: Path) -> Run:
-    """What is there; a file that is not, or that can't be read, is named in `missing`."""
+    """Read all available files. `missing` names files that do not exist or cannot be read."""
     if not any(RunFolder(path).file(name).exists() for name in FILES):
         raise UserError(Problem("not a run folder", where=str(path), found=f"none of {', '.join(FILES)}"))
     found, folder = Run(path), RunFolder(path)
@@ -88,7 +88,7 @@ def read(path: Path) -> Run:
 
 
 def _one_line(error: Exception) -> str:
-    """Why a file can't be read, in short."""
+    """Describe in short why a file cannot be read."""
     if isinstance(error, UserError):
         said = "; ".join(": ".join(filter(None, (p.what, p.found))) for p in error.problems[:3])
         return said[:200]
@@ -112,13 +112,13 @@ def _read_data(found: Run, folder: RunFolder) -> None:
         values = {key: value for key, value in (content.get(split) or {}).items() if key in known}
         report = Report(**values)
         for name, columns in report.unused.items():
-            if isinstance(columns, list):  # of format 1
+            if isinstance(columns, list):  # format 1 stores lists
                 report.unused[name] = dict.fromkeys(columns, report.read.get(name, 0))
         found.data[split] = report
 
 
 def _read_metrics(found: Run, folder: RunFolder) -> None:
-    """Training lines and those of evaluations; numbers that are not finite stand there as text."""
+    """Read training steps and evaluations. NaN and Inf are stored as text."""
     torn = 0
     for line in folder.read_text("metrics.jsonl").splitlines():
         try:
@@ -136,7 +136,7 @@ def _float(value: Any) -> float | None:
 
 
 def _last_error(folder: RunFolder) -> str:
-    """The last error in the log, with its lines; none, if the run went on after it."""
+    """Return the last error in the log with its lines, or an empty string if the run continued after it."""
     if not os.path.lexists(folder.path / "log.txt"):
         return ""
     text = safe_files.read_bytes(folder.path, "log.txt").decode("utf-8", "replace")

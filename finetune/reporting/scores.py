@@ -1,4 +1,4 @@
-"""What eval.json says of a run, as a page shows it; what a run was not asked is left out."""
+"""Prepare the results in eval.json for a page. Evaluations that did not run are skipped."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Verdict(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One metric of base and tuned."""
+    """One metric of the base model and the fine-tuned model."""
 
     name: str
     base: str
     tuned: str
     change: str
-    """Tuned minus base, with its sign."""
+    """Difference from the base model, with its sign."""
     interval: str
     verdict: str
-    """A word of `evaluation.verdicts`, or nothing if it was not tested."""
+    """A word of `evaluation.verdicts`, or an empty string if the difference was not tested."""
     note: str = ""
 
 
 def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, float] | None) -> Verdict:
-    """The verdict of eval.json; without one, whether there was something to measure.
+    """Return the verdict of eval.json. Without an evaluation, say whether there was a validation set.
 
     Args:
-        held_out: rows that were held out, if that is known.
-        losses: training loss at the beginning and at the end.
+        held_out: number of validation examples, if it is known.
+        losses: training loss at the start and at the end.
     """
     said = found.get("verdict") or {}
     forgot = said.get("forgot") or []
@@ -66,13 +66,13 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
 
 
 def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Loss and exact match, base to tuned."""
+    """Return validation loss and exact match, before and after fine-tuning."""
     rows = [row for row in _held_out(found) if row.name != NAMES["ended"]]
     return [(row.name, f"{row.base} \N{RIGHTWARDS ARROW} {row.tuned}") for row in rows]
 
 
 def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
-    """Validation set, tasks and what may have been forgotten: (title, rows)."""
+    """Return the results in groups: validation set, tasks, and tasks that measure forgetting."""
     tasks, kept = [], []
     for name, task in (found.get("tasks") or {}).items():
         (kept if task.get("forgetting") else tasks).extend(_task(str(name), task))
@@ -85,7 +85,7 @@ def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
 
 
 def sources(found: dict[str, Any]) -> list[Row]:
-    """Validation loss by source, where there are several."""
+    """Return the validation loss by source, if there are several sources."""
     rows, all_of_them = [], found.get("sources") or []
     for source in all_of_them if len(all_of_them) > 1 else []:
         base, tuned = source.get("base") or {}, source.get("tuned") or {}
@@ -104,7 +104,7 @@ def _held_out(found: dict[str, Any]) -> list[Row]:
 
 
 def _task(name: str, task: dict[str, Any]) -> list[Row]:
-    """The task's main metric first."""
+    """Return the metrics of a task, with its main metric first."""
     base, tuned, change = (task.get(key) or {} for key in ("base", "tuned", "difference"))
     main = task.get("main")
     metrics = [key for key in base if key in tuned and not key.endswith("_stderr") and base[key] is not None]
@@ -138,10 +138,10 @@ def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | No
 
 
 def signed(value: float, text: Any) -> str:
-    """With a plus, or a real minus."""
+    """Format a value with a plus or a typographic minus sign."""
     return ("+" if value >= 0 else "\N{MINUS SIGN}") + text(abs(value)) if math.isfinite(value) else "?"
 
 
 def points(value: float) -> str:
-    """A difference of two shares, in percentage points."""
+    """Format a difference of two shares in percentage points."""
     return f"{100 * value:.1f}"

@@ -1,4 +1,4 @@
-"""What a run says: the plan at its start, the result at its end, and the files that hold both."""
+"""Print the plan at the start of a run and the result at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def show_plan(
     screen: Console, recipe: Recipe, chosen: run_folder.Choices, data: dict[str, Report], notes: list[str]
 ) -> None:
-    """One table: what will happen, and why so; and notes."""
+    """Print one table with the planned settings and their reasons, then the notes."""
     train, held_out = data["train"], data["validation"]
     rows = [
         ("model", recipe.model.name, ""),
@@ -56,7 +56,7 @@ def show_plan(
 
 
 def show_result(screen: Console, folder: RunFolder, ledger: RunChecks, result: dict[str, Any]) -> None:
-    """Print run checks, base model against fine-tuned model, samples side by side, and what to do next."""
+    """Print run checks, base model against fine-tuned model, samples and the next commands."""
     receipts = [(r.option, "yes" if r.passed else "NO", r.expected, r.actual) for r in ledger.receipts]
     screen.table("run checks", ("option", "passed", "expected", "actual"), receipts)
     show_scores(screen, result)
@@ -64,7 +64,7 @@ def show_result(screen: Console, folder: RunFolder, ledger: RunChecks, result: d
 
 
 def show_scores(screen: Console, result: dict[str, Any]) -> None:
-    """Base against tuned, and samples side by side."""
+    """Print the scores of base model and fine-tuned model, and samples of both."""
     rows = [
         _score_row(name, key, result)
         for key, name in (
@@ -93,13 +93,13 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
 
 
 def _lines_of(name: str, text: str) -> list[tuple[str, str]]:
-    """A text of several lines as rows of a table: its name beside the first, a mark beside the others."""
+    """Return a text as table rows, with its name next to the first line and a mark next to the others."""
     lines = text.split("\n")
     return list(zip((name, *["|"] * len(lines)), lines, strict=False))
 
 
 def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
-    """A metric's base, tuned and difference."""
+    """Return a metric of the base model and the fine-tuned model, with the difference."""
     share = is_share(key, scores["base"], scores["tuned"])
     base, tuned = (formatting.number(scores[side][key], share=share) for side in ("base", "tuned"))
     found = scores["difference"].get(key)
