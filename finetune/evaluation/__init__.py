@@ -1,4 +1,4 @@
-"""The base model against the fine-tuned model: validation loss, generated answers, lm-eval and chat."""
+"""Compare the base model with the fine-tuned model: validation loss, generated answers, lm-eval and chat."""
 
 from typing import TYPE_CHECKING
 

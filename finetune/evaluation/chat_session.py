@@ -1,7 +1,7 @@
-"""Talk to base and tuned side by side in the terminal: `finetune chat RUN`.
+"""Chat with the base model and the fine-tuned model side by side in the terminal: `finetune chat RUN`.
 
-The prompt is made as in training and evaluation: by the chat template that was saved with the tokenizer, or,
-where the run was trained on plain text, of what is typed alone. Each model has its own history.
+Prompts use the chat template that is saved with the tokenizer, as in training and evaluation. If the run was
+trained on plain text, the prompt is only the text that you type. Each model has its own history.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 
 MAX_NEW_TOKENS = 512
 HELP = "/reset forgets the talk  /system TEXT  /base /tuned /both who answers  /quit or Ctrl-D ends"
-# Two models, where the base is not the tuned one with its adapter off, or a long talk
+# Chat can need more memory than training: for a separate base model or a long conversation
 LESS_MEMORY = "on the CPU: ACCELERATE_USE_CPU=true finetune chat ..., or a smaller --max-new-tokens"
-CHATS = {"assistant", "every role"}  # who speaks in training data that is chats (`data_report.json`)
+# Speakers in training data that consists of chats (`data_report.json`)
+CHATS = {"assistant", "every role"}
 
 
 @dataclass
 class Voice:
-    """One of the two models, and what it was told and said so far."""
+    """One of the two models, with its conversation so far."""
 
     name: str
     weights: Any
     off: bool = False
-    """The tuned model with its adapter off is the base."""
+    """Disable the adapter, so that the fine-tuned model acts as the base model."""
     history: list[dict[str, str]] = field(default_factory=list)
 
     def adapter(self) -> contextlib.AbstractContextManager[Any]:
@@ -57,17 +58,17 @@ class Voice:
 
 @dataclass
 class Talk:
-    """Both voices, how prompts are made and how answers are drawn."""
+    """The two models and the settings for prompts and answers."""
 
     voices: list[Voice]
     encoder: Encoder
     chats: bool
-    """Trained on chats; else what is typed is the whole prompt."""
+    """Whether the run was trained on chats. Otherwise the typed text is the whole prompt."""
     max_new_tokens: int
     temperature: float
     console: Console
     asked: tuple[str, ...] = ("base", "tuned")
-    """Who answers."""
+    """Names of the models that answer."""
     system: str = ""
 
 
@@ -80,13 +81,13 @@ def run(
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 0.0,
 ) -> None:
-    """Answer `prompt`, or each line that is typed or piped in, until the end.
+    """Answer `prompt`, or each line that is typed or piped in.
 
     Args:
-        overrides: of the run's recipe: `model.name=...` where the base lies elsewhere.
+        overrides: overrides of the run's recipe, such as `model.name=...` if the base model has another path.
 
     Raises:
-        UserError: no finished run (exit 2), or no memory for it (exit 3).
+        UserError: the run is not finished (exit 2), or there is not enough memory (exit 3).
     """
     folder = run_folder.open_run(path)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
@@ -125,7 +126,7 @@ def run(
 
 
 def lines() -> Iterator[str]:
-    """What is typed, or each line of what is piped in; Ctrl-C and Ctrl-D at the prompt end it."""
+    """Yield typed or piped lines. Ctrl-C and Ctrl-D at the prompt end the iteration."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
@@ -140,7 +141,7 @@ def lines() -> Iterator[str]:
 
 
 def reply(talk: Talk, line: str) -> str:
-    """Do what a line asks for; returns what is left to say of it. An error does not end the talk."""
+    """Handle a line, and return the remaining text to print. An error does not end the chat."""
     try:
         if line.startswith("/"):
             return command(talk, line)
@@ -153,7 +154,7 @@ def reply(talk: Talk, line: str) -> str:
 
 
 def command(talk: Talk, line: str) -> str:
-    """Do what a line that begins with a slash asks for; returns what to say of it."""
+    """Handle a line that starts with a slash, and return the text to print."""
     name, _, text = line.partition(" ")
     if name == "/reset":
         for voice in talk.voices:
@@ -171,10 +172,10 @@ def command(talk: Talk, line: str) -> str:
 
 
 def answer(talk: Talk, text: str) -> None:
-    """Let each voice that is asked answer, as it goes; all that is said is shown already.
+    """Let each selected model answer, and print the answers while they are generated.
 
     Raises:
-        UserError: as of `respond`; nothing of it is kept.
+        UserError: see `respond`. Nothing is added to the history.
     """
     voices = [voice for voice in talk.voices if voice.name in talk.asked]
     said = {voice.name: "" for voice in voices}
@@ -198,10 +199,13 @@ def answer(talk: Talk, text: str) -> None:
 
 
 def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Callable[[str], None]) -> str:
-    """One model's answer to a talk that ends with the user; `heard` is called with the text so far.
+    """Generate one model's answer to messages that end with the user's.
+
+    Args:
+        heard: called with the text so far after each token.
 
     Raises:
-        UserError: the template can't render it, or it leaves no room for an answer (exit 2).
+        UserError: the template cannot render the messages, or they leave no room for an answer (exit 2).
     """
     tokenizer = talk.encoder.tokenizer
     row = Example("the talk", [*messages, {"role": "assistant", "content": ""}])
@@ -233,11 +237,11 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
 
 
 class Listener:
-    """What `generate` tells each new token to (transformers' streamer)."""
+    """A transformers streamer that receives each new token from `generate`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, heard: Callable[[str], None]) -> None:
         self.tokenizer, self.heard = tokenizer, heard
-        self.ids: list[int] | None = None  # the first call brings the prompt
+        self.ids: list[int] | None = None  # the first call passes the prompt
 
     @property
     def text(self) -> str:
@@ -251,11 +255,11 @@ class Listener:
             self.heard(self.text)
 
     def end(self) -> None:
-        """All is said."""
+        """Do nothing at the end of the answer."""
 
 
 def side_by_side(said: dict[str, str]) -> Table:
-    """A column for each voice."""
+    """Return a table with one column for each model."""
     table = Table(box=None, expand=True, pad_edge=False)
     for name in said:
         table.add_column(name, ratio=1, overflow="fold", header_style="bold")

@@ -1,7 +1,8 @@
-"""Base against tuned from the run folder alone: `finetune evaluate RUN`.
+"""Compare base model and fine-tuned model from the run folder: `finetune evaluate RUN`.
 
-The validation set (loss and greedy answers), a general text (what was forgotten?), `eval.tasks` by lm-eval,
-for base and tuned on the same rows; each difference with its 95 % interval, and one verdict.
+Both models are evaluated on the same examples: the validation set (loss and greedy answers), general texts
+(forgetting), and `eval.tasks` with lm-eval. Each difference has a 95 % interval, and the evaluation ends with
+one verdict.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
-OTHER = "eval.other.json"  # of rows that the run did not hold out, or of another base
+# For other examples than the run's validation set, or for another base model
+OTHER = "eval.other.json"
 
 
 def run(
@@ -51,19 +53,20 @@ def run(
     inspect: Callable[[Any], None] | None = None,
     screen: Console | None = None,
 ) -> dict[str, Any]:
-    """Reopen a run folder cold, evaluate base and tuned, and write eval.json.
+    """Reload a run folder, evaluate base model and fine-tuned model, and write eval.json.
 
     Args:
         path: the run folder.
-        overrides: of its recipe: `eval.tasks=[arc_easy]`, `model.name=...` where the base lies elsewhere.
-        inspect: called with the reopened model before it is evaluated; may raise.
-        screen: says what is asked of a model when that begins, for each may take minutes.
+        overrides: overrides of its recipe, such as `eval.tasks=[arc_easy]`, or `model.name=...` if the base
+            model has another path.
+        inspect: called with the reloaded model before evaluation. It can raise an error.
+        screen: prints the start of each part, because a part can take minutes.
 
     Returns:
-        The content of eval.json; without a validation set `base` and `tuned` are empty.
+        The content of eval.json. Without a validation set, `base` and `tuned` are empty.
 
     Raises:
-        UserError: no finished run, or a folder that can't be written (exit 2).
+        UserError: the run is not finished, or the folder cannot be written (exit 2).
     """
     folder = run_folder.open_run(path)
     if not os.access(folder.path, os.W_OK):
@@ -71,7 +74,7 @@ def run(
         raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
     recipe = run_folder.recipe_of(folder, overrides)
     for name in run_folder.EVALUATIONS:
-        folder.found(name)  # a damaged one is refused before hours of an evaluation
+        folder.found(name)  # report a damaged file now, not after hours of evaluation
     collectives.joined(detection.detect().device)
     lm_eval_harness.check(recipe.eval, recipe.model)
     texts = tasks.general_texts(recipe.eval)
@@ -115,7 +118,7 @@ def run(
     result["settings"]["notes"] += apart
     name = (
         OTHER if apart or validation_set.overridden(recipe) else "eval.json"
-    )  # which stays the run's own result
+    )  # eval.json keeps the run's own result
     result["tasks"] = {**_earlier(folder, name, result), **result["tasks"]}
     result["verdict"] = verdicts.verdict(result)
     if PartialState().is_main_process:
@@ -131,7 +134,7 @@ def measure(
     recipe: Recipe,
     say: Callable[[str], None],
 ) -> Measured:
-    """Everything one model is asked."""
+    """Evaluate one model on everything the recipe selects."""
     started, settings = time.perf_counter(), recipe.eval
     score, general, found = None, None, {}
     with scoring.memory_errors():
@@ -150,7 +153,7 @@ def measure(
 def by_vllm(
     folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`eval.tasks` of base and tuned by vLLM, which serves the adapter as it was saved."""
+    """Evaluate `eval.tasks` on base model and fine-tuned model with vLLM, which serves the saved adapter."""
     rank = getattr(recipe.adapter, "r", None)
     plain = recipe.adapter.type in ("lora", "rslora") and recipe.model.quantization in ("auto", "none")
     if folder.weights != folder.adapter or not plain:
@@ -164,11 +167,14 @@ def by_vllm(
 
 
 def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
-    """Why this is no evaluation of the run's own weights: its base is stored otherwise than while it trained,
-    or, by the validation loss, another one was named."""
+    """Return why this result is not about the run's own weights.
+
+    The base model can be stored in another format than in training. Or the overrides name another base model,
+    which its validation loss shows.
+    """
     origin, now = recipe.origin.set_by, result["settings"]["storage"]
     own = comparability.resolved(folder).get("model.storage", ("", ""))[0].strip('"')
-    # format 1 could ask for bf16 under any precision; `none`, as it is read today, is the launch's precision
+    # format 1 could request bf16 under any precision; today `none` means the precision of the launch
     in_bf16 = folder.format_version == 1 and own == "bf16" and recipe.model.quantization == "none"
     if (in_bf16 or origin.get("model.quantization") == "override") and now != own:
         return [f"the base is in {now}; the run's was in {own or 'what it does not say'}"]
@@ -181,27 +187,32 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
 
 
 def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:
-    """Whether two evaluations have the same base model, by its validation loss; None: not known."""
+    """Return whether two evaluations have the same base model, by its validation loss.
+
+    `None` if not known.
+    """
     losses = [one.get("base", {}).get("loss") for one in (earlier, now)]
     rows = [one.get("settings", {}).get("rows") for one in (earlier, now)]
     return None if None in losses or rows[0] != rows[1] else comparability.near(*losses)
 
 
 def _earlier(folder: RunFolder, name: str, now: dict[str, Any]) -> dict[str, Any]:
-    """Tasks of an earlier evaluation on the same base that were not asked again. Of another base than the
-    run's the name is not enough."""
+    """Return the tasks of an earlier evaluation on the same base model that were not repeated now.
+
+    For another base model than the run's, the same name is not sufficient.
+    """
     earlier = folder.found(name)
     was, same, strict = earlier.get("settings", {}), _same_base(earlier, now), name == OTHER
     keys = ("model", "storage") if strict else ("model",)
     alike = all(was.get(key) == now["settings"][key] for key in keys)
     if not alike or not (same if strict else same is not False):
         return {}
-    gone = {*now["tasks"], results.GENERAL}  # the general text is asked each time, or not wanted
+    gone = {*now["tasks"], results.GENERAL}  # the general texts are evaluated each time, or are not wanted
     return {name: _tested(task) for name, task in earlier.get("tasks", {}).items() if name not in gone}
 
 
 def _tested(task: dict[str, Any]) -> dict[str, Any]:
-    """A task of an earlier evaluation; without a p-value (from an older version) it has no verdict."""
+    """Remove the verdict of an older evaluation's task if it has no p-value."""
     for change in task.get("difference", {}).values():
         if "p" not in change:
             change.pop("verdict", None)

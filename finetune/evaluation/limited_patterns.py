@@ -1,6 +1,7 @@
-"""Regular expressions of a task file on what a model says: each match has a time limit.
+"""Apply the regular expressions of a task file to model answers, with a time limit for each match.
 
-Python's `re` cannot be stopped, and `(a+)+$` takes hours on a long answer. `regex` comes with transformers.
+Python's `re` cannot be stopped, and `(a+)+$` takes hours on a long answer. The package `regex`, which
+transformers requires, has a timeout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ SECONDS = 2.0
 
 
 class LimitedPattern:
-    """A pattern with the methods that lm-eval's filters and our tasks call."""
+    """A pattern with the methods that lm-eval's filters and finetune's tasks call."""
 
     def __init__(self, pattern: str) -> None:
         import regex
@@ -42,7 +43,7 @@ class LimitedPattern:
 
 
 def problem(pattern: str) -> str:
-    """Why a pattern cannot be used; the empty string if it can."""
+    """Return why a pattern cannot be used, or an empty string."""
     import regex
 
     try:

@@ -1,4 +1,4 @@
-"""lm-eval as the engine of `eval.tasks`: base and tuned on the same prompts, and how each row differs."""
+"""Run `eval.tasks` with lm-eval on the same prompts for both models, and compare the results per example."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Eval, Model
 
-HERE = "WHERE_THE_TURN_GOES_ON "  # with a space that a template may take off
-SEED = 1234  # lm-eval's own, of few-shot examples
-# What lm-eval warns of that is as it should be here: we hand it a loaded model and our own rows
+# Marks the end of the last turn. A template may strip the space at its end.
+HERE = "WHERE_THE_TURN_GOES_ON "
+# lm-eval's default seed for few-shot examples
+SEED = 1234
+# These warnings of lm-eval are expected, because finetune passes a loaded model and its own examples
 EXPECTED = re.compile(
     r"`pretrained` model kwarg|Passed an already-initialized|Custom kwargs can be passed|"
     r"\[Task: .*\] (metric|has_)|Overwriting default num_fewshot|generation_kwargs"
 )
-# lm-eval raises these errors for a task file that it cannot run. It checks few of the values itself
+# Errors that lm-eval raises for a task file that it cannot run. It validates few of the values itself
 REFUSALS = (LookupError, ValueError, TypeError, AttributeError, ArithmeticError, AssertionError, SyntaxError)
 
-# metric -> (what is compared, from the mean of (log-likelihood, weight) over rows)
+# metric -> its value from the mean of (log-likelihood, weight) over the examples
 PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
     "word_perplexity": tasks.perplexity,
     "byte_perplexity": tasks.perplexity,
@@ -55,14 +57,17 @@ PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
 
 
 def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]]:
-    """Find every task and its rows before any weight is loaded; `asked`: the model, for its length.
+    """Find every task and its examples before weights are loaded.
+
+    Args:
+        asked: the model section, which gives the maximum length.
 
     Returns:
         The names of the metrics of each task.
 
     Raises:
-        UserError: no such task, one that runs code, or fewer rows than processes (2); no lm-eval, no way to
-            data (3).
+        UserError: a task does not exist, runs code, or has fewer examples than processes (exit 2). lm-eval is
+            missing, or the data cannot be loaded (exit 3).
     """
     config = model_files.read_config(asked) if asked and settings.tasks else None
     longest = token_limits.positions(config) if config else None
@@ -70,11 +75,11 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
     ranks = PartialState().num_processes
     local = {name: tasks.read(name) for name in settings.tasks if tasks.is_file(name)}
     counts: dict[str, int] = {}
-    if ranks > 1:  # one process can share out any number
+    if ranks > 1:  # a single process can use any number of examples
         counts |= {task.task: len(tasks.documents(task, name)) for name, task in local.items() if task}
     theirs = [_theirs(name) for name in settings.tasks if not local.get(name)]
     if theirs:
-        tasks.check_names(settings)  # soon; lm-eval lists its tasks in 15 s
+        tasks.check_names(settings)  # fast, while lm-eval takes 15 s to list its tasks
         from lm_eval.tasks import TaskManager
 
         known = any(isinstance(spec, str) for spec in theirs)
@@ -97,14 +102,14 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
 def texts(
     settings: Eval, tokenizer: PreTrainedTokenizerBase, date: str | None
 ) -> list[tuple[str, list[str], int, bool]]:
-    """The texts of the tasks that lm-eval reads itself: what it asks a model, without a model.
+    """Return the texts that lm-eval's own tasks send to a model, without loading a model.
 
     Returns:
-        The place of each text, what the tokenizer encodes of it, the tokens that are generated after it, and
-        whether lm-eval puts the first token of a text before it.
+        For each text: its position, the strings that the tokenizer encodes, the number of tokens generated
+        after it, and whether lm-eval adds its prefix token.
 
     Raises:
-        UserError: lm-eval cannot make the texts (exit 2).
+        UserError: lm-eval cannot create the texts (exit 2).
     """
     from lm_eval.tasks import TaskManager
 
@@ -122,7 +127,7 @@ def texts(
 
 
 def _build_requests(task: Any, settings: Eval, tokenizer: PreTrainedTokenizerBase, date: str | None) -> None:
-    """Make the requests of a task, as `lm_eval.simple_evaluate` does before it asks a model."""
+    """Build the requests of a task, as `lm_eval.simple_evaluate` does before it calls a model."""
     from lm_eval.evaluator_utils import get_sample_size
 
     def render(turns: list[Any], add_generation_prompt: bool = True) -> str:
@@ -142,7 +147,7 @@ def _failure(error: Exception) -> UserError:
 
 
 def _text_of(where: str, requests: list[Any]) -> tuple[str, list[str], int, bool]:
-    """The text of an example: the prompt of each request, and the prompt with its answer."""
+    """Return the text of an example: the prompt of each request, and the prompt with its answer."""
     asked = [[part for part in request.arguments[:2] if isinstance(part, str)] for request in requests]
     rolling = any(request.request_type == "loglikelihood_rolling" for request in requests)
     readings = [text for parts in asked for text in (parts[0], "".join(parts))]
@@ -150,18 +155,18 @@ def _text_of(where: str, requests: list[Any]) -> tuple[str, list[str], int, bool
 
 
 def metric_names(task: Any) -> list[str]:
-    """The names of the metrics of a task that lm-eval has loaded, as its results have them."""
+    """Return the names of the metrics of a loaded lm-eval task, as in its results."""
     filters = [one["name"] for one in task.config.filter_list or [{"name": "none"}]]
     return [_metric(f"{metric},{name}") for name in filters for metric in task.aggregation()]
 
 
 def _is_theirs(name: str) -> bool:
-    """Whether a task is a file in lm-eval's form."""
+    """Return whether a task is a file in lm-eval's form."""
     return tasks.is_file(name) and tasks.read(name) is None
 
 
 def _theirs(name: str) -> str | dict[str, Any]:
-    """The name of a task of lm-eval, or the safe configuration of a file in its form."""
+    """Return the name of an lm-eval task, or the validated configuration of a file in lm-eval's form."""
     if not tasks.is_file(name):
         return name
     made = lm_eval_tasks.config(tasks.file(name))
@@ -170,7 +175,7 @@ def _theirs(name: str) -> str | dict[str, Any]:
 
 
 def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
-    """lm-eval's tasks by name, its errors as ours."""
+    """Load lm-eval's tasks by name, and convert its errors to UserErrors."""
     named = [name for name in specs if isinstance(name, str)]
     if problems := tasks.unknown(named, set(manager.all_tasks)):
         raise UserError(*problems)
@@ -197,7 +202,7 @@ def run(
     seeded: bool = True,
     date: str | None = None,
 ) -> dict[str, Any]:
-    """`eval.tasks` of one model: lm-eval's results, with every row's values.
+    """Evaluate `eval.tasks` on one model. Return lm-eval's results with the values of each example.
 
     Args:
         model: the model with its adapter, or an engine of lm-eval.
@@ -205,10 +210,12 @@ def run(
         date: the date that chat templates get (`data.template_date`).
 
     Returns:
-        name -> {"metrics", "higher_is_better", "main", "rows", "settings"}; the same on every process.
+        name -> {"metrics", "higher_is_better", "main", "rows", "settings"}. The result is the same on every
+        process.
     """
     results: dict[str, Any] = {}
-    several = PartialState().num_processes > 1  # ranks that don't all run out of memory would wait for ever
+    # If only some ranks run out of memory, the others wait forever
+    several = PartialState().num_processes > 1
     size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
     for chat, specs in grouped(model, tokenizer, settings).items():
         asked = partial(_evaluate, Subject(model, tokenizer, settings, date), specs, chat, seeded=seeded)
@@ -217,8 +224,8 @@ def run(
 
 
 def grouped(model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Eval) -> dict[bool, list[Any]]:
-    """lm-eval's specifications of the tasks, by whether they go through the chat template."""
-    options = {}  # of vLLM's none: it reads no generation_config where it is given its parameters
+    """Group lm-eval's task specifications by whether they use the chat template."""
+    options = {}  # vLLM ignores generation_config if it gets its own parameters
     if settings.engine == "hf":
         options = {**scoring.PLAIN, "eos_token_id": scoring.stop_ids(model, tokenizer)}
     found: dict[bool, list[Any]] = {}
@@ -231,7 +238,7 @@ def grouped(model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Eval
 
 
 class Subject(NamedTuple):
-    """What lm-eval evaluates, and how."""
+    """The model that lm-eval evaluates, with its settings."""
 
     model: Any
     tokenizer: Any
@@ -246,31 +253,35 @@ def _evaluate(
     from lm_eval.tasks import TaskManager
 
     model, tokenizer, settings, date = subject
-    simple_evaluate: Any = lm_eval.simple_evaluate  # decorated: its type is lost
+    simple_evaluate: Any = lm_eval.simple_evaluate  # the decorator hides the type
 
     own = all(isinstance(spec, dict) for spec in specs)
     with heard():
         engine = model if settings.engine == "vllm" else language_model(model, tokenizer, batch_size, date)
-        engine.add_bos_token = False if chat else None  # a chat has the BOS that its template writes, or none
+        # The chat template writes the BOS token, if there is one
+        engine.add_bos_token = False if chat else None
         random = SEED if seeded else None
         with scoring.inference(model) if settings.engine == "hf" else contextlib.nullcontext():
             try:
                 found = simple_evaluate(
                     engine,
                     tasks=specs,
-                    task_manager=TaskManager(include_defaults=not own),  # its 14,000 tasks take 6 s to list
+                    # Listing lm-eval's 14,000 tasks takes 6 s
+                    task_manager=TaskManager(include_defaults=not own),
                     num_fewshot=settings.num_fewshot,
                     limit=settings.limit,
                     apply_chat_template=chat,
-                    bootstrap_iters=0,  # it would fork a process for each core, beside a GPU; see `_stderr`
+                    # Bootstrapping would fork one process per core while the GPU is in use; `_stderr`
+                    # replaces it
+                    bootstrap_iters=0,
                     random_seed=0 if seeded else None,
                     numpy_random_seed=random,
                     torch_random_seed=random,
                     fewshot_random_seed=SEED,
                 )
             except REFUSALS as error:
-                # A perplexity that overflows and `max_gen_toks` beyond the context end any task. The other
-                # errors come from the values of a task file; without such a file they are a bug of ours
+                # A perplexity that overflows, or `max_gen_toks` beyond the context, can end any task. Other
+                # errors come from the values of a task file. Without such a file they are bugs in finetune.
                 if not (
                     isinstance(error, OverflowError | AssertionError) or any(map(_is_theirs, settings.tasks))
                 ):
@@ -285,13 +296,13 @@ def _evaluate(
 def language_model(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int, date: str | None = None
 ) -> Any:
-    """lm-eval's wrapper round a loaded model, spread over the processes of this launch."""
+    """Wrap a loaded model for lm-eval, for all processes of this launch."""
     from lm_eval.models import huggingface
 
     HFLM: Any = huggingface.HFLM
 
     class Limited(HFLM):
-        """Its chats are rendered where those of data are."""
+        """Render chats in the template sandbox, as for training data."""
 
         def apply_chat_template(self, chat_history: list[Any], add_generation_prompt: bool = True) -> str:
             options = self.chat_template_args
@@ -305,13 +316,14 @@ def language_model(
         batch_size=batch_size,
         max_length=token_limits.positions(
             model.config
-        ),  # lm-eval knows few of the names that configs have for it
+        ),  # lm-eval knows only some of the config names for the maximum length
         mixed_precision_dtype=None
         if precision == "no"
         else getattr(torch, mixed_precision.DTYPES[precision]),
     )
     state = PartialState()
-    if state.num_processes > 1:  # it takes a loaded model for one process's; what it shares out by is this
+    # lm-eval assumes one process for a loaded model, so set the attributes that distribute the work
+    if state.num_processes > 1:
         wrapped.accelerator = Accelerator()
         wrapped._rank, wrapped._world_size = state.process_index, state.num_processes
     return wrapped
@@ -325,14 +337,16 @@ def chat_text(
     goes_on: bool,
     date: str | None = None,
 ) -> str:
-    """A chat by the tokenizer's template, in the process and under the limits of `data.render`; as lm-eval
-    and transformers make it, which would render it here.
+    """Render a chat with the tokenizer's template, in the sandbox and within its limits.
+
+    The result equals lm-eval's and transformers' own, which would render in this process.
 
     Args:
-        goes_on: end within the last turn, which the model is to continue, not where it is to begin one.
+        goes_on: end inside the last turn, which the model continues. Otherwise the text ends with the
+            generation prompt.
 
     Raises:
-        UserError: the template fails, also without system turns (2).
+        UserError: the template fails, also without system turns (exit 2).
     """
     if goes_on:
         turns = [*turns[:-1], {**turns[-1], "content": turns[-1]["content"] + HERE}]
@@ -347,12 +361,15 @@ def chat_text(
     if made.error or (goes_on and not mark):
         found = made.error or "the last turn is not in its text"
         raise UserError(Problem("the tokenizer's chat template fails in an evaluation", found=found))
-    kept = rest.startswith(" ")  # else it takes spaces off the ends of turns
+    kept = rest.startswith(" ")  # otherwise the template strips spaces at the ends of turns
     return (text if kept else text.rstrip()) if goes_on else made.text
 
 
 def vllm(base: str, revision: str | None, adapter: str, rank: int) -> Any:
-    """vLLM as the engine, by lm-eval; the adapter is switched by its `lora_request`. Not run by our tests."""
+    """Return vLLM as lm-eval's engine.
+
+    Its `lora_request` switches the adapter. Tests do not run this function.
+    """
     from lm_eval.api.registry import get_model
 
     engine: Any = get_model("vllm")
@@ -368,7 +385,7 @@ def vllm(base: str, revision: str | None, adapter: str, rank: int) -> Any:
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """lm-eval's warnings, each kind said once with its count; its progress bars only on a terminal."""
+    """Print each kind of lm-eval's warnings once with its count. Show progress bars only on a terminal."""
     logger, said = logging.getLogger("lm_eval"), Counter[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.update([re.sub(r"\d+", "N", record.getMessage().strip())])
@@ -386,17 +403,17 @@ def heard() -> Iterator[None]:
 
 
 def of_task(settings: Eval, task: str) -> Eval:
-    """The settings with that task alone; with all, if it is part of a group."""
+    """Return the settings with this task only, or with all tasks if it is part of a group."""
     named = {name: tasks.read(name) if tasks.is_file(name) else None for name in settings.tasks}
     chosen = [name for name, local in named.items() if task in (name, local.task if local else "")]
     return settings.model_copy(update={"tasks": chosen or settings.tasks})
 
 
 def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
-    """One metric of one task, and whether more of it is better.
+    """Return one metric of one task, and whether higher is better.
 
     Raises:
-        UserError: no such task or metric (exit 2).
+        UserError: the task or the metric does not exist (exit 2).
     """
     names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
     if f"{task}/{metric}" not in names:
@@ -410,7 +427,7 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
 
 
 def _collected(found: Any, settings: Eval, chat: bool, batch_size: int) -> dict[str, Any]:
-    """lm-eval's results by task, with what its rows hold of scores and of what was asked."""
+    """Return lm-eval's results by task, with scores and prompts of each example."""
     collected = {}
     for name, results in found["results"].items():
         samples = sorted(
@@ -441,17 +458,17 @@ def _collected(found: Any, settings: Eval, chat: bool, batch_size: int) -> dict[
 
 
 def _metric(key: str) -> str:
-    """`acc,none` -> `acc`; `exact_match_stderr,strict` -> `exact_match,strict_stderr`."""
+    """Convert `acc,none` to `acc`, and `exact_match_stderr,strict` to `exact_match,strict_stderr`."""
     name, _, filter_name = key.partition(",")
     name, stderr, _ = name.partition("_stderr")
     return (name if filter_name == "none" else f"{name},{filter_name}") + stderr
 
 
 def compare(base: dict[str, Any], tuned: dict[str, Any], forgetting: set[str]) -> dict[str, Any]:
-    """Each task's base, tuned and difference, as eval.json has it.
+    """Return each task's scores of both models and their difference, as in eval.json.
 
     Raises:
-        UserError: base and tuned did not see the same prompts (exit 4).
+        UserError: the two models were evaluated on different prompts (exit 4).
     """
     return {name: _compared(name, base, tuned, name in forgetting) for name in tuned}
 
@@ -471,7 +488,8 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
     for metric in better:
         found = _difference(metric, *pair, better[metric] is not False)
         change = after["metrics"][metric] - before["metrics"][metric]
-        mean = found and math.isclose(found["value"], change, rel_tol=1e-6, abs_tol=1e-9)  # over rows
+        # The metric is a mean over examples
+        mean = found and math.isclose(found["value"], change, rel_tol=1e-6, abs_tol=1e-9)
         if mean:
             differences[metric] = found
             for side, rows in zip(("base", "tuned"), pair, strict=True):
@@ -490,13 +508,13 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
 
 
 def _rows(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    """Every row of a task, or of all a group's tasks."""
+    """Return every example of a task, or of all tasks of a group."""
     own = [{**row, "task": name} for row in results[name]["rows"]]
     return own + [row for part in results[name]["subtasks"] for row in _rows(results, part)]
 
 
 def _values(metric: str, rows: Any) -> tuple[list[float], list[float] | None] | None:
-    """A metric's value of each row, and what each counts; `None`: it is not a mean over rows."""
+    """Return a metric's value and weight for each example, or `None` if it is not a mean over examples."""
     name, _, wanted = metric.partition(",")
     values = [row[name] for row in rows if name in row and row["filter"] == (wanted or "none")]
     if name in PERPLEXITIES:
@@ -508,7 +526,7 @@ def _values(metric: str, rows: Any) -> tuple[list[float], list[float] | None] | 
 
 
 def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> dict[str, Any] | None:
-    """The paired difference of a mean over rows, or of a perplexity; `None`: a metric of another kind."""
+    """Return the paired difference of a mean or a perplexity, or `None` for other metrics."""
     before, after = _values(metric, base), _values(metric, tuned)
     if not before or not after or len(before[0]) != len(after[0]):
         return None
@@ -525,7 +543,7 @@ def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> d
 
 
 def _groups(metric: str, rows: Any) -> list[Any]:
-    """What equal questions of a metric have in common: the prompt, or, where all have one, the document."""
+    """Return a label for each example of a metric: its prompt, or its document if all prompts are equal."""
     name, _, wanted = metric.partition(",")
     own = [row for row in rows if name in row and row["filter"] == (wanted or "none")]
     prompts = [row["prompt_hash"] for row in own]
@@ -533,7 +551,7 @@ def _groups(metric: str, rows: Any) -> list[Any]:
 
 
 def _stderr(metric: str, rows: Any) -> float | None:
-    """The standard error of a metric, of a mean by its formula, of a perplexity by the jackknife."""
+    """Return the standard error of a metric: by formula for a mean, by jackknife for a perplexity."""
     values, weights = _values(metric, rows) or ([], None)
     of = PERPLEXITIES.get(metric.partition(",")[0])
     if len(values) < 2:

@@ -1,8 +1,10 @@
-"""Read task files in lm-eval's form as data: finetune refuses keys that run code, and limits templates.
+"""Read task files in lm-eval's form as data.
 
-lm-eval's YAML loader makes any object and imports the functions that `!function` names. Its Jinja environment
-has no sandbox (lm_eval 0.4.13, tasks/_yaml_loader.py, utils.py). Tasks that come with lm-eval are installed
-code, so that this is right for them. A file that a recipe names may be from anybody.
+Keys that run code are not allowed, and templates have limits.
+
+lm-eval's YAML loader can create any object, and it imports the functions that `!function` names. Its Jinja
+environment has no sandbox (lm_eval 0.4.13, tasks/_yaml_loader.py, utils.py). That is acceptable for tasks
+that are installed with lm-eval. But a file that a recipe names can come from anybody.
 """
 
 from __future__ import annotations
@@ -24,17 +26,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")  # what `sandboxed` renders in lm-eval's place
+# Keys that `sandboxed` renders instead of lm-eval
+RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")
 LONGEST = 2**20  # characters of a prompt
-DEEPEST = 5  # files that include each other
+DEEPEST = 5  # nested `include` files
 
 
 def config(path: Path) -> dict[str, Any]:
-    """lm-eval's configuration of the task in a file, with what it includes.
+    """Return lm-eval's configuration of the task in a file, including the files that it includes.
 
     Raises:
-        UserError: `task_keys` does not list a key or value, a template has a wrong place, or there are no
-            such data (exit 2).
+        UserError: `task_keys` does not list a key or value, a template is not allowed at its position, or the
+            data does not exist (exit 2).
     """
     found, where = _read(path)
     problems = list(_problems(found, str(path)))
@@ -60,15 +63,18 @@ def config(path: Path) -> dict[str, Any]:
 
 
 def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[dict[str, Any]], Any]:
-    """What lm-eval makes of a template and a row (api/task.py, ConfigurableTask), in a sandbox.
+    """Return a function that renders a template for an example as lm-eval does, but in a sandbox.
+
+    It follows ConfigurableTask in lm-eval's api/task.py. It raises a UserError if an example cannot be
+    rendered.
 
     Raises:
-        UserError: the template is broken (exit 2); so does what it returns where a row is not to be rendered.
+        UserError: the template is broken (exit 2).
     """
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        Environment().parse(template)  # this does not render it
+        Environment().parse(template)  # parse only, without rendering
     except TemplateSyntaxError as error:
         raise UserError(Problem("the template is broken", key, where, found=str(error))) from None
 
@@ -91,7 +97,10 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
 
 
 def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
-    """A file and what it includes, its own keys before theirs; and where each key stands."""
+    """Return the keys of a file and its included files, and the position of each key.
+
+    Its own keys take precedence.
+    """
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the task"), str(path))
     except (OSError, ValueError) as error:
@@ -139,7 +148,7 @@ def _problems(found: dict[str, Any], where: str) -> Iterator[Problem]:
 
 
 def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem]:
-    """Options of a metric or filter that it does not take, or lacks; and patterns that are none."""
+    """Return problems of options: not supported, missing, or not a regular expression."""
     metrics = [(f"metric_list.{at}", one.metric, one) for at, one in enumerate(task.metric_list or ())]
     steps = [
         (f"filter_list.{at}.filter.{step}", one.function, one)
@@ -162,7 +171,7 @@ def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem
 
 
 def _limit_patterns(made: dict[str, Any]) -> None:
-    """Give lm-eval its own filters and metric, with matches that have a time limit."""
+    """Replace lm-eval's filters and metric that use patterns by versions with a time limit for each match."""
     for entry in made.get("filter_list", ()):
         for step in entry["filter"]:
             if "regex_pattern" in step:
@@ -177,7 +186,7 @@ def _limit_patterns(made: dict[str, Any]) -> None:
 
 
 def _limited_filter(name: str, **options: Any) -> Any:
-    """A filter of lm-eval with a pattern."""
+    """Create an lm-eval filter whose pattern has a time limit."""
     from lm_eval.api.registry import get_filter
 
     made: Any = get_filter(name)(**options)
@@ -188,7 +197,7 @@ def _limited_filter(name: str, **options: Any) -> Any:
 def _exact_match(
     patterns: list[limited_patterns.LimitedPattern], options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """lm-eval's `exact_match` with `regexes_to_ignore`."""
+    """Create lm-eval's `exact_match` with `regexes_to_ignore`."""
 
     def exact_match(predictions: list[str], references: list[str]) -> dict[str, Any]:
         from lm_eval.api.metrics import exact_match_hf_evaluate
@@ -202,9 +211,12 @@ def _exact_match(
 
 
 def check_registered(made: dict[str, Any]) -> None:
-    """Refuse names that the installed lm-eval does not register and would look for on the Hub (exit 2)."""
+    """Raise a UserError for names that the installed lm-eval does not register (exit 2).
+
+    lm-eval would look for such names on the Hub.
+    """
     import lm_eval.api.metrics
-    import lm_eval.filters  # noqa: F401  both register their names
+    import lm_eval.filters  # noqa: F401  (imports register names)
     from lm_eval.api.registry import aggregation_registry, filter_registry, metric_registry
 
     named = [("metric_list", one["metric"], metric_registry) for one in made.get("metric_list", ())]
@@ -222,7 +234,7 @@ def check_registered(made: dict[str, Any]) -> None:
 
 
 def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """Every text, keys included, by the keys that lead to it."""
+    """Yield every text in nested values, including keys, with the path of keys to it."""
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, dict):

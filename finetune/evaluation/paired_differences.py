@@ -1,4 +1,4 @@
-"""The difference of two models on the same examples: its interval, p-value, and what it could show.
+"""Compare two models on the same examples: difference, interval, p-value and detectable difference.
 
 Equal examples form one group, because they carry the same information.
 
@@ -25,22 +25,25 @@ if TYPE_CHECKING:
 
 LEVEL = 0.05
 POWER = 0.8
-"""With which a difference of the detectable size would be found."""
+"""Probability with which the detectable difference would be found."""
 MIN_EXAMPLES = 20
-"""Different examples (weighted by their tokens) that a test of a loss needs: fewer hide its skewness."""
+"""Minimum of distinct examples (weighted by their tokens) for testing a loss.
+
+Fewer examples hide its skewness.
+"""
 MIN_ANSWERS = 6
-"""The same for right and wrong answers, whose test is exact."""
+"""Minimum of distinct examples for the exact test of right and wrong answers."""
 SKEWNESS_FACTOR = 1.75
-"""A small sample underestimates the skewness of a long tail."""
+"""Correction, because a small sample underestimates the skewness of a long tail."""
 
 
 class Estimate(NamedTuple):
-    """A difference on the scale of its mean."""
+    """A difference with its interval and standard error, in units of the mean."""
 
     low: float
     high: float
     p: float | None
-    """Of no difference; `None`: too few examples to test."""
+    """p-value of no difference. `None` if there are too few examples to test."""
     standard_error: float
     freedom: float
 
@@ -54,7 +57,7 @@ def difference(
     groups: Sequence[Hashable] | None = None,
     of: Callable[[Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """tuned - base of a metric over the same examples, with its 95 % interval and its p-value.
+    """Return tuned - base of a metric on the same examples, with its 95 % interval and p-value.
 
     Args:
         base: one value per example. With `weights`, a value is a sum over the example.
@@ -84,7 +87,7 @@ def difference(
     with np.errstate(invalid="ignore"):  # inf - inf
         means = before.sum() / counts.sum(), after.sum() / counts.sum()
         value = float(metric(means[1]) - metric(means[0]))
-    if not math.isfinite(value):  # NaN or Inf: only a base model that had a number shows that tuned is worse
+    if not math.isfinite(value):  # NaN or Inf: tuned is worse only if all values of the base model are finite
         broken = np.isfinite(before).all() and not np.isfinite(after).all()
         return {"value": value, "low": value, "high": value, **found, "p": 0.0 if broken else 1.0, **untested}
     sums, sizes = np.bincount(codes, after - before), np.bincount(codes, counts)
@@ -92,7 +95,7 @@ def difference(
     estimate = _of_answers(sums, sizes) if binary else _of_ratio(sums, sizes)
     unit = 1.0 if binary or kind == "loss" or max(before.max(), after.max()) <= 1 else 100.0
     low, high, error = estimate.low, estimate.high, estimate.standard_error
-    if of:  # at the base's own mean, where the metric rises or falls with the mean
+    if of:  # scale at the base model's mean
         with np.errstate(over="ignore"):
             ends = [float(of(means[0] + end) - of(means[0])) for end in (low, high)]
             unit = abs(float(of(means[0] + 0.01) - of(means[0]))) / 0.01
@@ -103,7 +106,7 @@ def difference(
 
 
 def _codes(groups: Sequence[Hashable] | None, count: int) -> tuple[Any, int]:
-    """Each example's group as a number from 0, and how many groups there are."""
+    """Return each example's group as a number from 0, and the number of groups."""
     if groups is None:
         return np.arange(count), count
     numbers: dict[Hashable, int] = {}
@@ -112,10 +115,14 @@ def _codes(groups: Sequence[Hashable] | None, count: int) -> tuple[Any, int]:
 
 
 def _of_answers(sums: Any, sizes: Any) -> Estimate:
-    """Count per group how many more answers are right, and how many answers exist.
+    """Estimate the difference in correct answers.
 
-    The interval is that of Bonett and Price (2012): one more group each way, so that no change at all
-    does not look like certainty.
+    The interval follows Bonett and Price (2012). It adds one group in each direction, so that no change at
+    all does not look certain.
+
+    Args:
+        sums: for each group, the gain in correct answers.
+        sizes: for each group, the number of answers.
     """
     typical = sizes.mean()
     widened = _of_ratio(
@@ -126,7 +133,7 @@ def _of_answers(sums: Any, sizes: Any) -> Estimate:
 
 
 def _sign_test(sums: Any) -> float:
-    """Mid-p of the sum of `sums`, if each of them could as well have had the other sign."""
+    """Return the mid-p value for the total of `sums` if each sign is random."""
     sizes = np.abs(np.rint(sums)).astype(int)
     sizes = sizes[sizes > 0]
     if not len(sizes):
@@ -135,7 +142,7 @@ def _sign_test(sums: Any) -> float:
     if (sizes == sizes[0]).all():
         fewer, count = least // sizes[0], len(sizes)
         return min(1.0, float(bdtr(fewer, count, 0.5) + (bdtr(fewer - 1, count, 0.5) if fewer else 0.0)))
-    chances = np.ones(1)  # of each total of the positive ones
+    chances = np.ones(1)  # probability of each total of the positive values
     for size in sizes:
         more = np.zeros(len(chances) + size)
         more[: len(chances)] = chances / 2
@@ -171,14 +178,17 @@ def _skewness(residuals: Any) -> float:
 
 
 def _p_value(t: float, skewness: float, count: int, freedom: float) -> float:
-    """The larger of the t test's and Hall's (1992, The bootstrap and Edgeworth expansion, section 3.9)."""
+    """Return the larger p-value of the t test and Hall's test.
+
+    See Hall (1992), The Bootstrap and Edgeworth Expansion, section 3.9.
+    """
     root = math.sqrt(count)
     hall = t + skewness * t**2 / (3 * root) + skewness**2 * t**3 / (27 * count) + skewness / (6 * root)
     return float(2 * stdtr(freedom, -min(abs(t), abs(hall))))
 
 
 def _hall_inverse(y: float, skewness: float, count: int) -> float:
-    """The t that Hall's transformation takes to `y`."""
+    """Return the t that Hall's transformation maps to `y`."""
     if abs(skewness) < 1e-6:
         return y
     root = math.sqrt(count)
@@ -186,12 +196,12 @@ def _hall_inverse(y: float, skewness: float, count: int) -> float:
 
 
 def detectable(found: dict[str, Any], level: float = LEVEL) -> float:
-    """The difference that these examples would show with a probability of POWER, in the metric's own unit."""
+    """Return the difference that these examples would show with probability POWER, in units of the metric."""
     error, freedom = found["standard_error"], found["freedom"]
     if error is None or not math.isfinite(error):
         return math.inf
     least = error * float(stdtrit(freedom, 1 - level / 2) + stdtrit(freedom, POWER))
-    if found["kind"] == "score":  # so many groups must change one way before a sign test says anything
+    if found["kind"] == "score":  # a sign test needs at least this many groups that change in one direction
         least = max(least, math.ceil(math.log2(1 / level)) / found["distinct"] * found["unit"])
     return least
 
@@ -199,7 +209,7 @@ def detectable(found: dict[str, Any], level: float = LEVEL) -> float:
 def standard_error(
     values: Sequence[float], weights: Sequence[float] | None, of: Callable[[Any], Any]
 ) -> float:
-    """Of one model's metric, from the jackknife error of its mean."""
+    """Return the standard error of one model's metric, from the jackknife error of its mean."""
     sums = np.asarray(values, float)
     sizes = np.ones(len(sums)) if weights is None else np.asarray(weights, float)
     mean, error = sums.sum() / sizes.sum(), _of_ratio(sums, sizes).standard_error

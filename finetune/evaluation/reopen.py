@@ -1,4 +1,4 @@
-"""Open the base model and the fine-tuned model of a run again."""
+"""Load the base model and the fine-tuned model of a run again."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
 
 
 def base_stands(tuned: object) -> bool:
-    """Whether the base is the tuned model with its adapter off; PEFT trains biases in place."""
+    """Return whether disabling the adapter gives the base model. Not if PEFT trained biases in place."""
     config = getattr(tuned, "peft_config", {}).get("default")
     return config is not None and getattr(config, "bias", "none") in (None, "none")
 
 
 def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
-    """How this machine opens what a run trained: the base stored as it was then, attention that takes masks
-    and a cache."""
+    """Return how this machine loads a run's model.
+
+    The base model has the same storage as in training. The attention supports masks and a cache.
+    """
     config = model_files.read_config(section or recipe.model)
     setup = machine_setup.choose(
         attention=recipe.model.attention,
@@ -44,17 +46,21 @@ def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
         attends=attention_choice.read(config),
         weights=machine_setup.Weights(stored_weights.read(config)),
     )
-    return replace(setup, launch=replace(setup.launch, sharded=""))  # each process opens it whole
+    return replace(setup, launch=replace(setup.launch, sharded=""))  # each process loads the whole model
 
 
 def storage_note(recipe: Recipe) -> list[str]:
-    """A note where an fp8 base is opened without fp8 GEMMs."""
+    """Return a note if an fp8 base model is loaded on a machine without fp8 GEMMs."""
     value, reason = setup_of(recipe).storage
     return [f"the base is in {value}, {reason}"] if value == "fp8" and reason != "asked for" else []
 
 
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
-    """The base of a recipe, loaded afresh as training loads it (`name`: other weights in the same way)."""
+    """Load the base model of a recipe as in training.
+
+    Args:
+        name: other weights to load in the same way.
+    """
     section = (
         recipe.model
         if name is None
@@ -68,13 +74,16 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
         what = "the base does not fit on one GPU"
         fix = "evaluate without a launcher: one process takes all GPUs"
         raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
-    disable_fsdp_ram_efficient_loading()  # with it, all processes but one would get empty weights
-    unset_hf_deepspeed_config()  # with it, ZeRO-3 would split a model that no engine runs
+    disable_fsdp_ram_efficient_loading()  # otherwise all processes except one would get empty weights
+    unset_hf_deepspeed_config()  # otherwise ZeRO-3 would shard a model without an engine
     return qat.prepare(loading.load(section, setup, device).eval(), recipe.speed.qat).eval()
 
 
 def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
-    """The shipped config that shares the rows among all GPUs, none where one process needs them all."""
+    """Return the shipped config that distributes the examples over all GPUs.
+
+    There is no config if one process needs all GPUs for the model.
+    """
     recipe = run_folder.recipe_of(run, overrides)
     if too_large(recipe.model, setup_of(recipe)):
         reason = f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
@@ -86,7 +95,7 @@ def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
 
 
 def too_large(section: Model, setup: Setup) -> bool:
-    """Whether no single GPU of this machine holds the base, and several together may."""
+    """Return whether no single GPU can hold the base model and this machine has several."""
     machine = setup.hardware
     if machine.device == "cpu" or machine.count < 2:
         return False
@@ -95,10 +104,10 @@ def too_large(section: Model, setup: Setup) -> bool:
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
-    """What was trained, cold from disk: the base as it was loaded, the adapter by plain PEFT.
+    """Load the fine-tuned model from disk: the base model as in training, and the adapter with plain PEFT.
 
     Raises:
-        UserError: what was saved does not open (exit 4).
+        UserError: the saved files cannot be loaded (exit 4).
     """
     says = {"key": "", "where": str(folder.weights), "fix": "a copy of it, or train again"}
     refused = continue_from.refusals("what was saved does not open", Exit.ARTEFACT, **says)
@@ -117,5 +126,5 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
 
 
 def tokenizer_of(folder: RunFolder) -> PreTrainedTokenizerBase:
-    """The tokenizer that was saved with the weights."""
+    """Load the tokenizer that is saved with the weights."""
     return tokenizer_setup.load_tokenizer(Model(name=str(folder.weights)))

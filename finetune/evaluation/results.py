@@ -1,4 +1,4 @@
-"""What eval.json says: base and tuned, their differences with intervals, and the worst rows."""
+"""Build the content of eval.json: scores of both models, their differences, and the worst examples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORST = 20
 
 @dataclass
 class Measured:
-    """What one model, base or tuned, did on everything it was asked."""
+    """The results of one model, base or fine-tuned."""
 
     held_out: Score | None
     general: Score | None
@@ -43,7 +43,11 @@ def content(
     notes: list[str],
     texts: list[str] | None = None,
 ) -> dict[str, Any]:
-    """The content of eval.json, less its verdict. `texts`: those that forgetting is measured on."""
+    """Return the content of eval.json without its verdict.
+
+    Args:
+        texts: the general texts for measuring forgetting.
+    """
     result: dict[str, Any] = {
         "base": {},
         "tuned": {},
@@ -65,7 +69,7 @@ def content(
         result["samples"] = [_sample(rows, base, tuned, index) for index in shown]
         result["worst"] = worst(rows, base, tuned)
         for row in result["worst"] if not settings.generate else ():
-            del row["base"], row["tuned"]  # they were not asked
+            del row["base"], row["tuned"]  # no answers were generated
     if before.general and after.general:
         result["tasks"][GENERAL] = _general(before.general, after.general, texts)
     forgetting = {
@@ -91,9 +95,11 @@ def content(
 
 
 def equal_examples(rows: list[HeldOut]) -> list[int]:
-    """Each example's group: those with the same prompt, or without one the same text, are no new evidence.
+    """Return a group number for each example.
 
-    Where all prompts are the same one, they tell nothing apart, and the whole example counts.
+    Examples with the same prompt, or the same text, share a group.
+
+    They carry no new evidence. If all prompts are equal, the whole example counts.
     """
 
     def prompt(example: Example) -> Any:
@@ -109,10 +115,10 @@ def equal_examples(rows: list[HeldOut]) -> list[int]:
 
 
 def differences(base: Score, tuned: Score, groups: Sequence[int] | None = None) -> dict[str, Any]:
-    """tuned - base of loss (nats per token) and of exact match, paired by example.
+    """Return tuned - base of loss (nats per token) and exact match, paired by example.
 
     Args:
-        groups: equal examples have the same; `None`: all differ.
+        groups: equal examples have the same number. `None` means that all examples differ.
     """
     loss = paired_differences.difference(
         base.losses, tuned.losses, higher_is_better=False, weights=base.tokens, groups=groups
@@ -129,7 +135,7 @@ def differences(base: Score, tuned: Score, groups: Sequence[int] | None = None) 
 
 
 def per_example(base: Score, tuned: Score, groups: list[int]) -> dict[str, Any]:
-    """What runs on the same examples are compared by: sums of nats, tokens, right answers, equal examples."""
+    """Return values per example for comparing runs: loss sum in nats, tokens, correct answer, group."""
     found: dict[str, Any] = {"group": groups, "tokens": base.tokens}
     for name, score in (("base", base), ("tuned", tuned)):
         found[name] = {"loss": score.losses} | ({"exact_match": score.hits} if score.hits else {})
@@ -137,7 +143,7 @@ def per_example(base: Score, tuned: Score, groups: list[int]) -> dict[str, Any]:
 
 
 def by_source(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]]:
-    """The same for the rows of each file or Hub set."""
+    """Return scores and differences for the examples of each file or Hub dataset."""
     sources: dict[str, list[int]] = {}
     groups = equal_examples(rows)
     for index, row in enumerate(rows):
@@ -153,7 +159,7 @@ def by_source(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, 
 
 
 def worst(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]]:
-    """The rows on which tuned has the highest loss a token."""
+    """Return the examples with the highest loss per token of the fine-tuned model."""
 
     def loss(score: Score, index: int) -> float:
         return score.losses[index] / max(score.tokens[index], 1)
@@ -171,7 +177,7 @@ def worst(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]
 
 
 def _sample(rows: list[HeldOut], base: Score, tuned: Score, index: int) -> dict[str, Any]:
-    """A row with what base and tuned answered."""
+    """Return an example with the answers of both models."""
     row = rows[index].example
     prompt = row.messages[:-1] if row.messages else row.prompt or ""
     answers = {"reference": row.answer, "base": base.answers[index], "tuned": tuned.answers[index]}
@@ -195,7 +201,10 @@ def _general(base: Score, tuned: Score, texts: list[str] | None) -> dict[str, An
 
 
 def files_hashed(settings: Eval) -> dict[str, str]:
-    """Hash of what each local task and the general text was, by task: runs with other ones don't compare."""
+    """Return a hash of each local task and of the general texts.
+
+    Runs with different hashes are not comparable.
+    """
     found = {}
     for name in filter(tasks.is_file, settings.tasks):
         task, digest = tasks.read(name), client.sha256(tasks.file(name))

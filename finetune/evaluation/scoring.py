@@ -1,7 +1,8 @@
-"""Score a model on the validation set: the loss of its tokens, and greedy answers compared with its answers.
+"""Score a model on the validation set: loss per token, and greedy answers compared with the references.
 
-Loss is the sum of token negative log-likelihoods over the number of tokens with loss, on unpacked rows.
-Exact match generates greedily from all but the last turn and compares the text with the last turn.
+The loss is the sum of token negative log-likelihoods divided by the number of tokens that contribute to the
+loss, without packing. Exact match generates greedily from all turns before the last one, and compares the
+text with the last turn.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 ANSWER_MARGIN = 16  # tokens generated beyond the longest reference answer
 PLAIN: dict[str, Any] = {"num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Of `generate`: the likeliest tokens as they are, whatever the model's own generation_config holds."""
+"""Options of `generate` for plain greedy search, independent of the model's generation_config."""
 LESS_MEMORY = (
     "train.per_device_train_batch_size=1, speed.activation_checkpointing=full, eval.batch_size=4, "
     "adapter.type=qlora"
@@ -52,29 +53,29 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Score:
-    """What one model did on each row, in the rows' order."""
+    """The results of one model for each example, in order."""
 
     losses: list[float]
-    """Sum of the negative log-likelihoods of a row's tokens, nats."""
+    """Sum of the negative log-likelihoods of each example's tokens, in nats."""
     tokens: list[int]
     answers: list[str]
     hits: list[bool | None] | None = None
-    """Whether the answer is the reference; `None` for plain text, which asks nothing."""
+    """Whether the answer equals the reference. `None` for plain text, which has no prompt."""
     ends: list[bool | None] | None = None
-    """Whether the answer ends by itself, not at `eval.max_new_tokens`."""
+    """Whether the answer emitted the end-of-turn token before `eval.max_new_tokens`."""
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Loss in nats per token."""
         return sum(self.losses) / max(sum(self.tokens), 1)
 
     def as_json(self) -> dict[str, float | None]:
-        """The metrics, with the standard errors that come of these rows being a sample."""
+        """Return the metrics with their standard errors from sampling the examples."""
         asked = [[one for one in of or () if one is not None] for of in (self.hits, self.ends)]
         shares = [sum(of) / len(of) if of else None for of in asked]
         found = {"loss": self.loss, "exact_match": shares[0], "ended": shares[1]}
         rows = len(self.losses)
-        if rows > 1:  # of a ratio of sums: Cochran, Sampling Techniques, 1977, equation 2.45
+        if rows > 1:  # ratio of sums: Cochran, Sampling Techniques, 1977, equation 2.45
             beside = sum(
                 (loss - self.loss * n) ** 2 for loss, n in zip(self.losses, self.tokens, strict=True)
             )
@@ -84,7 +85,7 @@ class Score:
         return found
 
     def part(self, indices: list[int]) -> Score:
-        """The score of some of the rows."""
+        """Return the score of some of the examples."""
 
         def taken(values: Any) -> Any:
             return None if values is None else [values[index] for index in indices]
@@ -101,16 +102,16 @@ def score(
     *,
     answers: bool = True,
 ) -> Score:
-    """Losses and greedy answers of a model on `rows`, the rows spread over all processes.
+    """Return losses and greedy answers of a model. The examples are distributed over all processes.
 
     Args:
-        answers: `False`: losses alone.
+        answers: whether to generate answers. `False` computes only losses.
     """
     encoder = encoding.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
     asked = [index for index, row in enumerate(rows) if answers and row.example.asks]
     wanted = dict(zip(asked, references([rows[index] for index in asked], tokenizer, data), strict=True))
     mine, own = _own(range(len(rows))), _own(asked)
-    # Each process makes all prompts: an error in one of them stops all processes
+    # Each process renders all prompts, so that an error in one prompt stops all processes
     prompts = dict(zip(asked, encoder.prompts([rows[index].example for index in asked]), strict=True))
     positions = token_limits.positions(model.config)
     token_limits.room_for_answer(max(map(len, prompts.values()), default=0), positions, settings)
@@ -132,9 +133,9 @@ def score(
 
 
 def score_texts(model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str], settings: Eval) -> Score:
-    """Losses of a model on plain texts, all of whose tokens count, the texts spread over all processes."""
+    """Return the losses of a model on plain texts. All tokens count, and all processes share the work."""
     mine = _own(range(len(texts)))
-    longest = token_limits.text_limit(model.config)  # `text_limits.check` counts the texts that are longer
+    longest = token_limits.text_limit(model.config)  # `text_limits.check` reports the number of longer texts
     ids = [tokenizer(texts[index])["input_ids"][:longest] for index in mine]
     documents = [[Encoded(row, [(0, len(row))])] for row in ids]
     with inference(model):
@@ -144,25 +145,26 @@ def score_texts(model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str]
 
 
 def _own(indices: Sequence[int]) -> Sequence[int]:
-    """This process's share of some rows."""
+    """Return this process's share of some indices."""
     state = PartialState()
     return indices[state.process_index :: state.num_processes]
 
 
 def _of_all(own: Sequence[int], found: list[Result]) -> dict[int, Result]:
-    """What all processes found of their rows, in the rows' order."""
+    """Gather the results of all processes, in the order of the examples."""
     return dict(sorted(gather_object(list(zip(own, found, strict=True)))))
 
 
 def references(
     rows: list[HeldOut], tokenizer: PreTrainedTokenizerBase, data: Data
 ) -> list[tuple[str, list[int]]]:
-    """What should be answered to each row, as it is compared with what was, and its tokens.
+    """Return the reference answer of each example as text and as tokens.
 
-    It is what the row's last turn trains, decoded as an answer is: what a template writes there is in both.
+    The reference is the trained part of the last turn, decoded like a generated answer. So both contain the
+    text that a template adds to an answer.
     """
     found = [row.last_turn() for row in rows]
-    # all tokens of a row may be trained, or its last turn not: then the turn is looked for by itself
+    # if all tokens are trained, or the last turn is not, encode the last turn separately
     other = [i for i, row in enumerate(rows) if data.train_on == "all" or not all(row.example.trained[-1:])]
     if other:
         examples = [rows[index].example for index in other]
@@ -172,7 +174,7 @@ def references(
         for index, turn in zip(other, turns, strict=True):
             if isinstance(turn, Encoded) and turn.trained:
                 found[index] = HeldOut(rows[index].example, [turn]).last_turn()
-            else:  # a template whose turns can't be told apart: the text as it was given
+            else:  # the template's turns cannot be separated, so use the original text
                 found[index] = tokenizer(rows[index].example.answer, add_special_tokens=False)["input_ids"]
     texts = [str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in found]
     return list(zip(map(encoding.without_thinking, texts), found, strict=True))
@@ -180,7 +182,7 @@ def references(
 
 @contextlib.contextmanager
 def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterator[None]:
-    """Out of GPU memory is the user's to mend: say how."""
+    """Convert an out-of-memory error of the GPU to a UserError with suggestions."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -190,13 +192,12 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
 
 @contextlib.contextmanager
 def inference(model: PreTrainedModel | PeftModel) -> Any:
-    """Evaluation mode, no gradients, attention that takes a mask, and the launch's precision where the
-    weights are not already in it."""
+    """Prepare a model for inference: eval mode, no gradients, attention with masks, and autocast."""
     precision = mixed_precision.launch(detection.detect()).precision
     dtype = getattr(torch, mixed_precision.DTYPES[precision])
     model.eval()
     with (
-        torch.no_grad(),  # and no inference mode: torchao's fp8 layers can't be cast in it (0.18)
+        torch.no_grad(),  # not inference_mode, in which torchao 0.18 cannot cast fp8 layers
         torch.autocast(model.device.type, dtype, enabled=precision != "no"),
         packing_isolation.masked(model),
     ):
@@ -204,14 +205,14 @@ def inference(model: PreTrainedModel | PeftModel) -> Any:
 
 
 def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
-    """`run(batch_size)`; `auto`: LARGEST_BATCH, halved as long as memory has no room for it."""
+    """Return `run(batch_size)`. `auto` starts with LARGEST_BATCH and halves it when memory runs out."""
     if isinstance(batch_size, int):
         return run(batch_size)
     size = LARGEST_BATCH
     while True:
         try:
             return run(size)
-        except RuntimeError as error:  # torch.OutOfMemoryError, and what older kernels raise in its place
+        except RuntimeError as error:  # older kernels raise RuntimeError instead of torch.OutOfMemoryError
             if size == 1 or not should_reduce_batch_size(error):
                 raise
         clear_device_cache(garbage_collection=True)
@@ -221,7 +222,7 @@ def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
 def row_losses(
     model: nn.Module, rows: list[list[Encoded]], pad: Any, settings: Eval
 ) -> list[tuple[float, int]]:
-    """For each row, the sum of negative log-likelihoods (fp32, summed in fp64) and the tokens with loss."""
+    """Return (loss sum, number of tokens) for each example. The loss is fp32, summed in fp64."""
     documents = [document for row in rows for document in row]
     run = partial(token_losses, model, documents, pad)
     losses = iter(fitting(run, settings.batch_size) if documents else [])
@@ -230,7 +231,7 @@ def row_losses(
 
 
 def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int) -> list[tuple[float, int]]:
-    """For each document, the sum of negative log-likelihoods and the number of tokens with loss."""
+    """Return (loss sum, number of tokens) for each document."""
     found = [(0.0, 0)] * len(documents)
     encoded = [(document.ids, document.labels()) for document in documents]
     for indices in batches([len(ids) for ids, _ in encoded], batch_size):
@@ -242,7 +243,7 @@ def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int
             [[1] * len(row) + [0] * (width - len(row)) for row, _ in batch], device=model.device
         )
         logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        logits = logits[:, -width:-1]  # without those of trained prompt vectors, which stand before the row
+        logits = logits[:, -width:-1]  # drops the logits of trained prompt vectors before the text
         targets = labels[:, 1:]
         chosen = targets != -100
         losses = torch.zeros(targets.shape, dtype=torch.float64, device=model.device)
@@ -256,16 +257,16 @@ def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int
 def batches(
     lengths: list[int], batch_size: int, room: int = 0, positions: int | None = None
 ) -> Iterator[list[int]]:
-    """Indices of rows of similar length together: at most `batch_size`, of EVALUATED_TOKENS tokens.
+    """Yield indices of examples with similar lengths: at most `batch_size`, and EVALUATED_TOKENS tokens.
 
     Args:
-        room: tokens that are generated after each row. A row for which the model has no such number of
-            positions stands alone: others need not be cut short with it.
-        positions: of the model; `None`: without a limit.
+        room: tokens that are generated after each example. If an example leaves less room, it gets its own
+            batch, so that other answers are not cut short.
+        positions: maximum positions of the model. `None` means no limit.
     """
     order = sorted(
         range(len(lengths)), key=lambda index: -lengths[index]
-    )  # the longest first: it fits or it fails
+    )  # longest first, so that memory errors appear early
     while order:
         size = max(1, min(batch_size, EVALUATED_TOKENS // max(1, lengths[order[0]])))
         size = 1 if positions and lengths[order[0]] + room > positions else size
@@ -274,7 +275,7 @@ def batches(
 
 
 def stop_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end an answer: those it was trained to end with, and what else the model declares."""
+    """Return the tokens that end an answer: those used in training, and those that the model declares."""
     return sorted(encoding.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
 
 
@@ -285,10 +286,10 @@ def generate(
     longest: int,
     settings: Eval,
 ) -> list[tuple[str, bool]]:
-    """The greedy answer to each prompt, stripped, and whether it ended by itself.
+    """Return the greedy answer to each prompt, stripped, and whether it emitted the end-of-turn token.
 
     Args:
-        longest: tokens of the longest reference answer.
+        longest: number of tokens of the longest reference answer.
     """
     room = settings.max_new_tokens or longest + ANSWER_MARGIN
     run = partial(greedy_answers, model, tokenizer, prompts, room)
@@ -298,9 +299,10 @@ def generate(
 def greedy_answers(
     model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], room: int, batch_size: int
 ) -> list[tuple[str, bool]]:
-    """At most `room` tokens after each prompt, as text, stripped, and whether they end by themselves.
+    """Generate at most `room` tokens after each prompt. Prompts are padded on the left.
 
-    Prompts are padded on the left.
+    Returns:
+        (stripped text, whether the end-of-turn token was emitted) for each prompt.
     """
     pad: Any = tokenizer.pad_token_id
     stops = stop_ids(model, tokenizer)
@@ -332,7 +334,10 @@ def greedy_answers(
 
 
 def logits(model: PreTrainedModel | PeftModel, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of each row of ids alone, (length, vocabulary) on the CPU: what a saved model must reproduce."""
+    """Return the logits of each example: (length, vocabulary) on the CPU.
+
+    A saved model must reproduce them.
+    """
     with inference(model):
         return [
             model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float().cpu() for ids in rows

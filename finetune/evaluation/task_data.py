@@ -1,7 +1,7 @@
-"""The examples of a task file in lm-eval's form.
+"""Read the examples of a task file in lm-eval's form.
 
-`datasets` would follow addresses in a folder's README.md, unpack archives and open pickles in a .tar. So
-finetune finds local files with known suffixes and reads them with its own readers.
+`datasets` would download from addresses in a folder's README.md, unpack archives and open pickles in a .tar.
+So finetune finds local files with known suffixes and reads them with its own readers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ KEY = "dataset_path"
 
 
 def source(task: dict[str, Any], where: Path) -> Callable[..., dict[str, Any]]:
-    """A function that gives lm-eval the splits of a task. It reads the local files, which this call finds.
+    """Return a function that gives lm-eval the splits of a task. This call already finds the local files.
 
     Args:
         task: a validated task.
         where: its file.
 
     Raises:
-        UserError: a file, split or dataset does not exist, or finetune does not read this format (exit 2).
+        UserError: a file, split or dataset does not exist, or finetune cannot read the format (exit 2).
     """
     kwargs = task.get("dataset_kwargs") or {}
     files = local_files(task, where)
@@ -54,7 +54,7 @@ def source(task: dict[str, Any], where: Path) -> Callable[..., dict[str, Any]]:
 
 
 def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | None:
-    """Split -> files of a task's local data; `None`: it names a dataset of the Hub."""
+    """Return the local files of a task by split, or `None` if it names a Hub dataset."""
     path, kwargs = task[KEY], task.get("dataset_kwargs") or {}
     named, inside = kwargs.get("data_files"), kwargs.get("data_dir") or ""
     for key, name in ((KEY, path), ("dataset_kwargs.data_dir", inside)):
@@ -83,7 +83,7 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
 
 
 def _existing_folder(name: str, where: Path) -> Path | None:
-    """A folder in the folder of the task file, or in the working directory."""
+    """Return a folder next to the task file or in the working directory."""
     places = (where.parent / name, Path(name).expanduser())
     return next((place for place in places if place.is_dir()), None)
 
@@ -97,7 +97,7 @@ def _folder_in(folder: Path | None, name: str, where: Path) -> Path:
 
 
 def _matches(patterns: Any, folder: Path | None, where: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files that names and patterns give, in order."""
+    """Return the files that match names and patterns, in order."""
     found: dict[Path, None] = {}
     for pattern in patterns if isinstance(patterns, list) else [patterns]:
         if "://" in pattern or "::" in pattern:
@@ -147,7 +147,7 @@ def _check_splits(task: dict[str, Any], files: dict[str, list[Path]], where: Pat
 
 
 def _dataset(paths: list[Path]) -> Any:
-    """The examples of files, as lm-eval reads them."""
+    """Return the examples of files as lm-eval reads them."""
     import pyarrow
     from datasets import Dataset
 
@@ -156,7 +156,7 @@ def _dataset(paths: list[Path]) -> Any:
     where = ", ".join(map(str, paths[:5]))
     if not rows:
         raise UserError(Problem("0 examples", KEY, where))
-    try:  # of other examples than the first, `from_list` drops columns
+    try:  # `from_list` drops columns that the first example lacks
         return Dataset.from_list(
             [{name: row.get(name) for name in names} for row in rows], on_mixed_types="use_json"
         )
@@ -181,7 +181,7 @@ def _value(row: Any) -> dict[str, Any]:
 
 
 def _csv(path: Path) -> list[dict[str, Any]]:
-    """Read a CSV file with the column types that `datasets` gives it: it reads CSV with pandas."""
+    """Read a CSV file with pandas, which gives the same column types as `datasets`."""
     import pandas
 
     try:
@@ -194,7 +194,10 @@ def _csv(path: Path) -> list[dict[str, Any]]:
 
 
 def _of_the_hub(name: str, config: str | None, revision: str | None, **options: Any) -> dict[str, Any]:
-    """All splits of a dataset of the Hub. Images are refused: their decoder fetches addresses."""
+    """Load all splits of a Hub dataset.
+
+    Images are not allowed, because their decoder downloads from addresses.
+    """
     splits = hub_datasets.load(name, config, revision, **options)
     for split, dataset in splits.items():
         for column, feature in dataset.features.items():
@@ -210,5 +213,5 @@ def _is_plain(feature: Any) -> bool:
 
     if isinstance(feature, dict | list):
         return all(map(_is_plain, feature.values() if isinstance(feature, dict) else feature))
-    inner = getattr(feature, "feature", None)  # of a list
+    inner = getattr(feature, "feature", None)  # the type inside a list
     return isinstance(feature, Value | ClassLabel | Json) if inner is None else _is_plain(inner)

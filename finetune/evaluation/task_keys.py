@@ -1,8 +1,9 @@
-"""Every key that a task file in lm-eval's form may have, with its values.
+"""Define every key and value that a task file in lm-eval's form can have.
 
-docs/task_files.md lists the keys. finetune reads no other key. lm-eval would import the names of metrics and
-functions, fetch addresses, and render most strings as templates. Here a list holds every name that a file may
-use. This module does not import lm-eval. A test compares the lists with the registry of lm-eval.
+docs/task_files.md lists the keys, and finetune reads no other key. lm-eval would import the functions and
+metrics that a file names, download from addresses, and render most strings as templates. Here, lists hold
+every name that a file can use. This module does not import lm-eval, and a test compares the lists with
+lm-eval's registry.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Metric(Section):
         "byte_perplexity", "bits_per_byte", "likelihood", "brier_score", "f1", "mcc", "bleu", "chrf",
         "chrf++", "ter",
     ]  # fmt: skip
-    """A metric that lm-eval registers, never a path or a metric of the Hub."""
+    """A metric that lm-eval registers. A path or a metric on the Hub is not allowed."""
     aggregation: (
         Literal[
             "mean", "nanmean", "median", "perplexity", "weighted_perplexity", "bits_per_byte", "f1",
@@ -36,19 +37,19 @@ class Metric(Section):
         ]
         | None
     ) = None  # fmt: skip
-    """How the values of all examples become one; default: lm-eval's choice for the metric."""
+    """How the values of all examples are aggregated. By default, lm-eval's choice for the metric."""
     higher_is_better: bool | None = None
-    """Default: lm-eval's choice for the metric."""
+    """By default, lm-eval's choice for the metric."""
     hf_evaluate: Literal[False] = False
     """`true` would load code from the Hub."""
     ignore_case: bool | None = None
-    """Of `exact_match`."""
+    """For `exact_match`: ignore upper and lower case."""
     ignore_punctuation: bool | None = None
-    """Of `exact_match`."""
+    """For `exact_match`: ignore punctuation."""
     ignore_numbers: bool | None = None
-    """Of `exact_match`."""
+    """For `exact_match`: ignore digits."""
     regexes_to_ignore: Texts | None = None
-    """Of `exact_match`: patterns that are removed from answer and target."""
+    """For `exact_match`: patterns that are removed from answer and target."""
 
 
 class Step(Section):
@@ -60,24 +61,24 @@ class Step(Section):
     ]  # fmt: skip
     """A filter that lm-eval registers."""
     k: int | None = Field(default=None, ge=1, le=256)
-    """Of `take_first_k`."""
+    """For `take_first_k`: the number of answers to keep."""
     mapping_dict: dict[Text, Scalar] | None = None
-    """Of `map`: answer -> replacement."""
+    """For `map`: answer -> replacement."""
     default_value: Scalar = None
-    """Of `map`: replacement of other answers."""
+    """For `map`: replacement of all other answers."""
     regex_pattern: Annotated[str, StringConstraints(max_length=1000)] | None = None
-    """Of `regex` and `multi_choice_regex`; each match has a time limit."""
+    """For `regex` and `multi_choice_regex`. Each match has a time limit."""
     group_select: int | None = Field(default=None, ge=-100, le=100)
-    """Of `regex` and `multi_choice_regex`: which match counts."""
+    """For `regex` and `multi_choice_regex`: the index of the match to use."""
     fallback: Text | None = None
-    """Of `regex` and `multi_choice_regex`: the answer where nothing matches."""
+    """For `regex` and `multi_choice_regex`: the answer if nothing matches."""
     ignore_case: bool | None = None
-    """Of `multi_choice_regex`."""
+    """For `multi_choice_regex`: ignore upper and lower case."""
     ignore_punctuation: bool | None = None
-    """Of `multi_choice_regex`."""
+    """For `multi_choice_regex`: ignore punctuation."""
 
 
-OPTIONS = {  # metric or filter -> the options that it takes
+OPTIONS = {  # metric or filter -> the options that it accepts
     "exact_match": ("ignore_case", "ignore_punctuation", "ignore_numbers", "regexes_to_ignore"),
     "take_first_k": ("k",),
     "map": ("mapping_dict", "default_value"),
@@ -99,17 +100,20 @@ class Filter(Section):
     """An item of `filter_list`."""
 
     name: Name
-    """How results name it."""
+    """Its name in the results."""
     filter: list[Step] = Field(min_length=1, max_length=20)
     """Its steps, in order."""
 
 
 class DatasetKwargs(Section):
-    """What lm-eval would hand to `datasets.load_dataset`."""
+    """Options that lm-eval would pass to `datasets.load_dataset`."""
 
     data_files: Files | dict[Name, Files] | None = None
-    """Files and patterns of files, or split -> files. finetune looks for local files in the folder of the
-    task file and in the working directory. Files of a Hub dataset are in its repository. Never an address."""
+    """Files and file patterns, or split -> files.
+
+    finetune looks for local files in the folder of the task file and in the working directory. Files of a Hub
+    dataset are in its repository. An address is not allowed.
+    """
     data_dir: Text | None = None
     """Folder in the dataset."""
     revision: Text | None = None
@@ -122,19 +126,19 @@ class Fewshot(Section):
     """`fewshot_config`."""
 
     sampler: Literal["default", "first_n"] = "default"
-    """How examples are chosen."""
+    """How few-shot examples are chosen."""
     split: Name | None = None
-    """Split that they come from."""
+    """Split of the few-shot examples."""
     fewshot_indices: Annotated[list[int], Field(max_length=1000)] | None = None
-    """Which examples of the split."""
+    """Indices of the examples in the split."""
     samples: Annotated[list[dict[str, Any]], Field(max_length=1000)] | None = None
     """The examples themselves."""
     gen_prefix: Text | None = None
-    """Start of an answer."""
+    """Text at the start of an answer."""
     fewshot_delimiter: Text | None = None
-    """Between examples."""
+    """Text between examples."""
     target_delimiter: Text | None = None
-    """Between question and answer."""
+    """Text between question and answer."""
 
 
 class Generation(Section):
@@ -143,23 +147,23 @@ class Generation(Section):
     until: Text | Texts | None = None
     """Texts that end an answer."""
     max_gen_toks: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Tokens of an answer at most."""
+    """Maximum number of generated tokens."""
     max_new_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
-    """The same, by Transformers' name."""
+    """The same, with Transformers' name."""
     max_tokens: int | None = Field(default=None, ge=1, le=1_000_000)
-    """The same, by vLLM's name."""
+    """The same, with vLLM's name."""
     do_sample: bool | None = None
-    """Draw tokens, or take the most likely one."""
+    """Sample tokens instead of taking the most likely one."""
     temperature: float | None = Field(default=None, ge=0, le=100, allow_inf_nan=False)
-    """Of drawn tokens."""
+    """Sampling temperature."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """Of drawn tokens."""
+    """Nucleus sampling: keep the most likely tokens up to this probability."""
     top_k: int | None = Field(default=None, ge=0, le=1_000_000)
-    """Of drawn tokens."""
+    """Sample only from this many most likely tokens."""
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
-    """Above 1: fewer repetitions."""
+    """Values above 1 reduce repetitions."""
     num_beams: int | None = Field(default=None, ge=1, le=64)
-    """Beams of a search."""
+    """Number of beams in beam search."""
 
 
 class LmEvalTask(Section):
@@ -174,59 +178,61 @@ class LmEvalTask(Section):
     output_type: Literal["multiple_choice", "generate_until", "loglikelihood", "loglikelihood_rolling"] = (
         "generate_until"
     )
-    """How lm-eval asks the model."""
+    """The kind of request that lm-eval sends to the model."""
     dataset_path: Text = Field(min_length=1)
-    """A local folder or the id of a dataset on the Hub. Or a format with `dataset_kwargs.data_files`:
-    `json`, `csv`, `parquet`, `arrow` or `text`."""
+    """A local folder, or the id of a Hub dataset.
+
+    Or a format (`json`, `csv`, `parquet`, `arrow`, `text`) with `dataset_kwargs.data_files`.
+    """
     dataset_name: Name | None = None
     """Configuration of the dataset."""
     dataset_kwargs: DatasetKwargs | None = None
-    """Which files, below."""
+    """The files, see below."""
     training_split: Name | None = None
     """Split of few-shot examples."""
     validation_split: Name | None = None
-    """Split that is evaluated where there is no `test_split`."""
+    """Split to evaluate if there is no `test_split`."""
     test_split: Name | None = None
-    """Split that is evaluated."""
+    """Split to evaluate."""
     fewshot_split: Name | None = None
     """Split of few-shot examples."""
     description: Text = ""
-    """Text before the examples; no template."""
+    """Text before the examples. It is not a template."""
     doc_to_text: Text | int | None = None
     """The prompt: a column, or a template that is rendered in the sandbox."""
     doc_to_target: Text | int | list[Text | int] | None = None
-    """The right answer: a column, a template, or the value itself."""
+    """The correct answer: a column, a template, or the value itself."""
     doc_to_choice: Text | list[Text] | dict[str, Text] | None = None
     """The choices: a column, a template, or the choices themselves."""
     target_delimiter: Text = " "
-    """Between prompt and answer."""
+    """Text between prompt and answer."""
     fewshot_delimiter: Text = "\n\n"
-    """Between examples."""
+    """Text between examples."""
     gen_prefix: Text | None = None
-    """Start of an answer: a column or a text; no template."""
+    """Text at the start of an answer: a column or a text. It is not a template."""
     num_fewshot: int | None = Field(default=None, ge=0, le=1000)
-    """Examples before each question."""
+    """Number of few-shot examples before each question."""
     fewshot_config: Fewshot | None = None
-    """How they are chosen, below."""
+    """How few-shot examples are chosen, see below."""
     metric_list: Annotated[list[Metric], Field(min_length=1, max_length=20)] | None = None
-    """Metrics, below; default: lm-eval's of the output type."""
+    """Metrics, see below. By default, lm-eval's choice for the output type."""
     filter_list: Annotated[list[Filter], Field(min_length=1, max_length=20)] | None = None
-    """Filters, below."""
+    """Filters, see below."""
     generation_kwargs: Generation | None = None
-    """How answers are generated, below."""
+    """How answers are generated, see below."""
     repeats: int = Field(default=1, ge=1, le=256)
-    """Answers to each question."""
+    """Number of answers to each question."""
     should_decontaminate: bool = False
     """Not used."""
     doc_to_decontamination_query: Text | None = None
     """Not used."""
     unsafe_code: Literal[False] = False
-    """`true` would run what the model wrote."""
+    """`true` would run code that the model wrote."""
     metadata: dict[Name, Scalar | list[Scalar]] | None = None
     """Version and notes."""
 
 
-REFUSED = {  # keys of lm-eval that no file may have -> why
+REFUSED = {  # keys of lm-eval that a file cannot have -> the reason
     "class": "takes code from elsewhere",
     "custom_dataset": "takes code from elsewhere",
     "process_docs": "takes code from elsewhere",
@@ -237,7 +243,7 @@ REFUSED = {  # keys of lm-eval that no file may have -> why
     "doc_to_audio": "is for sound, which is not evaluated",
 }
 UNUSED = ("task_alias", "tag", "should_decontaminate", "doc_to_decontamination_query")
-KEYS = {  # of each part, by the path that `recipe_errors.explain` gives it
+KEYS = {  # the model of each part, by the path that `recipe_errors.explain` uses
     "task": LmEvalTask,
     "task.metric_list": Metric,
     "task.filter_list": Filter,

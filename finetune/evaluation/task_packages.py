@@ -1,7 +1,7 @@
-"""Packages that the code of lm-eval's own tasks imports. Nothing here imports lm-eval or them.
+"""Find packages that lm-eval's own tasks import, without importing lm-eval or these packages.
 
 lm-eval imports a task's code when it loads the task. Without this check, a run would find a missing package
-there: after the model has loaded, or after training.
+only after loading the model, or after training.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GROUP = re.compile(r"^group:", re.MULTILINE)
 
 
 def missing(task: str, files: Iterable[Path]) -> Problem | None:
-    """The packages that a task or a group needs and this environment lacks.
+    """Return the packages that a task or group needs and that are not installed.
 
     Args:
         task: the name in `eval.tasks`.
@@ -43,7 +43,7 @@ def missing(task: str, files: Iterable[Path]) -> Problem | None:
 
 
 def _task_files(files: Iterable[Path]) -> list[Path]:
-    """The files of tasks; of a group also the files of the tasks that it lists."""
+    """Return the files of tasks. For a group, include the files of the tasks that it lists."""
     found: dict[Path, None] = {}
     waiting = list(files)
     while waiting:
@@ -69,7 +69,7 @@ def _all_files(root: Path) -> list[Path]:
 
 
 def _root(path: Path) -> Path:
-    """The folder of all tasks."""
+    """Return the folder of all tasks."""
     return next(parent for parent in path.parents if parent.name == "tasks")
 
 
@@ -95,7 +95,10 @@ def _imports(path: Path, depth: int = 3) -> Iterator[str]:
 
 
 def _modules(statements: list[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module imports when it loads. A `try:` without a raising handler is optional."""
+    """Yield the names that a module imports when it loads.
+
+    Imports in a `try:` are optional if a handler continues.
+    """
     for statement in statements:
         if isinstance(statement, ast.Import):
             yield from (alias.name for alias in statement.names)
@@ -108,7 +111,7 @@ def _modules(statements: list[ast.stmt]) -> Iterator[str]:
 
 
 def _own_files(name: str, folder: Path) -> list[Path]:
-    """Return the Python files of a module inside the folder of tasks; an empty list if it lies elsewhere."""
+    """Return the Python files of a module inside the folder of tasks. The list is empty for other modules."""
     parts = name.split(".")
     root = folder
     if parts[:2] == ["lm_eval", "tasks"]:
@@ -119,6 +122,6 @@ def _own_files(name: str, folder: Path) -> list[Path]:
 
 
 def _extra_of(module: str) -> str:
-    """The extra of lm-eval that brings a module, by its name; or the empty string."""
+    """Return lm-eval's extra that installs a module, or an empty string."""
     wanted = re.compile(rf"{module.replace('_', '[-_]')}\b.*extra == ['\"]([\w-]+)", re.IGNORECASE)
     return next((found[1] for line in requires("lm-eval") or () if (found := wanted.match(line))), "")

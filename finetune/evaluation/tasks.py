@@ -1,4 +1,4 @@
-"""Local tasks: a small YAML file next to its data, which lm-eval evaluates without a network.
+"""Local tasks: a small YAML file next to its data, which lm-eval evaluates without network access.
 
     task: arc_easy                    # its name in eval.json (default: the name of the file)
     data: test.jsonl                  # in the folder of this file: json, jsonl, csv, parquet
@@ -7,8 +7,8 @@
     choices: "{{ choices }}"
     answer: "{{ gold }}"
 
-`eval.tasks` takes these files, YAML files in lm-eval's form, the names of lm-eval's tasks, and
-`general_knowledge`, which comes with finetune. This module does not import torch.
+`eval.tasks` accepts these files, YAML files in lm-eval's form, the names of lm-eval's tasks, and
+`general_knowledge`, which is part of finetune. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Eval
 
 SUFFIXES = (".yaml", ".yml")
-# In a file of lm-eval: the names of a task, group or tag, what separates two names, and a comment
+# For lm-eval's files: the names of a task, group or tag, the separators of names, and comments
 _NAMES_OF_TASKS = re.compile(
     r"^['\"]?(?:task|group|tag)['\"]?[ \t]*:[ \t]*(.*(?:\n[ \t]*[-#].*)*)", re.MULTILINE
 )
 _BETWEEN_NAMES = re.compile(r"[\[\],\n]|^[ \t]*-[ \t]+", re.MULTILINE)
 _COMMENT = re.compile(r"(?:^|\s)#.*")
-MOST_TASKS = 200  # of one recipe
-MOST_COMPARED = 10  # unknown names that are compared with those of lm-eval, which takes 0.1 s each
-MOST_BAD = 1000  # wrong examples of a task, after which no more are read
-GENERAL = "general_text"  # what is measured on `eval.forgetting`, by its name in eval.json
+MOST_TASKS = 200  # maximum for one recipe
+MOST_COMPARED = 10  # unknown names for which a similar task is searched, which takes 0.1 s each
+MOST_BAD = 1000  # bad examples of a task after which finetune stops reading
+GENERAL = "general_text"  # task name in eval.json for the texts of `eval.forgetting`
 SHIPPED = {"general_knowledge": shipped_files.folder("examples") / "general" / "knowledge.yaml"}
 
 
@@ -58,43 +58,46 @@ class Task(Section):
 
     task: str = Field(min_length=1)
     data: str = Field(min_length=1)
-    """File with a row for each question."""
+    """File with one example per question."""
     kind: Literal["multiple_choice", "exact_match", "regex_match", "json_match", "perplexity"]
-    """The choice of highest likelihood; a greedy answer that equals `answer` as text, in what `pattern`
-    finds first, or as JSON; how likely the text of `prompt` is."""
+    """`multiple_choice`: the choice with the highest likelihood.
+
+    `exact_match`: a greedy answer that equals `answer` as text. `regex_match`: the same for the first match
+    of `pattern`. `json_match`: the same as JSON. `perplexity`: the likelihood of the text in `prompt`.
+    """
     prompt: str
-    """Jinja over a row's columns."""
+    """Jinja template over the columns of an example."""
     answer: str | None = None
-    """What is right: of multiple_choice the choice or its index from 0."""
+    """The correct answer. For multiple_choice, the choice or its index from 0."""
     choices: str | list[str] | None = None
-    """One Jinja text that gives a list, or a list of Jinja texts."""
+    """A Jinja template that gives a list, or a list of Jinja templates."""
     pattern: str | None = None
-    """Regular expression; what its first match (or that match's first group) gives is the answer."""
+    """Regular expression. Its first match, or the first group of that match, is the answer."""
     delimiter: str = " "
-    """Between prompt and choice; with `chat` nothing."""
+    """Text between prompt and choice. Not used with `chat`."""
     chat: bool = False
-    """The prompt is what a user says, in the model's chat template."""
+    """Send the prompt as a user message in the model's chat template."""
     max_new_tokens: int = Field(default=32, ge=1)
     stop: list[str] = Field(default=[])
     """Texts that end an answer."""
     forgetting: bool = False
-    """Of general abilities, not of what was trained: a worse score is said to be forgotten."""
+    """The task measures general abilities. A worse score counts as forgetting."""
 
 
-NEEDS = {  # beside `prompt`
+NEEDS = {  # required keys of each kind, besides `prompt`
     "multiple_choice": ("choices", "answer"),
     "exact_match": ("answer",),
     "regex_match": ("pattern", "answer"),
     "json_match": ("answer",),
     "perplexity": (),
 }
-METRICS = {  # of each kind, by lm-eval's names
+METRICS = {  # metrics of each kind, as lm-eval names them
     "multiple_choice": ("acc", "acc_norm"),
     "perplexity": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
     **dict.fromkeys(("exact_match", "regex_match", "json_match"), ("exact_match",)),
 }
 GENERATED = ("exact_match", "regex_match", "json_match")
-READ_BY = {  # by no other kind
+READ_BY = {  # keys -> the only kinds that read them
     "choices": ("multiple_choice",),
     "delimiter": ("multiple_choice",),
     "pattern": ("regex_match",),
@@ -105,16 +108,16 @@ READ_BY = {  # by no other kind
 
 
 def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ...]]:
-    """Look at the task files of `eval.tasks`, at each row of theirs, and at the packages they need.
+    """Check the task files of `eval.tasks`, each of their examples, and the packages they need.
 
     Args:
-        longest: tokens that the model takes, prompt and answer.
+        longest: maximum tokens of the model, for prompt and answer together.
 
     Returns:
         The metrics of each local task.
 
     Raises:
-        UserError: everything that is wrong with them (exit 2), or a package is missing (3).
+        UserError: the tasks have problems (exit 2), or a package is missing (exit 3).
     """
     if len(settings.tasks) > MOST_TASKS:
         found, expected = f"{len(settings.tasks):,}", f"at most {MOST_TASKS}"
@@ -153,11 +156,11 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
 
 
 def check_metric(settings: Eval, metrics: Mapping[str, Iterable[str]]) -> None:
-    """Refuse a metric of `eval.metric_for_best_model` that its task does not have (exit 2).
+    """Raise a UserError if `eval.metric_for_best_model` names a metric that its task does not have (exit 2).
 
     Args:
-        metrics: the names of the metrics of each task, as far as they are known. lm-eval alone knows those of
-            its own tasks, and of a group only after it has run.
+        metrics: the known metric names of each task. Only lm-eval knows the metrics of its own tasks, and
+            those of a group only after it has run.
     """
     best, entries = settings.metric_for_best_model, dict.fromkeys(settings.tasks)
     task, _, metric = best.rpartition("/")
@@ -170,7 +173,7 @@ def check_metric(settings: Eval, metrics: Mapping[str, Iterable[str]]) -> None:
 
 
 def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
-    """Where an answer may take all the tokens of a model: lm-eval would stop at its first prompt."""
+    """Return a problem if an answer can take all tokens of a model. lm-eval would fail at once."""
     if not isinstance(longest, int) or task.kind not in GENERATED or task.max_new_tokens < longest:
         return []
     what = f"leaves no room for a prompt: the model takes {longest:,} tokens in all"
@@ -178,10 +181,10 @@ def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
 
 
 def check_names(settings: Eval) -> None:
-    """Look for lm-eval's own tasks in its files: first in those that are called after a task, then in all.
+    """Find lm-eval's own tasks in its files: first in files with the task's name, then in all files.
 
     Raises:
-        UserError: there is no such task (exit 2), or it needs a package that is missing (3).
+        UserError: a task does not exist (exit 2), or needs a missing package (exit 3).
     """
     package = find_spec("lm_eval")
     roots = [Path(place, "tasks") for place in (package and package.submodule_search_locations) or ()]
@@ -197,7 +200,7 @@ def check_names(settings: Eval) -> None:
 
 
 def _files_of(root: Path, name: str) -> list[Path]:
-    """The files that are called after a task, or are in a folder that is, and state its name."""
+    """Return the files that state a task's name, among those whose file or folder has this name."""
     states = re.compile(rf"^(task|group|tag):\s*['\"]?{re.escape(name)}['\"]?\s*$", re.MULTILINE)
     files = _files_by_name(root).get(name, ())
     return [path for path in files if states.search(path.read_text(encoding="utf-8"))]
@@ -205,7 +208,7 @@ def _files_of(root: Path, name: str) -> list[Path]:
 
 @cache
 def _files_by_name(root: Path) -> dict[str, list[Path]]:
-    """The YAML files below a folder by their names without suffix, and by each folder that they are in."""
+    """Return the YAML files below a folder, by their names without suffix and by their folders' names."""
     found: dict[str, list[Path]] = {}
     for path in sorted(root.rglob("*.yaml")):
         for name in {path.stem, *path.relative_to(root).parts[:-1]}:
@@ -215,7 +218,7 @@ def _files_by_name(root: Path) -> dict[str, list[Path]]:
 
 @cache
 def stated_names(root: Path) -> frozenset[str]:
-    """The names of tasks, groups and tags that lm-eval's files state.
+    """Return the names of tasks, groups and tags in lm-eval's files.
 
     `TaskManager` parses each file as YAML, which takes 15 s. This function reads only the lines with names,
     which takes 1 s.
@@ -223,7 +226,8 @@ def stated_names(root: Path) -> frozenset[str]:
     found: set[str] = set()
     for folder, _, files in os.walk(root):
         for file_name in files:
-            if file_name.endswith(".yaml") or "." not in file_name:  # the latter are included by the former
+            # YAML files include the files without suffix
+            if file_name.endswith(".yaml") or "." not in file_name:
                 text = Path(folder, file_name).read_text(encoding="utf-8")
                 for lines in _NAMES_OF_TASKS.findall(text):
                     parts = (_COMMENT.sub("", part) for part in _BETWEEN_NAMES.split(lines))
@@ -232,7 +236,7 @@ def stated_names(root: Path) -> frozenset[str]:
 
 
 def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:
-    """What is wrong with names of tasks that lm-eval has not."""
+    """Return the problems of task names that lm-eval does not have."""
     other = "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
     missing = [name for name in names if name not in known]
     fixes = [nearest(name, known) for name in missing[:MOST_COMPARED]]
@@ -243,26 +247,26 @@ def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:
 
 
 def is_file(name: str) -> bool:
-    """Whether an entry of `eval.tasks` is a file, not a name that lm-eval knows."""
+    """Return whether an entry of `eval.tasks` is a file and not the name of an lm-eval task."""
     return name.endswith(SUFFIXES) or name in SHIPPED
 
 
 def file(name: str) -> Path:
-    """The file of an entry that is one."""
+    """Return the file of an entry that is a file."""
     return SHIPPED.get(name, Path(name))
 
 
 def rows_file(task: Task, name: str) -> Path:
-    """The rows of a task: beside its file, or from the working directory."""
+    """Return the data file of a task: next to the task file, or relative to the working directory."""
     beside = file(name).parent / task.data
     return (beside if beside.exists() or not Path(task.data).exists() else Path(task.data)).absolute()
 
 
 def read(path: str) -> Task | None:
-    """The local task of a YAML file; `None`: it is one of lm-eval's own kind.
+    """Read the local task in a YAML file. Return `None` if the file is in lm-eval's form.
 
     Raises:
-        UserError: no such file, or what is wrong in it, located (exit 2).
+        UserError: the file does not exist or has problems. Each problem has its position (exit 2).
     """
     path = str(file(path))
     try:
@@ -304,10 +308,10 @@ def read(path: str) -> Task | None:
 
 
 def documents(task: Task, path: str) -> list[dict[str, Any]]:
-    """The rows of a task, rendered: {"prompt", "choices", "answer"}.
+    """Return the rendered examples of a task: {"prompt", "choices", "answer"}.
 
     Raises:
-        UserError: unreadable rows, columns that are not there, answers that are none of the choices (exit 2).
+        UserError: an example cannot be read, a column is missing, or an answer is not a choice (exit 2).
     """
     name = str(rows_file(task, path))
     found, problems = [], []
@@ -326,7 +330,7 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
                 Problem(f"task {task.task}: {error}", where=row.where, found=f"columns {columns}")
             )
             if str(error).startswith(template_sandbox.BROKEN):
-                break  # it is of no row
+                break  # the template itself is broken, so all examples fail
     if not found and not problems:
         problems.append(Problem(f"task {task.task} has no rows", where=name))
     if problems:
@@ -336,10 +340,10 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
 
 
 def general_texts(settings: Eval) -> list[str]:
-    """The texts on which forgetting is measured: `eval.forgetting`.
+    """Return the texts that measure forgetting (`eval.forgetting`).
 
     Raises:
-        UserError: no such file, or an example without `text` (exit 2).
+        UserError: the file does not exist, or an example has no `text` (exit 2).
     """
     if settings.forgetting is False:
         return []
@@ -350,7 +354,7 @@ def general_texts(settings: Eval) -> list[str]:
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
         return [json.loads(line)["text"] for line in lines]
     name = settings.forgetting
-    rows = str(Path(name).absolute())  # a relative one would be looked up beside itself first
+    rows = str(Path(name).absolute())  # a relative path would be tried next to the task file first
     source = Task(task=GENERAL, data=rows, kind="perplexity", prompt="{{ text }}")
     try:
         return [row["prompt"] for row in documents(source, name)]
@@ -391,9 +395,10 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _index(answer: Any, choices: list[str]) -> int:
-    """The right choice's index: a number is the index itself, a text is the choice or its index."""
+    """Return the index of the correct choice. A number is an index, and a text is a choice or its index."""
     if type(answer) is int and 0 <= answer < len(choices):
-        if str(answer) in choices and choices[answer] != str(answer):  # a .csv has it as text: the choice
+        # ambiguous: a .csv file would store the choice as text
+        if str(answer) in choices and choices[answer] != str(answer):
             fix = "write the right choice as text"
             raise ValueError(f"answer {answer} is an index and also another choice: {fix}")
         return answer
@@ -405,10 +410,10 @@ def _index(answer: Any, choices: list[str]) -> int:
 
 
 def _rendered(template: str, row: dict[str, Any]) -> Any:
-    """A template over a row; one that is a single `{{ expression }}` gives its value as it is.
+    """Render a template for an example. A single `{{ expression }}` gives its value with its type.
 
     Raises:
-        ValueError: it is broken, names what is not there, or takes too long or too much memory.
+        ValueError: the template is broken, uses undefined names, or exceeds the limits of time or memory.
     """
     whole = re.fullmatch(r"\s*\{\{((?:(?!\}\}).)*)\}\}\s*", template, re.DOTALL)
     way = "expression" if whole else "without nulls"
@@ -419,10 +424,10 @@ def _rendered(template: str, row: dict[str, Any]) -> Any:
 
 
 def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> dict[str, Any]:
-    """lm-eval's configuration of a local task.
+    """Return lm-eval's configuration of a local task.
 
     Args:
-        options: of the engine's `generate`, for a greedy answer.
+        options: options of the engine's `generate` for a greedy answer.
     """
     from datasets import Dataset
 
@@ -477,8 +482,11 @@ def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> d
 
 
 def perplexity(mean: Any) -> Any:
-    """Of a mean log-likelihood; infinite where it is too large for a number: a text without spaces, of a
-    language or in base64, is one word to lm-eval, whose own `math.exp` ends in an OverflowError."""
+    """Return the perplexity of a mean log-likelihood. The result is infinite instead of an OverflowError.
+
+    lm-eval's own `math.exp` overflows for a text without spaces, such as Chinese or base64, which it counts
+    as one word.
+    """
     import numpy as np
 
     with np.errstate(over="ignore"):
@@ -486,13 +494,13 @@ def perplexity(mean: Any) -> Any:
 
 
 def _weighted(rows: list[tuple[float, int]]) -> float:
-    """lm-eval's weighted perplexity of (log-likelihood, weight) of each row."""
+    """Return lm-eval's weighted perplexity of (log-likelihood, weight) pairs."""
     likelihoods, weights = zip(*rows, strict=True)
     return float(perplexity(sum(likelihoods) / sum(weights)))
 
 
 def right(task: Task, said: str, wanted: str) -> float:
-    """Whether a generated answer is the wanted one: 1.0 or 0.0."""
+    """Return whether a generated answer is correct: 1.0 or 0.0."""
     said = without_thinking(said)
     if task.kind == "json_match":
         return float(_first_json(said) == json.loads(wanted))
@@ -503,11 +511,11 @@ def right(task: Task, said: str, wanted: str) -> float:
 
 
 def _first_json(text: str) -> Any:
-    """The first JSON object or list in a text; `None` without any."""
+    """Return the first JSON object or list in a text, or `None`."""
     decoder = json.JSONDecoder()
     for start in (match.start() for match in re.finditer(r"[\[{]", text)):
         try:
             return decoder.raw_decode(text, start)[0]
-        except (ValueError, RecursionError):  # so deep that it is no answer
+        except (ValueError, RecursionError):  # nested too deeply to be an answer
             continue
     return None

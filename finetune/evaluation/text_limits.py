@@ -1,4 +1,7 @@
-"""Hold the texts of an evaluation to the token ids and the positions of the model. No torch here."""
+"""Check the texts of an evaluation against the model's token ids and positions.
+
+This module needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Eval
 
 MOST_SHOWN = 3
-SPECIAL, A_CHAT = 8, 256  # tokens that a tokenizer or a chat template may add to a text
+SPECIAL, A_CHAT = 8, 256  # tokens that a tokenizer or a chat template can add to a text
 
 
 class _Text(NamedTuple):
@@ -24,11 +27,11 @@ class _Text(NamedTuple):
 
     where: str
     readings: list[str]
-    """What the tokenizer encodes of it: the prompt alone, and the prompt with each choice."""
+    """The strings to encode: the prompt alone, and the prompt with each choice."""
     room: int = 0
-    """Tokens that are generated after it."""
+    """Number of tokens that are generated after it."""
     has_prefix: bool = False
-    """Whether lm-eval puts the first token of a text before it."""
+    """Whether lm-eval adds its prefix token (BOS, or EOS without a BOS token)."""
 
 
 def check(
@@ -40,19 +43,19 @@ def check(
     *,
     with_hub: bool = True,
 ) -> list[str]:
-    """Check every text on which forgetting is measured, and every text of the tasks.
+    """Check every text that measures forgetting, and every text of the tasks.
 
     Args:
         rows: the number of rows of the embedding.
-        longest: the number of positions; `None` if the config names no limit.
+        longest: the number of positions. `None` if the config names no limit.
         date: the date that chat templates see.
-        with_hub: read the tasks of lm-eval, whose data is on the Hub.
+        with_hub: read also the tasks of lm-eval, whose data is on the Hub.
 
     Returns:
-        Notes that count the texts that the evaluation cuts.
+        Notes with the number of texts that the evaluation cuts.
 
     Raises:
-        UserError: a text has token ids that the embedding does not have (exit 2).
+        UserError: a text has token ids outside the embedding (exit 2).
     """
     notes, problems = [], []
     texts = [_Text(f"text {number}", [text]) for number, text in enumerate(tasks.general_texts(settings), 1)]
@@ -70,7 +73,8 @@ def check(
         asked = list(_texts(task, name, tokenizer, date))
         beyond, long = _measure(asked, tokenizer, rows, longest)
         problems += _unknown_ids(beyond, "eval.tasks", rows)
-        if long and task.kind != "perplexity":  # whose texts lm-eval reads window by window
+        # lm-eval reads the texts of a perplexity task window by window
+        if long and task.kind != "perplexity":
             notes.append(
                 f"eval.tasks: {task.task}: {long} of {len(asked)} prompts with their answers are longer than "
                 f"the model's {longest} positions; lm-eval cuts their beginning"
@@ -82,7 +86,7 @@ def check(
 
 
 def check_metric(settings: Eval, longest_prompt: int) -> None:
-    """Refuse exact match as the metric of the best model if no validation example has a prompt (exit 2)."""
+    """Raise a UserError if exact match selects the model but no validation example has a prompt (exit 2)."""
     key = "eval.metric_for_best_model"
     if (
         settings.eval_steps is not None
@@ -93,7 +97,7 @@ def check_metric(settings: Eval, longest_prompt: int) -> None:
 
 
 def longest_texts(settings: Eval) -> list[tuple[str, int]]:
-    """Return each text of an evaluation with the number of further tokens, for an answer or chat markers."""
+    """Return each text of an evaluation, with the number of tokens to add for an answer or chat markers."""
     found = [(text, SPECIAL) for text in tasks.general_texts(settings)]
     for name in filter(tasks.is_file, dict.fromkeys(settings.tasks)):
         task = tasks.read(name)
@@ -111,7 +115,7 @@ def longest_texts(settings: Eval) -> list[tuple[str, int]]:
 def _texts(
     task: tasks.Task, name: str, tokenizer: PreTrainedTokenizerBase, date: str | None
 ) -> Iterator[_Text]:
-    """The texts of a task."""
+    """Yield the texts of a task."""
     room = task.max_new_tokens if task.kind in tasks.GENERATED else 0
     documents = tasks.documents(task, name)
     prompts = [document["prompt"] for document in documents]
@@ -131,7 +135,7 @@ def _texts(
 def _measure(
     texts: list[_Text], tokenizer: PreTrainedTokenizerBase, rows: int, longest: int | None
 ) -> tuple[list[str], int]:
-    """The places of texts with unknown ids, and the number of texts that are longer than the model takes."""
+    """Return the positions of texts with unknown ids, and the number of texts that are too long."""
     beyond, long = [], 0
     for where, readings, room, has_prefix in texts:
         encoded: Any = tokenizer(readings)["input_ids"]
@@ -144,18 +148,21 @@ def _measure(
 
 
 def _prefix(tokenizer: Any) -> int:
-    """The token that lm-eval puts before a text without a prompt (HFLM.prefix_token_id)."""
+    """Return the token that lm-eval puts before a text without a prompt (HFLM.prefix_token_id)."""
     return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
 
 
 def _of_lm_eval(
     settings: Eval, tokenizer: PreTrainedTokenizerBase, rows: int, date: str | None, with_hub: bool
 ) -> list[Problem]:
-    """The unknown ids in the tasks that lm-eval reads itself, if the tokenizer can give any."""
+    """Return problems with token ids in the tasks that lm-eval reads itself.
+
+    If every id of the tokenizer is inside the embedding, nothing is read.
+    """
     theirs = [name for name in settings.tasks if (with_hub or tasks.is_file(name)) and not _is_local(name)]
     if not theirs or max(tokenizer.get_vocab().values()) < rows:
         return []
-    from finetune.evaluation import lm_eval_harness  # with lm-eval and torch, which take seconds
+    from finetune.evaluation import lm_eval_harness  # imports lm-eval and torch, which takes seconds
 
     asked = settings.model_copy(update={"tasks": theirs})
     texts = [_Text(*found) for found in lm_eval_harness.texts(asked, tokenizer, date)]

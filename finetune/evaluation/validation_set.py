@@ -1,4 +1,4 @@
-"""Read a run's validation set and check that it has not changed."""
+"""Read a run's validation set and verify that it has not changed."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ CHOSEN = "the validation set also chose the weights (eval.eval_steps), so its fi
 def held_out(
     folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[HeldOut], list[str]]:
-    """The validation set: from the run's folder; from the data the first time, or where it is overridden.
+    """Return the validation set from the run folder.
+
+    The first time, or with an override, it comes from the data.
 
     Returns:
-        The rows, and what is worth knowing of them.
+        The examples, and notes on them.
     """
     kept, other = folder.file(run_folder.HELD_OUT), overridden(recipe)
     config = model_files.read_config(recipe.model)
@@ -61,14 +63,14 @@ def held_out(
 
 
 def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[HeldOut]:
-    """The validation set in a run's folder, with the token ids that the run counted.
+    """Return the validation set in a run folder, after comparing its token ids with the run's.
 
     Raises:
-        Damaged: it cannot be read, or has other token ids.
+        Damaged: it cannot be read, or its token ids differ.
     """
     name, ends = run_folder.HELD_OUT, tokenizer_setup.declared_ends(recipe.model)
     try:
-        lines = folder.read_text(name).split("\n")  # splitlines would also end one at U+2028
+        lines = folder.read_text(name).split("\n")  # splitlines would also split at U+2028
         kept = [json.loads(line) for line in lines if line]
         examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept]
         rows = preparation.encode_held_out(examples, recipe.data, tokenizer, ends)
@@ -87,7 +89,7 @@ def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerB
 
 
 def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
-    """Refuse a damaged validation set that cannot be read from the data again (exit 4)."""
+    """Raise a UserError if a damaged validation set cannot be read from the data again (exit 4)."""
     try:
         source_loading.fingerprints(recipe.data, held_out=True)
     except UserError as error:
@@ -97,15 +99,18 @@ def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
 
 
 def overridden(recipe: Recipe) -> bool:
-    """Whether other data was asked for than the run's own."""
+    """Return whether an override names other data than the run's own."""
     return any(who == "override" and key.startswith("data.") for key, who in recipe.origin.set_by.items())
 
 
 def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool) -> list[str]:
-    """The validation set must be that of the run; a changed file may mix them with rows that were trained on.
+    """Check that the validation set is the run's own. A changed file could contain training examples.
 
     Returns:
-        A note on rows that the recipe of the run did not name.
+        Notes on files that the run's recipe did not name.
+
+    Raises:
+        UserError: a file has changed since the run (exit 2).
     """
     recorded = folder.read("data_report.json")["train"]["sources"]
     other = [path for path, digest in hashes.items() if digest not in recorded.values()]

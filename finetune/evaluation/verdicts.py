@@ -1,8 +1,9 @@
-"""The verdict of an evaluation: a word for every measure, one for the whole, and the reason.
+"""Decide the verdict of an evaluation: a word for each measure, a word for the whole, and the reason.
 
-All measures are one family: Holm's correction keeps the chance of any false word at 5 %. A difference counts
-if it passes that test and is at least as large as the smallest one that matters (`eval.min_loss_difference`,
-`eval.min_score_difference`). docs/verdicts.md explains the words; benchmarks/verdicts.py measures them.
+All measures form one family. Holm's correction limits the probability of any false verdict to 5 %. A
+difference counts if it passes this test and reaches the smallest difference that matters
+(`eval.min_loss_difference`, `eval.min_score_difference`). docs/verdicts.md explains the words.
+benchmarks/verdicts.py measures their error rates.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ NEGLIGIBLE = "negligible difference"
 TOO_FEW = "too few examples"
 MIXED, UNKNOWN = "mixed", "unknown"
 SMALLEST = {"loss": 0.01, "score": 0.01}
-"""Smallest difference that matters, of an evaluation that does not say."""
+"""Smallest difference that matters, for evaluations that do not store it."""
 TITLES = {
     BETTER: "Better than the base model",
     WORSE: "Worse than the base model",
@@ -32,16 +33,16 @@ OVERFITTING = "Answers better, loss worse: check for overfitting"
 WORSE_ANSWERS = "Loss better, answers worse: read the samples"
 NO_ANSWER = "Loss fell, no answer is right yet"
 OLD_WORDS = {"same": NO_DIFFERENCE, "too few rows": TOO_FEW}
-"""What earlier versions wrote into eval.json."""
+"""Words in eval.json of earlier versions."""
 
 
 class Measure(NamedTuple):
-    """One member of the family."""
+    """One measure of the family."""
 
     name: str
     metric: str
     scores: dict[str, Any]
-    """Its `base`, `tuned` and `difference`."""
+    """A mapping with `base`, `tuned` and `difference`."""
     forgetting: bool = False
 
     @property
@@ -54,7 +55,7 @@ class Measure(NamedTuple):
 
 
 def current_word(word: str) -> str:
-    """Today's word for one of an earlier version."""
+    """Return today's word for a word of an earlier version."""
     return OLD_WORDS.get(word, word)
 
 
@@ -65,7 +66,7 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
         result: the content of eval.json.
 
     Returns:
-        `word`, `title`, `why`, and `forgot`: the measures of forgetting that are worse.
+        `word`, `title`, `why`, and `forgot` (the forgetting measures that are worse).
     """
     measures = family(result)
     decide([each.change for each in measures if "p" in each.change], smallest(result.get("settings") or {}))
@@ -73,12 +74,12 @@ def verdict(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest(settings: dict[str, Any]) -> dict[str, float]:
-    """The smallest differences that matter, by kind of measure."""
+    """Return the smallest differences that matter, by kind of measure."""
     return {kind: settings.get(f"min_{kind}_difference", least) for kind, least in SMALLEST.items()}
 
 
 def family(result: dict[str, Any]) -> list[Measure]:
-    """The measures that a verdict is about: not subtasks of a group, not a task's other metrics."""
+    """Return the measures of the verdict: each task's main metric, without the subtasks of groups."""
     names = (("exact_match", "exact match"), ("loss", "validation loss"))
     found = [Measure(name, metric, result) for metric, name in names if metric in result["difference"]]
     for name, task in result["tasks"].items():
@@ -88,7 +89,7 @@ def family(result: dict[str, Any]) -> list[Measure]:
 
 
 def decide(differences: list[dict[str, Any]], least: dict[str, float]) -> None:
-    """Holm's procedure over a family of differences; leaves `verdict`, `p_holm` and `detectable` in each."""
+    """Apply Holm's procedure to a family, and add `verdict`, `p_holm` and `detectable` to each difference."""
     tested = sorted((one for one in differences if one["p"] is not None), key=lambda one: one["p"])
     adjusted = 0.0
     for place, one in enumerate(tested):
@@ -101,7 +102,11 @@ def decide(differences: list[dict[str, Any]], least: dict[str, float]) -> None:
 
 
 def word_for(change: dict[str, Any], least: float) -> str:
-    """A difference in a word. `least`: the smallest one that matters."""
+    """Return the word for a difference.
+
+    Args:
+        least: the smallest difference that matters.
+    """
     if change["p"] is None:
         return TOO_FEW
     value, significant = change["value"], change["p_holm"] <= paired_differences.LEVEL
@@ -116,7 +121,7 @@ def word_for(change: dict[str, Any], least: float) -> str:
 
 
 def judge(measures: list[Measure]) -> dict[str, Any]:
-    """The verdict on the whole, from the word of each measure."""
+    """Return the verdict on the whole, from the word of each measure."""
     forgot = [each.name.rpartition(" ")[0] for each in measures if each.forgetting and each.word == WORSE]
     deciding = [each for each in measures if not each.forgetting and each.word]
     word, title = _whole(deciding)
@@ -129,7 +134,7 @@ def judge(measures: list[Measure]) -> dict[str, Any]:
 
 
 def _whole(deciding: list[Measure]) -> tuple[str, str]:
-    """Word and title. Contradictions come first: no measure hides another one."""
+    """Return word and title. Contradictions come first, so that no measure hides another."""
     words = {each.metric: each.word for each in deciding if each.metric in ("loss", "exact_match")}
     said = {each.word for each in deciding} - {TOO_FEW}
     answers, loss = words.get("exact_match"), words.get("loss")
@@ -149,7 +154,7 @@ def _whole(deciding: list[Measure]) -> tuple[str, str]:
 
 
 def described(measure: Measure) -> str:
-    """`exact match 29.0% -> 22.0% (no significant difference; these 100 examples could show ...)`."""
+    """Return `exact match 29.0% -> 22.0% (no significant difference; these 100 examples could show ...)`."""
     scores, metric, change = measure.scores, measure.metric, measure.change
     share = formatting.is_share(metric, scores["base"], scores["tuned"])
     before, after = (formatting.number(scores[side][metric], share=share) for side in ("base", "tuned"))
@@ -162,19 +167,19 @@ def described(measure: Measure) -> str:
         more = f"; these {change['examples']:,} examples could show a difference of {least}"
     elif measure.word == TOO_FEW and "needed" in change:
         count = f"{change['distinct']}"
-        if change["distinct"] >= change["needed"]:  # a few long ones have most of the tokens
+        if change["distinct"] >= change["needed"]:  # a few long examples hold most of the tokens
             count += f" that count as {change['freedom'] + 1:.0f}"
         more = f": {count}, a test needs {change['needed']}"
     return f"{text} ({measure.word}{more})"
 
 
 def points(value: float) -> str:
-    """A difference of two shares."""
+    """Format a difference of two shares."""
     return f"{100 * value:.1f} points"
 
 
 def title(said: dict[str, Any]) -> str:
-    """The headline of a stored verdict, also of an earlier version, with what was forgotten."""
+    """Return the headline of a stored verdict, also of an earlier version, with a note on forgetting."""
     text = said.get("title") or TITLES.get(current_word(str(said.get("word"))), TITLES[UNKNOWN])
     if not said.get("forgot"):
         return text
@@ -184,11 +189,11 @@ def title(said: dict[str, Any]) -> str:
 
 
 def reasons(said: dict[str, Any]) -> str:
-    """Why, and what was forgotten."""
+    """Return the reasons, and the measures that are worse because of forgetting."""
     forgot = ", ".join(map(str, said.get("forgot") or ()))
     return str(said.get("why", "")) + (f"; worse than the base model on {forgot}" if forgot else "")
 
 
 def sentence(said: dict[str, Any]) -> str:
-    """A verdict in one line, the same wherever it is printed."""
+    """Format a verdict as one line. All outputs use it."""
     return f"{title(said)}: {reasons(said)}"
