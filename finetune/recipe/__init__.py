@@ -1,4 +1,4 @@
-"""YAML and overrides to a validated recipe, and every rule about it. This package never imports torch."""
+"""Turn YAML and overrides into a validated recipe, and check all rules about it without importing torch."""
 
 from typing import TYPE_CHECKING
 

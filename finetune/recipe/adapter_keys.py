@@ -1,4 +1,4 @@
-"""Which keys an adapter type may have in a recipe: PEFT's fields for the type, and finetune's own."""
+"""The keys that an adapter type may have in a recipe: PEFT's fields for the type, and finetune's own keys."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from finetune.recipe.schema import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS
 
 
 def own_keys(kind: adapter_types.AdapterType) -> dict[str, Any]:
-    """The keys that finetune adds to PEFT's for this type: name -> (annotation, pydantic field)."""
+    """Return the keys that finetune adds for this type: name -> (annotation, pydantic field)."""
     own = {"lora": LORA_KEYS, "adalora": ADALORA_KEYS}.get(kind.peft, {})
     return {**PEFT_KEYS, **own} if kind.peft else {}
 
 
 def adapter_keys(name: str) -> frozenset[str]:
-    """Every key that `adapter:` may have under `type: name`."""
+    """Return every key that `adapter:` may have under `type: name`."""
     kind = adapter_types.find(name)
     return kind.keys | {"type", *own_keys(kind)}
 
 
 def is_left_out(name: str, key: str) -> bool:
-    """Whether PEFT has a key for this type that no recipe may set."""
+    """Return whether PEFT has this key for the type. Recipes can't set all of PEFT's keys."""
     kind = adapter_types.all_types().get(name)
     return kind is not None and key in upstream_options.fields(kind.sources)

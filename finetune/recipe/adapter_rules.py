@@ -1,4 +1,4 @@
-"""Settings of a recipe that exclude an adapter's, or would be without effect; known before anything loads."""
+"""Find settings of a recipe that conflict with its adapter or have no effect, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from finetune.recipe.adapter_types import AdapterType
     from finetune.recipe.schema import Adapter, Eval, Speed
 
-    Found = list[tuple[str, str, dict[str, str]]]  # dotted key, what is wrong, the message's other texts
+    Found = list[tuple[str, str, dict[str, str]]]  # dotted key, message, the other fields of the problem
 
-OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be kept on the CPU
+OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be offloaded to the CPU
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
 _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
-# In names of modules that quantised bases keep as codes, and of those that they leave as they are; of others
-# the live model decides
+# Names of modules that a quantized base model quantizes, and of modules that it leaves as they are. For other
+# names, the live model decides.
 _CODED = re.compile(r"(proj|c_attn|c_fc|query_key_value|dense|fc\d|w\d)$")
 _UNCODED = re.compile("embed|head|norm|wte")
-# Options that are regular expressions, and what PEFT puts around them (peft 0.21.2, tuners/tuners_utils.py,
-# check_target_module_exists; utils/other.py, get_pattern_key; tuners/fourierft/model.py and c3a/model.py).
-# Lists of the first three hold plain names
+# Options that are regular expressions, with the text that PEFT puts around them. Lists of the first three
+# options hold plain names. See tuners/tuners_utils.py, utils/other.py, tuners/fourierft/model.py and
+# tuners/c3a/model.py in peft 0.21.2.
 _WHOLE = ("target_modules", "exclude_modules", "feedforward_modules")
 _PATTERNS = {
     **dict.fromkeys(_WHOLE, "{}"),
@@ -56,17 +56,18 @@ _MOST = {
 _LONGEST = 10_000
 # Sets of characters beyond ASCII, such as [\0-\U0010ffff], take 10 ms each to compile
 _SHORT = re.compile(rf"(?!.*\\[uUN])[\0-\x7f]{{0,{_LONGEST}}}", re.DOTALL)
-# Names of embeddings and heads in transformers' models, for rules that know the recipe alone
+# Names of embeddings and heads in transformers' models, for rules that see only the recipe.
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings", "tokens_embed", "w")
 HEADS = ("lm_head", "embed_out", "head", "output_projection")
-# PEFT copies what it trains as a whole: a head that shared the embeddings' weights is left with the old ones
+# PEFT copies a module that it trains as a whole. A head that was tied to it keeps the old weights.
 HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
-# Vectors before every row: their encoder reads the base's own embeddings, not a copy that PEFT trains
+# Types that put vectors before every row. Their encoder reads the base model's own embeddings, not the copy
+# that PEFT trains.
 PROMPTS = ("prompt_tuning", "p_tuning")
 
 
 def conflicts(raw: Mapping[str, Any]) -> Found:
-    """Of a recipe as it was read: values may have any type."""
+    """Return the conflicts of a recipe as it was read. Values may have any type."""
     sections = {name: raw.get(name) for name in ("adapter", "speed", "data", "model", "train")}
     adapter, speed, data, model, train = (s if isinstance(s, dict) else {} for s in sections.values())
     name = adapter.get("type")
@@ -101,14 +102,14 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         fix = ", ".join(f"{key}: false" for key in flat)
         found.append((f"data.{flat[0]}", what, {"found": "true", "fix": fix}))
     smoothing = train.get("label_smoothing_factor")
-    if kind.peft in PROMPTS and smoothing:  # whose vectors have logits, and no labels
+    if kind.peft in PROMPTS and smoothing:  # its vectors have logits but no labels
         what = f"excludes adapter.type: {name}: upstream wants a label for each of its vectors"
         found.append(("train.label_smoothing_factor", what, {"found": str(smoothing), "fix": "drop it"}))
     return found
 
 
 def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
-    """Files and repositories that PEFT would open by a name in the recipe: pickles, and other tokenizers."""
+    """Refuse names in a recipe that would make PEFT open a pickle or another tokenizer."""
     found = []
     for key in ("corda_config", "lora_ga_config"):
         options = adapter.get(key)
@@ -128,7 +129,7 @@ def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
 
 
 def patterns(adapter: Mapping[str, Any]) -> list[tuple[str, str, Pattern]]:
-    """What PEFT reads as regular expressions: each one's option, its text, and how PEFT matches it."""
+    """Return the options that PEFT reads as regular expressions: option, text, and how PEFT matches it."""
     found = []
     for key, around in _PATTERNS.items():
         value, method = adapter.get(key), "fullmatch" if key in _WHOLE else "match"
@@ -145,7 +146,7 @@ def patterns(adapter: Mapping[str, Any]) -> list[tuple[str, str, Pattern]]:
 
 
 def _patterns(adapter: Mapping[str, Any]) -> Found:
-    """Options that PEFT reads as regular expressions, and that are none, or that take long to compile."""
+    """Refuse options that PEFT reads as regular expressions if they are invalid or slow to compile."""
     found: Found = []
     for key, most in _MOST.items():
         if isinstance(adapter.get(key), list | dict) and len(adapter[key]) > most:
@@ -183,7 +184,7 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
 
 
 def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
-    """`per_device_train_batch_size: auto` tries the longest rows, which must be known; so must the steps."""
+    """Refuse `per_device_train_batch_size: auto` if the longest rows or the steps of a run are not known."""
     if train.get("dataloader_drop_last"):
         what = "with auto, how many rows the last batch of an epoch has is not known"
         return [("train.dataloader_drop_last", what, {"found": "true", "fix": "false, or a number of rows"})]
@@ -196,7 +197,7 @@ def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
 def _offload(
     kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
 ) -> Found:
-    """What moves to the CPU's memory must be there, and be what torchao can move."""
+    """Refuse offloading that does not fit activation checkpointing, the optimizer or the adapter type."""
     asked, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
     found: Found = []
     again = str(speed.get("activation_checkpointing"))
@@ -221,7 +222,7 @@ def _offload(
 
 
 def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
-    """Why `model.quantization: auto` does not store the base in fp8 in this recipe; empty: it may."""
+    """Return why `model.quantization: auto` does not use fp8 in this recipe; the empty string if it may."""
     options = adapter.options()
     init = options.get("init_lora_weights")
     if adapter.type not in FAST_ON_FP8:
@@ -238,7 +239,7 @@ def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
 
 
 def _on_fp8(adapter: Mapping[str, Any]) -> Found:
-    """Options that read or train the weights of layers which are codes on the fp8 base."""
+    """Refuse options that read or train weights that an fp8 base model quantizes."""
     found: Found = []
     init = adapter.get("init_lora_weights")
     if init in ("orthogonal", "mica"):
@@ -253,17 +254,18 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
 
 
 def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> Found:
-    """Layers to be trained as a whole that are codes on a quantised base, as far as their names say it."""
+    """Refuse names in `modules_to_save` that look like layers that the base model quantizes."""
     whole = adapter.get("modules_to_save")
     names = map(str, whole) if isinstance(whole, list) else ()
     return coded([name for name in names if _CODED.search(name)], base, quantized)
 
 
 def coded(whole: list[str], base: str, quantized: str = "") -> Found:
-    """What is said of such layers, by name.
+    """Return the problem of training whole layers that the base model quantizes.
 
     Args:
-        quantized: an adapter type that means such a base: qlora.
+        whole: the names of these layers.
+        quantized: an adapter type that implies a quantized base model, such as qlora.
     """
     what = f"trains whole layers, which on the {base} base are codes"
     change = f"adapter.type: {quantized[1:]}" if quantized else "model.quantization: none"
@@ -272,7 +274,7 @@ def coded(whole: list[str], base: str, quantized: str = "") -> Found:
 
 
 def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool) -> Found:
-    """Of `init_lora_weights`: spelling, and what it can't be combined with."""
+    """Check the spelling of `init_lora_weights`, and the settings that it can't be combined with."""
     key, init = "adapter.init_lora_weights", adapter.get("init_lora_weights")
     found: Found = [
         (f"adapter.{its}_config", f"has no effect without init_lora_weights: {its}", {"fix": "drop it"})
@@ -307,7 +309,10 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, a
 def _rebasing(
     init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool
 ) -> Found:
-    """Weights out of the base's are saved as a difference of LoRAs; PEFT drops all else that was trained."""
+    """Check an initialization that modifies the base weights.
+
+    PEFT saves such an adapter as a difference of LoRAs and drops everything else that was trained.
+    """
     key = "adapter.init_lora_weights"
     found: Found = []
     if kind.storage or base in QUANTISED:
@@ -332,7 +337,7 @@ def _rebasing(
 
 
 def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any) -> Found:
-    """New tokens need rows that train."""
+    """Check that the embeddings of new tokens can train."""
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
     names = _last(saved)
@@ -341,7 +346,7 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
         what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
         return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
     if added and whole and not (names & {*HEADS} or adapter.get("ensure_weight_tying")):
-        fix = _with_both(saved, whole[0], "lm_head")  # tying would not do for a head of its own
+        fix = _with_both(saved, whole[0], "lm_head")  # tying does not help an untied head
         return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
@@ -358,7 +363,7 @@ def _last(names: Iterable[Any]) -> set[str]:
 
 
 def _with_both(saved: Iterable[Any], embedding: str, head: str) -> str:
-    """A list of `modules_to_save` with the embeddings and the head."""
+    """Return `modules_to_save` with the embeddings and the head."""
     others = [str(one) for one in saved if not _last([one]) & {embedding, head}]
     return f"[{', '.join([embedding, head, *others])}]"
 
@@ -370,14 +375,16 @@ def rows_beside(
     embedding: str = "embed_tokens",
     head: str = "lm_head",
 ) -> Found:
-    """Why rows of the embeddings can't train: these or the head train as a whole, and the other does not.
+    """Check that single rows of the embeddings can train with these `modules_to_save`.
+
+    They can't if only the embeddings or only the head train as a whole module.
 
     Args:
-        options: PEFT's, of the recipe or of a config.
-        tied: the base's head has the embeddings' weights.
-        added: there are tokens that are new to the base.
-        embedding: the last name of the base's embeddings.
-        head: the last name of its output head.
+        options: PEFT's options, from the recipe or from an adapter's config.
+        tied: whether the base model's head shares the weights of the embeddings.
+        added: whether tokens are added to the base model.
+        embedding: the last part of the name of the embeddings.
+        head: the last part of the name of the output head.
     """
     saved, own = options.get("modules_to_save") or (), options.get("trainable_token_indices")
     whole, what, fix = _last(saved), "", ""
@@ -392,7 +399,7 @@ def rows_beside(
 
 
 def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:
-    """AdaLoRA's, as far as the recipe says how many steps there are."""
+    """Check AdaLoRA's schedule if the recipe sets the number of steps."""
     if type(steps) is not int:
         return []
     begin, end = adapter.get("tinit", steps // 10), adapter.get("tfinal", steps // 3)

@@ -1,7 +1,7 @@
-"""Every adapter type by its one key: PEFT's own, and what we know of them. No torch or PEFT is imported.
+"""All adapter types by their name in a recipe, without importing torch or PEFT.
 
-A type that PEFT has and this file does not name takes PEFT's own keys and PEFT's own defaults. One that needs
-more costs an entry in `_KNOWN` and, if its options depend on the model or the run, one function.
+A type of PEFT that this file does not name takes PEFT's own keys and defaults. A type that needs more has an
+entry in `_KNOWN`, and a function if its options depend on the model or the run.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdapterType:
-    """What a type takes from a recipe, and what makes it the type it is."""
+    """The keys, the defaults and the properties of an adapter type."""
 
     peft: str
-    """PEFT's name of it; the empty string: no adapter."""
+    """PEFT's name of the type; the empty string: no adapter."""
     sets: Mapping[str, Any] = field(default_factory=dict)
-    """PEFT keys that make it this type; a recipe can't set them."""
+    """PEFT keys that define this type. A recipe can't set them."""
     decides: frozenset[str] = frozenset()
     """PEFT keys that the run decides, or that have no effect here."""
     own_defaults: Mapping[str, Any] = field(default_factory=dict)
     build: Callable[[dict[str, Any], int, Shapes, str], dict[str, Any]] | None = None
-    """The recipe's options, the run's optimizer steps, the model's shapes and family -> PEFT's options."""
+    """Makes PEFT's options from the recipe's options, the optimizer steps, the model's shapes and family."""
     builds: tuple[str, ...] = ()
     """PEFT keys that `build` may add."""
     learning_rate: tuple[float, float] | None = None
-    """Peak rates that usually work; a recipe outside gets one line of advice, never a change."""
+    """The usual range of peak learning rates. A rate outside gets a note or a warning, but is not changed."""
     storage: str = ""
-    """The storage of the base that the type means: the q-types' nf4."""
+    """The storage of the base model that the type implies: nf4 for the q-types."""
     prompt: bool = False
-    """Trained vectors before the prompt, and no layer changed."""
+    """The type trains vectors before the prompt and changes no layer."""
     refused: str = ""
-    """Why it can't be had in supervised fine-tuning."""
+    """Why the type can't be used in supervised fine-tuning."""
 
     @property
     def sources(self) -> tuple[upstream_options.Source, ...]:
@@ -65,14 +65,17 @@ class AdapterType:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """What a recipe that does not say gets: every linear layer, unless the type has layers of its own."""
+        """The defaults in a recipe. All linear layers are targets, unless the type has its own targets."""
         targeted = self.peft not in OWN_TARGETS and "target_modules" in upstream_options.fields(self.sources)
         return {**({"target_modules": "all-linear"} if targeted else {}), **self.own_defaults}
 
 
 def adalora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
-    """AdaLoRA (arXiv 2303.10512). The schedule comes from the run: a tenth of the steps before ranks are
-    taken away, a third of them after the budget is reached."""
+    """Complete the options of AdaLoRA (arXiv 2303.10512) with a schedule for the run's steps.
+
+    By default, AdaLoRA starts to remove ranks after a tenth of the steps. It reaches its budget when a third
+    of the steps is left.
+    """
     options = dict(options)
     rank = options.pop("r")
     options.setdefault("target_r", rank)
@@ -91,8 +94,10 @@ def adalora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "
 
 
 def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
-    """What a run of a few steps has of AdaLoRA's schedule, by recipe key, where the recipe states it for a
-    whole one."""
+    """Return AdaLoRA's schedule for a run of a few steps, by dotted key.
+
+    Only keys that the recipe sets for a whole run are returned.
+    """
     if find(adapter.type).peft != "adalora":
         return {}
     stated = {key: value for key, value in adapter if key in adapter.model_fields_set and value is not None}
@@ -102,11 +107,11 @@ def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
 
 
 def ia3(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
-    """(IA)^3 (arXiv 2205.05638): a trained scale for keys, values and the feed-forward's input.
+    """Complete the options of (IA)^3 (arXiv 2205.05638), which scales keys, values and feed-forward inputs.
 
-    "all-linear" is spelt out: PEFT would save it as full names, of which `feedforward_modules` is no subset,
-    and then refuse to load what it saved. The feed-forward modules are PEFT's own for the family (`fc2`,
-    `dense_4h_to_h`, `mlp.c_proj`), and `down_proj`.
+    "all-linear" becomes a list of short names. PEFT would save full names, of which `feedforward_modules` is
+    not a subset, and would then refuse to load its own adapter. The feed-forward modules are `down_proj` and
+    PEFT's names for the family, such as `fc2` or `mlp.c_proj`.
     """
     options = dict(options)
     forward = {"down_proj", *upstream_options.peft_modules("IA3_FEEDFORWARD").get(family, ())}
@@ -120,16 +125,17 @@ def ia3(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -
             if any(name == one or name.endswith(f".{one}") for one in forward)
         ]
         options.setdefault("feedforward_modules", down)
-    elif isinstance(options.get("target_modules"), str):  # a regular expression: PEFT wants one here, too
+    elif isinstance(options.get("target_modules"), str):  # a regular expression: PEFT needs one here too
         ends = "|".join(re.escape(one) for one in sorted(forward))
         options.setdefault("feedforward_modules", rf"(.*\.)?({ends})")
     return options
 
 
 def _distinct(name: str, forward: Collection[str], containers: Collection[str]) -> str:
-    """A layer's last name, with the one before it where the last name alone would match other modules.
+    """Return the last part of a layer's name, or the last two parts if the last one matches other modules.
 
-    GPT-2 has `attn.c_proj` and `mlp.c_proj`; in CTRL, `0` is a layer of `ffn` and a decoder layer.
+    For example, GPT-2 has `attn.c_proj` and `mlp.c_proj`. In CTRL, `0` is a layer of `ffn` and also a decoder
+    layer.
     """
     parts = name.split(".")
     longer = {one.rpartition(".")[2] for one in forward if "." in one}
@@ -137,22 +143,32 @@ def _distinct(name: str, forward: Collection[str], containers: Collection[str]) 
 
 
 def oft(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
-    """OFT (arXiv 2306.07280): `r` blocks, or blocks of `oft_block_size`; PEFT wants the other one to be 0."""
+    """Complete the options of OFT (arXiv 2306.07280). One of `r` and `oft_block_size` must be 0."""
     return {"oft_block_size": 0, **options} if options.get("r") else {"r": 0, **options}
 
 
 def c3a(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
-    """C3A (arXiv 2407.19342): the largest block, up to 256, that divides every layer's width."""
+    """Complete the options of C3A (arXiv 2407.19342).
+
+    The default block size is the largest one up to 256 that divides the width of every layer.
+    """
     return {"block_size": _common_divisor(shapes, 256), **options}
 
 
 def vblora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "") -> dict[str, Any]:
-    """VB-LoRA (arXiv 2405.15179): the longest vectors, up to 256, that divide every layer's width."""
+    """Complete the options of VB-LoRA (arXiv 2405.15179).
+
+    The default vector length is the largest one up to 256 that divides the width of every layer.
+    """
     return {"vector_length": _common_divisor(shapes, 256), **options}
 
 
 def layer_kinds(peft: str) -> frozenset[str] | None:
-    """The kinds of layers that a type of PEFT changes (`module_names.KINDS`); `None`: all with a weight."""
+    """Return the kinds of layers that a PEFT type changes, as in `module_names.KINDS`.
+
+    Returns:
+        The kinds; `None` if the type changes all layers with a weight.
+    """
     if peft == "ln_tuning":
         return None
     linear = () if peft == "trainable_tokens" else ("Linear",)
@@ -160,7 +176,7 @@ def layer_kinds(peft: str) -> frozenset[str] | None:
 
 
 def own_targets(peft: str, family: str) -> Any:
-    """The modules that PEFT itself chooses for a type and a model family; `None`: it knows none."""
+    """Return the modules that PEFT chooses for a type and a model family; `None` if it has no choice."""
     return upstream_options.peft_modules(_OWN_TARGETS[peft]).get(family) if peft in _OWN_TARGETS else None
 
 
@@ -170,7 +186,7 @@ def find(name: str) -> AdapterType:
 
 @cache
 def all_types() -> dict[str, AdapterType]:
-    """By the name a recipe uses: ours first, then every other type of the installed PEFT."""
+    """Return all types by their name in a recipe: first those of `_KNOWN`, then the others of PEFT."""
     installed = upstream_options.peft_types()
     known = {name: kind for name, kind in _KNOWN.items() if not kind.peft or kind.peft in installed}
     others = {name: AdapterType(name) for name in sorted(installed) if name not in known}
@@ -178,7 +194,7 @@ def all_types() -> dict[str, AdapterType]:
 
 
 def obstacle(name: str, storage: str) -> str:
-    """Why a type can't be trained on a base stored so; the empty string if it can (a test keeps it true)."""
+    """Return why a type can't train on a base model in this storage; the empty string if it can."""
     if storage not in QUANTISED:
         return ""
     kind = all_types()[name]
@@ -190,8 +206,10 @@ def obstacle(name: str, storage: str) -> str:
 
 
 def called(name: str, key: str) -> str:
-    """What a type calls a key that it has not and another type has (lora_alpha: alpha under loha,
-    vera_dropout under vera for lora_dropout), or the empty string."""
+    """Return a type's own name for a key of another type, or the empty string.
+
+    For example, loha has `alpha` for `lora_alpha`, and vera has `vera_dropout` for `lora_dropout`.
+    """
     own, (before, _, word) = all_types()[name], key.rpartition("_")
     if word not in ("alpha", "dropout") or (before and before not in upstream_options.peft_types()):
         return ""
@@ -199,7 +217,7 @@ def called(name: str, key: str) -> str:
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """Notes and warnings about the adapter of a recipe; nothing is changed."""
+    """Return notes and warnings about the adapter of a recipe. The recipe does not change."""
     name, options = recipe.adapter.type, recipe.adapter.options()
     is_overridden = recipe.origin.set_by.get("train.learning_rate") == "override"
     kind, set_for = all_types()[name], "" if is_overridden else recipe.origin.file_type
@@ -213,10 +231,10 @@ def advice(recipe: Recipe) -> list[str]:
 
 
 def _rate_advice(name: str, rate: float, set_for: str) -> list[str]:
-    """What to say of a peak learning rate.
+    """Return notes and warnings about a peak learning rate.
 
     Args:
-        set_for: the type that the rate was chosen for, where an override has named another one.
+        set_for: the type in the file, if an override sets another type.
     """
     kind, own = all_types()[name], all_types().get(set_for)
     if kind.learning_rate is None or rate <= 0:
@@ -237,14 +255,16 @@ def _rate_advice(name: str, rate: float, set_for: str) -> list[str]:
 
 
 def _times_apart(one: tuple[float, float], other: tuple[float, float]) -> float:
-    """How many times the middle of one range of rates is that of another one, rounded."""
+    """Return the factor between the middles of two ranges of learning rates, rounded."""
     ratio = sqrt((one[0] * one[1]) / (other[0] * other[1]))
     return round(max(ratio, 1 / ratio), 6)
 
 
 def unmerged(name: str, options: Mapping[str, Any]) -> str:
-    """What PEFT says to merging a type with these options; the empty string: it does. BEFT's biases have no
-    place in layers without one."""
+    """Return why PEFT can't merge a type with these options; the empty string if it can.
+
+    BEFT trains biases, which can't be merged into layers without a bias.
+    """
     kind = all_types().get(name)
     if kind and (kind.prompt or kind.peft in ("", "lily", "beft")):
         return "can't merge it" if kind.peft else "has nothing to merge"
@@ -252,9 +272,9 @@ def unmerged(name: str, options: Mapping[str, Any]) -> str:
 
 
 def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
-    """A peak learning rate for a type, from one that suits type `own`; and how it was come by.
+    """Convert a peak learning rate for the type `own` to the type `name`. Return the rate and its source.
 
-    It is as far up in the type's usual range, on a log scale, as the other one is in that of `own`.
+    The rate keeps its position in the usual range of the type, on a log scale.
     """
     here, there = all_types()[own].learning_rate, all_types()[name].learning_rate
     if here == there:
@@ -271,15 +291,15 @@ def _common_divisor(shapes: Shapes, most: int) -> int:
     return max(size for size in range(1, most + 1) if widths % size == 0)
 
 
-FAR = 10  # times between learning rates, from which a warning is due
-REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move part of the base's weights into the adapter
+FAR = 10  # factor between learning rates from which a note becomes a warning
+REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move a part of the base weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
-CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # each by a key of its own: `eva_config`
+CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # have a key of their own, such as `eva_config`
 QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8")
 FOUR_BIT = ("nf4", "fp4")
 
 _BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})
-# Without effect on the linear layers of a LLaMA in training, or for what is not one adapter on one base
+# Keys that have no effect on linear layers in training, or that need several adapters.
 _NO_EFFECT = frozenset(
     [
         "megatron_config",
@@ -294,7 +314,7 @@ _NO_EFFECT = frozenset(
         "loftq_config",
     ]
 )
-# PEFT's options that nothing here can keep its word about, by PEFT's type (peft 0.21.2), and why
+# Options of PEFT that finetune can't support, by PEFT's type, with the reason (peft 0.21.2).
 UNSERVED = {
     "lora": {
         "kasa_config": "PEFT leaves both terms of KaSA's loss to its caller, and nothing here adds them",
@@ -309,12 +329,14 @@ UNSERVED = {
     },
     "vblora": {"save_only_topk_weights": "saves less than was trained, and no training can go on from it"},
 }
-# PEFT's types whose forward torch.compile can't take as one graph
+# PEFT's types whose forward breaks the graph of torch.compile.
 BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
-FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})  # what `quantization: auto` puts on fp8
+# Types for which `quantization: auto` may choose fp8.
+FAST_ON_FP8 = frozenset({"lora", "rslora", "dora", "adalora", "ia3"})
 OWN_TARGETS = frozenset({"ia3", "ln_tuning", "trainable_tokens", "beft"})
-NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})  # change norms, rows of the embedding
-# The kinds of layers that a type of PEFT changes, beside nn.Linear (peft 0.21.2; a test tries each)
+# Types that change norms or rows of the embeddings instead of linear layers.
+NOT_LINEAR = frozenset({"ln_tuning", "trainable_tokens"})
+# The kinds of layers that a PEFT type changes in addition to nn.Linear (peft 0.21.2). A test tries each kind.
 _LAYERS = {
     "lora": frozenset({"Conv1D", "Embedding", "Conv1d"}),
     "hira": frozenset({"Conv1D", "Embedding", "Conv1d"}),
@@ -331,14 +353,15 @@ _LAYERS = {
 }  # fmt: skip
 # PEFT's names for the modules of a type that has targets of its own
 _OWN_TARGETS = {"ia3": "IA3_TARGET", "ln_tuning": "LNTUNING_TARGET", "beft": "BEFT_TARGET"}
-# What FSDP2 can't divide, for layers share it; and what it can't hand on from rank 0, which keeps buffers
-# (peft 0.21.2, torch 2.13, accelerate 1.15; seen by dividing each type)
+# Both lists come from sharding each type (peft 0.21.2, torch 2.13, accelerate 1.15).
+# FSDP2 can't shard these types, because layers share parameters.
 SHARES = frozenset({"vblora", "tinylora", "unilora"})
+# FSDP2 can't send these types from rank 0 to the other processes, because they have buffers.
 WITH_BUFFERS = frozenset(
     ["adamss", "delora", "frod", "glora", "pvera", "randlora", "supertuning", "tinylora", "vera"]
 )
-# Computed with codes of a quantised weight as if they were weights, or fail: seen by training each on each
-# (peft 0.21.2; tests/integration/test_adapters_on_quantized_bases.py repeats it).
+# Types that compute with quantized weights as if they were plain ones, or that fail. The lists come from
+# training each type on each storage (peft 0.21.2, tests/integration/test_adapters_on_quantized_bases.py).
 _NEEDS_THE_WEIGHTS = frozenset(
     ["adamss", "deft", "delora", "frod", "glora", "hra", "osf", "peanut", "psoft", "supertuning", "tinylora"]
 )
@@ -359,7 +382,7 @@ _LORA = AdapterType(
 _DORA = replace(_LORA, sets={"use_dora": True}, decides=frozenset())
 _ADALORA = AdapterType(
     "adalora",
-    decides=frozenset(  # what AdaLoRA's config has from LoRA's, and AdaLoRA does not read
+    decides=frozenset(  # keys that AdaLoRA's config inherits from LoRA's but does not read
         [
             "use_dora",
             "total_step",

@@ -26,10 +26,11 @@ from finetune.recipe.schema import (
     Train,
 )
 
-_create: Any = create_model  # its overloads don't know fields made at run time
+_create: Any = create_model  # its overloads do not support fields made at run time
 
 
-_LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself checks late or not at all
+# Limits of the libraries' keys. The libraries check them late or not at all.
+_LIMITS: dict[str, dict[str, Any]] = {
     "r": {"ge": 1},
     "lora_alpha": {"gt": 0},
     "lora_dropout": {"ge": 0, "lt": 1},
@@ -68,7 +69,8 @@ _LIMITS: dict[str, dict[str, Any]] = {  # of upstream's keys; upstream itself ch
 }
 
 _DEBUG = Literal["underflow_overflow", "tpu_metrics_debug"]
-_TYPES: dict[str, Any] = {  # of upstream's keys that it annotates as any string
+# Types of keys that the libraries annotate as any string.
+_TYPES: dict[str, Any] = {
     "dataloader_multiprocessing_context": Literal["fork", "forkserver", "spawn"] | None,
     "debug": Literal[""] | _DEBUG | list[_DEBUG],
     "include_num_input_tokens_seen": bool | Literal["all", "non_padding", "no"],
@@ -79,8 +81,13 @@ _TYPES: dict[str, Any] = {  # of upstream's keys that it annotates as any string
 
 @cache
 def sections(kind: str = "") -> dict[str, type[BaseModel]]:
-    """The complete models, ours plus upstream's fields, by section name and `recipe`; its adapter is of type
-    `kind`, or a mapping that is not looked into."""
+    """Return the complete pydantic models by section name, with finetune's keys and the libraries' fields.
+
+    The model of the whole recipe is under `recipe`.
+
+    Args:
+        kind: the adapter type; the empty string accepts any mapping as the adapter section.
+    """
     adapter: Any = _adapter_section(kind) if kind else dict[str, Any]
     train = _train_section()
     recipe = _create("Recipe", __base__=Recipe, adapter=(adapter, ...), train=(train, train()))
@@ -89,7 +96,7 @@ def sections(kind: str = "") -> dict[str, type[BaseModel]]:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema editors use to complete and check a recipe."""
+    """Return the JSON schema with which editors complete and check a recipe."""
     offered = [name for name, kind in adapter_types.all_types().items() if not kind.refused]
     types = tuple(_adapter_section(name) for name in offered)
     union = Annotated[Union[types], Field(discriminator="type")]  # noqa: UP007 (from a tuple)
@@ -107,9 +114,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _texts_beside_keys(name: str) -> dict[str, str]:
-    """Key -> the docstring that stands under it in schema.py, for a section or one made from it.
+    """Return the docstring below each key of a section in schema.py.
 
-    Pydantic reads them too (`use_attribute_docstrings`), in 0.1 s that every command would pay.
+    Pydantic can read them too (`use_attribute_docstrings`), but that would add 0.1 s to every command.
+
+    Args:
+        name: the class name of a section, or of a section derived from it.
     """
     made, todo = {}, [Section]
     while todo:
@@ -144,9 +154,9 @@ def _adapter_section(name: str) -> type[Adapter]:
 
 
 def _field(name: str, source: upstream_options.UpstreamField) -> tuple[Any, Any]:
-    """An upstream field as pydantic's; its default is never used: only what was set is passed on."""
+    """Return a library's field as a pydantic field. Its default is not used: only keys that are set count."""
     plain: Any = _TYPES.get(name, source.annotation)
-    if source.nested:  # a config class of PEFT's, as a mapping of its own fields
+    if source.nested:  # a config class of PEFT becomes a mapping of its fields
         (*_, class_name), inner = source.nested[0], upstream_options.fields(source.nested)
         plain = _create(class_name, __base__=Section, **{key: _field(key, inner[key]) for key in inner})
     annotation = Annotated[plain, Field(**_limits(name, plain))]
@@ -155,7 +165,7 @@ def _field(name: str, source: upstream_options.UpstreamField) -> tuple[Any, Any]
 
 
 def _limits(name: str, plain: object) -> dict[str, Any]:
-    """What values an upstream key may have, beside their type."""
+    """Return the limits of a library's key, in addition to its type."""
     if name in _LIMITS:
         return _LIMITS[name]
     if name.endswith("dropout") and plain is not bool:
@@ -165,10 +175,10 @@ def _limits(name: str, plain: object) -> dict[str, Any]:
 
 @cache
 def known_keys() -> dict[str, frozenset[str]]:
-    """Section, or `adapter.<type>` -> its keys."""
+    """Return the keys of each section, and of each `adapter.<type>`."""
     ours = {name: frozenset(section.model_fields) for name, section in sections().items()}
     types = adapter_types.all_types()
-    inner = {  # of `eva_config:` and the like
+    inner = {  # keys of nested configs such as `eva_config:`
         f"adapter.{key}": frozenset(upstream_options.fields(held.nested))
         for kind in types.values()
         for key, held in upstream_options.fields(kind.sources).items()

@@ -35,7 +35,7 @@ def apply_overrides(
         now.pop(key, None)
         target[path[-1]] = now[key] = document.value
         for place in [place for place in origin.where if place[: len(path)] == path]:
-            del origin.where[place]  # of the value that is replaced
+            del origin.where[place]  # a place in the replaced value
         origin.where[path] = where
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
     _displace(raw, before, now, origin)
@@ -46,14 +46,16 @@ def apply_overrides(
 
 
 def _displace(raw: dict[str, Any], before: dict[str, Any], now: dict[str, Any], origin: Origin) -> None:
-    """Leave out, on record, what overrides leave no sense: of the file, and of rivals that come before them.
+    """Remove the keys that overrides displace, and record each as a notice.
+
+    An override displaces keys of the file and earlier overrides.
 
     Args:
-        before: what the file says, by dotted key.
-        now: the overrides, in order.
+        before: the values in the file, by dotted key.
+        now: the values of the overrides, by dotted key and in order.
     """
     for key, value in reversed(now.items()):
-        if _said(raw, key) is None:  # null, or displaced by a later one
+        if _said(raw, key) is None:  # null, or displaced by a later override
             continue
         changed = (key, f"{key}={value}") if value != before[key] else ()
         of_another = [rival for one in changed for rival in OF_ANOTHER.get(one, ())]
@@ -67,19 +69,20 @@ def _displace(raw: dict[str, Any], before: dict[str, Any], now: dict[str, Any], 
 
 
 def _said(raw: dict[str, Any], key: str) -> Any:
-    """What a recipe, as it was read, says of a dotted key."""
+    """Return the value of a dotted key in a recipe as it was read."""
     section, _, name = key.partition(".")
     content = raw.get(section)
     return content.get(name) if isinstance(content, dict) else None
 
 
-RIVALS = {  # an override of one displaces the other; both in one file is an error
+# An override of one key displaces the other. Both keys in one file are an error.
+RIVALS = {
     "train.max_steps": ("train.num_train_epochs",),
     "train.num_train_epochs": ("train.max_steps",),
     "data.validation": ("data.validation_fraction",),
     "data.validation_fraction": ("data.validation",),
 }
-# An override of one with another value, or with this one, leaves what the file says of the others no sense
+# An override that changes the key, or that sets this value, makes the listed keys of the file meaningless.
 OF_ANOTHER = {
     "model.name": ("model.revision",),
     "data.name": ("data.revision", "data.subset"),

@@ -1,9 +1,9 @@
-"""A recipe: seven sections, read strictly, frozen once read. Nothing here imports torch.
+"""Load a recipe: seven sections, checked strictly and then frozen. Nothing here imports torch.
 
     recipe = load("recipes/quickstart.yaml", ["adapter.type=ia3"])
 
-`train:` takes SFTConfig's own keys and `adapter:` PEFT's own keys for the chosen type (`adapter_types.py`);
-both are checked against the installed classes (`upstream_options.py`). `schema.py` holds our own keys.
+`train:` takes SFTConfig's keys, and `adapter:` takes PEFT's keys for the chosen type (`adapter_types.py`).
+Both are checked against the installed classes (`upstream_options.py`). `schema.py` holds finetune's own keys.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def load(
     """Read a recipe file, apply `section.key=value` overrides, and check everything.
 
     Args:
-        format_version: of the run folder that the recipe was left in. Old names are read as today's; in any
-            other recipe they are an error.
+        format_version: the format of the run folder that holds the recipe. In format 1, old names are read as
+            today's names. In any other recipe, an old name is an error.
 
     Raises:
-        UserError: with every problem found, each with its place in the file (exit 2).
+        UserError: the recipe is wrong. The error lists every problem with its place in the file (exit 2).
     """
     origin = Origin(Path(path))
     document = _read(origin.path)
@@ -87,13 +87,13 @@ def _read(path: Path) -> strict_yaml.Document:
 
 
 def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Problem]]:
-    """The recipe's `adapter.type`, or what is wrong with it."""
+    """Return the recipe's `adapter.type`, or the problems with it."""
     adapter, types = raw.get("adapter"), adapter_types.all_types()
     if not isinstance(adapter, dict) or "type" not in adapter:
         if isinstance(adapter, dict):
             where = origin.where.get(("adapter",), "")
             return "", [Problem("is required", "adapter.type", where, fix="type: lora")]
-        return "", []  # explained with the other sections
+        return "", []  # the validation of the sections reports it
     name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
     if not isinstance(name, str) or name not in types:
         offered = [name for name, kind in types.items() if not kind.refused]
@@ -106,11 +106,11 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
 
 
 def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> list[Problem]:
-    """Leave out keys that only other types have, and add our defaults, both on record.
+    """Remove keys that only other types have, add finetune's defaults, and record both.
 
     Returns:
-        Keys that this type has under another name, where it was not swapped by an override: such a recipe
-            means them, and would be trained without.
+        Problems of keys that this type has under another name. They are not ignored like other keys, because
+            the recipe was written for this type. If an override sets the type, there are no such problems.
     """
     swapped, found = origin.set_by.get("adapter.type") == "override", []
     for key in [
@@ -130,7 +130,7 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
         origin.notices.append(f"adapter.target_modules: all-linear is nothing to {kind}; left out")
         origin.set_by["adapter.target_modules"] = f"left out: {kind} changes no linear layers"
     if adapter.get("init_from"):
-        return found  # its own config says what it is
+        return found  # the adapter's own config has the values
     for key, value in adapter_types.find(kind).defaults.items():
         if key not in adapter:
             adapter[key] = value
@@ -139,9 +139,10 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
-    """Relative paths are looked up from the working directory first, then from the recipe's folder.
+    """Resolve relative paths from the working directory, or else from the recipe's folder.
 
-    Of `eval.tasks` only those that end as files do: a folder may be called as one of lm-eval's tasks is.
+    In `eval.tasks`, only names with a file ending are paths, because a folder may have the name of an lm-eval
+    task.
     """
 
     def resolve(value: object, exists: Callable[[str], bool] = os.path.exists) -> Any:
@@ -155,7 +156,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             return value
         if exists(str(folder / value)):
             return str(folder / value)
-        pattern = os.path.join(glob.escape(str(folder)), value)  # brackets of the folder are its name
+        pattern = os.path.join(glob.escape(str(folder)), value)  # brackets in the folder's name are literal
         return pattern if any(map(exists, matches(value, folder))) else value
 
     def matches(value: str, base: Path) -> list[str]:
@@ -172,10 +173,10 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
         if isinstance(raw.get(section), dict) and raw[section].get(key):
             raw[section][key] = resolve(raw[section][key])
     if isinstance(raw.get("data"), dict) and raw["data"].get("chat_template"):
-        # a folder of a bundled template's name, such as gemma/, is no template
+        # A folder can have the name of a bundled template, such as gemma/.
         raw["data"]["chat_template"] = resolve(raw["data"]["chat_template"], os.path.isfile)
     train = raw.get("train")
-    if isinstance(train, dict) and isinstance(train.get("output_dir"), str):  # made, not looked up
+    if isinstance(train, dict) and isinstance(train.get("output_dir"), str):  # created, not searched
         train["output_dir"] = os.path.expanduser(train["output_dir"])
     asked = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
     if isinstance(asked, list):

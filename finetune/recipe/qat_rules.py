@@ -1,4 +1,4 @@
-"""Rules of `speed.qat`: which types and packages it needs."""
+"""Check `speed.qat`: its config, the adapter type and the packages that it needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from finetune.recipe.schema import QAT_CONFIGS
 
 _CUDA_ONLY = "torchao trains it, but packs its weights for NVIDIA GPUs only"
 _UNTRAINED = "torchao has no training for it"
-REFUSED = {  # seen by preparing and converting each on the CPU (torchao 0.18.0)
+# Each config was prepared and converted on the CPU (torchao 0.18.0).
+REFUSED = {
     "Int4WeightOnlyConfig": _CUDA_ONLY,
     "Float8DynamicActivationInt4WeightConfig": _CUDA_ONLY,
     "Float8DynamicActivationFloat8WeightConfig": _CUDA_ONLY,
@@ -22,16 +23,16 @@ REFUSED = {  # seen by preparing and converting each on the CPU (torchao 0.18.0)
     "Int8DynamicActivationInt4WeightConfig": "torchao has it no more: it is "
     "Int8DynamicActivationIntxWeightConfig with weight_dtype int4",
 }
-TYPES = ("lora", "rslora", "dora", "adalora", "ia3", "full")  # whose merged weight is known here
+TYPES = ("lora", "rslora", "dora", "adalora", "ia3", "full")  # finetune computes their merged weight
 
 
 def class_name(config: str) -> str:
-    """torchao's own name of a config, which a recipe may write without its ending."""
+    """Return torchao's name of a config. A recipe may write it without `Config` at the end."""
     return config if config.endswith("Config") else f"{config}Config"
 
 
 def missing() -> Problem | None:
-    """torchao is an extra."""
+    """Return a problem if torchao, an optional package, is not installed."""
     if packages.installed("torchao"):
         return None
     what = "needs torchao, which is not installed"
@@ -39,7 +40,10 @@ def missing() -> Problem | None:
 
 
 def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
-    """What in a recipe, as it was read, excludes `speed.qat`: dotted key, what is wrong, the other texts."""
+    """Return the settings that conflict with `speed.qat`, in a recipe as it was read.
+
+    Each has a dotted key, a message, and the other fields of the problem.
+    """
     sections = {name: raw.get(name) for name in ("speed", "adapter", "model")}
     speed, adapter, model = (value if isinstance(value, dict) else {} for value in sections.values())
     asked, kind = speed.get("qat"), adapter.get("type")
@@ -71,7 +75,7 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
 
 
 def _config_problems(config: Any) -> list[tuple[str, str, dict[str, str]]]:
-    """A name that is not one of `QAT_CONFIGS`: why not, and the nearest that is."""
+    """Return the problem of a name that is not in `QAT_CONFIGS`, with the nearest name that is."""
     if not isinstance(config, str) or class_name(config) in QAT_CONFIGS:
         return []
     name = class_name(config)

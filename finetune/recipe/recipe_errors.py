@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, said so that a person can mend it: located, with the nearest name."""
+"""Explain the mistakes in a recipe, each with its place in the file and the nearest valid name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
-_EXPECTED = {  # pydantic's error types in a recipe writer's words
+_EXPECTED = {  # pydantic's error types in the words of a recipe
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -42,32 +42,32 @@ _BOUNDS = {
     "less_than": ("<", "lt"),
 }
 
-METRICS = ("loss", "eval_loss", "exact_match", "eval_exact_match")  # beside those of tasks
+METRICS = ("loss", "eval_loss", "exact_match", "eval_exact_match")  # in addition to the metrics of tasks
 
 
 def explain(
     error: ValidationError, raw: dict[str, Any], where: Where, known: Known, under: tuple[str, ...] = ()
 ) -> list[Problem]:
-    """One problem for each place pydantic complained about, unions merged ("text or a list").
+    """Return one problem for each place that pydantic reports. The types of a union share one problem.
 
     Args:
-        under: where in `raw` stands what was validated.
+        under: the path of the validated part in `raw`.
     """
     grouped: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
         path = _place({**item, "loc": (*under, *item["loc"])}, where)
         grouped.setdefault(path, []).append(item)
-    inside = {path[:depth] for path in grouped for depth in range(1, len(path))}  # what is round a mistake
+    inside = {path[:depth] for path in grouped for depth in range(1, len(path))}  # parents of a mistake
     return [_problem(path, items, raw, where, known) for path, items in grouped.items() if path not in inside]
 
 
 def secrets(
     raw: Any, where: Where, path: tuple[str, ...] = (), known: list[str] | None = None
 ) -> list[Problem]:
-    """Recipes are shared and pushed: a secret is refused, masked in the message, and removed from `raw`.
+    """Find secrets in a recipe, because recipes are shared. Mask them in messages and remove them from `raw`.
 
     Args:
-        known: secrets of this process; `None`: asked for here.
+        known: the secrets of this process; `None`: this function reads them.
     """
     found, known = [], privacy.secrets() if known is None else known
     items = raw.items() if isinstance(raw, dict) else enumerate(raw) if isinstance(raw, list) else ()
@@ -76,7 +76,7 @@ def secrets(
         named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
         if named or (isinstance(value, str) and masked(value, known) != value):
             fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
-            place = masked(place_of(here, where), known)  # an override is its own place
+            place = masked(place_of(here, where), known)  # the place of an override is its text
             found.append(Problem("a secret in a recipe", ".".join(here), place, "****", fix=fix))
             raw[key] = None  # no later message shows it
         else:
@@ -85,14 +85,18 @@ def secrets(
 
 
 def secrets_in(text: str, token: str) -> list[tuple[int, str]]:
-    """Line of each secret in a text, and its first characters; `token` is known beside the environment's."""
+    """Return the line and the first characters of each secret in a text.
+
+    Args:
+        token: a secret in addition to those of the environment.
+    """
     known = [*{token, *privacy.secrets()} - {""}]
     found = privacy.find_secrets(text, known)
     return [(text.count("\n", 0, one.start) + 1, f"{text[one.start : one.start + 3]}****") for one in found]
 
 
 def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
-    """Settings that exclude each other, or that would be silently without effect."""
+    """Return the problems of settings that exclude each other or would silently have no effect."""
 
     def get(key: str) -> Any:
         section, name = key.split(".")
@@ -158,9 +162,9 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
 
 
 def _place(item: Any, where: Where) -> tuple[str, ...]:
-    """pydantic's `loc` without the union branches in it: the longest prefix that stands in the file."""
+    """Return pydantic's `loc` without the branches of unions: the longest prefix that the file contains."""
     loc = [str(part) for part in item["loc"]]
-    if item["type"] in ("missing", "extra_forbidden"):  # the last one stands nowhere, or has no branch
+    if item["type"] in ("missing", "extra_forbidden"):  # the last part is not in the file or has no branch
         path: tuple[str, ...] = ()
         for part in loc[:-1]:
             path = (*path, part) if (*path, part) in where else path
@@ -192,7 +196,7 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
 
 
 def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> Problem:
-    """Say what an unknown key was called, where it belongs, or what it is near to - the first that fits."""
+    """Explain an unknown key by its new name, its section or the nearest key, in this order."""
     section, name, at = path[0], path[-1], place_of(path, where)
     if len(path) == 1:
         return _unknown_section(section, raw, at, known)
@@ -202,11 +206,13 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
         return Problem("has a new name", dotted, at, show(value), fix=f"{key}: {_yaml(today)}")
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
-    inner = ".".join(part for part in path[:-1] if not part.isdecimal())  # `data.name` of one of its sources
+    inner = ".".join(
+        part for part in path[:-1] if not part.isdecimal()
+    )  # `data.name` for a source in its list
     around = (".".join(path[:-1]), inner, section, kind)
     own = next((known[place] for place in around if known.get(place)), frozenset())
     homes = [s for s, names in known.items() if name in names and s != "recipe"]
-    many = ("adapter.", "rungs.")  # have a line for each type, for each optimization
+    many = ("adapter.", "rungs.")  # have one entry per type or optimization
     homes = [home.split(".")[0] if home.startswith(many) else home for home in homes]
     homes = [home for home in homes if home not in (section, inner)]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
@@ -233,7 +239,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
 
 def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
     allowed = ["model", "data", "adapter", "speed", "train", "eval", "publish"]
-    if "recipe" not in known:  # of an ablation file
+    if "recipe" not in known:  # an ablation file
         allowed = sorted({section.split(".")[0] for section in known})
     homes = [
         section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"
@@ -257,7 +263,7 @@ def _expected(item: Any) -> str:
 
 
 def _form(pattern: str) -> str:
-    """What a pattern of the schema accepts: `^(mlp|full):[1-9]` is mlp:N or full:N, N from 1."""
+    """Describe the values of a pattern in the schema, such as "mlp:N or full:N" for `^(mlp|full):[1-9]`."""
     kinds = re.match(r"\^\(?([\w|]+)\)?:", pattern)
     return " or ".join(f"{kind}:N" for kind in kinds[1].split("|")) if kinds else pattern.strip("^$")
 
@@ -267,7 +273,7 @@ def _literals(item: Any) -> list[str]:
 
 
 def _yaml(value: object) -> str:
-    """A value as it stands in a recipe."""
+    """Return a value as a recipe writes it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -280,14 +286,14 @@ def _value(raw: object, path: tuple[str, ...]) -> Any:
 
 
 def place_of(path: tuple[str, ...], where: Where) -> str:
-    """The place of a key, or of the nearest thing round it that stands in the file."""
+    """Return the place of a key in the file, or of its nearest parent that the file contains."""
     while path and path not in where:
         path = path[:-1]
     return where.get(path, "")
 
 
 def show(value: object) -> str:
-    """A found value with its type, short."""
+    """Return a value with its type, shortened for a message."""
     text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
     names = {
         str: "text",

@@ -1,4 +1,4 @@
-"""Old names, names of other tools, and keys that another section owns: what each is called today."""
+"""Today's names for old names, for names of other tools, and for keys that another section owns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 _NO_SUCH_CHECKPOINTS = "drop it: a checkpoint is always whole, and written once"
 
-OWNED = {  # SFTConfig fields that `train:` refuses -> who owns the fact
+OWNED = {  # SFTConfig fields that `train:` refuses -> the owner
     "packing": "data.packing",
     "packing_strategy": "data.packing (best-fit decreasing)",
     "eval_packing": "data.packing (evaluation never packs)",
@@ -82,7 +82,7 @@ OWNED_PREFIXES = {
     "trackio_": "the environment",
 }
 
-# A key of format 1 -> its name today: an error in a recipe; old run folders are read by this table
+# Keys of format 1 -> today's names. Old run folders are read with this table. In a recipe, they are errors.
 KEYS = {
     "speed.base": "model.quantization",
     "speed.recompute": "speed.activation_checkpointing",
@@ -95,7 +95,7 @@ KEYS = {
     "eval.answers": "eval.generate",
     "eval.general": "eval.forgetting",
 }
-RECORDED = {"speed.storage": "model.storage"}  # lines of recipe.resolved.yaml that are no keys
+RECORDED = {"speed.storage": "model.storage"}  # entries of recipe.resolved.yaml that are not keys
 VALUES = {  # today's key -> a value of format 1 -> its name today
     "model.quantization": {"bf16": "none"},
     "speed.activation_checkpointing": {"cheap": "norms", "int8": "mlp_int8", "all": "full"},
@@ -171,20 +171,24 @@ RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's
 
 
 def owner_of(key: str) -> str:
-    """Who owns the SFTConfig field `key` that `train:` refuses, or the empty string."""
+    """Return the owner of an SFTConfig field that `train:` refuses; the empty string if `train:` takes it."""
     if key in OWNED:
         return OWNED[key]
     return next((who for prefix, who in OWNED_PREFIXES.items() if key.startswith(prefix)), "")
 
 
 def current(key: str, value: object) -> tuple[str, Any]:
-    """Today's name of a dotted key, and today's name of its value; what was not renamed stays as it is."""
+    """Return today's names of a dotted key and of its value. Other names stay as they are."""
     key = KEYS.get(key) or RECORDED.get(key, key)
     return key, current_value(key, value)
 
 
 def current_value(key: str, value: object) -> Any:
-    """Today's name of a value of format 1, by today's key."""
+    """Return today's name of a value of format 1.
+
+    Args:
+        key: today's name of the dotted key.
+    """
     if key not in VALUES or isinstance(value, bool):
         return value
     if key == "speed.activation_checkpointing":
@@ -196,7 +200,7 @@ def current_value(key: str, value: object) -> Any:
 
 
 def current_recipe(raw: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a recipe of format 1 under today's names."""
+    """Return the sections of a recipe of format 1 under today's names."""
     found: dict[str, Any] = {name: {} if isinstance(keys, dict) else keys for name, keys in raw.items()}
     for section, keys in raw.items():
         for name, old in keys.items() if isinstance(keys, dict) else ():
@@ -207,7 +211,7 @@ def current_recipe(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def current_contract(contract: dict[str, Any]) -> dict[str, Any]:
-    """The dotted keys of a checkpoint's contract under today's names."""
+    """Return a checkpoint's contract with its dotted keys under today's names."""
     held = [name for name in ("recipe", "chosen") if name in contract]
     parts = {name: dict(current(*item) for item in contract[name].items()) for name in held}
     return {**contract, **parts}

@@ -1,4 +1,4 @@
-"""Settings of `train:` that the schedule or the optimizer named beside them would refuse, or never read."""
+"""Find settings of `train:` that the chosen schedule or optimizer refuses or ignores."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from finetune.recipe.schema import Train
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-Found = tuple[str, str, dict[str, str]]  # key, what is wrong, the problem's other texts
+Found = tuple[str, str, dict[str, str]]  # key, message, the other fields of the problem
 SCHEDULED = {"lr_scheduler_type", "lr_scheduler_kwargs"}
-GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}  # by the Trainer
-ONE_OF = ("min_lr", "min_lr_rate")  # the floor that schedules with one in their name want
-ENDS = ("lr_end", "min_lr")  # rates themselves, not shares of the peak
-SHAPES = ("linear", "cosine", "1-sqrt")  # of warmup_stable_decay's `decay_type` and `warmup_type`
-LARGEST = 1e300  # of a rate: whole numbers in a recipe may be more than a float holds
+# Arguments that the Trainer sets.
+GIVEN = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+# Schedules with both options need one of them.
+ONE_OF = ("min_lr", "min_lr_rate")
+# Options that are learning rates, not shares of the peak.
+ENDS = ("lr_end", "min_lr")
+# Values of warmup_stable_decay's `decay_type` and `warmup_type`.
+SHAPES = ("linear", "cosine", "1-sqrt")
+# Largest learning rate in a comparison. An integer in a recipe may be larger than any float.
+LARGEST = 1e300
+# Schedules that follow an evaluation metric.
 OF_METRICS = ("reduce_lr_on_plateau", "greedy")
-# Whose options the Trainer makes of `optim_args` (transformers 5.22, trainer_optimizer.py)
+# Optimizers for which the Trainer reads `optim_args` (transformers 5.22, trainer_optimizer.py).
 _READS_ARGS = re.compile(
     ".*ademamix.*|adamw_anyprecision|sgd|adagrad|rmsprop.*|galore.*|apollo.*|grokadamw|adamw_torch_[48]bit"
     "|stable_adamw"
 )
 
-# What torch's optimizers are given of it there; the others, what they were asked for or defaults
+# Names in `optim_args` that torch's optimizers read. The names of other optimizers are not checked.
 _ARGS = {
     "sgd": {"momentum", "dampening", "weight_decay", "nesterov"},
     "adagrad": {"lr_decay", "weight_decay", "eps"},
@@ -36,7 +42,7 @@ _ARGS = {
 
 
 def conflicts(raw: Mapping[str, Any]) -> list[Found]:
-    """What contradicts the schedule or the optimizer, in a recipe as it was read."""
+    """Return the settings that conflict with the schedule or the optimizer, in a recipe as it was read."""
     train = raw.get("train")
     if not isinstance(train, dict):
         return []
@@ -48,7 +54,7 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
         peak = train.get("learning_rate", Train.model_fields["learning_rate"].default)
         taken = {one: given[one] for one in given if one in known[1]}
         found += [*_of_schedule(str(name), given, *known), *_of_rates(taken, peak)]
-    if isinstance(given, str):  # which upstream's type lets through
+    if isinstance(given, str):  # SFTConfig's annotation allows a string
         texts = {"found": given, "fix": "{num_cycles: 0.5}, or what the schedule takes"}
         found.append(("train.lr_scheduler_kwargs", "is a mapping", texts))
     data = raw.get("data")
@@ -58,7 +64,7 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
 
 
 def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
-    """What upstream says of the settings that it was given, at the first of them that it names."""
+    """Return a library's error as a problem. Its key is the first setting that the error names."""
     said = " ".join(str(error).split())
     named = re.search(rf"\b({'|'.join(map(re.escape, given))})\b", said) if given else None
     return Problem(f"{by} refuses it", f"train.{named[1]}" if named else "train", found=said)
@@ -84,8 +90,7 @@ def _of_schedule(
 
 
 def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
-    """Numbers under which upstream takes the rate above its peak, or to 0 where nothing says so; or which it
-    refuses once the model has loaded."""
+    """Find options that raise the rate above its peak, or that transformers refuses after the model loads."""
     for one, number in given.items():
         key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": str(number)}
         if one.endswith("_type"):  # decay_type
@@ -104,11 +109,11 @@ def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
 
 
 def _is_finite(number: float) -> bool:
-    return isinstance(number, int) or math.isfinite(number)  # no float holds some integers
+    return isinstance(number, int) or math.isfinite(number)  # some integers are too large for a float
 
 
 def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
-    """What upstream refuses where training starts, and types can't say."""
+    """Find values that transformers refuses when training starts and that their types allow."""
     every = train.get("logging_steps")
     if isinstance(every, float) and 1 < every < math.inf and every % 1:
         texts = {"found": f"{every:g}", "expected": "a whole number, or a share of the run below 1"}
@@ -116,7 +121,7 @@ def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
 
 
 def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
-    """What decides on the order of rows, and on when to save, and would not be looked at."""
+    """Find settings of the data order and of checkpoints that would be ignored."""
     strategy = train.get("train_sampling_strategy")
     if streamed and strategy not in (None, "random"):
         what = "a stream is read in its own order, shuffled in data.shuffle_buffer"
@@ -149,4 +154,4 @@ def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
 
 
 DEFAULT = "adamw_torch_fused"
-PROJECTS = re.compile("(galore|apollo).*")  # gradients, with state that no checkpoint keeps
+PROJECTS = re.compile("(galore|apollo).*")  # they project gradients, and checkpoints can't save their state

@@ -1,7 +1,7 @@
-"""What the installed libraries accept, read from their source without importing them.
+"""Read the options of the installed libraries from their source, without importing them.
 
-`SFTConfig` takes 5 s to import and checks no types; its fields can be read with `ast` in 20 ms. So a recipe's
-`train:` and `adapter:` keys are checked against the very versions that will run.
+`SFTConfig` takes 5 s to import and does not check types. `ast` reads its fields in 20 ms. So the keys of
+`train:` and `adapter:` are checked against the installed versions.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class UpstreamField:
-    """One dataclass field of a library: its type as far as a recipe can hold it, and its help text."""
+    """A dataclass field of a library: its type, if a recipe can hold it, and its help text."""
 
     annotation: Any
     help: str
     nested: tuple[Source, ...] = ()
-    """The class whose fields this field holds (`eva_config: EvaConfig`), if it is one."""
+    """The config class of this field (`eva_config: EvaConfig`), if it has one."""
 
 
 @cache
 def fields(sources: tuple[Source, ...]) -> dict[str, UpstreamField]:
-    """The dataclass fields of a class, by name; `sources` lists its bases first."""
+    """Return the dataclass fields of a class by name. `sources` lists its base classes first."""
     found: dict[str, UpstreamField] = {}
     for package, file, class_name in sources:
         enums = _enums() | _string_enums(package, file)
@@ -65,7 +65,7 @@ def fields(sources: tuple[Source, ...]) -> dict[str, UpstreamField]:
 
 @cache
 def peft_types() -> dict[str, str]:
-    """Every adapter type of the installed PEFT, by PEFT's own name -> its config class."""
+    """Return every adapter type of the installed PEFT: PEFT's name -> its config class."""
     return {
         ast.literal_eval(options["name"]): ast.unparse(options["config_cls"])
         for path in sorted(packages.source_of("peft", "tuners").glob("*/__init__.py"))
@@ -75,7 +75,10 @@ def peft_types() -> dict[str, str]:
 
 @cache
 def peft_config(class_name: str) -> tuple[Source, ...]:
-    """A config class of PEFT's and its bases, bases first, but `PeftConfig`: its fields are the run's."""
+    """Return a config class of PEFT with its base classes first, without `PeftConfig`.
+
+    The run sets the fields of `PeftConfig`.
+    """
     stands = re.compile(rf"^class {class_name}\b", re.MULTILINE)
     file = next((file for file, text in _peft_configs().items() if stands.search(text)), "")
     if not file or class_name == "PeftConfig":
@@ -86,7 +89,7 @@ def peft_config(class_name: str) -> tuple[Source, ...]:
 
 @cache
 def _peft_configs() -> dict[str, str]:
-    """The files in which PEFT's config classes stand, as text: to parse them all takes 0.1 s."""
+    """Return the text of the files with PEFT's config classes. Parsing all of them would take 0.1 s."""
     root = packages.source_of("peft", "")
     files = (root / "config.py", *sorted(root.glob("tuners/*.py")), *sorted(root.glob("tuners/*/config.py")))
     return {str(file.relative_to(root)): file.read_text(encoding="utf-8") for file in files}
@@ -94,14 +97,14 @@ def _peft_configs() -> dict[str, str]:
 
 @cache
 def trackers() -> frozenset[str]:
-    """The names that `report_to` may hold."""
+    """Return the names that `report_to` may hold."""
     callbacks = _dict("integrations/integration_utils.py", "INTEGRATION_TO_CALLBACK")
     return frozenset(ast.literal_eval(key) for key in callbacks.keys if key)
 
 
 @cache
 def schedules() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
-    """Of each learning-rate schedule, by name, what transformers' function needs, and all that it takes."""
+    """Return the required arguments and all arguments of each learning-rate schedule, by its name."""
     tree = _tree("transformers", "optimization.py")
     functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
     names = _constants(_class("transformers", "trainer_utils.py", "SchedulerType"))
@@ -116,7 +119,11 @@ def schedules() -> dict[str, tuple[frozenset[str], frozenset[str]]]:
 
 
 def of_family(family: str, kind: str) -> str:
-    """transformers' file of a model family, its `kind` configuration or modeling; "" if there is none."""
+    """Return transformers' file of a model family; the empty string if there is none.
+
+    Args:
+        kind: configuration or modeling.
+    """
     names = family, family.removesuffix("_text"), family.replace("-", "_"), family.partition("-")[0]
     files = (f"models/{folder}/{kind}_{folder}.py" for folder in dict.fromkeys(names) if folder)
     return next((file for file in files if packages.source_of("transformers", file).exists()), "")
@@ -124,9 +131,9 @@ def of_family(family: str, kind: str) -> str:
 
 @cache
 def causal_flags(family: str) -> dict[str, Any]:
-    """The constants of the class that transformers makes for a family's config, inherited ones too.
+    """Return the constants of transformers' model class for a family, including inherited ones.
 
-    Empty for a family whose class it does not have.
+    The result is empty if transformers has no class for the family.
     """
     file = of_family(family, "modeling")
     named = model_classes("CAUSAL_LM").get(family) or model_classes("IMAGE_TEXT_TO_TEXT").get(family)
@@ -143,7 +150,7 @@ def causal_flags(family: str) -> dict[str, Any]:
 
 @cache
 def needed_inputs(family: str, class_name: str) -> list[str]:
-    """What the forward of a family's class needs beside token ids: an argument without a default."""
+    """Return the arguments without a default, other than `input_ids`, of the forward of a family's class."""
     file = of_family(family, "modeling")
     classes = [
         node for node in (_tree("transformers", file).body if file else ()) if isinstance(node, ast.ClassDef)
@@ -161,7 +168,7 @@ def needed_inputs(family: str, class_name: str) -> list[str]:
 
 @cache
 def masks_without_positions(family: str) -> bool:
-    """Whether a family's model makes a causal mask without `position_ids`.
+    """Return whether a family's model makes a causal mask without `position_ids`.
 
     Such a mask has no borders between the examples of a packed sequence. Some models whose positions have
     several axes drop positions of one axis.
@@ -180,7 +187,7 @@ def masks_without_positions(family: str) -> bool:
 
 
 def _may_give(call: ast.Call, name: str, function: ast.FunctionDef) -> bool:
-    """Whether a call in a function may give this keyword: itself, or in a `**` whose content is not plain."""
+    """Return whether a call may pass this keyword, directly or through a `**` of unknown content."""
     dicts = {
         ast.unparse(node.targets[0]): node.value
         for node in ast.walk(function)
@@ -197,8 +204,10 @@ def _may_give(call: ast.Call, name: str, function: ast.FunctionDef) -> bool:
 
 @cache
 def kernel_packages(family: str) -> dict[str, str]:
-    """Functions of a family's layers that another package provides, but those of `generate` alone: the
-    package's module by the function's name."""
+    """Return functions of a family's layers that another package provides: function -> the package's module.
+
+    Functions that only `generate` calls are excluded.
+    """
     found: dict[str, str] = {}
     for function in _model_functions(family):
         for call in function.decorator_list:
@@ -210,14 +219,14 @@ def kernel_packages(family: str) -> dict[str, str]:
 
 @cache
 def fixed_mask(family: str) -> bool:
-    """Whether a family's layers hold one causal mask of `max_position_embeddings` rows."""
+    """Return whether a family's layers hold one causal mask of `max_position_embeddings` rows."""
     file = of_family(family, "modeling")
     text = packages.source_of("transformers", file).read_text(encoding="utf-8") if file else ""
     return "tril(torch.ones((max_positions" in text
 
 
 def _model_functions(family: str) -> list[ast.FunctionDef]:
-    """The functions and methods of a family's modeling file, but those that only `generate` calls."""
+    """Return the functions and methods of a family's modeling file, without those for `generate`."""
     file = of_family(family, "modeling")
     nodes = ast.walk(_tree("transformers", file)) if file else ()
     found = [node for node in nodes if isinstance(node, ast.FunctionDef)]
@@ -226,14 +235,18 @@ def _model_functions(family: str) -> list[ast.FunctionDef]:
 
 @cache
 def moe_patterns() -> dict[str, str]:
-    """Families of experts by the pattern that PEFT follows where it adapts their stacked weights."""
+    """Return the pattern by which PEFT adapts stacked expert weights, for each family with experts."""
     patterns = _dict("conversion_mapping.py", "_MODEL_TO_CONVERSION_PATTERN")
-    return {**ast.literal_eval(patterns), "mixtral": "mixtral"}  # the last one is PEFT's own
+    return {**ast.literal_eval(patterns), "mixtral": "mixtral"}  # PEFT adds mixtral
 
 
 @cache
 def peft_modules(kind: str) -> dict[str, Any]:
-    """PEFT's own names of modules by family: `IA3_TARGET`, `IA3_FEEDFORWARD`, `LNTUNING_TARGET`, ..."""
+    """Return PEFT's default modules by model family.
+
+    Args:
+        kind: a name in PEFT's constants, such as `IA3_TARGET` or `LNTUNING_TARGET`.
+    """
     wanted = f"TRANSFORMERS_MODELS_TO_{kind}_MODULES_MAPPING"
     for node in _tree("peft", "utils/constants.py").body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == wanted:
@@ -243,7 +256,7 @@ def peft_modules(kind: str) -> dict[str, Any]:
 
 @cache
 def model_classes(task: str) -> dict[str, str]:
-    """The class that transformers has for each model family and a task such as CAUSAL_LM or MASKED_LM."""
+    """Return transformers' model class of each family for a task such as CAUSAL_LM or MASKED_LM."""
     text = packages.source_of("transformers", "models/auto/modeling_auto.py").read_text(encoding="utf-8")
     _, found, rest = text.partition(f"MODEL_FOR_{task}_MAPPING_NAMES = ")
     assert found, f"transformers has no MODEL_FOR_{task}_MAPPING_NAMES: upstream_options.py must follow it"
@@ -252,14 +265,14 @@ def model_classes(task: str) -> dict[str, str]:
 
 @cache
 def tokenizer_classes() -> dict[str, str]:
-    """The tokenizer class that transformers has for each model family."""
+    """Return transformers' tokenizer class of each model family."""
     text = packages.source_of("transformers", "models/auto/tokenization_auto.py").read_text(encoding="utf-8")
     return dict(re.findall(r'\("([^"]+)",\s*"(\w+)"', text))
 
 
 @cache
 def runs_in_python(tokenizer_class: str) -> bool:
-    """Whether transformers runs a tokenizer class in Python, without the tokenizers library."""
+    """Return whether transformers runs a tokenizer class in Python, without the tokenizers library."""
     name = tokenizer_class.removesuffix("Fast")
     if name in ("", "PreTrainedTokenizer", "TokenizersBackend"):
         return tokenizer_class == "PreTrainedTokenizer"
@@ -277,7 +290,7 @@ def runs_in_python(tokenizer_class: str) -> bool:
 
 
 def texts_beside_fields(file: Path, class_name: str) -> dict[str, str]:
-    """The string that follows each annotated field of a class, by the field's name."""
+    """Return the docstring below each annotated field of a class, by the field's name."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     body = next(n.body for n in tree.body if isinstance(n, ast.ClassDef) and n.name == class_name)
     return {
@@ -304,7 +317,7 @@ def _class(package: str, file: str, name: str) -> ast.ClassDef:
 
 
 def _constants(node: ast.ClassDef) -> dict[str, Any]:
-    """What a class sets to constants, by name: an enum's members, too."""
+    """Return the class attributes that are constants, by name. They include the members of an enum."""
     return {
         ast.unparse(one.targets[0]): one.value.value
         for one in node.body
@@ -313,7 +326,7 @@ def _constants(node: ast.ClassDef) -> dict[str, Any]:
 
 
 def _dict(file: str, name: str) -> ast.Dict:
-    """The dict that a file of transformers gives this name."""
+    """Return the dict of this name in a file of transformers."""
     for node in _tree("transformers", file).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             assert isinstance(node.value, ast.Dict)
@@ -322,7 +335,7 @@ def _dict(file: str, name: str) -> ast.Dict:
 
 
 def _registrations(path: Path) -> list[dict[str, ast.expr]]:
-    """The keywords of each `register_peft_method(...)` of a tuner's package."""
+    """Return the keywords of each `register_peft_method(...)` in a tuner's package."""
     return [
         {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -331,7 +344,7 @@ def _registrations(path: Path) -> list[dict[str, ast.expr]]:
 
 
 def _nested(package: str, file: str, annotation: ast.expr) -> tuple[Source, ...]:
-    """A dataclass of the same file that the annotation names."""
+    """Return the config classes of the same file that the annotation names."""
     names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
     classes = {node.name for node in _tree(package, file).body if isinstance(node, ast.ClassDef)}
     return tuple((package, file, name) for name in sorted(names & classes) if name.endswith("Config"))
@@ -339,13 +352,13 @@ def _nested(package: str, file: str, annotation: ast.expr) -> tuple[Source, ...]
 
 @cache
 def _enums() -> dict[str, Any]:
-    """The string enums that annotate `TrainingArguments`, each as the `Literal` of its values."""
+    """Return the string enums that annotate `TrainingArguments`, each as the `Literal` of its values."""
     return {name: kind for place in _ENUMS for name, kind in _string_enums(*place).items()}
 
 
 @cache
 def _string_enums(package: str, file: str) -> dict[str, Any]:
-    """The enums of a file by name, each as the `Literal` of its values."""
+    """Return the enums of a file by name, each as the `Literal` of its values."""
     return {
         node.name: Literal[tuple(_constants(node).values())]
         for node in _tree(package, file).body
@@ -354,7 +367,7 @@ def _string_enums(package: str, file: str) -> dict[str, Any]:
 
 
 def _type(node: ast.expr, enums: dict[str, Any]) -> Any:
-    """An annotation as a type pydantic can check; what a recipe can't hold (config objects) is left out."""
+    """Return an annotation as a type for pydantic; `Any` for types that a recipe can't hold."""
     if isinstance(node, ast.BinOp):  # X | Y
         return _union([node.left, node.right], enums)
     if isinstance(node, ast.Constant):
@@ -382,7 +395,7 @@ def _type(node: ast.expr, enums: dict[str, Any]) -> Any:
 
 def _union(nodes: list[ast.expr], enums: dict[str, Any]) -> Any:
     names = {n.id for n in nodes if isinstance(n, ast.Name)}
-    if names & enums.keys():  # `SchedulerType | str`: the string must be one of the enum's values
+    if names & enums.keys():  # in `SchedulerType | str`, the string must be a value of the enum
         nodes = [n for n in nodes if not (isinstance(n, ast.Name) and n.id == "str")]
     types = [_type(n, enums) for n in nodes]
     known = tuple(t for t in types if t is not Any) or (Any,)
@@ -390,12 +403,12 @@ def _union(nodes: list[ast.expr], enums: dict[str, Any]) -> Any:
 
 
 def _help(value: ast.expr | None) -> str:
-    """The `metadata={"help": ...}` of a dataclass field, in one line."""
+    """Return the `metadata={"help": ...}` of a dataclass field, in one line."""
     if isinstance(value, ast.Call):
         for keyword in value.keywords:
             if keyword.arg == "metadata":
                 try:
                     return " ".join(str(ast.literal_eval(keyword.value).get("help", "")).split())
-                except ValueError:  # a help text put together at run time
+                except ValueError:  # the help text is built at run time
                     return ""
     return ""
