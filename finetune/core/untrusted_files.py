@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import config_values, regular_files
+from finetune.core import config_values, quantization_values, regular_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.weight_files import ADAPTER, INDEX, find_weight_files, is_plain_name
 
@@ -216,6 +216,7 @@ def _model_config(path: Path, key: str) -> Iterator[Problem]:
 
 def problems_of_config(content: Any, path: Path, key: str) -> Iterator[Problem]:
     """Sizes and classes in the content of a model's config.json that no model has."""
+    yield from quantization_values.problems(_entries(content), str(path), key)
     if isinstance(content, dict):  # the axes of a quantization are no sizes of the model
         content = {name: value for name, value in content.items() if name != "quantization_config"}
     yield from config_values.problems(_entries(content), str(path), key)

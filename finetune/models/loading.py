@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
-from finetune.core.errors import stage
+from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
 from finetune.models import model_class, model_files, tokenizer_setup
@@ -37,6 +38,8 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     config, storage = model_files.read_config(model), setup.storage.value
     model_files.check_weights(model)
     stored = stored_weights.read(config)
+    if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(config))):
+        raise UserError(*slow)
     # as an argument it would yield to an `_attn_implementation` in config.json, a Hub kernel's name too
     config._attn_implementation = setup.attn_implementation
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
@@ -89,7 +92,13 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     return loaded
 
 
-def without_weights(config: ModelConfig, dtype: torch.dtype) -> Any:
+def _modules(config: ModelConfig) -> list[str]:
+    """The names of the modules of a quantized model."""
+    plain = stored_weights.forget(copy.deepcopy(config))
+    return [name for name, _ in without_weights(plain, None).named_modules() if name]
+
+
+def without_weights(config: ModelConfig, dtype: torch.dtype | None) -> Any:
     """A model of this config, for a process that gets its part of the weights from rank 0.
 
     Names, shapes, dtypes and buffers are right; the weights' memory is never touched, so that it takes none.

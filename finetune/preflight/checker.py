@@ -210,9 +210,16 @@ def _model(recipe: Recipe) -> list[str]:
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
         model_class.check(config)
         stored = choice_checks.check_stored(recipe, config)
+        if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(recipe.model, config))):
+            raise UserError(*slow)
         said = [f"model.name: {stored_weights.describe(stored)}"] if stored else []
         return [*said, *tokenizer_setup.check(recipe.model)]
     return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
+
+
+def _modules(section: Model, config: ModelConfig) -> list[str]:
+    names = module_lists.read(Path(section.name) / "config.json", config).names
+    return [*names.kinds, *names.tower_kinds]
 
 
 def _weights(recipe: Recipe) -> list[str]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.core import pattern_time, quantization_values
 from finetune.core.errors import Problem
 from finetune.recipe import adapter_rules, adapter_types, qat_rules
 from finetune.recipe.adapter_types import FOUR_BIT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Recipe
@@ -89,10 +90,7 @@ def declaration(config: ModelConfig) -> dict[str, Any]:
     if config is None:
         return {}
     for section in (config, config.get_text_config()):
-        for key in (
-            "quantization_config",
-            "compression_config",
-        ):  # compression_config is the old name in compressed-tensors
+        for key in quantization_values.KEYS:
             declared: Any = getattr(section, key, None)
             declared = declared.to_dict() if hasattr(declared, "to_dict") else declared
             if isinstance(declared, dict) and declared:
@@ -104,9 +102,24 @@ def declaration(config: ModelConfig) -> dict[str, Any]:
 def forget(config: ModelConfig) -> Any:
     """Remove the quantization from a config, for weights that are not quantized."""
     for section in (config, config.get_text_config()):
-        for key in ("quantization_config", "compression_config"):
+        for key in quantization_values.KEYS:
             vars(section).pop(key, None)
     return config
+
+
+def slow_pattern(config: ModelConfig, names: Callable[[], Collection[str]]) -> list[Problem]:
+    """The problem of a regular expression in the list of modules to skip that takes too long.
+
+    Args:
+        names: gives the names of the model's modules, if one of the texts is no plain name.
+    """
+    asked = quantization_values.skipped(declaration(config))
+    asked = [one for one in asked if not pattern_time.is_plain(one[0])]
+    slow = pattern_time.find_slow([pattern for _, pattern in asked], names()) if asked else None
+    if slow is None:
+        return []
+    what, fix = f"a regular expression takes too long ({DECLARED})", "the names of the modules"
+    return [Problem(what, "model.name", found=asked[slow][0][:200], fix=fix)]
 
 
 def complete(config: ModelConfig, **values: Any) -> None:

@@ -1,0 +1,94 @@
+"""What a model's config says of its quantization: values of the types that finetune and transformers read.
+
+transformers reads lists of modules to skip as regular expressions. `skipped` returns them.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem
+from finetune.core.pattern_time import Pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+KEYS = ("quantization_config", "compression_config")  # the second is compressed-tensors' old name
+SKIPPED = ("modules_to_not_convert", "llm_int8_skip_modules")
+MOST_SKIPPED = 1000
+LARGEST_BLOCK = 2**16
+_TEXT = re.compile(r"[ -~]{1,1000}")
+_FLAGS = ("load_in_4bit", "load_in_8bit", "dequantize")
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # transformers' `should_convert_module`, quantizers/quantizers_utils.py
+
+
+def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
+    """What is wrong with the sections of a config that declare a quantization.
+
+    Args:
+        entries: each key and value of the config, also of nested objects.
+    """
+    for name, declared in entries:
+        if name not in KEYS or declared is None:
+            continue
+        for field, value, expected in _wrong(declared):
+            what, where = "a value of another type", ".".join(filter(None, (name, field)))
+            yield Problem(what, key, path, f"{where}: {value!r}"[:200], expected)
+
+
+def skipped(declared: dict[str, Any]) -> list[tuple[str, Pattern]]:
+    """The modules that are not quantized: each text, and the regular expression that it becomes."""
+    texts = [text for name in SKIPPED for text in declared.get(name) or ()]
+    return [(text, Pattern("match", f"(?:{text}){_BOUNDARY}")) for text in texts]
+
+
+def _wrong(declared: Any) -> Iterator[tuple[str, Any, str]]:
+    """The name and value of each field that has another type, and what is expected."""
+    if not isinstance(declared, dict):
+        yield "", declared, "an object"
+        return
+    method = declared.get("quant_method")
+    if not isinstance(method, str | None):
+        yield "quant_method", method, "a string"
+    yield from (
+        (name, declared[name], "true or false") for name in _FLAGS if not _is_flag(declared.get(name))
+    )
+    blocks = declared.get("weight_block_size")
+    if blocks is not None and not _is_block(blocks):
+        yield "weight_block_size", blocks, f"two integers from 1 to {LARGEST_BLOCK:,}"
+    groups = declared.get("config_groups")
+    if groups is not None and not _are_groups(groups):
+        yield "config_groups", groups, "objects with an object `weights` each"
+    for name in SKIPPED:
+        expected = f"at most {MOST_SKIPPED:,} names or regular expressions of ASCII"
+        if (names := declared.get(name)) is not None and not _are_patterns(names):
+            yield name, names, expected
+
+
+def _is_flag(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _is_block(value: Any) -> bool:
+    sizes = value if isinstance(value, list) else []
+    return len(sizes) == 2 and all(type(size) is int and 0 < size <= LARGEST_BLOCK for size in sizes)
+
+
+def _are_groups(value: Any) -> bool:
+    groups = value.values() if isinstance(value, dict) else [None]
+    return all(isinstance(one, dict) and isinstance(one.get("weights"), dict | None) for one in groups)
+
+
+def _are_patterns(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) > MOST_SKIPPED:
+        return False
+    return all(isinstance(one, str) and _TEXT.fullmatch(one) and _compiles(one) for one in value)
+
+
+def _compiles(text: str) -> bool:
+    try:
+        re.compile(f"(?:{text}){_BOUNDARY}")
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
