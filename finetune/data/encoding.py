@@ -127,8 +127,7 @@ class Encoder:
         # The template wrote the special tokens of a chat. Adding them again would double the first one.
         head, shared, encodings = self._encode_chats([text for text in rendered if text])
         chats = iter(encodings)
-        # Encode a prompt and its completion as one text, because some tokenizers start every text with a
-        # space.
+        # Encode a prompt and its completion as one text: some tokenizers start every text with a space.
         texts = [(example.prompt or "") + example.completion for example in examples if not example.messages]
         plain = iter(backend.encode_batch(texts, add_special_tokens=False))
         found: list[Encoded | BadRow] = []

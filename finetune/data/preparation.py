@@ -92,8 +92,7 @@ def prepare(
     cached = found is not None
     if found is None:
         building = prepared_cache.start(folder.parent)
-        # Preparation allocates millions of small lists without reference cycles, so collection only costs
-        # time
+        # Preparation allocates millions of small lists without cycles, so garbage collection only costs time
         gc.disable()
         try:
             encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, declared))

@@ -1,10 +1,8 @@
 """Quantization-aware training with torchao (`speed.qat`).
 
-The forward pass rounds weights as they will be stored:
-
     speed: {qat: {config: IntxWeightOnlyConfig, weight_dtype: int4, group_size: 32}}
 
-The rounded ("fake-quantized") weight is the one that will be stored. With an adapter this is the merged
+The forward pass rounds ("fake-quantizes") the weight that will be stored. With an adapter this is the merged
 weight W + BA. Rounding W and adding BA would train BA against rounding errors that the merged weight does not
 have. The gradient passes the rounding unchanged (straight-through estimator). The cost is a full merged
 weight and its gradient for each layer and step (`kept_gib`). All linear layers except the head take part, and
