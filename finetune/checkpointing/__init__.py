@@ -1,4 +1,4 @@
-"""Checkpoints that verify, and exact resume."""
+"""Write verified checkpoints, and resume from them exactly."""
 
 from typing import TYPE_CHECKING
 

@@ -1,11 +1,12 @@
-"""Checkpoints on disk: written aside, hashed, flushed, published by one rename; verified before read.
+"""Write and verify checkpoints on disk.
 
     checkpoints/step-40/    *.safetensors  *.json  manifest.json (last: sizes and sha256 of the others)
     checkpoints/contract.json   the run's recipe and facts, with their own sha256
-    checkpoints/.staging/   what is not published yet
+    checkpoints/.staging/   checkpoints that are not complete
 
-From the first publication on there is at every instant a checkpoint that verifies: an older one goes only
-when a newer one has its name. Tensors are safetensors and all else is JSON: none of it can run code.
+A checkpoint is written to .staging, hashed and flushed. One rename publishes it. After the first checkpoint,
+at least one valid checkpoint is always on disk, because older ones are deleted only after a newer one is
+published. Tensors are safetensors and all other data is JSON, so a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
     from finetune.core.run_checks import RunChecks
 
-    Content = dict[str, Any]  # file name -> tensors by name (*.safetensors), or what JSON can say (*.json)
+    Content = dict[str, Any]  # file name -> tensors by name for *.safetensors, or a value for *.json
 
-FORMAT = 1  # of a checkpoint; only this one is read
+FORMAT = 1  # the only checkpoint format that is read
 MANIFEST, CONTRACT = "manifest.json", "contract.json"
 _NAME = re.compile(r"step-(\d+)")
-_ASIDE = re.compile(r"aside-(step-\d+)")  # newer ones of a run that was resumed before them
+_ASIDE = re.compile(r"aside-(step-\d+)")  # later checkpoints of a run that resumed from an earlier step
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
 
 
@@ -49,27 +50,27 @@ class Found(NamedTuple):
     step: int
     contract: dict[str, Any]
     notes: list[str]
-    """What is to be said of it: newer ones that do not verify, and what differs from its run."""
+    """Notes to print: newer checkpoints that do not verify, and differences from the checkpoint's run."""
 
 
 class Writer:
-    """Writes one checkpoint at a time in a thread of its own; what fails there is raised by the next call."""
+    """Writes one checkpoint at a time in a thread of its own. The next call raises an error of the thread."""
 
     def __init__(self, checkpoints: Path, keep: int | None) -> None:
-        """Args: keep: how many published ones stay; `None`: all."""
+        """Args: keep: the number of published checkpoints to keep; `None`: all."""
         self.checkpoints, self.keep = checkpoints, keep
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.running: Future[Path] | None = None
         self.published: Path | None = None
-        self.seconds = 0.0  # that the last one took
+        self.seconds = 0.0  # duration of the last write
         self.written = 0
-        self.waited: list[float] = []  # seconds that training stood still for each
+        self.waited: list[float] = []  # seconds that training paused for each checkpoint
 
     def start(self, step: int, content: Content, *, here: bool = False) -> None:
-        """Write `content`, which must not change meanwhile.
+        """Start to write `content`, which must not change until the write ends.
 
         Args:
-            here: in this thread, for tensors that are still trained.
+            here: whether to write in this thread, because the tensors are still trained.
         """
         self.wait()
         if here:
@@ -85,18 +86,18 @@ class Writer:
         return path
 
     def check(self) -> None:
-        """Raise what has failed, if something has; waits for nothing."""
+        """Raise the error of a write that has failed. Do not wait for a write that still runs."""
         if self.running is not None and self.running.done():
             self.wait()
 
     def wait(self) -> None:
-        """Until what is being written is published."""
+        """Wait until the current write is published, and raise its error if it fails."""
         running, self.running = self.running, None
         if running is not None:
             self.published = running.result()
 
     def add_receipt(self, ledger: RunChecks) -> None:
-        """Of the process that writes: how many, and what they cost."""
+        """Add a run check with the number of written checkpoints and the time that training paused."""
         if self.written:
             got = f"{self.written} written; training stood still for {max(self.waited):.2f} s at most"
             how = "the clock around each, the step's work done before; writing goes on beside training"
@@ -104,7 +105,7 @@ class Writer:
             ledger.add("checkpoints", asked, got, how, ok=self.written == len(self.waited))
 
     def close(self) -> None:
-        """However the run ends: nothing is being written after this. What fails now is said, not raised."""
+        """Finish the last write when the run ends for any reason. Print its error instead of raising it."""
         self.thread.shutdown()
         running, self.running = self.running, None
         if running is not None and (error := running.exception()):
@@ -112,10 +113,10 @@ class Writer:
 
 
 def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> Path:
-    """Write a checkpoint aside, flush it to the disk, publish it, and only then let older ones go.
+    """Write a checkpoint to .staging, flush it, publish it, and then delete older checkpoints.
 
     Raises:
-        UserError: the disk is full or fails; what was published before is as it was (exit 3).
+        UserError: the disk is full or fails. Published checkpoints do not change (exit 3).
     """
     root = checkpoints.parent
     staging, to = f"{checkpoints.name}/.staging", f"{checkpoints.name}/step-{step}"
@@ -124,15 +125,15 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
         safe_files.make_folder(root, staging)
         with safe_files.private_folder(root, f"{staging}/step-{step}") as private:
             _write_files(private.path, step, content)
-            if published.exists():  # a damaged one, or one of a longer run that was resumed before it
+            if published.exists():  # damaged, or of the run before it resumed from an earlier step
                 _let_go(published)
             safe_files.rename(root, private.name, to)
         flush(checkpoints)
         if (log := checkpoints.parent / "metrics.jsonl").exists():
-            flush(log)  # a resumed run goes on from its lines
+            flush(log)  # a resumed run continues its lines
     except UserError:  # a link, or a newer checkpoint
         raise
-    except Exception as error:  # safetensors has errors of its own for a full disk
+    except Exception as error:  # safetensors raises its own error for a full disk
         raise UserError(_unwritten(error, checkpoints, step, content), code=Exit.ENVIRONMENT) from error
     try:
         rotate(checkpoints, keep)
@@ -144,7 +145,7 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
 
 
 def _write_files(folder: Path, step: int, content: Content) -> None:
-    """The files of a checkpoint and its manifest, flushed to the disk."""
+    """Write the files of a checkpoint and its manifest, and flush them to the disk."""
     from safetensors.torch import save_file
 
     files = {}
@@ -164,10 +165,10 @@ def _write_files(folder: Path, step: int, content: Content) -> None:
 
 
 def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content) -> Problem:
-    """What kept a checkpoint from being written; only a full disk is told to be one."""
+    """Return the problem of a checkpoint that could not be written. Recognize a full disk."""
     free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else None
     needed = size(content)
-    told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # safetensors' own
+    told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # from safetensors
     number = int(told[1]) if isinstance(told, re.Match) else told
     full = number in FULL or (free is not None and free < needed)
     found = f"{error}; {free or 0:,} bytes are free, {needed:,} are needed" if full else str(error)
@@ -177,7 +178,7 @@ def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content)
 
 
 def rotate(checkpoints: Path, keep: int | None) -> None:
-    """Let go of published checkpoints but for the newest `keep`, and of those set aside."""
+    """Delete all published checkpoints except the newest `keep`, and all checkpoints that were set aside."""
     for path in published(checkpoints)[keep:] if keep else []:
         _let_go(path)
     for path in aside(checkpoints):
@@ -185,17 +186,21 @@ def rotate(checkpoints: Path, keep: int | None) -> None:
 
 
 def aside(checkpoints: Path) -> list[Path]:
-    """Whole ones that were later than the one a run went on from, and are let go with its next."""
+    """Return the checkpoints that were set aside. The next save of the run deletes them.
+
+    They are valid, but later than the step from which the run resumed.
+    """
     return [path for path in checkpoints.glob("aside-step-*") if _ASIDE.fullmatch(path.name)]
 
 
 def begin(checkpoints: Path, step: int) -> list[str]:
-    """Go on after `step`: unfinished ones are deleted; later ones lose their names until the next is there.
+    """Prepare the folder for a run that continues after `step`.
 
-    What does not verify is kept for good, as unverified-step-<n>.
+    Unfinished checkpoints are deleted. Later checkpoints are set aside until the next save. Checkpoints that
+    do not verify are kept as unverified-step-<n>.
 
     Returns:
-        What the later ones were called, and are.
+        One line per later checkpoint, with its old and its new name.
     """
     root, base = checkpoints.parent, checkpoints.name
     safe_files.make_folder(root, f"{base}/.staging")
@@ -218,7 +223,7 @@ def begin(checkpoints: Path, step: int) -> list[str]:
 
 
 def published(checkpoints: Path) -> list[Path]:
-    """The newest first."""
+    """Return the published checkpoints, the newest first."""
     found = [path for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of, reverse=True)
 
@@ -228,10 +233,10 @@ def step_of(path: Path) -> int:
 
 
 def newest(checkpoints: Path) -> Found | None:
-    """The newest checkpoint that verifies, with what is wrong with newer ones; `None`: there is none at all.
+    """Return the newest checkpoint that verifies, with notes on newer ones; `None` if there is no checkpoint.
 
     Raises:
-        UserError: there are some, and none verifies; or one is of a newer format (exit 4).
+        UserError: no checkpoint verifies, or a checkpoint has a newer format (exit 4).
     """
     skipped = []
     for path in published(checkpoints):
@@ -252,10 +257,10 @@ def newest(checkpoints: Path) -> Found | None:
 
 
 def named(checkpoints: Path, name: str) -> Found:
-    """The one that was asked for by its name.
+    """Return the checkpoint of this name.
 
     Raises:
-        UserError: no such checkpoint (exit 2), or it does not verify (exit 4).
+        UserError: there is no such checkpoint (exit 2), or it does not verify (exit 4).
     """
     path, offered = checkpoints / name, ", ".join(one.name for one in published(checkpoints))
     if not _NAME.fullmatch(name) or not path.is_dir():
@@ -271,11 +276,11 @@ def named(checkpoints: Path, name: str) -> Found:
 
 
 def verify(path: Path) -> None:
-    """Every file has the size and the sha256 that the manifest says, and the manifest its own.
+    """Check that every file has the size and the sha256 of the manifest, and that the manifest has its own.
 
     Raises:
-        Damaged: naming the first that has not, or can't be read.
-        UserError: a newer program has written it (exit 4).
+        Damaged: a file differs or can't be read. The error names the first such file.
+        UserError: a newer version of finetune wrote the checkpoint (exit 4).
     """
     manifest = verified_files.read_signed(path / MANIFEST)
     try:
@@ -308,16 +313,16 @@ def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
 
 
 def write_contract(checkpoints: Path, contract: dict[str, Any]) -> None:
-    """Write the contract of a run, with a digest of itself."""
+    """Write the contract of a run together with its own digest."""
     text = verified_files.signed(strict_json.spelt(contract))
     safe_files.write_text(checkpoints.parent, f"{checkpoints.name}/{CONTRACT}", text)
 
 
 def read_contract(path: Path) -> dict[str, Any]:
-    """The contract in a folder, under today's names of the recipe's keys.
+    """Read the contract in a folder, with today's names of the recipe's keys.
 
     Raises:
-        UserError: it is damaged (exit 4).
+        UserError: the contract is damaged (exit 4).
     """
     try:
         text = safe_files.read_text(path, CONTRACT)
@@ -342,12 +347,12 @@ def read_contract(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, name: str) -> Any:
-    """The content of a JSON file of a checkpoint that verified."""
+    """Return the content of a JSON file of a checkpoint that verified."""
     return json.loads(safe_files.read_text(path, name))
 
 
 def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tensor]:
-    """On the CPU; those whose names begin so."""
+    """Return the tensors of a file on the CPU whose names start with `begin`."""
     from safetensors import safe_open
 
     with safe_open(path / file_name, "pt") as file:
@@ -356,29 +361,31 @@ def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tenso
 
 
 def size(content: Content) -> int:
-    """Bytes of all tensors."""
+    """Return the bytes of all tensors."""
     held = [value for name, value in content.items() if name.endswith(".safetensors")]
     return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a published checkpoint."""
+    """Return the bytes of a published checkpoint."""
     return sum(file.stat().st_size for file in path.iterdir())
 
 
 def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) -> None:
-    """Whether the disk has room for the checkpoints that a run will hold at a time.
+    """Check that the disk has room for the checkpoints that a run holds at the same time.
 
     Args:
         trained: bytes of the trained weights.
-        each: bytes of a checkpoint: these, and the optimizer's state.
-        keep: how many are kept; one more is being written before the oldest goes.
+        each: bytes of a checkpoint, which holds trained weights and the optimizer state.
+        keep: the number of checkpoints to keep. One more is written before the oldest is deleted.
 
     Raises:
-        UserError: it has not (exit 3).
+        UserError: the disk has no room (exit 3).
     """
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
-    here = sum(size_of(path) for path in (*published(checkpoints), *aside(checkpoints)))  # these will go
+    here = sum(
+        size_of(path) for path in (*published(checkpoints), *aside(checkpoints))
+    )  # the run will delete them
     free, needed = shutil.disk_usage(where).free + here, each * ((keep or 1) + 1) + trained
     if needed > free:
         what = f"no room for {(keep or 1) + 1} checkpoints and what is saved at the end"
@@ -389,7 +396,7 @@ def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) ->
 
 
 def flush(path: Path) -> None:
-    """A file's content, or a folder's names, to the disk."""
+    """Flush a file's content or a folder's names to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -398,7 +405,7 @@ def flush(path: Path) -> None:
 
 
 def _let_go(path: Path) -> None:
-    """Delete a checkpoint: first its name, so that none with a published name is ever incomplete."""
+    """Rename a checkpoint and then delete it, so that a published name never has an incomplete checkpoint."""
     root, base = path.parents[1], path.parent.name
     nameless = f"{base}/.staging/old-{path.name}"
     safe_files.make_folder(root, f"{base}/.staging")

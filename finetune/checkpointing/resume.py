@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.checkpointing.checkpoints import Found
     from finetune.core.console import Console
 
-OURS = {  # what a run that was stopped early may have left in its folder
+OURS = {  # files and folders that a stopped run may leave in its folder
     "adapter",
     "adapter.unverified",
     "checkpoints",
@@ -43,17 +43,21 @@ OURS = {  # what a run that was stopped early may have left in its folder
     lock.LOCK,
     *renames.FILES.values(),
 }
-BESIDE = (".*.tmp", "nonfinite-step-*")  # and files that were being written, and steps that were kept
-# Of these, what no one else would have called so; a lock's file stays where its run is killed
+# Unfinished files, and steps with NaN or Inf that were saved for inspection.
+BESIDE = (".*.tmp", "nonfinite-step-*")
+# Names that only finetune uses. A killed run leaves its lock file.
 MARKS = {"recipe.resolved.yaml", "checks.json", renames.FILES["checks.json"], lock.LOCK}
 
 
 def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, Any]) -> bool:
-    """Whether the run that is to go on is finished already. Looks at names only, before anything is loaded.
+    """Return whether the run to resume is finished already. Nothing is loaded.
+
+    Args:
+        asked: the value of --resume; `None`: a new run.
 
     Raises:
-        UserError: a folder that holds something else, or weights that were not evaluated, or nothing to go
-            on from (exit 2); a finished run of another recipe (exit 4).
+        UserError: the folder belongs to something else, has no checkpoint, or has weights that were not
+            evaluated (exit 2). The run is finished and has another recipe (exit 4).
     """
     if asked is None:
         lock.check_free(output_dir)
@@ -70,9 +74,9 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
                 resume_contract.keys(recipe),
                 recipe["model"].get("revision") or "main",
             )
-            if not client.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit that it was
+            if not client.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit of its start
                 now["model.revision"] = kept["recipe"].get("model.revision")
-            if "data.template_date" in kept["recipe"]:  # a resumed run keeps the day on which it started
+            if "data.template_date" in kept["recipe"]:  # a resumed run keeps its first day
                 now.setdefault("data.template_date", kept["recipe"]["data.template_date"])
             now |= {key: was for key, was in kept["recipe"].items() if _same_file(key, was, now.get(key))}
             resume_contract.compare(
@@ -98,13 +102,16 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
 
 
 def _same_file(key: str, *written: Any) -> bool:
-    """Whether both name the same files, wherever these are looked for, and take as much of each."""
+    """Return whether all values name the same files, by any path, with the same other keys."""
     names, taken = zip(*map(_named, written), strict=True)
     return key in resume_contract.IGNORED and taken[0] == taken[1] and all(map(_at_one_place, *names))
 
 
 def _named(written: object) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The names in a path or a list of sources, and the other keys of each: a path alone has the defaults."""
+    """Return the names in a path or a list of sources, and the other keys of each source.
+
+    A path alone has the default keys.
+    """
     items = written if isinstance(written, list) else [written]
     sources = [{**Source(name="").model_dump(), **(i if isinstance(i, dict) else {"name": i})} for i in items]
     return [source.pop("name") for source in sources], sources
@@ -116,16 +123,16 @@ def _at_one_place(*paths: Any) -> bool:
 
 
 def _saved(folder: RunFolder) -> bool:
-    """Whether a run of ours wrote the last file of its save: to begin again would delete its weights."""
+    """Return whether a run has saved its weights completely. A new start would delete them."""
     whole = (folder.weights / "tokenizer_config.json").exists() and folder.recipe.exists()
     return whole and (folder.checkpoints / checkpoints.CONTRACT).exists()
 
 
 def find(folder: RunFolder, asked: str | None) -> Found | None:
-    """The checkpoint to go on from, verified; `None`: to begin.
+    """Return the verified checkpoint to resume from; `None` for a new run.
 
     Raises:
-        UserError: it does not verify (exit 4), or there is none of that name (exit 2).
+        UserError: there is no checkpoint of that name (exit 2), or it does not verify (exit 4).
     """
     if asked is None:
         return None
@@ -140,9 +147,9 @@ def begin(
     choices: dict[str, tuple[Any, str]],
     screen: Console,
 ) -> None:
-    """Make the run folder that of a run which has come as far as the checkpoint, or has not begun."""
+    """Bring the run folder to the state of the checkpoint, or to the start of a new run."""
     step = found.step if found else 0
-    for half in folder.path.glob(".*.tmp"):  # what a process that was killed was writing
+    for half in folder.path.glob(".*.tmp"):  # unfinished files of a killed process
         safe_files.remove(folder.path, half.name)
     later = checkpoints.begin(folder.checkpoints, step)
     removed = rewind(folder, step)
@@ -153,7 +160,7 @@ def begin(
     if not found:
         forget(folder, screen)
         return
-    for name in renames.FILES.values():  # of format 1: this run writes them anew, under today's names
+    for name in renames.FILES.values():  # files of format 1: this run writes them under today's names
         safe_files.remove(folder.path, name)
     screen.say(f"goes on after step {step}, from {found.path}")
     notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
@@ -163,9 +170,9 @@ def begin(
 
 
 def forget(folder: RunFolder, screen: Console) -> None:
-    """Remove what an earlier start left here, perhaps by another recipe, and this run would take for its own.
+    """Remove files of an earlier start, perhaps with another recipe, that this run would take for its own.
 
-    The folder is ours: `nothing_to_do` has looked.
+    `nothing_to_do` has checked that the folder belongs to finetune.
     """
     for path in (folder.file(run_folder.HELD_OUT), folder.adapter, folder.model):
         if path.exists():
@@ -174,7 +181,7 @@ def forget(folder: RunFolder, screen: Console) -> None:
 
 
 def rewind(folder: RunFolder, step: int) -> int:
-    """Remove from metrics.jsonl a torn last line and every line past `step`; the number removed."""
+    """Remove an incomplete last line and all lines after `step` from metrics.jsonl. Return their number."""
     path = folder.path / "metrics.jsonl"
     content = safe_files.read_bytes(folder.path, path.name) if path.exists() else b""
     lines = content.decode("utf-8", "replace").splitlines()
@@ -185,7 +192,7 @@ def rewind(folder: RunFolder, step: int) -> int:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; of a damaged line infinity."""
+    """Return the step of a line of metrics.jsonl; infinity for a damaged line."""
     try:
         return run_folder.read_step(line)["step"]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Which settings a resumed run must keep, and which it may change."""
+"""Decide which settings a resumed run must keep, and which settings it may change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from finetune.checkpointing.checkpoints import Found
     from finetune.recipe.schema import Speed
 
-# Keys of a recipe, and facts, that a resumed run takes as they are now; a dot at the end: all that follow
+# Keys of a recipe and facts that may change in a resumed run. A name that ends with a dot is a prefix.
 MAY_CHANGE = (
     "data.expect",
     "eval.generate",
@@ -54,7 +54,7 @@ MAY_CHANGE = (
     "train.trackio_space_id",
     "versions.",
 )
-# Only where something lies, or how it is called: its content must match
+# Keys that are only a place or a name. The content behind them must match.
 IGNORED = (
     "data.cache_dir",
     "data.max_example_bytes",
@@ -67,20 +67,20 @@ IGNORED = (
     "train.output_dir",
 )
 TOKEN_IDS = ("data: token ids", "validation: token ids")
-NEW = ("data.template_date", *TOKEN_IDS)  # what checkpoints of earlier releases don't state
+NEW = ("data.template_date", *TOKEN_IDS)  # facts that checkpoints of earlier releases lack
 ANEW = "or a new train.output_dir, and adapter.init_from to continue an adapter"
-SHOWN = 80  # characters of a value in the table
+SHOWN = 80  # largest number of characters of a value in the table
 
 
 def contract(
     recipe: dict[str, Any], setup: Setup, counts: dict[str, Any], tokenizer: Any, content: list[Any]
 ) -> dict[str, Any]:
-    """What a checkpoint of this run will be held to: its recipe's keys, and facts.
+    """Return the contract of this run, its recipe's keys and facts, which a resumed run must match.
 
     Args:
-        recipe: its sections, as `model_dump` gives them.
-        counts: batch and steps.
-        content: what the rows are known by: sources in order, each with its weight; validation examples.
+        recipe: the sections of the recipe from `model_dump`.
+        counts: the batch and the steps.
+        content: digests that identify the data: sources in order with their weights, and validation examples.
     """
     hardware, launch = setup.hardware, setup.launch
     text = tokenizer.backend_tokenizer.to_str() + json.dumps(tokenizer.special_tokens_map, default=str)
@@ -104,7 +104,7 @@ def contract(
 
 
 def _zero() -> str:
-    """What decides on where ZeRO has which moment, and by whose Adam it is made."""
+    """Return the version and the settings that decide how ZeRO shards the moments, and which Adam runs."""
     where = " with offload" if launch_environment.offloads_to("cpu") else ""
     return f"DeepSpeed {version('deepspeed')}, ZeRO-{launch_environment.zero_stage()}{where}"
 
@@ -112,13 +112,13 @@ def _zero() -> str:
 def compare(
     kept: dict[str, Any], now: dict[str, Any], path: Path, ignored: tuple[str, ...] = IGNORED
 ) -> list[str]:
-    """Hold this run to a contract that was kept.
+    """Compare this run with the contract of a checkpoint.
 
     Returns:
-        What differs and may, each to be said.
+        A line for each difference that is allowed, to be printed.
 
     Raises:
-        UserError: what differs and must not, all of it in one table (exit 4).
+        UserError: some differences are not allowed. The error lists all of them in a table (exit 4).
     """
     then, today = ({**one["recipe"], **one["facts"]} for one in (kept, now))
     unknown = [key for key in TOKEN_IDS if key in today and key not in then]
@@ -128,7 +128,7 @@ def compare(
     differing = [
         (key, then.get(key), today.get(key))
         for key in sorted(then.keys() | today.keys())
-        # what `auto` became: a recipe that says it is the same recipe
+        # a recipe that states the value chosen by `auto` is the same recipe
         if then.get(key) != today.get(key) and not (key in chosen and chosen[key] == today.get(key))
         if not (key in NEW and key not in then)
     ]
@@ -156,7 +156,7 @@ def compare(
 
 
 def _unknown_split(then: dict[str, Any], path: Path) -> UserError:
-    """The checkpoint's run may have trained on examples that are in the validation set now."""
+    """Return the error of a run that may have trained on examples of today's validation set."""
     what = "an older finetune began this run, and its validation set can't be verified"
     expected, fix = "token ids of both sets in the checkpoint", f"that version ({_versions(then)}); {ANEW}"
     problem = Problem(what, "data.validation_fraction", str(path), "none", expected, fix)
@@ -169,10 +169,11 @@ def _versions(facts: dict[str, Any]) -> str:
 
 
 def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
-    """The frozen weights must be those that were trained on (exit 4).
+    """Check that the frozen weights equal the weights of the checkpoint's run (exit 4).
 
     Args:
-        decomposed: whether the first adapter was taken out of them, which sums in as many parts as threads.
+        decomposed: whether the adapter's initialization modified the base weights. The result depends on the
+            number of CPU threads.
     """
     if kept["base"] != fingerprint:
         found, what = f"{fingerprint} (a hash of every frozen tensor)", "the base is not the checkpoint's"
@@ -186,16 +187,17 @@ def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed
 
 
 def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:
-    """What the checkpoint's run recomputed, kept on the CPU and recorded as CUDA graphs, where `auto` would
-    look at the memory that is free today: where gate and up are rounded to int8, other layers would be, and
-    other gradients come out.
+    """Replace `auto` with the checkpoint's activation checkpointing, offloading and CUDA graphs.
+
+    A new choice would depend on the memory that is free today. It could store gate and up of other layers in
+    int8 and thus change gradients.
 
     Args:
-        hardware: this machine's, as `contract` has it. On another one the choice is made anew, and where the
-            recipe asks for another of the two.
+        hardware: this machine's name, as in `contract`. On other hardware, or if the recipe asks for another
+            activation checkpointing or offloading, `auto` chooses again.
 
     Returns:
-        The section, and the keys of it that are the checkpoint's.
+        The section, and its keys that come from the checkpoint.
     """
     if not found or found.contract["facts"].get("hardware") != hardware:
         return asked, set()
@@ -204,7 +206,7 @@ def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, 
         found.contract["chosen"],
     )
     if any(found.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
-        return asked, set()  # one is chosen by the other
+        return asked, set()  # each choice depends on the other
     auto = [key for key, value in now.items() if value == "auto"]
     kept = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
     if asked.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
@@ -213,7 +215,7 @@ def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, 
 
 
 def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What `auto` has become another thing than in the checkpoint's run, and was not asked to be."""
+    """Return a line for each `auto` that chose another value than in the checkpoint's run."""
     then, today, asked = kept["chosen"], now["chosen"], now["recipe"]
     both = sorted(then.keys() & today.keys() - set(IGNORED))
     return [
@@ -224,7 +226,7 @@ def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
-    """Of what `auto` became another thing."""
+    """Return the consequence of another choice by `auto`."""
     if key == "speed.offload":
         return "; what comes back is what left"
     if key == "speed.activation_checkpointing" and any(
@@ -235,7 +237,7 @@ def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
 
 
 def keys(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Dotted key -> value, of what has one."""
+    """Return the keys of a recipe that have a value: dotted key -> value."""
     found = {f"{s}.{key}": value for s, keys in recipe.items() for key, value in keys.items()}
     return json.loads(json.dumps({k: v for k, v in found.items() if v is not None}, default=str))
 
@@ -251,7 +253,7 @@ def _among(key: str, names: tuple[str, ...]) -> bool:
 
 
 def _moved(key: str, then: object, now: object) -> bool:
-    """Whether all that differs is where activations wait for backward: they come back bit for bit."""
+    """Return whether only the offloading of activations differs. Offloading returns the same bits."""
     optimizer = [value in ("optimizer", "all") for value in (then, now)]
     return key == "speed.offload" and optimizer[0] == optimizer[1]
 

@@ -1,4 +1,4 @@
-"""Nested state of optimizers and callbacks as JSON and tensors by name, and back: data, never code."""
+"""Convert the nested state of optimizers and callbacks to JSON and named tensors, and back, without code."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 
 
 def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[Tensor], Tensor]) -> Any:
-    """`value` as JSON, its tensors by name in `tensors`. What is neither is an error, never left out.
+    """Return `value` as JSON, and add its tensors by name to `tensors`.
 
     Args:
-        value: nested dicts, lists and tuples of tensors, numpy arrays, numbers, texts, dtypes.
-        copy: makes of a tensor what is kept of it.
+        value: nested dicts, lists and tuples of tensors, NumPy arrays, numbers, strings and dtypes.
+        tensors: the dict that receives the tensors.
+        name: the prefix of the tensors' names.
+        copy: returns the tensor to save for a tensor of `value`.
 
     Raises:
-        UserError: a value of a class that `restore` does not make (exit 3).
+        UserError: a value has a class that `restore` can't create (exit 3).
     """
     import numpy as np
     import torch
@@ -37,7 +39,7 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
     if isinstance(value, dict):
         pairs = value.items()
         return {"dict": [[key, flatten(part, tensors, f"{name}.{key}", copy)] for key, part in pairs]}
-    if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):  # torchao's of 8 and 4 bits
+    if hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor):  # torchao's low-bit states
         if type(value).__name__ not in LOW_BITS:
             raise _unknown(name, value)
         inner, context = value.__tensor_flatten__()
@@ -63,7 +65,7 @@ def _unknown(name: str, value: object) -> UserError:
 
 
 def restore(value: object, tensors: dict[str, Tensor]) -> Any:
-    """What `flatten` was given."""
+    """Return the value that was given to `flatten`."""
     import torch
 
     if isinstance(value, list):
@@ -101,7 +103,7 @@ def refusals(path: Path) -> Iterator[None]:
         raise UserError(Problem(what, where=str(path), found=said, fix=fix), code=Exit.ARTEFACT) from error
 
 
-LOW_BITS = {  # all that `restore` makes an object of
+LOW_BITS = {  # the only classes that `restore` creates
     "OptimState8bit": "torchao.optim.subclass_8bit",
     "OptimState4bit": "torchao.optim.subclass_4bit",
     "OptimStateFp8": "torchao.optim.subclass_fp8",

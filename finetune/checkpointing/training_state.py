@@ -1,6 +1,6 @@
-"""All that a training is between two steps, in named parts: taken for a checkpoint, and put back.
+"""Save and restore the state of a training between two steps, in named parts.
 
-The base is not among it: it is loaded anew, and its fingerprint must be the checkpoint's.
+The base model is not saved. A resumed run loads it again and compares its fingerprint.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives, deepspeed_zero, launch_environment, sharded_tensors
 
-RANKS = ("rng", "epoch_rng", "log", "batches")  # parts that each process has its own of; ZeRO's optimizer too
-GROUPS = Path("/sys/fs/cgroup")  # where a container's limits stand
-_FIRST = 2**61 - 1  # a prime, by which the digest of batches grows
+# Parts that differ between processes. Under ZeRO, the optimizer does too.
+RANKS = ("rng", "epoch_rng", "log", "batches")
+# The folder with a container's limits.
+GROUPS = Path("/sys/fs/cgroup")
+# A prime number for the digest of batches.
+_FIRST = 2**61 - 1
 
 
 class Trainer(Protocol):
-    """What a checkpoint reads from the Trainer and restores into it."""
+    """The attributes of the Trainer that a checkpoint saves and restores."""
 
     accelerator: Any
     args: Any
@@ -52,11 +55,11 @@ class Trainer(Protocol):
 
 
 def save(trainer: Trainer) -> None:
-    """Take everything as it is now, and have it written while training goes on.
+    """Save the current state. A thread writes it while training continues.
 
-    Ranks hold the same weights and optimizer, so rank 0 writes them; what differs between ranks it gathers,
-    weights and moments that FSDP splits, and the parts that ZeRO makes. What would fill half of the memory
-    that is free is written at once, from the live tensors.
+    Rank 0 writes the weights and the optimizer state, which are equal on all ranks. It gathers the parts that
+    differ between ranks, and the shards of FSDP and ZeRO. If a copy would fill half of the free memory, the
+    live tensors are written before training continues.
     """
     state, split = PartialState(), sharded_tensors.sharded(cast("Any", trainer.model))
     each = (*RANKS, "optimizer") if deepspeed_zero.used() else RANKS
@@ -87,24 +90,24 @@ def save(trainer: Trainer) -> None:
 
 
 def available(groups: Path = GROUPS) -> int:
-    """Bytes of memory that this process may still take: the machine's, or its container's (cgroup v2)."""
+    """Return the bytes of free memory of the machine, or of its container (cgroup v2) if that is less."""
     free = psutil.virtual_memory().available
     try:
         limit, used = (int((groups / f"memory.{name}").read_text()) for name in ("max", "current"))
-    except (OSError, ValueError):  # none, or "max"
+    except (OSError, ValueError):  # no limit
         return free
     return max(0, min(free, limit - used))
 
 
 def check_memory(each: int, free: int) -> None:
-    """Whether rank 0 can hold a checkpoint of a split training, which `save` makes whole in its memory.
+    """Check that rank 0 has memory for the full state dict of a sharded training, which `save` gathers there.
 
     Args:
-        each: bytes of a checkpoint: trained weights, and the optimizer's state.
-        free: bytes of memory that rank 0 may still take.
+        each: bytes of a checkpoint, which holds trained weights and the optimizer state.
+        free: bytes of free memory of rank 0.
 
     Raises:
-        UserError: it can't (exit 3).
+        UserError: rank 0 does not have enough memory (exit 3).
     """
     if each > free:
         what = "rank 0 has no memory for a checkpoint, which is made whole there"
@@ -115,11 +118,11 @@ def check_memory(each: int, free: int) -> None:
 
 
 def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
-    """The parts of a checkpoint; of those that each process has, this one's.
+    """Read the parts of a checkpoint. A part that differs between processes comes from this process.
 
     Raises:
-        UserError: a part is missing (exit 4); this machine has no memory for it, which each of its processes
-            reads (exit 3).
+        UserError: a part is missing (exit 4). The machine has no memory for all its processes to read the
+            checkpoint (exit 3).
     """
     here, free = int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), available(groups)
     state, apart = PartialState(), path / "ranks.safetensors"
@@ -144,7 +147,7 @@ def _tensors(path: Path, name: str, begin: str = "") -> dict[str, torch.Tensor]:
 
 
 def structure(path: Path) -> dict[str, Any]:
-    """Of each part of a checkpoint, all but its tensors.
+    """Read the structure of each part of a checkpoint, without its tensors.
 
     Raises:
         UserError: a part is missing (exit 4).
@@ -159,14 +162,14 @@ def structure(path: Path) -> dict[str, Any]:
 
 
 def put_back(trainer: Trainer, *names: str) -> None:
-    """Parts that are large are let go of: a process would hold them until training ends."""
+    """Restore these parts into the trainer. Free large parts, which would else stay in memory."""
     for name in names:
         kept = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
         PARTS[name][1](trainer, kept)
 
 
 def random_state() -> dict[str, Any]:
-    """Of every generator that training draws from; on a GPU this process's own."""
+    """Return the state of every random generator that training uses, including this process's GPU."""
     kept = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     return {**kept, "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
 
@@ -180,10 +183,10 @@ def set_random_state(kept: dict[str, Any]) -> None:
 
 
 def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
-    """`so_far` and one batch more: int64 on the batch's device, which is not waited for.
+    """Add a batch to the digest `so_far`, an int64 on the batch's device. Do not synchronize with the device.
 
-    Ids and labels are weighted by their place, and batches by theirs: a row that is another, or elsewhere,
-    or comes a step later gives another number.
+    Token ids, labels and batches are weighted by their position. Another example, another position or another
+    step gives another digest.
     """
     for name in ("input_ids", "labels"):
         flat = inputs[name].reshape(-1).to(torch.int64)
@@ -193,7 +196,7 @@ def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _weights(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
-    """In the dtype they are trained in; parts of ZeRO-3 know what they are parts of."""
+    """Return the trained weights in their training dtype. Under ZeRO-3, they are shards."""
     return trainable_parameters.trainable(trainer.model)
 
 
@@ -212,12 +215,12 @@ def _set_weights(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
         what = f"the checkpoint's weights are not this model's ({len(wrong)} tensors)"
         raise UserError(Problem(what, found=", ".join(wrong[:5])), code=Exit.ARTEFACT)
     for name, parameter in trained.items():
-        if parameter.shape == kept[name].shape:  # not ZeRO-3's part: that is made of the optimizer's
+        if parameter.shape == kept[name].shape:  # a shard of ZeRO-3 comes from the optimizer instead
             parameter.copy_(sharded_tensors.part_of(kept[name], parameter))
 
 
 def _allocation(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """AdaLoRA's importances and masks."""
+    """Return AdaLoRA's importances and masks."""
     if not trainer.orthogonality_weight and not hasattr(trainer, "singular_vectors"):
         return {}
     found = adalora.allocation_state(trainer.model)
@@ -235,7 +238,7 @@ def _set_optimizer(trainer: Trainer, kept: Any) -> None:
         deepspeed_zero.put_back(trainer.optimizer, kept)
         return
     trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    for number, moments in kept.get("state", {}).items():  # torchao's offloaded one has it elsewhere, whole
+    for number, moments in kept.get("state", {}).items():  # torchao's offloaded optimizer has no `state`
         for name, value in moments.items():
             if isinstance(value, torch.Tensor):
                 moments[name] = sharded_tensors.part_of(value, trained[int(number)])
@@ -243,7 +246,7 @@ def _set_optimizer(trainer: Trainer, kept: Any) -> None:
 
 
 def _scaler(trainer: Trainer) -> Any:
-    """fp16's; `None` without."""
+    """Return the state of the fp16 loss scaler; `None` if there is none."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     return scaler.state_dict() if scaler is not None else None
 
@@ -259,17 +262,17 @@ def _callbacks(trainer: Trainer) -> dict[str, Any]:
 
 def _set_callbacks(trainer: Trainer, kept: dict[str, Any]) -> None:
     for name, callback in trainer.remembering.items():
-        if name in kept:  # one of an older version may lack it, and goes on as if it had just begun
+        if name in kept:  # a checkpoint of an older version may lack it: the callback then starts new
             callback.load_state_dict(kept[name])
 
 
 def _log(trainer: Trainer) -> dict[str, Any]:
-    """What has been summed since the last logged step."""
+    """Return the sums since the last logged step."""
     return {
         "loss": trainer._tr_loss.detach().to("cpu", copy=True),
         "step": trainer._globalstep_last_logged,
         "tokens": trainer._total_train_tokens,
-        "metrics": send_to_device(dict(trainer._metrics["train"]), "cpu"),  # a defaultdict can't be made anew
+        "metrics": send_to_device(dict(trainer._metrics["train"]), "cpu"),  # a plain dict can be restored
         "sums": send_to_device(dict(trainer.sums), "cpu"),
     }
 
@@ -291,7 +294,7 @@ def _set_batches(trainer: Trainer, kept: Any) -> None:
     trainer.batches = kept.to(trainer.args.device)
 
 
-PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, puts it back)
+PARTS: dict[str, tuple[Any, Any]] = {  # name -> (save from the trainer, restore into it)
     "weights": (_weights, _set_weights),
     "allocation": (_allocation, _set_allocation),
     "optimizer": (lambda trainer: deepspeed_zero.state_dict(trainer.optimizer), _set_optimizer),
@@ -302,7 +305,7 @@ PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, put
     "scaler": (_scaler, _set_scaler),
     "callbacks": (_callbacks, _set_callbacks),
     "rng": (lambda trainer: random_state(), lambda trainer, kept: set_random_state(kept)),
-    # As it was when the epoch began: what a sampler draws then decides on the order of the rows
+    # The generators at the start of the epoch, from which the sampler draws the order of the rows.
     "epoch_rng": (lambda trainer: trainer.epoch_rng, lambda trainer, kept: set_random_state(kept)),
     "log": (_log, _set_log),
     "batches": (_batches, _set_batches),
@@ -310,13 +313,15 @@ PARTS: dict[str, tuple[Any, Any]] = {  # name -> (takes it from the trainer, put
 
 
 def _trainer_state(trainer: Trainer) -> dict[str, Any]:
-    """Upstream's own, without the log, which metrics.jsonl has."""
+    """Return the Trainer's own state without its log, because metrics.jsonl holds the log."""
     return {**dataclasses.asdict(trainer.state), "log_history": []}
 
 
 def _as_it_is(places: set[int], tensor: torch.Tensor) -> torch.Tensor:
-    """Live; a copy where another one, in `places`, has the same memory, as the maps of bitsandbytes' moments
-    have: safetensors refuses two such."""
+    """Return the live tensor, or a copy if a tensor in `places` shares its memory.
+
+    bitsandbytes' moments share quantization maps, and safetensors refuses shared memory.
+    """
     kept = tensor.detach().contiguous()
     place = kept.untyped_storage().data_ptr()
     if place in places:
