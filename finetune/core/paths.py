@@ -33,7 +33,14 @@ def why_not_makeable(path: Path) -> str:
     above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not above.is_dir():
         return os.strerror(errno.EEXIST if above == path.absolute() else errno.ENOTDIR)
+    if is_of_kernel(above):
+        return f"{os.strerror(errno.EPERM)}: a folder of the kernel"
     return "" if os.access(above, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
+
+
+def is_of_kernel(folder: Path) -> bool:
+    """Whether nobody can make a file in a folder, although its permissions allow it."""
+    return any(folder.resolve().is_relative_to(top) for top in ("/proc", "/sys"))
 
 
 def refuse_lfs_pointer(path: Path, key: str = "") -> None:

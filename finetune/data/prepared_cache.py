@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import safe_files, verified_files
 from finetune.core.errors import Problem, UserError
-from finetune.core.paths import why_not_makeable
+from finetune.core.paths import is_of_kernel, why_not_makeable
 from finetune.core.verified_files import Damaged
 from finetune.data import source_loading
 
@@ -53,7 +53,8 @@ def cache_folder(data: Data) -> Path:
 def check_makeable(data: Data) -> None:
     """Raise a UserError if the cache folder does not exist and cannot be created (exit 2)."""
     folder = cache_folder(data)
-    if not folder.is_dir() and (reason := why_not_makeable(folder)):
+    can_have_data = folder.is_dir() and not is_of_kernel(folder)
+    if not can_have_data and (reason := why_not_makeable(folder)):
         raise UserError(not_makeable(folder, reason))
 
 

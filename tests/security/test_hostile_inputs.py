@@ -597,3 +597,10 @@ def test_huge_numbers_of_an_adapter_end_soon(key: str, value: int, tmp_path, com
     """A rank of a billion is valid: `plan` says that no machine has the memory."""
     ended = commands.run("check", recipe_with("adapter", {key: value}, tmp_path))
     assert not ended.wrong, ended
+
+
+@pytest.mark.parametrize("key", ["train.output_dir", "data.cache_dir"])
+@pytest.mark.parametrize("path", ["/proc/x", "/proc/self/x", "/sys/kernel/x", "/sys", "/dev/null/x"])
+def test_folder_that_nobody_can_make_is_refused(key: str, path: str, commands) -> None:
+    ended = commands.run("check", str(QUICKSTART), f"{key}={path}")
+    assert not ended.wrong and ended.code == 2 and key in ended.said, ended
