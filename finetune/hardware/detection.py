@@ -11,29 +11,36 @@ from finetune.hardware import gpus
 
 @dataclass(frozen=True)
 class Hardware:
-    device: str  # cuda | cpu
+    """The devices of a machine."""
+
+    device: str
+    """cuda or cpu."""
     name: str
     count: int
-    capability: tuple[int, int]  # (0, 0) on the CPU
-    memory_gib: float  # of one device
+    capability: tuple[int, int]
+    """CUDA compute capability; (0, 0) on the CPU."""
+    memory_gib: float
+    """Memory of one device."""
     cpu_cores: int
-    host_gib: float | None = None  # that may leave GPUs for the CPU's memory
-    here: bool = True  # False: planned for, so nothing is known of its packages
+    host_gib: float | None = None
+    """CPU memory that GPUs may fill by offloading; `None`: not known."""
+    here: bool = True
+    """False: a plan for another machine, whose packages are not known."""
 
     @property
     def peak_flops(self) -> float | None:
-        """Dense bf16 FLOP/s of one device, `None` if not in the table."""
+        """Dense bf16 FLOP/s of one device; `None` if the table of GPUs lacks it."""
         known = gpus.of_device(self.name)
         return known.bf16 if known else None
 
 
 def detect() -> Hardware:
-    """Look at this machine; imports torch."""
+    """Detect the devices of this machine. This imports torch."""
     import psutil
     import torch
 
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    if torch.cuda.is_available() and not launch_environment.on("ACCELERATE_USE_CPU"):  # the launch's word
+    if torch.cuda.is_available() and not launch_environment.on("ACCELERATE_USE_CPU"):  # set by the launch
         properties = torch.cuda.get_device_properties(0)
         capability = (properties.major, properties.minor)
         memory = properties.total_memory / 2**30

@@ -1,9 +1,9 @@
-"""The GPUs whose peaks are known: one table for `finetune plan`, MFU and whatever else asks.
+"""The table of GPUs with known peak rates, for `finetune plan`, MFU and other uses.
 
-Sources: NVIDIA's data sheets and architecture white papers of each; products without sparsity, sums in fp32.
-Memory is what torch reports of such a GPU, which is less than what is on the box. Links are of
-the same sheets: NVLink's total (V100 300 GB/s, A100 600, H100 900, B200 1,800) or PCIe's (Gen4 64, Gen5 128).
-What NCCL makes of them is measured by `finetune doctor --measure`.
+The rates come from NVIDIA's data sheets and architecture white papers. They are dense rates with fp32
+accumulation. Memory is the amount that torch reports, which is less than the nominal amount. Links have the
+total bandwidth of both directions. NVLink has 300 GB/s on V100, 600 on A100, 900 on H100 and 1,800 on B200.
+PCIe has 64 GB/s as Gen4 and 128 as Gen5. `finetune doctor --measure` measures the rates that NCCL reaches.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ from finetune.core.errors import Problem, UserError, nearest
 
 
 class Gpu(NamedTuple):
-    """One kind of GPU; rates of one device."""
+    """One kind of GPU, with the rates of one device."""
 
     device: tuple[str, ...]
-    """Words of the name that torch gives it; all of them must be in it."""
+    """Words that must all be in the name that torch reports."""
     capability: tuple[int, int]
     memory_gib: float
     bf16: float
-    """Dense FLOP/s; of fp16 where there is no bf16 (capability below 8.0)."""
+    """Dense bf16 FLOP/s, or fp16 FLOP/s if the GPU has no bf16 (capability below 8.0)."""
     fp8: float
-    """Dense FLOP/s; 0: it has no fp8 products."""
+    """Dense fp8 FLOP/s; 0: the GPU has no fp8 GEMMs."""
     bandwidth: float
-    """Of its memory, bytes/s."""
+    """Memory bandwidth in bytes/s."""
     link: float
-    """To other GPUs of the host, bytes/s of both directions together: NVLink, or PCIe."""
+    """Bandwidth to other GPUs of the host, NVLink or PCIe, in bytes/s of both directions together."""
     watts: int
 
     @property
     def host(self) -> float:
-        """To the CPU's memory, bytes/s of one direction: 16 lanes of PCIe Gen5 from Hopper on, Gen4 from
-        Ampere on, Gen3 before."""
+        """Bandwidth to CPU memory in bytes/s of one direction.
+
+        It assumes 16 lanes of PCIe: Gen5 from Hopper on, Gen4 from Ampere on, and Gen3 before.
+        """
         return 64e9 if self.capability >= (9, 0) else 32e9 if self.capability >= (8, 0) else 16e9
 
 
-GPUS = {  # the more specific name first: "H100 PCIe" holds "H100"
+GPUS = {  # more specific names come first: "H100 PCIe" contains "H100"
     "b200": Gpu(("B200",), (10, 0), 178.4, 2250e12, 4500e12, 8.0e12, 1800e9, 1000),
     "h200": Gpu(("H200",), (9, 0), 139.8, 989e12, 1979e12, 4.8e12, 900e9, 700),
     "h100-pcie": Gpu(("H100", "PCIe"), (9, 0), 79.1, 756e12, 1513e12, 2.0e12, 128e9, 350),
@@ -66,10 +68,10 @@ GPUS = {  # the more specific name first: "H100 PCIe" holds "H100"
 
 
 def named(name: str) -> Gpu:
-    """The GPU that a person means: `h100-80gb`, `H100 80GB`, `h100`; by torch's name or a plan's: `RTX 4090`.
+    """Return the GPU for a name that a user types, such as `h100-80gb`, `H100 80GB`, `h100` or `RTX 4090`.
 
     Raises:
-        UserError: a name that is not in the table, with the nearest (exit 2).
+        UserError: the table has no such name. The error suggests the nearest one (exit 2).
     """
     plain = "-".join(name.lower().replace("nvidia", "").split())
     if plain in GPUS:
@@ -84,8 +86,10 @@ def named(name: str) -> Gpu:
 
 
 def of_device(name: str) -> Gpu | None:
-    """The GPU with the name that torch gives it; `None` if it is not in the table, as laptops' and a
-    part of one (MIG), which are slower than what they are named after."""
+    """Return the GPU for the name that torch reports; `None` if the table lacks it.
+
+    Laptop GPUs and MIG instances are not in the table, because they are slower than their names suggest.
+    """
     words = f" {name.replace('-', ' ')} ".lower()
     if " laptop " in words or " mig " in words:
         return None
