@@ -1,7 +1,7 @@
-"""The Hub at the other end of the wire: who we are there, what we may do to a repository, files up and down.
+"""Check access to the Hugging Face Hub, and upload and download files with huggingface_hub.
 
-huggingface_hub does the talking. It tries again by itself while it sends files; whoami, create_repo,
-repo_info and the commit it asks only once (2.4), so these are asked again here.
+huggingface_hub retries uploads of files. It does not retry whoami, create_repo, repo_info and commits
+(version 2.4), so this module retries them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-COMMITS = "FINETUNE_COMMITS"  # of the environment: what branches were for the process that started this one
-PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further try
-LONGEST_PAUSE = 300  # seconds that are waited because the Hub says so
-SILENCE = 300.0  # seconds without a byte, after which a connection counts as cut
+# Environment variable with the commits of branches that the parent process has resolved.
+COMMITS = "FINETUNE_COMMITS"
+# Seconds before each retry.
+PAUSES = (1.0, 2.0, 4.0, 8.0)
+# The longest pause that the Hub may ask for, in seconds.
+LONGEST_PAUSE = 300
+# Seconds without a byte after which a connection counts as lost.
+SILENCE = 300.0
 TRANSIENT = (408, 429, 500, 502, 503, 504)
-CONFLICTS = (409, 412)  # someone else committed meanwhile
+# Another commit came first.
+CONFLICTS = (409, 412)
 TOKENS = "https://huggingface.co/settings/tokens"
 NO_TOKEN = f"HF_TOKEN in the environment, or `hf auth login`; one that may write: {TOKENS}"
 REMEDIES = {
@@ -50,26 +55,26 @@ class Listed(NamedTuple):
 
     size: int
     digest: str
-    """sha256 of a large file, git's own id of a small one."""
+    """sha256 of a large file, or git's own id of a small file."""
     large: bool
 
 
 class Pushed(NamedTuple):
     commit: str
     sent: list[str]
-    """Files that were not there yet, or were others; none: no commit was made."""
+    """New and changed files; empty: no commit was made."""
     listed: dict[str, Listed]
-    """What the repository holds at that commit."""
+    """The files of the repository at that commit."""
 
 
 def split(name: str) -> tuple[str, str | None]:
-    """`organisation/name@revision` -> repository, and revision if there is one."""
+    """Split `organization/name@revision` into the repository and the revision, `None` if there is none."""
     repo, _, revision = name.partition("@")
     return repo, revision or None
 
 
 def check_name(repo: str, key: str = "publish.repo") -> None:
-    """Whether `repo` can be a repository's name (exit 2)."""
+    """Check that `repo` can be a repository's name (exit 2)."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
@@ -80,7 +85,7 @@ def check_name(repo: str, key: str = "publish.repo") -> None:
 
 
 def token() -> str:
-    """The token of the environment or of `hf auth login` (exit 3 without one)."""
+    """Return the token of the environment or of `hf auth login` (exit 3 without one)."""
     found = any_token()
     if not found:
         raise UserError(Problem("there is no token for the Hub", fix=NO_TOKEN), code=Exit.ENVIRONMENT)
@@ -88,27 +93,28 @@ def token() -> str:
 
 
 def any_token() -> str:
-    """The token, or the empty string."""
+    """Return the token; the empty string if there is none."""
     from huggingface_hub import get_token
 
     return get_token() or ""
 
 
 def endpoint() -> str:
-    """Address of the Hub (HF_ENDPOINT)."""
+    """Return the address of the Hub (HF_ENDPOINT)."""
     from huggingface_hub import constants
 
     return constants.ENDPOINT
 
 
 def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, list[str]]:
-    """A repository that this token may write to; made, empty, if it is not there yet.
+    """Check that this token may write to a repository. Create an empty repository if it does not exist.
 
     Returns:
-        Its whole name, and notes.
+        The full name of the repository, and notes.
 
     Raises:
-        UserError: it is public and a private one is wanted; no token, or none that may (exit 3).
+        UserError: the repository is public but must be private, or the token is missing or may not write
+            (exit 3).
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -139,7 +145,7 @@ def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, lis
 
 
 def _check_role(me: dict[str, Any], repo: str) -> None:
-    """A token that can't write, told before anything is asked of the repository (exit 3)."""
+    """Refuse a token that can't write, before any request about the repository (exit 3)."""
     granted = me.get("auth", {}).get("accessToken", {})
     role, scopes = granted.get("role"), granted.get("fineGrained", {}).get("scoped")
     may = role != "read"
@@ -156,7 +162,7 @@ def _check_role(me: dict[str, Any], repo: str) -> None:
 
 
 def listing(api: HfApi, repo: str, commit: str | None) -> dict[str, Listed]:
-    """The files of a repository at a commit, by name."""
+    """Return the files of a repository at a commit, by name."""
     from huggingface_hub.hf_api import RepoFile
 
     entries = patiently(lambda: list(api.list_repo_tree(repo, recursive=True, revision=commit)))
@@ -168,7 +174,7 @@ def listing(api: HfApi, repo: str, commit: str | None) -> dict[str, Listed]:
 
 
 def same(path: Path, there: Listed | None) -> bool:
-    """Whether a file here is byte for byte the one there."""
+    """Return whether a local file equals the file in the repository byte for byte."""
     from huggingface_hub.utils.sha import git_hash
 
     if there is None or path.stat().st_size != there.size:
@@ -177,16 +183,19 @@ def same(path: Path, there: Listed | None) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Of a file's content."""
+    """Return the sha256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def upload(repo: str, files: dict[str, Path], message: str, revision: str | None) -> Pushed:
-    """Bring `files` (name there -> file here) to the repository, in one commit of those that it lacks.
+    """Upload new and changed files to the repository in one commit.
 
-    A commit stands on the head that was looked at. So one that arrived although the connection was cut, or
-    another's in between, is a conflict, after which it is looked again.
+    The commit names its parent. If another commit came first, or if this commit arrived although the
+    connection was lost, the Hub reports a conflict, and this function compares the files again.
+
+    Args:
+        files: name in the repository -> local file.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, ModelCard
     from huggingface_hub.errors import HfHubHTTPError
@@ -205,7 +214,7 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
                 fix = "another --repo"
                 raise UserError(Problem(what, "publish.repo", repo, ", ".join(sorted(clash)), fix=fix))
             sent |= dict.fromkeys(missing)
-            if "README.md" in missing:  # known before gigabytes are sent, not after
+            if "README.md" in missing:  # an invalid card is an error before gigabytes are sent
                 patiently(ModelCard.load(files["README.md"]).validate)
             additions = [CommitOperationAdd(name, str(files[name])) for name in missing]
             api.preupload_lfs_files(repo, additions, revision=revision, free_memory=False)
@@ -221,7 +230,11 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
 
 
 def download(name: str, patterns: list[str], key: str = "") -> tuple[Path, str]:
-    """Files of `organisation/name@revision`, in the Hub's cache -> their folder, and the commit."""
+    """Download files of `organization/name@revision` to the Hub's cache.
+
+    Returns:
+        The folder of the files, and the commit.
+    """
     from huggingface_hub import snapshot_download
 
     repo, revision = split(name)
@@ -232,13 +245,13 @@ def download(name: str, patterns: list[str], key: str = "") -> tuple[Path, str]:
 
 
 def commit(name: str, revision: str) -> str:
-    """The commit that a branch or tag of a model is now: it may move while files are read, so it is asked
-    once by a process and all that it starts.
+    """Return the current commit of a branch or tag of a model.
 
-    Without a network, the one that the Hub's cache has of it.
+    A branch may move while files are read. So a process asks only once, and passes the commit to the
+    processes that it starts. Without a network, the commit comes from the Hub's cache.
 
     Raises:
-        UserError: there is no such model, or no way to it (exit 3).
+        UserError: there is no such model, or it can't be reached (exit 3).
     """
     known, key = json.loads(os.environ.get(COMMITS, "{}")), f"{name}@{revision}"
     if COMMIT.fullmatch(revision) or key in known:
@@ -262,13 +275,13 @@ def _asked(name: str, revision: str) -> str:
 
 
 def patiently(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Call again while the network or the Hub stumbles, after a pause, or the one the Hub asks for."""
+    """Retry a call after errors of the network or the Hub, with pauses as long as the Hub asks for."""
     from huggingface_hub.utils import get_session
 
     pauses = list(PAUSES)
     while True:
         try:
-            get_session().timeout = SILENCE  # it would wait for ever
+            get_session().timeout = SILENCE  # the default has no limit
             return call(*arguments, **options)
         except (http_error(), JSONDecodeError) as error:  # validate-yaml reads an error page as JSON
             response = _response(error)
@@ -281,14 +294,14 @@ def patiently(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def http_error() -> type[Exception]:
-    """What each failure of the network or the Hub is: httpx's in huggingface_hub 1, httpx2's in 2."""
+    """Return the error class of the network and the Hub: httpx's in huggingface_hub 1, httpx2's in 2."""
     from huggingface_hub.errors import HTTPError  # pyright: ignore[reportPrivateImportUsage]  (its own base)
 
     return HTTPError
 
 
 def _response(error: BaseException | None) -> Any:
-    """The Hub's answer that an error, or what caused it, came of; `None`: there was no answer."""
+    """Return the Hub's response behind an error or its cause; `None` if there was no response."""
     while error is not None:
         if getattr(error, "response", None) is not None:
             return error.response  # pyright: ignore[reportAttributeAccessIssue]  (asked for above)
@@ -298,10 +311,10 @@ def _response(error: BaseException | None) -> Any:
 
 @contextlib.contextmanager
 def explained(repo: str, *, read: bool = False) -> Iterator[None]:
-    """What the Hub or the network refuses, in one message with what to do (exit 3), and never the token.
+    """Turn errors of the Hub and the network into one message with a remedy and without the token (exit 3).
 
     Args:
-        read: the name may have been meant for a folder here.
+        read: whether the name may have been meant as a local folder.
     """
     try:
         yield
@@ -312,22 +325,24 @@ def explained(repo: str, *, read: bool = False) -> Iterator[None]:
 
 
 def _status(error: Exception) -> int | None:
-    """The number of the Hub's answer; 404 also where, asked without a token, it answers 401 to what it has
-    not; `None`: there was no answer."""
+    """Return the status code of the Hub's response; `None` if there was no response.
+
+    Without a token, the Hub answers 401 for repositories that do not exist. This counts as 404.
+    """
     response = _response(error)
     status = None if response is None else response.status_code
     return 404 if status == 401 and not any_token() else status
 
 
 def _nor_here(problem: Problem, name: str) -> Problem:
-    """Of a name that is neither on the Hub nor a folder here: it may be a path with a slip in it."""
+    """Extend the problem of a name that is neither on the Hub nor a local folder: it may be a wrong path."""
     near = similar_folder(name)
     fix = f"{near}, which is here; or {problem.fix}" if near else problem.fix
     return replace(problem, found=f"no such folder here; asked on the Hub: {problem.found}"[:300], fix=fix)
 
 
 def unread(error: Exception, name: str, revision: str) -> Problem:
-    """Why a model can't be read, told apart by the Hub's answer, or by there being none."""
+    """Return why a model can't be read, from the Hub's response or from the lack of one."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     response, page, status = _response(error), f"{endpoint()}/{name}", _status(error)
