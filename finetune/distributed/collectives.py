@@ -1,4 +1,4 @@
-"""What the processes of one launch tell each other beside the training."""
+"""Communication between the processes of one launch, apart from the training itself."""
 
 from __future__ import annotations
 
@@ -27,30 +27,39 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-NEARLY = 0.9  # of the time that one waits for another
-NEW_FILE_SECONDS = 60  # NFS may tell another machine so much later that a file is there
-SEEN = ".seen.tmp"  # what rank 0 writes to ask who sees it
+# Share of the timeout after which a process prints its stack.
+NEARLY = 0.9
+# NFS may show a new file to another machine only after this time.
+NEW_FILE_SECONDS = 60
+# The file that rank 0 writes to find out which machines see it.
+SEEN = ".seen.tmp"
 GLOO = "GLOO_SOCKET_IFNAME"
-ELSEWHERE = "192.0.2.1"  # an address that no machine has (RFC 5737)
-SHOWN, LONGEST = 5, 100  # facts in which processes differ, and characters of each, that an error shows
-AGREEMENT_SECONDS = 60  # that a process whose run failed waits for the others to say so too
+# An address that no machine has (RFC 5737).
+ELSEWHERE = "192.0.2.1"
+# Facts in which processes differ, and characters of each fact, that an error shows.
+SHOWN, LONGEST = 5, 100
+# Time that a failed process waits for the others to report their failure.
+AGREEMENT_SECONDS = 60
 
 
 def timeout() -> datetime.timedelta:
-    """How long one process waits for another, whatever they exchange by."""
+    """Return how long one process waits for another in any kind of communication."""
     return datetime.timedelta(seconds=launch_environment.timeout_seconds())
 
 
 def start(device: str) -> None:
-    """Join the processes of a launch on CPUs: the Trainer gives its `ddp_timeout` to those on GPUs alone."""
+    """Join the processes of a launch on CPUs, because the Trainer applies its `ddp_timeout` only to GPUs."""
     name_interface()
     if device == "cpu" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         joined(device)
 
 
 def joined(device: str) -> PartialState:
-    """This process among those of its launch. The first of these objects decides for the process: how long
-    one waits, and that it computes on a CPU, or Accelerate takes each for a launch of its own."""
+    """Return the `PartialState` of this process in its launch.
+
+    The first `PartialState` of a process sets its timeout and its device. If it does not name the CPU in a
+    run on CPUs, Accelerate takes each process for a launch of its own.
+    """
     name_interface()
     later = datetime.timedelta(seconds=0 if device == "cpu" else launch_environment.NCCL_LATER)
     given: Any = {"timeout": timeout() + later} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
@@ -58,8 +67,10 @@ def joined(device: str) -> PartialState:
 
 
 def name_interface() -> None:
-    """Have gloo listen where other machines reach this one. Left alone it takes the address of the host's own
-    name, which on many is 127.0.1.1."""
+    """Set the network interface on which gloo listens, so that other machines reach this one.
+
+    By default, gloo takes the address of the host's own name, which is 127.0.1.1 on many hosts.
+    """
     sizes = [int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     if sizes[0] == sizes[1] or GLOO in os.environ:
         return
@@ -70,9 +81,9 @@ def name_interface() -> None:
 
 
 def interface_to(host: str) -> str:
-    """The network interface by which packets to `host` leave; empty: not known. Nothing is sent.
+    """Return the network interface for packets to `host`; the empty string if it is not known.
 
-    A name that means this machine itself leads nowhere else: then that of the default route.
+    If `host` is this machine, return the interface of the default route. No packet is sent.
     """
     with contextlib.suppress(OSError):
         own = _own_address(host)
@@ -91,11 +102,10 @@ def _own_address(host: str) -> str:
 
 
 def watch() -> None:
-    """Have Python say where each process is once they have nearly waited too long for each other.
+    """Make each process print its stack shortly before the others give up waiting. Call this at every step.
 
-    What the others know of one that hangs is only that it did not answer. To be called at every step; what
-    says it is a thread of C's, which needs nothing of the process that hangs. One after another: the lines of
-    two that write at once to one terminal are mixed.
+    The others can only report that a process did not answer. A C thread prints the stack, so it works in a
+    process that hangs. Processes print one after another, so that their lines do not mix on a terminal.
     """
     if PartialState().num_processes > 1 and sys.__stderr__:
         rank, count = (int(os.environ.get(name, "1")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
@@ -104,16 +114,20 @@ def watch() -> None:
 
 
 def given_up(seconds: float) -> bool:
-    """Whether others of this machine have ended, waiting for this process, which stands so long in a step."""
+    """Return whether other processes of this machine have ended because they waited too long for this one.
+
+    Args:
+        seconds: how long this process has been in its step.
+    """
     if PartialState().num_processes == 1 or seconds < NEARLY * launch_environment.timeout_seconds():
         return False
-    beside = psutil.Process(os.getppid()).children()  # the launcher has no others
+    beside = psutil.Process(os.getppid()).children()  # the launcher has no other children
     return len(beside) < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @functools.cache
 def failures() -> Any:
-    """A group in which processes tell each other that they failed. All have to make it, before they do."""
+    """Return the group in which processes report a failure. All processes must create it before a failure."""
     if PartialState().num_processes == 1:
         return None
     waits = datetime.timedelta(seconds=AGREEMENT_SECONDS)
@@ -122,15 +136,18 @@ def failures() -> Any:
 
 @functools.cache
 def steps() -> Any:
-    """A group in which processes agree between steps, in the CPU's memory: no GPU is waited for."""
+    """Return the group in which processes agree between steps. It uses CPU memory, so no GPU synchronizes."""
     if PartialState().num_processes == 1:
         return None
     return torch.distributed.new_group(backend="gloo", timeout=timeout())
 
 
 def wait_alike() -> None:
-    """Have all groups but that of `failures` wait as long as ours do: DeepSpeed's and those of a mesh, which
-    context parallelism has, are made by torch's defaults, 10 minutes of NCCL and 30 of gloo."""
+    """Give all process groups except `failures` the timeout of this launch.
+
+    DeepSpeed and context parallelism create groups with torch's defaults: 10 minutes for NCCL and 30 minutes
+    for gloo.
+    """
     if PartialState().num_processes == 1:
         return
     own = failures()
@@ -141,7 +158,7 @@ def wait_alike() -> None:
 
 
 def any_of(*flags: bool) -> list[bool]:
-    """Each flag, as it is on any rank."""
+    """Return for each flag whether it is set on any rank."""
     if PartialState().num_processes == 1:
         return list(flags)
     raised = torch.tensor(flags, dtype=torch.int32)
@@ -150,12 +167,12 @@ def any_of(*flags: bool) -> list[bool]:
 
 
 def all_of(flag: bool) -> bool:
-    """Whether it is so on every rank."""
+    """Return whether the flag is set on every rank."""
     return not any_of(not flag)[0]
 
 
 def gathered(value: object) -> list[Any]:
-    """What each rank has, by rank."""
+    """Return the values of all ranks, in the order of ranks."""
     found: list[Any] = [value] * PartialState().num_processes
     if len(found) > 1:
         torch.distributed.all_gather_object(found, value, group=steps())
@@ -163,7 +180,7 @@ def gathered(value: object) -> list[Any]:
 
 
 def gathered_on_main(value: object) -> list[Any]:
-    """What each rank has, by rank; empty but on rank 0."""
+    """Return the values of all ranks on rank 0, in the order of ranks, and an empty list on other ranks."""
     state = PartialState()
     if state.num_processes == 1:
         return [value]
@@ -173,8 +190,11 @@ def gathered_on_main(value: object) -> list[Any]:
 
 
 def tensors_on_main(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All that ranks have on the CPU, by names that differ; empty but on rank 0. Sent one by one: they can be
-    large, and a pickle of them would be held twice more."""
+    """Gather the CPU tensors of all ranks on rank 0. Other ranks get an empty dict.
+
+    Names must differ between ranks. Tensors are sent one by one, because a pickle of large tensors would need
+    twice their memory.
+    """
     given = gathered_on_main({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
     if not main():
         for tensor in own.values():
@@ -197,14 +217,14 @@ def index() -> int:
 
 
 def shared(reason: str) -> bool:
-    """Whether the run failed on all processes for this reason, so that none still waits in the training."""
+    """Return whether the run failed on all processes for this reason. Then no process waits in training."""
     processes = PartialState().num_processes
     if processes == 1:
         return True
     reasons: list[Any] = [None] * processes
     try:
         torch.distributed.all_gather_object(reasons, reason, group=failures())
-    except RuntimeError:  # some did not come in time, or are gone
+    except RuntimeError:  # some processes did not answer in time, or ended
         return False
     return set(reasons) == {reason}
 
@@ -213,10 +233,10 @@ def agree(facts: dict[str, str]) -> None:
     """Check that all processes of the launch have the same facts.
 
     Args:
-        facts: what a run depends on, by name, as this process has it.
+        facts: values of this process on which the run depends, by name.
 
     Raises:
-        UserError: the same error on all processes, which names what differs (exit 2).
+        UserError: some facts differ. All processes raise the same error with these facts (exit 2).
     """
     found = gathered(facts)
     names = sorted({name for each in found for name in each})
@@ -235,12 +255,12 @@ def agree(facts: dict[str, str]) -> None:
 
 
 def on_one_disk(folder: Path) -> None:
-    """All processes must see a file that rank 0 writes there: each reads what rank 0 saves.
+    """Check that all processes see a file that rank 0 writes to a folder, because all read its files.
 
-    Not the file of the folder's lock, which ends when rank 0 closes it again (`run_folder.lock`).
+    The lock file of the folder can't be used: the lock ends when rank 0 closes the file (`run_folder.lock`).
 
     Raises:
-        UserError: on all of them, with the machines that don't see it (exit 3).
+        UserError: some machines do not see the file. All processes raise the same error (exit 3).
     """
     if PartialState().num_processes == 1:
         return
@@ -261,8 +281,10 @@ def on_one_disk(folder: Path) -> None:
 
 
 def appears(path: Path, holds: str | None = None) -> bool:
-    """Whether a file that another process has written is seen here, within a minute; to list its folder makes
-    NFS look again."""
+    """Return whether this machine sees a file of another process within a minute.
+
+    Listing the folder makes NFS refresh it.
+    """
     until = time.monotonic() + NEW_FILE_SECONDS
     while not (path.is_file() and (holds is None or path.read_text(encoding="utf-8") == holds)):
         if time.monotonic() > until:
@@ -275,19 +297,19 @@ def appears(path: Path, holds: str | None = None) -> bool:
 
 
 def end_together() -> None:
-    """Wait until all have come here: rank 0 writes last words, and a launcher ends it when another leaves."""
+    """Wait until all processes are here, because a launcher ends rank 0 when another process ends."""
     if PartialState().num_processes > 1:
-        with contextlib.suppress(RuntimeError):  # one is gone
+        with contextlib.suppress(RuntimeError):  # a process has ended
             torch.distributed.barrier(group=steps())
 
 
 def main() -> bool:
-    """Whether this is rank 0."""
+    """Return whether this process is rank 0."""
     return PartialState().is_main_process
 
 
 def wait(hours: int = 24) -> None:
-    """Wait for all processes, one of which may be busy for long."""
+    """Wait for all processes, up to `hours`, because a process may be busy for a long time."""
     if PartialState().num_processes > 1:
         waits = datetime.timedelta(hours=hours)
         group: Any = torch.distributed.new_group(backend="gloo", timeout=waits)
@@ -295,7 +317,7 @@ def wait(hours: int = 24) -> None:
 
 
 def from_main(value: Callable[[], Any]) -> Any:
-    """What rank 0 alone reads or computes, for all ranks."""
+    """Call `value` on rank 0 and return its result on all ranks."""
     held = [value() if PartialState().is_main_process else None]
     if PartialState().num_processes > 1:
         broadcast_object_list(held)

@@ -1,6 +1,6 @@
-"""What DeepSpeed's ZeRO keeps for this process: its part of the moments, and of the weights in fp32.
+"""Save and restore this process's shard of ZeRO's state: moments and fp32 weights.
 
-DeepSpeed's own checkpoints are pickles; here each process's part is plain tensors, which rank 0 writes.
+DeepSpeed's own checkpoints are pickles. Here each shard is plain tensors, which rank 0 writes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from transformers.modeling_utils import local_torch_dtype
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-_KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # ZeRO-1's and 2's names; then ZeRO-3's
-_KEPT += ("optimizer_state_dict", "fp32_flat_groups")
+_KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # names in ZeRO-1 and ZeRO-2
+_KEPT += ("optimizer_state_dict", "fp32_flat_groups")  # names in ZeRO-3
 
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,10 +26,10 @@ def used() -> bool:
 
 
 def own_buffers(loaded: Any) -> None:
-    """Make anew the buffers that a model computes of itself, which ZeRO-3 split while it was loaded.
+    """Recompute the non-persistent buffers of a model that was loaded under ZeRO-3.
 
-    DeepSpeed's `zero.Init` rounds them to the weights' 16 bits, rotary frequencies too (deepspeed 0.19.8,
-    runtime/zero/partition_parameters.py): positions would be others than where it is read without DeepSpeed.
+    DeepSpeed's `zero.Init` casts them to 16 bits, including rotary frequencies (deepspeed 0.19.8,
+    runtime/zero/partition_parameters.py). Without this, positions differ from a model without DeepSpeed.
     """
     with local_torch_dtype(loaded.dtype), init_empty_weights(include_buffers=False):
         made = type(loaded)(loaded.config)
@@ -41,9 +41,10 @@ def own_buffers(loaded: Any) -> None:
 
 
 def cast(adapted: torch.nn.Module, precision: str) -> None:
-    """Give what trains of an adapted model the launch's 16 bits, beside which DeepSpeed keeps fp32: so it
-    does itself, but for what was added to a base that ZeRO-3 split while it was loaded. In fp32 there, an
-    adapter would have PEFT cast and keep the input of every layer.
+    """Cast the trained weights of an adapted model to the launch's 16 bits. DeepSpeed keeps them in fp32 too.
+
+    DeepSpeed does this itself, except for modules that are added to a base model loaded under ZeRO-3. With an
+    adapter in fp32, PEFT would cast and keep the input of every layer.
 
     Args:
         precision: Accelerate's `mixed_precision`.
@@ -55,19 +56,21 @@ def cast(adapted: torch.nn.Module, precision: str) -> None:
 
 
 def state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """What a checkpoint keeps of an optimizer: under ZeRO of this process's part."""
+    """Return the optimizer state for a checkpoint, under ZeRO the shard of this process."""
     found = optimizer.state_dict()
     return {name: found[name] for name in _KEPT if name in found} if used() else found
 
 
 def put_back(optimizer: Any, kept: dict[str, Any]) -> None:
-    """The part that this process had, of as many. ZeRO-1's and 2's weights that multiply are put back apart.
+    """Restore the shard of this process. The number of processes must be the same.
+
+    The 16-bit weights of ZeRO-1 and ZeRO-2 are restored separately.
 
     Args:
-        optimizer: Accelerate's, around DeepSpeed's.
+        optimizer: Accelerate's wrapper of DeepSpeed's optimizer.
     """
     whole = {**optimizer.state_dict(), **kept}
-    each = [whole] * PartialState().num_processes  # of which each process takes its own
+    each = [whole] * PartialState().num_processes  # each process reads the item of its rank
     optimizer.optimizer.load_state_dict(each, load_from_fp32_weights=True)
     inner = optimizer.optimizer.optimizer
     if hasattr(inner, "ds_opt_adam"):
@@ -75,8 +78,11 @@ def put_back(optimizer: Any, kept: dict[str, Any]) -> None:
 
 
 def _count(adam: Any) -> None:
-    """Have DeepSpeed's Adam of the CPU come as far as its state: it multiplies powers of its betas step by
-    step, and begun anew takes them by `pow`, a rounding off. One number, which stays 0, makes those steps."""
+    """Advance DeepSpeed's CPU Adam to the step of its restored state.
+
+    Adam multiplies the powers of its betas step by step. A new Adam would compute them with `pow`, which
+    rounds differently. So a single number, which stays 0, is updated as many times.
+    """
     steps = max((int(state["step"]) for state in adam.state.values()), default=0)
     (beta1, beta2), eps = (adam.param_groups[0][name] for name in ("betas", "eps"))
     number = [torch.zeros(1) for _ in ("weight", "gradient", "exp_avg", "exp_avg_sq")]

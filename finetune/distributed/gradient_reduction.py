@@ -1,5 +1,4 @@
-"""What processes exchange: under data parallelism an adapter's gradients, once a step, in one piece; under
-FSDP weights, and in what precision."""
+"""Average an adapter's gradients over processes, and check the number of bytes that were exchanged."""
 
 from __future__ import annotations
 
@@ -15,21 +14,21 @@ if TYPE_CHECKING:
 
 
 def ours(model: nn.Module) -> bool:
-    """Whether `average` exchanges this model's gradients: an adapter's, under data parallelism.
+    """Return whether `average` exchanges this model's gradients, which it does for adapters under DDP.
 
-    DDP would do it in the last backward, where a rank that runs out of memory leaves the others waiting. For
-    so few bytes, which are ready late in backward, there is little to hide it under: it is the same bytes at
-    nearly the same moment, and in one piece costs one start.
+    DDP itself would exchange them in the last backward pass. A rank that runs out of memory there would leave
+    the others waiting. DDP would gain little: an adapter's gradients are few bytes that are ready late in
+    backward, so that the exchange hardly overlaps with it.
     """
     return isinstance(model, DistributedDataParallel) and hasattr(model.module, "peft_config")
 
 
 @torch.no_grad()
 def average(model: nn.Module) -> int:
-    """Each gradient, averaged over processes, in one piece: what trains is all of one dtype
-    (`trainable_parameters.train_in_fp32`). Returns its bytes.
+    """Average all gradients over the processes in one all-reduce, and return the number of bytes.
 
-    Divided before it is summed, as DDP does.
+    All trained weights have the same dtype (`trainable_parameters.train_in_fp32`). As in DDP, gradients are
+    divided before they are summed.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     for parameter in trained:
@@ -48,7 +47,11 @@ def trained_bytes(adapted: torch.nn.Module) -> int:
 
 
 def add_receipt(wrapped: Any, exchanged: int, ledger: RunChecks) -> None:
-    """Bytes of gradients that were exchanged in the last step: `exchanged` by us, or by DDP's own account."""
+    """Add a run check of the gradient bytes that the last step exchanged.
+
+    Args:
+        exchanged: bytes that `average` exchanged. For other models, DDP's own count is used.
+    """
     if not isinstance(wrapped, DistributedDataParallel):
         return
     if ours(wrapped):

@@ -1,6 +1,6 @@
-"""What a launcher's environment asks for.
+"""Read the settings of a launch from its environment variables.
 
-`accelerate launch` hands its config file on as environment variables; they are all that a process sees of it.
+`accelerate launch` passes its config file to the processes only as environment variables.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-FROZEN = "frozen base"  # what `mixed_precision: fp8` means without an fp8_config
-BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}  # of an fp8_config that this project serves
+# The meaning of `mixed_precision: fp8` without an fp8_config.
+FROZEN = "frozen base"
+# Backends of an fp8_config that finetune supports.
+BACKENDS = {"TE": "TransformerEngine", "AO": "torchao"}
 TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
-# Seconds that NCCL waits longer: its watchdog ends a process by SIGABRT, and in each step ranks meet by gloo
-# too, whose timeout is an error with a message. NCCL's clock starts earlier, when the step is queued
+# Seconds by which NCCL's timeout is longer than gloo's. NCCL's watchdog ends a process with SIGABRT, but gloo
+# raises an error with a message. Ranks use both in each step, and NCCL's clock starts earlier.
 NCCL_LATER = 60
-TE_TOKENS = 16  # of which TransformerEngine's fp8 products take multiples, as Accelerate's own script has it
+# TransformerEngine's fp8 GEMMs need multiples of this number of tokens, as in Accelerate's own script.
+TE_TOKENS = 16
 ONCE = "what backward runs again would be in bf16, and other tensors than it kept"
 GONE = "another process of this launch ended, or did not answer in time"
 _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
-CONFIG = "accelerate config"  # as messages call the other side
+CONFIG = "accelerate config"  # the name of the launch's settings in messages
 
 
 class Fp8(NamedTuple):
-    """What an fp8 launch asks for."""
+    """The kind of an fp8 launch."""
 
     kind: str
-    """Empty: nothing; `FROZEN`; `TE` or `AO`: Accelerate's own path."""
+    """`FROZEN`: an fp8 base model. `TE`, `AO`: a backend of Accelerate. Empty: no fp8 launch."""
     reason: str = ""
 
     @property
     def precision(self) -> str:
-        """That of the Accelerator: the frozen base's products give bf16, which is all it has to know."""
+        """The precision of the Accelerator. It is bf16 for `FROZEN`, because fp8 GEMMs return bf16."""
         return "bf16" if self.kind == FROZEN else "fp8"
 
 
 def said(name: str, default: str = "") -> str:
-    """A variable of the launch, without regard to how it is written."""
+    """Return a variable of the launch in lower case and without spaces around it."""
     return os.environ.get(name, default).strip().lower()
 
 
@@ -59,7 +62,7 @@ def on(name: str) -> bool:
 
 @contextlib.contextmanager
 def under(variables: Mapping[str, str]) -> Iterator[None]:
-    """As in the one process of a launch that sets these."""
+    """Run the block with the environment of a launch of one process that sets these variables."""
     before = {
         name: os.environ.get(name) for name in (*variables, "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     }
@@ -77,7 +80,7 @@ def under(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def fp8() -> Fp8:
-    """What the launch's precision means if it is fp8."""
+    """Return the kind of fp8 that the launch asks for."""
     if said("ACCELERATE_MIXED_PRECISION") != "fp8":
         return Fp8("")
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", "").strip()
@@ -87,32 +90,33 @@ def fp8() -> Fp8:
 
 
 def sharded() -> str:
-    """What the launch splits the weights with; the empty string if nothing does."""
+    """Return the library that shards the weights; the empty string if none does."""
     if on("ACCELERATE_USE_FSDP"):
         return "FSDP"
     return "DeepSpeed" if on("ACCELERATE_USE_DEEPSPEED") and zero_stage() == "3" else ""
 
 
 def splitter() -> str:
-    """What splits the optimizer's state, and from ZeRO-3 on the weights; the empty string if nothing does."""
+    """Return the library that shards the optimizer state, with or without weights; else the empty string."""
     return "FSDP" if on("ACCELERATE_USE_FSDP") else "DeepSpeed" if zero_stage() else ""
 
 
 def keeps_layers() -> bool:
-    """Whether FSDP keeps a layer's weights whole from forward to backward, and so all layers' at once."""
+    """Return whether FSDP keeps all layers gathered from forward to backward."""
     return sharded() == "FSDP" and said("FSDP_RESHARD_AFTER_FORWARD", "true") in ("false", "0", "no")
 
 
 def read_by_rank_0() -> bool:
-    """Whether rank 0 alone reads the base, and the others get their parts from it."""
+    """Return whether only rank 0 reads the base model and sends the other ranks their shards."""
     return sharded() == "FSDP" and on("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def eager(*, plain: bool) -> str:
-    """Why `speed.compile: auto` does not compile under this launch; the empty string if it may.
+    """Return why `speed.compile: auto` does not compile under this launch; the empty string if it may.
 
     Args:
-        plain: an adapter on a base that is not stored as codes; what was measured under FSDP2.
+        plain: whether an adapter trains on a base model that is not quantized. Only such runs were measured
+            under FSDP2.
     """
     if fp8().kind == "TE":
         return "TransformerEngine's delayed scaling breaks the graph at each layer"
@@ -127,25 +131,25 @@ def zero_stage() -> str:
 
 
 def means_fp8(quantization: str) -> bool:
-    """Whether it is the launch alone that says how the base is stored: in fp8."""
+    """Return whether the launch, and not the recipe, asks for an fp8 base model."""
     return fp8().kind == FROZEN and quantization == "auto"
 
 
 def device_options(device: str) -> dict[str, Any]:
-    """SFTConfig's keys for a device. DeepSpeed runs on CPUs too, but not under `use_cpu`: that starts DDP."""
+    """Return SFTConfig's keys for a device. DeepSpeed on CPUs must not set `use_cpu`, which starts DDP."""
     zero = device == "cpu" and bool(zero_stage())
     return {"use_cpu": device == "cpu" and not zero, "ddp_backend": "gloo" if zero else None}
 
 
 def row_options(*, flat: bool, kernel_multiple: int = 1) -> dict[str, Any]:
-    """SFTConfig's `pad_to_multiple_of`, where a launch or a kernel needs one.
+    """Return SFTConfig's `pad_to_multiple_of` if the launch or a kernel needs it.
 
-    Processes that share a row have two pieces of it each, all of one length. TransformerEngine's products
-    take multiples of `TE_TOKENS`.
+    Context parallelism gives each process two pieces of a sequence, all of the same length.
+    TransformerEngine's GEMMs take multiples of `TE_TOKENS`.
 
     Args:
-        flat: rows stand end to end, and have one length.
-        kernel_multiple: what the attention kernel wants (`kernel_limits.LENGTH_MULTIPLES`).
+        flat: whether examples are concatenated to sequences of one length.
+        kernel_multiple: the multiple that the attention kernel needs (`kernel_limits.LENGTH_MULTIPLES`).
     """
     multiple = 2 * parallel("CP") if parallel("CP") > 1 else 1
     multiple = math.lcm(multiple, TE_TOKENS) if fp8().kind == "TE" and not flat else multiple
@@ -154,19 +158,23 @@ def row_options(*, flat: bool, kernel_multiple: int = 1) -> dict[str, Any]:
 
 
 def parallel(kind: str) -> int:
-    """A size of the launch's `parallelism_config`: `CP`, `SP`, `TP`, `DP_SHARD` or `DP_REPLICATE`."""
+    """Return a size of the launch's `parallelism_config`.
+
+    Args:
+        kind: CP, SP, TP, DP_SHARD or DP_REPLICATE.
+    """
     used = on("ACCELERATE_USE_PARALLELISM_CONFIG")
     return int(said(f"PARALLELISM_CONFIG_{kind}_SIZE", "1")) if used else 1
 
 
 def offloads_to(device: str) -> bool:
-    """Whether DeepSpeed keeps weights or what the optimizer has there: cpu, nvme."""
+    """Return whether DeepSpeed offloads weights or optimizer state to a device, cpu or nvme."""
     named = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
     return any(said(name) == device for name in named)
 
 
 def ways() -> dict[str, str]:
-    """How this launch splits, shares and rounds, by variable; but places of a machine."""
+    """Return the variables that decide on sharding, parallelism and fp8, without paths of the machine."""
     return {
         name: value.strip().lower()
         for name, value in recorded_variables.recorded().items()
@@ -175,7 +183,7 @@ def ways() -> dict[str, str]:
 
 
 def timeout_seconds() -> int:
-    """How long a process waits for the others in one exchange, before it says that it did (default: 1800)."""
+    """Return the seconds that a process waits for others before it raises an error (default: 1800)."""
     given = said(TIMEOUT, "1800")
     if not given.isdecimal() or int(given) < 1:
         raise UserError(Problem("a whole number of seconds", TIMEOUT, found=given, fix=f"{TIMEOUT}=600"))
@@ -183,10 +191,10 @@ def timeout_seconds() -> int:
 
 
 def leave(code: int) -> int:
-    """The exit code, with no process group left; at once where a run failed and NCCL's communicators live: to
-    end them can mean to wait for who is gone.
+    """Destroy the process group and return the exit code. Exit at once if a run with NCCL failed.
 
-    torch ends them while the interpreter does, and the launcher ends the other ranks only when this one has.
+    Destroying NCCL's communicators can wait for processes that have ended. torch would destroy them when the
+    interpreter ends, and the launcher ends the other ranks only after this one.
     """
     torch: Any = sys.modules.get("torch")
     if not (torch and torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -201,14 +209,17 @@ def leave(code: int) -> int:
 
 
 def report(message: str, when: float) -> None:
-    """Leave this process's message where torch's launcher looks for it: it says the first one last."""
+    """Write this process's error message to the file where torch's launcher looks for it.
+
+    The launcher prints the first error at its end.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         text = json.dumps({"message": message, "timestamp": int(when)})
         Path(path).write_text(text, encoding="utf-8")
 
 
 def lost(error: BaseException) -> str:
-    """What to say of an error that means that another process is gone, or does not answer; else nothing."""
+    """Return a message if an error means that another process ended or does not answer; else nothing."""
     text = " ".join(str(error).split())
     if int(said("WORLD_SIZE", "1")) < 2 or not _LOST.search(text):
         return ""
@@ -217,4 +228,4 @@ def lost(error: BaseException) -> str:
     return str(Problem(GONE, found=text[:200], fix=fix))
 
 
-ACCELERATE = "FINETUNE_ACCELERATE"  # of the environment: the config that this launch was asked for by
+ACCELERATE = "FINETUNE_ACCELERATE"  # environment variable with the accelerate config of this launch

@@ -1,4 +1,4 @@
-"""What a run writes down of its environment: the variables by which a launcher hands its config on."""
+"""The environment variables that a run records: those in which a launcher passes on its config."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from finetune.core.privacy import masked_setting
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_SETTING = re.compile(r"[\w.,:+ -]{0,500}")  # of a switch, a number, or names of classes
-# By these names Accelerate hands its config on. Others that begin alike may hold anything
+_SETTING = re.compile(r"[\w.,:+ -]{0,500}")  # a switch, a number or class names
+# Variables in which Accelerate passes on its config. Variables with similar names may hold secrets.
 RECORDED = frozenset(
     {
         "ACCELERATE_ALLOW_CP_STANDALONE",
@@ -89,9 +89,9 @@ RECORDED = frozenset(
 
 
 def recorded(environment: Mapping[str, Any] = os.environ) -> dict[str, str]:
-    """What may be written down of an environment, or shown of one that was: names of `RECORDED`.
+    """Return the variables of `RECORDED`, which may be saved or shown.
 
-    A value that is none of a launch, or has the form of a secret, is masked.
+    Values that do not look like a setting, or that look like a secret, are masked.
     """
     given = {name: str(environment[name]) for name in sorted(RECORDED & environment.keys())}
     return {

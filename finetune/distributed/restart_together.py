@@ -1,8 +1,8 @@
-"""Start all processes of a launch again when one of them runs out of memory in its first step.
+"""Restart all processes of a launch when a process runs out of memory in its first step.
 
 The other processes may wait in a collective that will never end, so no collective can tell them. A thread of
 each process asks the launch's key-value store instead. When all processes know, each replaces itself by a new
-process with the same command: the process id, and with it the launcher's view, stays the same.
+process with the same command. The process id stays the same, so the launcher does not notice.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 POLL_SECONDS = 0.2
-AGREEMENT_SECONDS = 120  # until all processes know; else the run ends as without a restart
-# Set for a restarted process: a new store, in which nothing of the first attempt is left
+# Time until all processes must know of the request. After it, the run ends without a restart.
+AGREEMENT_SECONDS = 120
+# Variables of a restarted process. It gets a new store without entries of the first attempt.
 OWN_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def possible() -> bool:
-    """Return whether this process can be replaced: its launch has a store, and its command is its own."""
+    """Return whether this process can be replaced. It needs a launch, and no parent in multiprocessing."""
     return (
         multiprocessing.parent_process() is None
         and {"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"} <= os.environ.keys()
@@ -40,12 +41,12 @@ def possible() -> bool:
 
 
 class FirstStepWatch:
-    """Watch whether any process asks for a restart, until all processes finished their first step."""
+    """Watches whether any process asks for a restart, until all processes have finished their first step."""
 
     def __init__(self, variable: str, announce: Callable[[str], None]) -> None:
         """Args:
-        variable: the environment variable that gives the request to the new process.
-        announce: called with the request just before this process is replaced.
+        variable: the environment variable that passes the request to the new process.
+        announce: a function that is called with the request just before this process is replaced.
         """
         self.variable, self.announce = variable, announce
         self.wanted = ""
@@ -59,7 +60,7 @@ class FirstStepWatch:
         self.thread.join()
 
     def wait_if_requested(self) -> None:
-        """Wait to be replaced if a process asked for it: what failed here meanwhile came of that."""
+        """Wait to be replaced if a process asked for it. An error of this process then has the same cause."""
         if self.requested.is_set():
             self.thread.join()
 
@@ -90,24 +91,24 @@ class FirstStepWatch:
         while store.add("ready", 0) < world:
             if time.monotonic() > until:
                 return
-            time.sleep(POLL_SECONDS / 20)  # together: NCCL ends a process whose peers are gone
+            time.sleep(POLL_SECONDS / 20)  # at the same time: NCCL ends a process whose peers are gone
         text = store.get("request").decode()
         self.announce(text)
         replace_process({self.variable: text, "MASTER_PORT": port, **OWN_STORE})
 
 
 def connect() -> Any:
-    """Open a connection of its own to the launch's store: another one may be busy with a wait."""
+    """Open a separate connection to the launch's store, because the existing one may be busy with a wait."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     waits = timedelta(seconds=AGREEMENT_SECONDS)
-    distributed: Any = torch.distributed  # whose stores pyright takes for private
+    distributed: Any = torch.distributed  # pyright takes its stores for private
     store = distributed.TCPStore(host, port, is_master=False, timeout=waits, wait_for_workers=False)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return distributed.PrefixStore(f"finetune/first step/{attempt}", store)
 
 
 def free_port() -> int:
-    """Return the next port above the launch's that nobody listens on."""
+    """Return the next free port above the port of the launch."""
     for port in range(int(os.environ["MASTER_PORT"]) + 1, 65536):
         with closing(socket.socket()) as probe:
             try:
@@ -125,7 +126,7 @@ def replace_process(variables: dict[str, str]) -> None:
     given = Path("/proc/self/environ").read_bytes().split(b"\0")
     environment = dict(pair.split(b"=", 1) for pair in given if b"=" in pair)
     environment |= {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
-    for descriptor in map(int, os.listdir("/proc/self/fd")):  # of the GPU, sockets and files
+    for descriptor in map(int, os.listdir("/proc/self/fd")):  # the GPU, sockets and files
         if descriptor > 2:
             try:
                 os.set_inheritable(descriptor, False)

@@ -1,4 +1,4 @@
-"""Tensors of which each process has a part (FSDP2, ZeRO-3): whole again, or fingerprinted as they lie."""
+"""Gather sharded tensors of FSDP2 and ZeRO-3, or compute their fingerprints without gathering."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor. Of a part every process must ask: they exchange theirs."""
+    """Return the full tensor. For a sharded tensor, all processes must call this and exchange data."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor()
     if tensor.shape != shape(tensor):
@@ -28,33 +28,37 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shape(tensor: torch.Tensor) -> torch.Size:
-    """Of the whole: a part under ZeRO-3 is empty, and knows it."""
+    """Return the shape of the full tensor. A shard of ZeRO-3 is empty and stores this shape."""
     return getattr(tensor, "ds_shape", tensor.shape)
 
 
 def in_fp32(tensor: torch.Tensor) -> torch.Tensor:
-    """A trained tensor to be hashed: whole, or as FSDP splits it, which `sums` reads where it lies."""
+    """Return a trained tensor in fp32 for `sums`. FSDP's tensors stay sharded, ZeRO-3's are gathered."""
     return (tensor if isinstance(tensor, DTensor) else whole(tensor)).float()
 
 
 def sharded(model: torch.nn.Module) -> bool:
-    """Whether any parameter is a part of one."""
+    """Return whether any parameter is sharded."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in model.parameters())
 
 
 def give_back(model: torch.nn.Module) -> None:
-    """Undo what a forward without a backward leaves under FSDP2: the outermost modules' parameters whole, as
-    copies in the precision of products (bf16), where what trains is in fp32."""
+    """Shard the parameters again that FSDP2 leaves gathered after a forward pass without a backward pass.
+
+    These copies of the outermost modules are in the compute dtype (bf16), but trained weights are in fp32.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """What rank 0 saves of a split model, on the CPU: of an adapter what is its own, and what else trains.
-    `None`: the model is whole.
+    """Gather the tensors that rank 0 saves of a sharded model, on the CPU.
 
-    All processes call it; on the others the tensors are empty.
+    All processes must call this. With an adapter, only its tensors and other trained weights are gathered.
+
+    Returns:
+        The tensors, which are empty on other ranks; `None` if the model is not sharded.
     """
     give_back(model)
     if not sharded(model):
@@ -76,9 +80,9 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def gathered_values(value: object) -> Any:
-    """A copy of `value`, nested dicts and lists, on the CPU of rank 0, with each part of a tensor made whole.
+    """Return a copy of nested dicts and lists with gathered tensors, on the CPU of rank 0.
 
-    All processes call it, and the others keep nothing.
+    All processes must call this. Other ranks get `None` for each tensor.
     """
 
     def on_main(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -89,25 +93,25 @@ def gathered_values(value: object) -> Any:
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole tensor, where `like`, of the same shape, is split; else all of it."""
+    """Return this process's shard of a full tensor, sharded as `like`; the full tensor if `like` is not."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     there = tensor.to(like.device)
-    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)  # none is sent
+    return distribute_tensor(there, like.device_mesh, like.placements, src_data_rank=None)  # no communication
 
 
 def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    """Two sums over the bytes of each tensor, plain and weighted by position, computed where the bytes are.
+    """Return two sums over the bytes of each tensor: a plain sum, and a sum weighted by position.
 
-    Any single changed byte changes them. They are the same whole and in parts: parts of rows are summed where
-    they lie, from their own place on, and the sums added up over the processes.
+    Any changed byte changes them. Sharded and full tensors have the same sums: each process sums its shard
+    with the positions in the full tensor, and the sums are added over the processes.
     """
     found, split = dict[str, tuple[int, int]](), list[str]()
     for name, given in tensors.items():
-        tensor = given.detach()  # which does not know that it is a part under ZeRO-3
+        tensor = given.detach()  # under ZeRO-3, it loses the marks of a shard
         if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),) and tensor.dim():
             mesh, local = tensor.device_mesh, tensor.to_local()
-            rows = -(-tensor.shape[0] // mesh.size())  # of each part, as torch.chunk divides
+            rows = -(-tensor.shape[0] // mesh.size())  # of each shard, as torch.chunk divides
             first = min(mesh.get_local_rank() * rows, tensor.shape[0])
             size = tensor.numel() // max(tensor.shape[0], 1) * tensor.element_size()
             found[name] = _sums(local, first * size)
@@ -123,10 +127,10 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
 
 
 def _sums(tensor: torch.Tensor, offset: int) -> tuple[int, int]:
-    """Of bytes that begin at `offset` of the whole."""
+    """Return both sums of bytes that start at `offset` in the full tensor."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    # A CPU takes half a minute for 8B weights, a GPU a second. What a CPU's cache holds, in fp64, in which
-    # it is faster and as exact: no sum of it comes near 2**53
+    # A CPU takes half a minute for 8B weights, and a GPU takes a second. On a CPU, chunks fit in the cache
+    # and use fp64, which is faster. It is exact too, because no sum comes near 2**53.
     device = torch.device("cuda") if torch.cuda.is_available() and flat.numel() > 2**24 else flat.device
     size, dtype = (1 << 16, torch.float64) if device.type == "cpu" else (1 << 24, torch.int64)
     positions = torch.arange(1, min(size, flat.numel()) + 1, dtype=dtype, device=device)

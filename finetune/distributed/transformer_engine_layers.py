@@ -1,4 +1,4 @@
-"""What TransformerEngine's layers would do to a model, where the launch has Accelerate put them in it."""
+"""Handle TransformerEngine's layers, which Accelerate puts into a model if the launch asks for them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def used() -> bool:
-    """Whether the launch converts the model's linear layers to TransformerEngine's."""
+    """Return whether the launch converts the model's linear layers to TransformerEngine's layers."""
     return launch_environment.fp8().kind == "TE"
 
 
 @contextlib.contextmanager
 def head_kept(model: Any) -> Iterator[None]:
-    """While it lasts, what holds the head's weights is no linear layer: it stays torch's, in bf16.
+    """Hide the output head from Accelerate in this block, so that it stays a torch layer in bf16.
 
-    Accelerate makes each linear layer anew (accelerate 1.15, utils/transformer_engine.py, convert_model). A
-    head that is the embeddings would get weights of its own, which no optimizer holds; any an empty bias.
+    Accelerate replaces each linear layer (accelerate 1.15, `convert_model` in utils/transformer_engine.py). A
+    tied head would get weights of its own that no optimizer holds, and every head would get an empty bias.
     """
     head = model.get_output_embeddings() if used() else None
     if head is None:
@@ -42,14 +42,17 @@ def head_kept(model: Any) -> Iterator[None]:
 
 
 def layers(model: nn.Module) -> list[Any]:
-    """Those of TransformerEngine that multiply in fp8; its LayerNorm does not."""
+    """Return TransformerEngine's layers with fp8 GEMMs. Its LayerNorm has none."""
     found = (m for m in model.modules() if type(m).__module__.startswith("transformer_engine"))
     return [layer for layer in found if hasattr(layer, "fp8_meta")]
 
 
 def rounded(model: nn.Module) -> int:
-    """Layers of TransformerEngine that rounded to fp8 forward and backward, by what delayed scaling keeps of
-    inputs, weights and gradients (2.20, DelayedScalingRecipeState): zeros and ones until then."""
+    """Count TransformerEngine's layers that used fp8 in both forward and backward.
+
+    The state of delayed scaling shows it: histories are 0 and scales are 1 before the first use
+    (TransformerEngine 2.20, DelayedScalingRecipeState).
+    """
     kept = [layer.fp8_meta for layer in layers(model)]
     states = [[meta[name] for name in ("scaling_fwd", "scaling_bwd") if name in meta] for meta in kept]
     moved = [[bool(one.amax_history.any() or (one.scale != 1).any()) for one in both] for both in states]
@@ -57,5 +60,5 @@ def rounded(model: nn.Module) -> int:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, as transformers reads it: without the largest values that these layers remember."""
+    """Return the state dict as transformers reads it, without the scaling state of these layers."""
     return {name: t for name, t in model.state_dict().items() if not name.endswith("_extra_state")}
