@@ -53,7 +53,7 @@ class ModelSpec:
     rounded_gib: float = 0.0
     """GiB that quantization-aware training keeps until backward."""
     fused_mlps: bool = False
-    """The MLP of every layer runs fused as a whole where adapters are fused."""
+    """The MLP of every layer runs fused as a whole if adapters are fused."""
     unfused: str = ""
     """Why some layers or MLPs do not run fused."""
     obstacle: str = ""

@@ -308,9 +308,8 @@ def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
     if checkpointing.startswith("mlp:"):
         kept = plan.kept - plan.norms - int(checkpointing[4:]) * plan.mlps / layers
         return kept, kept + plan.norms / layers
-    half = plan.norms + (
-        0.0 if checkpointing == "norms" else plan.mlps
-    )  # saved in layers that are not recomputed whole
+    # Memory that is saved in layers that are not recomputed whole.
+    half = plan.norms + (0.0 if checkpointing == "norms" else plan.mlps)
     if checkpointing in ("norms", "mlp"):
         kept = _stays(plan.kept - half, plan)
         return kept, kept + half / layers

@@ -92,7 +92,7 @@ def restore(value: object, tensors: dict[str, Tensor]) -> Any:
 
 @contextlib.contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """Refuse a checkpoint whose content has another structure than finetune writes (exit 4)."""
+    """Refuse a checkpoint whose structure differs from the one that finetune writes (exit 4)."""
     from safetensors import SafetensorError
 
     try:

@@ -1,4 +1,4 @@
-"""Processes, collectives, sharded tensors and the environment that a launcher sets."""
+"""Handle the processes of a launch: their environment, collectives and sharded tensors."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: download and upload."""
+"""Download from the Hugging Face Hub and upload to it."""
 
 from typing import TYPE_CHECKING
 

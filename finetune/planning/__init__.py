@@ -1,4 +1,4 @@
-"""Memory, time and cost before a weight is loaded."""
+"""Estimate memory, time and cost of a run before a weight is loaded."""
 
 from typing import TYPE_CHECKING
 

@@ -63,7 +63,7 @@ def gathered(found: Architecture, storage: str, precision: str, *, full: bool, l
     size = sum(map(prod, found.stored.values()))
     linear = size * other if storage in STORED else architecture.weights(found, storage, precision)
     linear -= 0.0 if storage in STORED else (found.parameters - size) * other
-    if storage in FOUR_BIT:  # whole in each process
+    if storage in FOUR_BIT:  # scales are not sharded
         linear -= sum(architecture.scales(prod(shape)) for shape in found.stored.values())
     return (linear / depth * layers + (4 * size / depth if full else 0.0)) / GIB
 

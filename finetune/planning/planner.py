@@ -2,8 +2,7 @@
 
     finetune plan recipes/llama3_8b/lora.yaml --gpu h100-80gb --gpus 8 --price-per-hour 2.5
 
-The plan calls the functions of `autoconfig` that a run calls: `machine_setup` for base model and attention,
-`batch_size` for the batch, `compilation` for fused forwards and torch.compile, `activation_checkpointing`.
+The plan calls the same functions of `autoconfig` as a run, so that both make the same choices.
 """
 
 from __future__ import annotations

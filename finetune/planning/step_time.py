@@ -209,7 +209,8 @@ def seconds(
     size = sum(outputs * inputs for outputs, inputs in linear.values())
     again = step.recomputed
     rate = rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
-    gate_and_up = 2 * one.intermediate / (one.qkv + one.queries + 3 * one.intermediate)  # of a forward
+    # The share of a forward pass that gate and up take.
+    gate_and_up = 2 * one.intermediate / (one.qkv + one.queries + 3 * one.intermediate)
     base = 2 * size * tokens / rate * ((3 if step.full else 2) + again + step.halves * gate_and_up)
     thin = (
         0.0

@@ -377,7 +377,7 @@ def rows_beside(
 ) -> Found:
     """Check that single rows of the embeddings can train with these `modules_to_save`.
 
-    They can't if only the embeddings or only the head train as a whole module.
+    They can't if the embeddings or a tied head train as a whole module without the other.
 
     Args:
         options: PEFT's options, from the recipe or from an adapter's config.
