@@ -34,10 +34,8 @@ def split_batch(train: Train, processes: int) -> Batch:
         UserError: the processes or the micro-batch size do not divide the effective batch size (exit 2).
     """
     asked = train.per_device_train_batch_size
-    effective, stated = (
-        train.effective_batch_size,
-        1 if asked == "auto" else asked,
-    )  # `auto` starts with one sequence
+    # `auto` starts with one sequence.
+    effective, stated = train.effective_batch_size, 1 if asked == "auto" else asked
     unit = processes * (stated or 1)
     if effective % unit:
         low, high = effective // unit * unit, (effective // unit + 1) * unit

@@ -383,9 +383,8 @@ def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) ->
         UserError: the disk has no room (exit 3).
     """
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
-    here = sum(
-        size_of(path) for path in (*published(checkpoints), *aside(checkpoints))
-    )  # the run will delete them
+    # The run will delete the checkpoints that exist now.
+    here = sum(size_of(path) for path in (*published(checkpoints), *aside(checkpoints)))
     free, needed = shutil.disk_usage(where).free + here, each * ((keep or 1) + 1) + trained
     if needed > free:
         what = f"no room for {(keep or 1) + 1} checkpoints and what is saved at the end"

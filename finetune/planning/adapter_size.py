@@ -89,9 +89,8 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     ends = tuple(options.get("modules_to_save") or ())
     whole = [name for name in found.names.parameters if name.rpartition(".")[0].endswith(ends)]
     head = bool(ends) and found.names.head.endswith(ends)
-    whole += [f"{found.names.embedding}.weight"] * (
-        head and found.names.tied
-    )  # PEFT trains a copy of the tied head
+    # PEFT trains a copy of a tied head.
+    whole += [f"{found.names.embedding}.weight"] * (head and found.names.tied)
     saved = sum(prod(found.tensors[name]) for name in whole)
     rows = len(model.add_tokens) * (2 - found.names.tied) * text.hidden_size
     experts = _parameters(options, found.names) if kind.peft == "lora" else 0

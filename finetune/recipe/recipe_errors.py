@@ -206,9 +206,8 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
         return Problem("has a new name", dotted, at, show(value), fix=f"{key}: {_yaml(today)}")
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
-    inner = ".".join(
-        part for part in path[:-1] if not part.isdecimal()
-    )  # `data.name` for a source in its list
+    # The key of a source in a list is `data.name`.
+    inner = ".".join(part for part in path[:-1] if not part.isdecimal())
     around = (".".join(path[:-1]), inner, section, kind)
     own = next((known[place] for place in around if known.get(place)), frozenset())
     homes = [s for s, names in known.items() if name in names and s != "recipe"]
