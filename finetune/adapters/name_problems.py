@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba)
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _MAMBA_TYPES, _MAMBA_LAYERS = ("lora", "adalora", "randlora"), ("out_proj", "conv1d")
+_PEFT_TIES = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES
 # Norms in the mixers of Mamba 2, by class. A fused kernel reads their weight and epsilon (transformers 5.22)
 _FUSED_NORMS = frozenset(
     f"{family}RMSNormGated"
@@ -310,6 +311,10 @@ def _heads_and_embeddings(
         fix = f"modules_to_save: [{', '.join(saved)}]"
         fix = fix if len(picked) > 1 else f"target_modules: all-linear and {fix}"
         found.append(Problem(what, "adapter.target_modules", found=head, fix=fix))
+    elif names.tied and names.embedding in picked and _ties_head(options):
+        what = "ensure_weight_tying puts the embeddings' adapter on the head, which TRL's loss passes by"
+        place, said = "adapter.ensure_weight_tying", short(names.embedding)
+        found.append(Problem(what, place, found=f"target_modules with {said}", fix="drop it"))
     if peft == "trainable_tokens" and names.tied and names.embedding in picked:
         found.append(adapter_on_head(peft, options.get("token_indices")))
     init = str(options.get("init_lora_weights"))
@@ -319,6 +324,17 @@ def _heads_and_embeddings(
         fix = "linear layers alone, or init_lora_weights: true"
         found.append(Problem(what, "adapter.target_modules", found=", ".join(rows), fix=fix))
     return found
+
+
+def _ties_head(options: Mapping[str, Any]) -> bool:
+    """Whether PEFT gives a tied head the adapter that targets give the embeddings (peft 0.21.2, tuners/
+    tuners_utils.py, _check_tied_modules). It knows embeddings by their usual names alone."""
+    targets, saved = options.get("target_modules") or (), options.get("modules_to_save") or ()
+    if not options.get("ensure_weight_tying") or any(short(name) in _PEFT_TIES for name in saved):
+        return False
+    if isinstance(targets, str):
+        return any(target_modules.match(targets, _PEFT_TIES).values())
+    return any(short(target) in _PEFT_TIES for target in targets)
 
 
 def adapter_on_head(kind: str, tokens: Any = None) -> Problem:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from finetune.core.model_config import ModelConfig
 
-FORMAT = 4  # of the lists on disk: raise it if `Names` or what it is made of changes
+FORMAT = 5  # of the lists on disk: raise it if `Names` or what it is made of changes
 SHIPPED = Path(__file__).parent / "module_lists.json"
 # Keys of a config.json that change no module
 _WITHOUT_EFFECT = (
@@ -149,13 +149,6 @@ def of_meta_model(model: nn.Module) -> Names:
     return replace(names, without_gradient=_without_gradient(model, names))
 
 
-def run_without_values(model: Any) -> None:
-    """Choose computations of attention and experts that do not depend on values: meta tensors have none."""
-    with contextlib.suppress(ValueError):  # of a model without attention
-        model.set_attn_implementation("eager")
-    model.set_experts_implementation("batched_mm")
-
-
 def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
     """Modules in which no gradient reaches an adapter, seen in one forward pass without memory.
 
@@ -163,18 +156,22 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
     tuple: there are none, or the model cannot run on the meta device. The run looks at the real model once
     more before its first step (`preflight.gradient_probe`).
     """
+    import torch
+
+    from finetune.models import meta_forward
+
+    inputs = meta_forward.inputs(model)
+    if inputs is None:
+        return ()
     called = set[str]()
     hooks = [
         module.register_forward_hook(lambda *_, name=name: called.add(name))
         for name, module in model.named_modules()
     ]
-    run_without_values(model)
-    runs = (_logits(model, use_cache=cached) for cached in (False, True))
-    logits = next((found for found in runs if found is not None), None)
+    with torch.enable_grad():
+        logits = meta_forward.logits(model, inputs)
     for hook in hooks:
         hook.remove()
-    if logits is None:
-        return ()
     read = autograd_graph.parameters(autograd_graph.functions(logits))
     weights = {name: model.get_submodule(name).weight for name in names.modules if ".experts." not in name}
     return tuple(
@@ -182,17 +179,6 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
         for name, weight in weights.items()
         if name not in called or (weight.requires_grad and id(weight) not in read)
     )
-
-
-def _logits(model: nn.Module, **options: bool) -> Any:
-    """The logits of training's forward on the meta device; `None`: it ends in an error."""
-    import torch
-
-    try:
-        with torch.enable_grad(), torch.device("meta"):
-            return model.train()(input_ids=torch.ones(1, 8, dtype=torch.long), **options).logits
-    except Exception:  # of a forward that needs real values, such as masks; the run looks again
-        return None
 
 
 @cache

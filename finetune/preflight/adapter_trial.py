@@ -11,7 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.models import module_lists, tokenizer_setup
+from finetune.models import meta_forward, module_lists, tokenizer_setup
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
             warnings.simplefilter("ignore")
             model: Any = module_lists.build_without_weights(folder)
             added = _add_rows(model, recipe.model)
-            inputs = gradient_probe.inputs_on_meta(model)
+            inputs = meta_forward.inputs(model)
             adapted = attach.attach(model, recipe.adapter, steps, RunChecks(), added=added)
             return gradient_probe.problems_on_meta(adapted, recipe.adapter, inputs) if inputs else []
     except UserError as error:

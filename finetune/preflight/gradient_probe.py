@@ -20,7 +20,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 
 from finetune.adapters import name_problems, trainable_parameters
 from finetune.core.errors import Problem, UserError, first_line
-from finetune.models import autograd_graph, module_lists
+from finetune.models import autograd_graph, meta_forward, module_lists
 from finetune.recipe import adapter_types
 from finetune.speed import packing_isolation
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Adapter
-
-TOKENS = 16
 
 
 def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks) -> None:
@@ -54,7 +52,7 @@ def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks)
                 raise UserError(_failing(adapted, adapter, error)) from error
             ledger.notes.append(f"gradients were not checked before the first step: {first_line(error)}")
             return
-        how = f"the graph of one forward pass of {TOKENS} tokens"
+        how = f"the graph of one forward pass of {meta_forward.TOKENS} tokens"
     if adapter.type == "full":
         for name in lost:
             trained[name].requires_grad = False
@@ -65,18 +63,6 @@ def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks)
     reached = len(trained) - len(lost)
     expected = f"reach {reached} trained tensors"
     ledger.add("gradients", expected, expected, how)
-
-
-def inputs_on_meta(model: nn.Module) -> dict[str, Any] | None:
-    """The first inputs that a model takes on the meta device; `None`: its forward needs real values."""
-    module_lists.run_without_values(model)
-    ids = _tokens(model)
-    mask = torch.ones_like(ids)
-    for inputs in ({"attention_mask": mask, "use_cache": False}, {"use_cache": False}, {"use_cache": True}):
-        with contextlib.suppress(Exception), torch.no_grad():  # such as a mask that is read by its values
-            model.train()(input_ids=ids, **inputs)
-            return {"input_ids": ids, **inputs}
-    return None
 
 
 def problems_on_meta(adapted: nn.Module, adapter: Adapter, inputs: dict[str, Any]) -> list[Problem]:
@@ -112,6 +98,7 @@ def unreached(
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         packing_isolation.as_trained(model, attention),
         torch.enable_grad(),
+        meta_forward.GuessedValues() if device.type == "meta" else contextlib.nullcontext(),
     ):
         for module in model.modules():
             if hasattr(module, "module_dropout"):  # of LoHa and LoKr: leaves out whole layers in training
@@ -138,12 +125,8 @@ def _sharing_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _inputs(model: nn.Module) -> dict[str, Any]:
-    ids = _tokens(model)
+    ids = meta_forward.tokens(model)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
-
-
-def _tokens(model: Any) -> torch.Tensor:
-    return torch.arange(TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
 
 
 def _is_of_adapter(adapted: nn.Module, adapter: Adapter, attention: str, error: Exception) -> bool:
@@ -204,7 +187,7 @@ def _unreached_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
         config = copy.deepcopy(base.config)  # a model that is built may change its config's attention
         plain: Any = type(base)(config).to(torch.bfloat16)
         without_gradient = set(module_lists.of_meta_model(plain).without_gradient)
-        inputs, parameters = inputs_on_meta(plain), dict(plain.named_parameters())
+        inputs, parameters = meta_forward.inputs(plain), dict(plain.named_parameters())
         unread = set(unreached(plain, parameters, "eager", inputs)) if inputs else set[str]()
     lost = list[str]()
     for name in trained:

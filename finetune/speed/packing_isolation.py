@@ -97,7 +97,7 @@ def as_trained(model: nn.Module, attention: str) -> Iterator[None]:
     compiled. (flex_attention is compiled by transformers, and needs it.)"""
     training = model.training
     dropouts = [(m, m.p) for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    model.train(not attention_choice.read(model.config).dropout)  # that one is no module
+    model.train(not _drops_by_numbers(model))
     for module, _ in dropouts:
         module.p = 0.0
     try:
@@ -110,6 +110,14 @@ def as_trained(model: nn.Module, attention: str) -> Iterator[None]:
         model.train(training)
         for module, p in dropouts:
             module.p = p
+
+
+def _drops_by_numbers(model: nn.Module) -> bool:
+    """Whether the model drops values or layers at random by a number, not by a module: OPT's `layerdrop`."""
+    if attention_choice.read(model.config).dropout:
+        return True
+    held = (value for m in model.modules() for name, value in vars(m).items() if "drop" in name)
+    return any(isinstance(value, float) and value > 0 for value in held)
 
 
 @contextlib.contextmanager

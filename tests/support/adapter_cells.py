@@ -10,16 +10,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.adapters import attach
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
-from finetune.models import architecture, module_lists
+from finetune.models import architecture, model_class, module_lists
 from finetune.models.module_names import short
 from finetune.preflight import adapter_trial, choice_checks, gradient_probe
 from finetune.recipe import adapter_types, loader
-from support.architectures import CONFIGS
+from support.architectures import CONFIGS, MULTIMODAL, config_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +41,8 @@ SMALL: dict[str, dict[str, Any]] = {
 SPELLINGS = (
     "default", "all-linear", "suffixes", "commas", "regex", "wide regex", "full name", "wrong name", "head",
     "embedding", "router", "expert parameters", "old experts", "container", "norm", "excluded", "saved head",
-    "saved norm", "saved embedding", "rank pattern", "layers", "convolution", "rows",
+    "saved norm", "saved embedding", "rank pattern", "layers", "convolution", "rows", "tied embedding",
+    "tied regex", "tied saved embedding", "tied saved head", "tied rows",
 )  # fmt: skip
 
 
@@ -60,9 +60,10 @@ OTHERS = [
     for name, kind in adapter_types.all_types().items()
     if kind.peft and not kind.refused and not kind.storage and name not in TYPES
 ]
-CELLS = [Cell(family, kind, how) for family in CONFIGS for kind in TYPES for how in SPELLINGS]
-CELLS += [Cell(family, kind, "default") for family in CONFIGS for kind in OTHERS]
-CELLS += [Cell(family, "beft", "all-linear") for family in CONFIGS]  # has targets of its own by default
+FAMILIES = [*CONFIGS, *MULTIMODAL, *(f"{name} tied" for name in ("llama", "gpt2", "bloom", *MULTIMODAL))]
+CELLS = [Cell(family, kind, how) for family in FAMILIES for kind in TYPES for how in SPELLINGS]
+CELLS += [Cell(family, kind, "default") for family in FAMILIES for kind in OTHERS]
+CELLS += [Cell(family, "beft", "all-linear") for family in FAMILIES]  # has targets of its own by default
 
 
 def options_of(cell: Cell, names: Names) -> dict[str, Any]:
@@ -73,6 +74,7 @@ def options_of(cell: Cell, names: Names) -> dict[str, Any]:
     routers = [n for n, kind in names.kinds.items() if "Router" in kind or short(n) in ("gate", "router")]
     stacked = [n for n, shape in names.shapes.items() if len(shape) == 3 and "experts" in n]
     convolutions = [name for name in names.modules if names.kinds[name] == "Conv1d"]
+    tying = {"ensure_weight_tying": True}
     found: dict[str, dict[str, Any]] = {
         "default": {},
         "all-linear": {"target_modules": "all-linear"},
@@ -100,6 +102,11 @@ def options_of(cell: Cell, names: Names) -> dict[str, Any]:
         "layers": {"layers_to_transform": [1]},
         "convolution": {"target_modules": [short(convolutions[0]) if convolutions else "conv1d"]},
         "rows": {"trainable_token_indices": [3, 96]},
+        "tied embedding": {"target_modules": [first, short(names.embedding)], **tying},
+        "tied regex": {"target_modules": rf".*\.({first}|{short(names.embedding)})", **tying},
+        "tied saved embedding": {"modules_to_save": [short(names.embedding)], **tying},
+        "tied saved head": {"modules_to_save": [short(names.head)], **tying},
+        "tied rows": {"trainable_token_indices": [3, 96], **tying},
     }  # fmt: skip
     return {**TYPES.get(cell.kind, {}), **SMALL.get(cell.kind, {}), **found[cell.spelling]}
 
@@ -109,8 +116,7 @@ def names_of(family: str, folder: Path) -> Names:
     """The names as `check` reads them: from config.json."""
     place = folder / family
     place.mkdir(exist_ok=True)
-    config = AutoConfig.for_model(family, **CONFIGS[family])
-    (place / "config.json").write_text(config.to_json_string(use_diff=False))
+    (place / "config.json").write_text(config_of(family).to_json_string(use_diff=False))
     path = place / "config.json"
     return module_lists.read(path, architecture.config_in(path)).names
 
@@ -127,8 +133,7 @@ def verdicts(cell: Cell, folder: Path) -> tuple[str, str] | None:
     except UserError:
         return None
     found = refused_by_check(recipe, names, folder / cell.family)
-    config = AutoConfig.for_model(cell.family, **CONFIGS[cell.family])
-    by_train = why_not_trained(recipe, config)
+    by_train = why_not_trained(recipe, config_of(cell.family))
     if found is None:
         return by_train, by_train
     return "\n".join(f"{p.what} [{p.found}]" for p in found), by_train
@@ -152,7 +157,8 @@ def why_not_trained(recipe: Any, config: Any) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a cell may warn; only errors count here
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+            loads = model_class.auto_class(config)
+            model = loads.from_config(config, attn_implementation="eager").train()
             adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
             gradient_probe.check(adapted, recipe.adapter, SETUP, RunChecks())
             ids = torch.arange(12)[None]

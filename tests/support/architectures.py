@@ -125,4 +125,64 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {
         **_PLAIN, **_SMALL_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
     },
+    "longcat_flash": {
+        **_PLAIN, **_LATENT, "ffn_hidden_size": 64, "head_dim": 8, "moe_topk": 2, "zero_expert_num": 2,
+        "expert_ffn_hidden_size": 16,
+    },
+    **dict.fromkeys(("jetmoe", "olmo_hybrid", "modernbert-decoder", "trocr", "xlstm"), _WIDE),
+    **{key: {**_WIDE, **_LINEAR_ATTENTION} for key in ("zamba", "zamba2")},
+    "minimax_m2": {**_WIDE, **_LOCAL},
 }  # fmt: skip
+
+_TEXT = {**_WIDE, "tie_word_embeddings": False}
+_VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+_QWEN_VISION = {"depth": 1, "num_heads": 2, "patch_size": 14, "hidden_size": 32}
+_POSITIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+
+
+def _wrapper(text: dict[str, Any], vision: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        "text_config": {**_TEXT, **text},
+        "vision_config": {**_VISION, **vision},
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+# Multimodal models, whose text model finetune trains
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "gemma3": _wrapper({}, {}, mm_tokens_per_image=4),
+    "llava": _wrapper({"model_type": "llama"}, {"model_type": "clip_vision_model"}, image_token_index=96),
+    "llava_onevision": _wrapper(
+        {"model_type": "qwen2"},
+        {"model_type": "siglip_vision_model"},
+        image_token_index=96,
+        video_token_index=95,
+    ),
+    "mistral3": _wrapper({"model_type": "mistral"}, {"model_type": "pixtral"}, image_token_index=96),
+    "qwen2_vl": _wrapper(_POSITIONS, {**_QWEN_VISION, "embed_dim": 32}),
+    "qwen3_vl": _wrapper(
+        _POSITIONS, {**_QWEN_VISION, "out_hidden_size": 32, "deepstack_visual_indexes": [0]}
+    ),
+    "internvl": _wrapper(
+        {"model_type": "qwen2"}, {"image_size": [28, 28], "patch_size": [14, 14]}, image_token_id=96
+    ),
+    "idefics3": _wrapper({"model_type": "llama"}, {}, image_token_id=96),
+    "lfm2_vl": _wrapper(
+        {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
+        {"num_patches": 16},
+        image_token_id=96,
+    ),
+}
+
+
+def config_of(family: str) -> Any:
+    """The config of a family; `llama tied`: with a head that has the embeddings' weight."""
+    from transformers import AutoConfig
+
+    name, _, tied = family.partition(" ")
+    options = {**CONFIGS, **MULTIMODAL}[name]
+    return AutoConfig.for_model(name, **{**options, "tie_word_embeddings": True} if tied else options)

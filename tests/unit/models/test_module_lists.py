@@ -14,14 +14,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core.errors import UserError
-from finetune.models import architecture, module_lists, module_names
-from support.architectures import CONFIGS
+from finetune.models import architecture, meta_forward, model_class, module_lists, module_names
+from support.architectures import CONFIGS, MULTIMODAL, config_of
 from support.paths import MODEL
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 FAMILIES = sorted(json.loads(module_lists.SHIPPED.read_text())["families"])
+WITHOUT_META = ("jetmoe",)  # makes a list of the numbers in a tensor
 SIZES: dict[str, Any] = {
     "hidden_size": 72, "intermediate_size": 104, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "vocab_size": 89, "num_experts": 3, "num_local_experts": 3,
@@ -102,6 +103,19 @@ def test_damaged_list_on_disk_is_built_anew(damage: str, tmp_path, monkeypatch) 
     again = read(tmp_path / "m", config)
     assert again.names == first.names and again.note
     assert json.loads(kept.read_text())["names"]["family"] == "stablelm"
+
+
+@pytest.mark.filterwarnings("ignore")  # of packages that transformers imports
+@pytest.mark.parametrize("family", [*CONFIGS, *MULTIMODAL])
+def test_a_model_runs_on_the_meta_device(family: str) -> None:
+    with torch.device("meta"):
+        config = config_of(family)
+        model = model_class.auto_class(config).from_config(config, dtype=torch.bfloat16)
+    if family in WITHOUT_META:
+        assert meta_forward.inputs(model) is None
+        return
+    given = meta_forward.inputs(model)
+    assert given is not None and meta_forward.logits(model, given).shape[-1] == 97
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

@@ -54,6 +54,13 @@ def test_module_whose_weight_is_read_without_a_call_is_found(
     assert unreached(adapted(family, target_modules=targets)) == lost
 
 
+@pytest.mark.parametrize("family", ["opt", "biogpt", "xglm"])
+def test_layer_that_is_dropped_at_random_is_no_fault(family: str) -> None:
+    config = AutoConfig.for_model(family, **CONFIGS[family], layerdrop=0.9)
+    model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules="all-linear"))
+    assert all(unreached(model) == set() for _ in range(5))
+
+
 def test_expert_that_no_token_reaches_is_no_fault() -> None:
     model = adapted("qwen3_moe", target_modules=["q_proj"], target_parameters=["experts.down_proj"])
     assert unreached(model) == set()

@@ -1,0 +1,60 @@
+"""Run a model on the meta device, where tensors have shapes and no values."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+TOKENS = 16
+
+
+class GuessedValues(TorchDispatchMode):
+    """Answer what a forward asks about the values of meta tensors, so that it runs to its end.
+
+    Conditions are false, such as whether a layer is dropped at random. Numbers are 0. One entry of a
+    tensor is nonzero, so that one expert gets one token. The result shows which modules a model calls, and
+    which weights its output depends on.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asked = args[0] if args else None
+        if isinstance(asked, torch.Tensor) and asked.device.type == "meta":
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return False if asked.dtype == torch.bool else 0
+            if func is torch.ops.aten.nonzero.default:
+                return torch.empty((1, asked.dim()), dtype=torch.long, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
+def choose_computations(model: Any) -> None:
+    """Choose computations of attention and experts that do not depend on values."""
+    with contextlib.suppress(ValueError):  # of a model without attention
+        model.set_attn_implementation("eager")
+    model.set_experts_implementation("batched_mm")
+
+
+def inputs(model: Any) -> dict[str, Any] | None:
+    """The first inputs that a model takes on the meta device; `None`: its forward fails with all of them."""
+    choose_computations(model)
+    ids = tokens(model)
+    mask = torch.ones_like(ids)
+    for options in ({"attention_mask": mask, "use_cache": False}, {"use_cache": False}, {"use_cache": True}):
+        given = {"input_ids": ids, **options}
+        with contextlib.suppress(Exception), torch.no_grad():
+            logits(model, given)
+            return given
+    return None
+
+
+def logits(model: Any, given: dict[str, Any]) -> torch.Tensor:
+    """The output of training's forward on the meta device."""
+    with torch.device("meta"), GuessedValues():
+        return model.train()(**given).logits
+
+
+def tokens(model: Any) -> torch.Tensor:
+    """Ids of some tokens of a model, on its device."""
+    return torch.arange(TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
