@@ -129,10 +129,10 @@ def values(described: dict[str, Any]) -> str:
     ]
     said = [form.format(described[limit]) for limit, form in limits if limit in described]
     word = {
-        "string": "text",
-        "integer": "whole number",
+        "string": "string",
+        "integer": "integer",
         "number": "number",
-        "boolean": "`true`, `false`",
+        "boolean": "boolean",
         "": "",
     }[kind]
     return " ".join([word, *said])

@@ -49,7 +49,7 @@ finetune takes a file for this form if it has `dataset_path`, `output_type`, `in
 row. finetune refuses tags, anchors and aliases.
 
 """
-WORDS = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true`, `false`"}
+WORDS = {"string": "string", "integer": "integer", "number": "number", "boolean": "boolean"}
 
 
 def page() -> str:

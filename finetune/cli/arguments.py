@@ -15,11 +15,11 @@ from finetune.distributed import launch_environment
 
 def count(text: str) -> int:
     """A number of rows, 0 or more."""
-    return _number(int, text, 0, "a whole number from 0 up")
+    return _number(int, text, 0, "an integer from 0")
 
 
 def at_least_one(text: str) -> int:
-    return _number(int, text, 1, "a whole number from 1 up")
+    return _number(int, text, 1, "an integer from 1")
 
 
 def at_least_zero(text: str) -> float:
@@ -130,8 +130,11 @@ def go_on(options: argparse.Namespace, folder: str) -> list[str]:
 
 
 # Arguments that several commands take
-RECIPE = ("recipe", {"metavar": "RECIPE", "help": "a recipe file; `finetune recipes` lists shipped ones"})
-MAYBE_RECIPE = ("recipe", {"metavar": "RECIPE", "nargs": "?", "help": "a recipe file"})
+RECIPE = (
+    "recipe",
+    {"metavar": "RECIPE", "help": "a recipe file, or the name of a shipped one: quickstart"},
+)
+MAYBE_RECIPE = ("recipe", {**RECIPE[1], "nargs": "?"})
 RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organisation/name@revision on the Hub"})
 OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
 OF_RUN = ("overrides", {**OVERRIDES[1], "help": "such as model.name=FOLDER, where the base lies now"})

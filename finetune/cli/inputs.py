@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.cli import arguments
-from finetune.core import standard_streams
+from finetune.core import privacy, standard_streams, strict_yaml
 from finetune.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+    from finetune.core.errors import Problem
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
@@ -47,6 +48,30 @@ def located(recipe: Recipe | None) -> Iterator[None]:
             raise
         problems = [dataclasses.replace(p, where=p.where or place(recipe, p.key)) for p in error.problems]
         raise UserError(*problems, code=error.code) from error
+
+
+def with_lines(problems: Iterable[Problem]) -> list[Problem]:
+    """Problems with the line of the YAML file that each is about; a line with a secret is not shown."""
+    texts: dict[str, list[str]] = {}
+    shown = []
+    for problem in problems:
+        file, _, position = problem.where.partition(".yaml:")
+        number = position.partition(":")[0]
+        line = ""
+        if number.isdecimal():
+            file = f"{file}.yaml"
+            if file not in texts:
+                texts[file] = _lines_of(Path(file))
+            line = "".join(texts[file][int(number) - 1 : int(number)])
+        shown.append(dataclasses.replace(problem, line="" if privacy.names_a_secret(line) else line))
+    return shown
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return strict_yaml.text_of(path, "the recipe").split("\n")
+    except (OSError, UserError):  # the file has changed, or was no file
+        return []
 
 
 def place(recipe: Recipe, key: str) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import finetune
 from finetune.cli import (
     ablate,
     arguments,
@@ -17,6 +18,8 @@ from finetune.cli import (
     data,
     doctor,
     evaluate,
+    explain,
+    inputs,
     merge,
     plan,
     profile,
@@ -26,8 +29,8 @@ from finetune.cli import (
     sweep,
     train,
 )
-from finetune.core import import_paths, privacy, standard_streams
-from finetune.core.errors import Exit, Stopped, UserError, explain, nearest, panics_as_errors
+from finetune.core import errors, import_paths, privacy, standard_streams
+from finetune.core.errors import Exit, Stopped, UserError, nearest, panics_as_errors
 from finetune.core.privacy import masked
 from finetune.core.visible_text import visible
 from finetune.distributed import launch_environment
@@ -58,7 +61,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
     except UserError as error:
         if options.debug:
             privacy.excepthook(type(error), error, error.__traceback__)
-        return failed("\n".join(map(str, error.problems)), error.code)
+        return failed("\n".join(map(str, inputs.with_lines(error.problems))), error.code)
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             standard_streams.say(*str(stopped).split("\n"), error=True)
@@ -70,7 +73,7 @@ def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Nam
             raise
         if said := launch_environment.lost(error):
             return failed(said, Exit.TRAINING)
-        explained = explain(error, f"ran `finetune {command.__name__}`")
+        explained = errors.explain(error, f"ran `finetune {command.__name__}`")
         return failed("\n".join(map(str, explained.problems)), explained.code)
     except KeyboardInterrupt:
         if options.debug:
@@ -96,6 +99,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     common.add_argument("--quiet", action="store_true", help="errors only")
     common.add_argument("--debug", action="store_true", help="tracebacks")
     top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
+    top.add_argument("--version", action="version", version=f"finetune {finetune.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(function: Any, *its: tuple[str, dict[str, Any]]) -> None:
@@ -124,6 +128,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add(sweep.sweep, arguments.RECIPE, arguments.OVERRIDES, *sweep.SWEEP)
     add(chat.chat, arguments.RUN, arguments.OF_RUN, *chat.CHAT)
     add(recipes.recipes, *recipes.RECIPES)
+    add(explain.explain, *explain.EXPLAIN)
     add(doctor.doctor, arguments.MAYBE_RECIPE, arguments.OVERRIDES, doctor.MEASURE)
     return top, commands.choices
 

@@ -17,17 +17,19 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def recipes(options: argparse.Namespace) -> None:
-    """List the shipped recipes, or copy one to change it."""
+    """List the shipped recipes, print one, or copy one to change it."""
     from finetune.core import paths, shipped_files
 
     if options.name is None and options.copy is None:
         listed = [
             f"{name:<24} {shipped_files.purpose(path)}" for name, path in shipped_files.recipes().items()
         ]
-        standard_streams.say(*listed, "", "copy one to change it: finetune recipes NAME --copy .")
-    elif options.name is None or options.copy is None:
-        fix = f"finetune recipes {options.name or 'NAME'} --copy {options.copy or '.'}"
-        raise UserError(Problem("say which recipe to copy, and where", fix=fix))
+        standard_streams.say(*listed, "", "next: finetune recipes NAME, or finetune recipes NAME --copy .")
+    elif options.name is None:
+        fix = f"finetune recipes NAME --copy {shlex.quote(options.copy)}"
+        raise UserError(Problem("the name of the recipe is missing", fix=fix, code="command-line"))
+    elif options.copy is None:
+        standard_streams.say(*shipped_files.text(options.name).rstrip("\n").split("\n"))
     else:
         with paths.writing(Path(options.copy)):
             written = shipped_files.copy(options.name, Path(options.copy))

@@ -1,9 +1,14 @@
-"""The one error a user meets, its message and the exit codes.
+"""The error that a user meets, its message and the exit codes.
 
-error: adapter.r: must be at least 1 (recipes/a.yaml:12:6)
-  found:     0
-  expected:  a whole number >= 1
-  try:       r: 16
+error: model.attention: `flash_attention_3` is not available on this machine (my.yaml:4:3) [attention-kernel]
+     4 |   attention: flash_attention_3
+       |   ^
+  found:     an NVIDIA L4, compute capability 8.9
+  expected:  compute capability 9.0
+  why:       the kernel uses instructions of the Hopper generation
+  help:      attention: auto
+
+`finetune explain attention-kernel` describes the code in brackets; `error_codes.py` holds all codes.
 """
 
 from __future__ import annotations
@@ -26,8 +31,10 @@ from finetune.core.visible_text import visible
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-_LABELLED = re.compile(r"  (found|expected|try): +(.*)")
+_LABELLED = re.compile(r"  (found|expected|why|help): +(.*)")
+_PLACE = re.compile(r"(.+):(\d+):(\d+)")
 MOST_PROBLEMS = 100  # that one error shows; it counts the others
+LONGEST_LINE = 120  # characters of a line that is shown
 LONGEST_NAME = 200  # characters of a name that is compared with others
 # Of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
@@ -64,16 +71,29 @@ class Problem:
     fix: str = ""
     more: str = ""
     """Further lines of `found`: of a table or of a log."""
+    why: str = ""
+    code: str = ""
+    """The kind of problem, a key of `error_codes.CODES`."""
+    line: str = ""
+    """The line of the file at `where`; the command line fills it in."""
 
     def __str__(self) -> str:
         key = re.sub(r"(\.\d+)+$", "", self.key)  # an item's place is its own, its name the list's
         head = f"error: {key}: {self.what}" if key else f"error: {self.what}"
-        lines = [f"{head} ({self.where})" if self.where else head]
+        head = f"{head} ({self.where})" if self.where else head
+        lines = [f"{head} [{self.code}]" if self.code else head, *self._source()]
         texts = [("found:", self.found), *(("", line) for line in self.more.split("\n"))]
-        texts += [("expected:", self.expected), ("try:", self.fix)]
+        texts += [("expected:", self.expected), ("why:", self.why), ("help:", self.fix)]
         lines += [f"  {label:<10} {text}" for label, text in texts if text]
         known = secrets()
         return "\n".join(visible(masked(line, known)) for line in lines)
+
+    def _source(self) -> list[str]:
+        """The line of the file, with a caret under the position."""
+        place = _PLACE.fullmatch(self.where)
+        if not place or not self.line or not 0 < int(place[3]) <= LONGEST_LINE:
+            return []
+        return [f"{place[2]:>6} | {self.line[:LONGEST_LINE]}", f"{'':>6} | {'':>{int(place[3]) - 1}}^"]
 
 
 class UserError(Exception):
@@ -93,7 +113,8 @@ def _printed(text: str) -> Problem:
     """The problem that a text ends with, as printed: torch raises a loader worker's error again so."""
     what, *lines = text.rpartition("UserError: error: ")[2].strip().split("\n")
     labels = {match[1]: match[2] for line in lines if (match := _LABELLED.fullmatch(line))}
-    return Problem(what, "", "", labels.get("found", ""), labels.get("expected", ""), labels.get("try", ""))
+    shown = (labels.get(label, "") for label in ("found", "expected", "help"))
+    return Problem(what, "", "", *shown, why=labels.get("why", ""))
 
 
 def first_line(error: BaseException | str) -> str:

@@ -72,6 +72,10 @@ _GIVEN = re.compile(  # a name that says what its value is, as it stands in JSON
     r"(?P<name>(?i:api_?key|secret|passw(?:or)?d|credential|(?:auth|access|api|hub|hf)_?token|private_?key)"
     r"\w{0,20}\W{1,6})(?P<value>[A-Za-z0-9+/=._-]{16,})"
 )
+_SECRET_KEY = re.compile(
+    r"(?i)(?<![a-z_])(?:token|password|passwd|secret|credentials?|(?:hub|hf|auth|access|api|wandb|private|secret)"
+    r"_?(?:token|key))[\"']?\s*:"
+)
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # letters and digits without anything between
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NAMED = re.compile(
@@ -122,6 +126,11 @@ def find_secrets(text: str, known: list[str]) -> list[Secret]:
     for value in known:
         found += [Secret(*match.span()) for match in re.finditer(re.escape(value), text)]
     return sorted(found)
+
+
+def names_a_secret(line: str) -> bool:
+    """Whether a line of YAML has a key that is called token, key or password: its value may have any form."""
+    return bool(_SECRET_KEY.search(line))
 
 
 def masked_setting(value: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -27,6 +28,12 @@ def recipes() -> dict[str, Path]:
     return {name: path for name, path in named.items() if name not in NOT_RECIPES}
 
 
+def recipe_path(name: str | Path) -> Path:
+    """The file of a recipe that is given by its path, or by the name of a shipped recipe."""
+    shipped = recipes().get(str(name)) if not os.path.exists(name) else None
+    return shipped or Path(name)
+
+
 def named(path: Path) -> str:
     """The shipped recipe that a path which leads nowhere ends in (`recipes/quickstart.yaml`), or nothing."""
     parts, known = (path.with_suffix("") if path.suffix in (".yaml", ".yml") else path).parts, recipes()
@@ -42,24 +49,34 @@ def purpose(path: Path) -> str:
     return ""
 
 
+def text(name: str) -> str:
+    """The text of a shipped recipe.
+
+    Raises:
+        UserError: no such recipe (exit 2).
+    """
+    known = recipes()
+    if name not in known:
+        near = named(Path(name)) or nearest(name, known)
+        fix = f"finetune recipes {near}" if near else "finetune recipes, which lists them"
+        raise UserError(Problem(f"no shipped recipe is called {name}", fix=fix, code="recipe-file"))
+    return known[name].read_text(encoding="utf-8")
+
+
 def copy(name: str, target: Path) -> list[Path]:
     """Copy a recipe and the shipped files it names into `target`; returns what was written.
 
     Raises:
         UserError: no such recipe, or a file of that name is there already (exit 2).
     """
-    known = recipes()
-    if name not in known:
-        fix = named(Path(name)) or nearest(name, known) or "finetune recipes lists them"
-        raise UserError(Problem(f"no shipped recipe is called {name}", found=name, fix=fix))
-    text = known[name].read_text(encoding="utf-8")
-    destination = target / known[name].name
+    content = text(name)
+    destination = target / recipes()[name].name
     if destination.exists():
         raise UserError(Problem(f"{destination} is there already", fix="another folder, or move it away"))
     target.mkdir(parents=True, exist_ok=True)
-    destination.write_text(re.sub(r"(?<=\$schema=)\S+", str(SCHEMA), text), encoding="utf-8")
+    destination.write_text(re.sub(r"(?<=\$schema=)\S+", str(SCHEMA), content), encoding="utf-8")
     written = [destination]
-    for path in _named_files(strict_yaml.parse(text, str(known[name])).value):
+    for path in _named_files(strict_yaml.parse(content, name).value):
         source, place = folder("examples").parent / path, target / path
         if place.exists():
             continue

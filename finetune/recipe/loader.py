@@ -31,13 +31,14 @@ def load(
     """Read a recipe file, apply `section.key=value` overrides, and check everything.
 
     Args:
+        path: a recipe file, or the name of a shipped recipe, such as `quickstart`. A file has priority.
         format_version: the format of the run folder that holds the recipe. In format 1, old names are read as
             today's names. In any other recipe, an old name is an error.
 
     Raises:
         UserError: the recipe is wrong. The error lists every problem with its place in the file (exit 2).
     """
-    origin = Origin(Path(path))
+    origin = Origin(shipped_files.recipe_path(path))
     document = _read(origin.path)
     raw, problems = document.value, list(document.problems)
     if not isinstance(raw, dict):
@@ -141,9 +142,11 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
 def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     """Resolve relative paths from the working directory, or else from the recipe's folder.
 
-    In `eval.tasks`, only names with a file ending are paths, because a folder may have the name of an lm-eval
-    task.
+    A shipped recipe finds the shipped examples from any working directory. Names in `eval.tasks` are paths
+    only if they end in .yaml or .yml, because a folder may have the name of a task of lm-eval.
     """
+    shipped = folder.resolve().is_relative_to(shipped_files.folder("recipes"))
+    folders = [folder, *([shipped_files.folder("examples").parent] if shipped else [])]
 
     def resolve(value: object, exists: Callable[[str], bool] = os.path.exists) -> Any:
         if isinstance(value, list):
@@ -154,10 +157,14 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
             return os.path.expanduser(value) if isinstance(value, str) else value
         if exists(value) or any(map(exists, matches(value, Path()))):
             return value
-        if exists(str(folder / value)):
-            return str(folder / value)
-        pattern = os.path.join(glob.escape(str(folder)), value)  # brackets in the folder's name are literal
-        return pattern if any(map(exists, matches(value, folder))) else value
+        for base in folders:
+            if exists(str(base / value)):
+                return str(base / value)
+            if any(map(exists, matches(value, base))):
+                return os.path.join(
+                    glob.escape(str(base)), value
+                )  # brackets in the folder's name are literal
+        return value
 
     def matches(value: str, base: Path) -> list[str]:
         return [str(path) for path in match_paths(value, base)] if glob.has_magic(value) else []

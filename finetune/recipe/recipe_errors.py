@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import privacy
+from finetune.core.error_codes import SECRET_IN_RECIPE
 from finetune.core.errors import Problem, nearest
 from finetune.core.privacy import masked
 from finetune.recipe import adapter_keys, adapter_rules, command_line_overrides, qat_rules, train_rules
 from finetune.recipe.renames import KEYS, RENAMED, current, current_value, owner_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pydantic import ValidationError
 
@@ -23,10 +25,10 @@ if TYPE_CHECKING:
 _SECRET_KEY = re.compile(r"^(token|password|secret)$|(hub|hf|auth|access|api|wandb)_?(token|key)$")
 
 _EXPECTED = {  # pydantic's error types in the words of a recipe
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
     "float_type": "a number",
-    "string_type": "text",
+    "string_type": "a string",
     "bool_type": "true or false",
     "list_type": "a list",
     "dict_type": "a mapping",
@@ -42,6 +44,7 @@ _BOUNDS = {
     "less_than": ("<", "lt"),
 }
 
+MOST_CHOICES = 5  # that an error lists
 METRICS = ("loss", "eval_loss", "exact_match", "eval_exact_match")  # in addition to the metrics of tasks
 
 
@@ -77,7 +80,8 @@ def secrets(
         if named or (isinstance(value, str) and masked(value, known) != value):
             fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
             place = masked(place_of(here, where), known)  # the place of an override is its text
-            found.append(Problem("a secret in a recipe", ".".join(here), place, "****", fix=fix))
+            text = "a secret in a recipe"
+            found.append(Problem(text, ".".join(here), place, "****", fix=fix, code=SECRET_IN_RECIPE))
             raw[key] = None  # no later message shows it
         else:
             found += secrets(value, where, here, known)
@@ -179,20 +183,18 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
     if kind == "extra_forbidden":
         return unknown_key(path, raw, where, known)
     if kind == "missing":
-        return Problem("is required", key, place_of(path[:-1], where))
-    expected = dict.fromkeys(_expected(item) for item in items)
+        fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{path[-1]}:`"
+        return Problem("is required", key, place_of(path[:-1], where), fix=fix, code="missing-key")
+    expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
-    what = (
-        "out of range" if kind in _BOUNDS else "not allowed here" if kind == "literal_error" else "wrong type"
-    )
-    return Problem(
-        what,
-        key,
-        place_of(path, where),
-        show(value),
-        " or ".join(expected),
-        today if (today := current_value(key, value)) != value else nearest(str(value), allowed),
-    )
+    what, code = ("out of range", "value-range") if kind in _BOUNDS else ("wrong type", "value-type")
+    if kind == "literal_error":
+        what, code = "not one of the allowed values", "value-choice"
+    today = current_value(key, value)
+    near = str(today) if today != value else nearest(str(value), allowed)
+    fix = f"{path[-1]}: {near}" if near and not path[-1].isdecimal() else near
+    expected = "" if near else expected
+    return Problem(what, key, place_of(path, where), show(value), expected, fix, code=code)
 
 
 def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> Problem:
@@ -203,7 +205,8 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     value, dotted = _value(raw, path), ".".join(path)
     if dotted in KEYS:
         key, today = current(dotted, value)
-        return Problem("has a new name", dotted, at, show(value), fix=f"{key}: {_yaml(today)}")
+        fix = f"{key}: {_yaml(today)}"
+        return Problem("has a new name", dotted, at, show(value), fix=fix, code="renamed-key")
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
     # The key of a source in a list is `data.name`.
@@ -217,7 +220,8 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
     if not renamed and name in own | {"use_dora", "use_rslora"}:
         renamed = "decided by adapter.type"
-    what, fix = "unknown key", nearest(name, own)
+    near = nearest(name, own)
+    what, fix = "unknown key", f"rename it to `{near}`" if near else ""
     if renamed:
         what, fix = "not a key of this section", renamed
     elif homes and not fix:
@@ -232,8 +236,8 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
         what, fix = "a key of PEFT that finetune does not offer", "drop it"
     elif homes:
         fix = f"{fix}, or move it under {homes[0]}:"
-    allowed = ", ".join(sorted(own)) if len(own) <= 24 else ""
-    return Problem(what, dotted, at, show(value), allowed, fix)
+    allowed = "" if fix else choices(name, own)
+    return Problem(what, dotted, at, show(value), allowed, fix, code="unknown-key")
 
 
 def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
@@ -246,16 +250,25 @@ def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
     fix = RENAMED.get(name, "") or owner_of(name) or nearest(name, allowed)
     if homes and name not in RENAMED:
         fix = f"it belongs under {homes[0]}:"
-    return Problem("unknown section", name, at, show(raw.get(name)), ", ".join(allowed), fix)
+    expected = "" if fix else ", ".join(allowed)
+    return Problem("unknown section", name, at, show(raw.get(name)), expected, fix, code="unknown-key")
+
+
+def choices(name: str, allowed: Iterable[str]) -> str:
+    """At most five of the allowed names, the most similar first, and how many more there are."""
+    names = sorted(allowed)
+    near = get_close_matches(name, names, n=MOST_CHOICES, cutoff=0.0)
+    more = len(names) - len(near)
+    return ", ".join(near) + (f" or one of {more} more" if more else "")
 
 
 def _expected(item: Any) -> str:
     kind = str(item["type"])
     if kind in _BOUNDS:
         sign, name = _BOUNDS[kind]
-        return f"{sign} {item['ctx'][name]:g}"
+        return f"a value {sign} {item['ctx'][name]:g}"
     if kind == "literal_error":
-        return ", ".join(map(str, _literals(item)))
+        return choices(str(item["input"]), _literals(item))
     if kind == "string_pattern_mismatch":
         return _form(item["ctx"]["pattern"])
     return _EXPECTED.get(kind, str(item["msg"]))
@@ -295,14 +308,14 @@ def show(value: object) -> str:
     """Return a value with its type, shortened for a message."""
     text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
     names = {
-        str: "text",
-        int: "a whole number",
-        float: "a number",
-        bool: "a truth value",
-        list: "a list",
+        str: "string",
+        int: "integer",
+        float: "number",
+        bool: "boolean",
+        list: "list",
     }
     if isinstance(value, str):
-        return f'"{text}" (text)'
+        return f'"{text}" (string)'
     if value is None:
         return "null"
     return f"{text} ({names[type(value)]})" if type(value) in names else text

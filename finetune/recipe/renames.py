@@ -104,7 +104,23 @@ FILES = {  # today's name of a file in a run folder -> its name in format 1
     "checks.json": "receipts.json",
     "validation.jsonl": "held_out.jsonl",
 }
-COMMANDS = {"tune": "sweep"}
+COMMANDS = {  # an old name, or a name that other tools have -> the command
+    "tune": "sweep",
+    "serve": "chat",
+    "inference": "chat",
+    "generate": "chat",
+    "run": "train",
+    "sft": "train",
+    "eval": "evaluate",
+    "export": "merge",
+    "push": "publish",
+    "upload": "publish",
+    "validate": "check",
+    "preprocess": "data",
+    "new": "init",
+    "version": "--version",
+    "help": "--help",
+}
 OPTIONS = {"--ladder": "--optimizations", "--prove-resume": "--verify-resume", "--preflight": "--rehearse"}
 CHECK_FIELDS = {"asked": "expected", "got": "actual", "ok": "passed"}  # of checks.json, format 1 -> today
 

@@ -116,7 +116,7 @@ def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
     """Find values that transformers refuses when training starts and that their types allow."""
     every = train.get("logging_steps")
     if isinstance(every, float) and 1 < every < math.inf and every % 1:
-        texts = {"found": f"{every:g}", "expected": "a whole number, or a share of the run below 1"}
+        texts = {"found": f"{every:g}", "expected": "an integer, or a share of the run below 1"}
         yield "train.logging_steps", "steps are whole", texts
 
 

@@ -63,7 +63,7 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
         (["adapter.type=p_tuning", f"{SAVED}=[{WHOLE}]"], "passes by"),
         (["adapter.type=prompt_tuning", f"{SAVED}=[gpt_neox.embed_in]"], "passes by"),
         (["adapter.type=prompt_tuning", f"{SAVED}=[word_embeddings]"], "passes by"),
-        (["adapter.type=p_tuning", "model.add_tokens=['<a>']"], "try:       adapter.type: lora"),
+        (["adapter.type=p_tuning", "model.add_tokens=['<a>']"], "help:      adapter.type: lora"),
         (["adapter.type=adalora", "train.max_steps=6", "adapter.tinit=5"], "no step is left"),
         (["adapter.type=adalora", "adapter.orth_reg_every=9999"], "never be computed"),
         (["adapter.type=prompt_tuning", "adapter.prompt_tuning_init=BANANA"], "RANDOM"),

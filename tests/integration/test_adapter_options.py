@@ -275,7 +275,7 @@ def test_what_is_advised_of_patterns_is_taken(first: str, second: str, capsys) -
     given = {first: 4, second: 8}
     if sorted(given)[0] != first:
         assert main.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 2
-        advised = re.findall(r'try: +"(.*)" in place of', capsys.readouterr().err)[0]
+        advised = re.findall(r'help: +"(.*)" in place of', capsys.readouterr().err)[0]
         given = {advised: 4, second: 8}
     assert main.main(["check", str(QUICKSTART), f"adapter.rank_pattern={json.dumps(given)}"]) == 0
     for keys in (list(given), sorted(given)):

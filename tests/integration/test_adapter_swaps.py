@@ -33,7 +33,7 @@ def test_an_adapter_swapped_into_a_recipe_is_checked_on_the_model_itself(
         said = capsys.readouterr().err
         assert code == 0 or said.startswith("error: model.quantization: "), said
         if code:
-            assert "  try: " in said and main.main([*words, "model.quantization=auto"]) == 0, (
+            assert "  help: " in said and main.main([*words, "model.quantization=auto"]) == 0, (
                 capsys.readouterr().err
             )
 

@@ -162,7 +162,7 @@ def test_mistakes(run, talk, tmp_path, capsys) -> None:
     for wrong, meant in ((tmp_path / "lora", "lora-20260101"), (done.adapter, str(done.path))):
         assert main.main(["chat", str(wrong)]) == 2
         assert (
-            f"try:       {tmp_path / meant if wrong.parent == tmp_path else meant}" in capsys.readouterr().err
+            f"help:      {tmp_path / meant if wrong.parent == tmp_path else meant}" in capsys.readouterr().err
         )
     for wrong in (["--temperature", "-1"], ["--max-new-tokens", "0"], ["--temperature", "warm"]):
         with pytest.raises(SystemExit):

@@ -102,9 +102,9 @@ def test_a_mistyped_folder_is_told_from_a_hub_id(
         assert main.main(["train", *given, "train.output_dir=run", "--quiet"]) == 3
         said = capsys.readouterr().err
         assert "error: no such" in said.replace(f"{key}: ", "") and "found:     no such folder here" in said
-        assert f"try:       {near}, which is here; or check the name" in said
+        assert f"help:      {near}, which is here; or check the name" in said
     assert main.main(["check", *given, "adapter.init_from=./runs/frist"]) == 2
-    assert "try:       runs/first" in capsys.readouterr().err
+    assert "help:      runs/first" in capsys.readouterr().err
 
 
 class Moving(Repo):

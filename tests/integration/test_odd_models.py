@@ -112,7 +112,7 @@ def test_check_and_train_convolutions_packed_refuse_alike(tmp_path, capsys) -> N
     config = transformers.Lfm2Config(**sizes(num_key_value_heads=2, layer_types=["conv", "full_attention"]))
     model = save(tmp_path / "model", causal(config))
     codes, said = both(recipe(tmp_path, model, data={"packing": True}), capsys)
-    assert codes == [3, 3] and said[0] == said[1] and "try:       data.packing: false" in said[0]
+    assert codes == [3, 3] and said[0] == said[1] and "help:      data.packing: false" in said[0]
     assert main.main(["check", str(tmp_path / "recipe.yaml"), "data.packing=false"]) == 0
 
 
@@ -128,7 +128,7 @@ def test_check_and_train_one_mask_for_all_tokens_refuse_alike(tmp_path, capsys) 
     model = save(tmp_path / "model", causal(config))
     codes, said = both(recipe(tmp_path, model, data={"packing": True, "max_length": 64}), capsys)
     assert codes == [2, 2] and said[0] == said[1]
-    assert "try:       train.per_device_train_batch_size: 1 or data.packing: false" in said[0]
+    assert "help:      train.per_device_train_batch_size: 1 or data.packing: false" in said[0]
     short = {"per_device_train_batch_size": 1, "effective_batch_size": 1}
     codes, said = both(recipe(tmp_path, model, data={"packing": True, "max_length": 64}, train=short), capsys)
     assert codes == [0, 0], said

@@ -83,7 +83,7 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
     said = capsys.readouterr().err
     assert "out of memory in step 1, with one row at once" in said
     assert "in use, GiB: the base's weights 0.0" in said and "what trains 0.0" in said
-    (fix,) = re.findall(r"try: +(.*)", said)
+    (fix,) = re.findall(r"help: +(.*)", said)
     changes = "speed.activation_checkpointing=full; or model.quantization=nf4; or data.max_length=128"
     assert fix == f"{changes}; what each gives: finetune plan"
     ((needed, rows),) = re.findall(r"by finetune plan: (\S+) GiB for (.*)", said)

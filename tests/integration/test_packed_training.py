@@ -75,7 +75,7 @@ def test_experts_sums_go_by_how_many_tokens_they_get_which_is_no_leak() -> None:
     jamba.set_attn_implementation("sdpa")
     with pytest.raises(UserError, match="see each other") as raised:
         prove_apart(jamba, 64, "sdpa", ledger)
-    assert "try:       data.packing: false" in str(raised.value)
+    assert "help:      data.packing: false" in str(raised.value)
 
 
 def documents(count: int = 12) -> list[dict[str, list[int]]]:

@@ -459,7 +459,7 @@ def test_resume_with_a_damaged_contract_of_the_run_names_the_command_that_repair
     path.write_bytes(path.read_bytes().replace(b'"recipe"', b'"recipf"'))
     train(*given, "--until=4", code=4)
     said = capsys.readouterr().err
-    shown = re.search(r"try: +(cp .*)", said)
+    shown = re.search(r"help: +(cp .*)", said)
     assert shown, said
     assert os.system(shown[1]) == 0
     train(*given, "--until=4", code=75)

@@ -194,7 +194,7 @@ def test_evaluations_are_read_as_they_are_written(tmp_path) -> None:
 
 def test_how_a_process_ended_says_what_the_trial_is(tmp_path) -> None:
     log = tmp_path / "log.txt"
-    log.write_text("note: x\nerror: out of GPU memory\n  found:    79 GiB\n  try:      less\n")
+    log.write_text("note: x\nerror: out of GPU memory\n  found:    79 GiB\n  help:     less\n")
     assert worker_process.failure(Exit.TRAINING, log) == ("pruned", "exit 5: out of GPU memory: 79 GiB")
     assert (
         worker_process.failure(Exit.INPUT, log)[0]

@@ -142,7 +142,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kind: multiple_choise\nprompt: a\n", ("try:       multiple_choice", "bad.yaml:2:1")),
+        ("kind: multiple_choise\nprompt: a\n", ("help:      multiple_choice", "bad.yaml:2:1")),
         ("kind: multiple_choice\nprompt: '{{ question }}'\n", ("choices", "is required")),
         (
             CHOICE.replace("question", "qestion"),
@@ -261,8 +261,8 @@ def test_a_check_knows_the_names_of_lm_evals_tasks(capsys, monkeypatch) -> None:
     assert main.main([*asked, f"eval.tasks=[{known}]"]) == 0, capsys.readouterr().err
     assert main.main([*asked, "eval.tasks=[arc_eazy, arc_easy, gsm8x]"]) == 2
     said = capsys.readouterr().err
-    assert said.count("no such task") == 2
-    assert "arc_eazy\n  try:       arc_easy" in said and "gsm8x\n  try:       gsm8k" in said
+    assert listed and said.count("no such task") == 2
+    assert "arc_eazy\n  help:      arc_easy" in said and "gsm8x\n  help:      gsm8k" in said
 
 
 def test_a_group_s_difference_is_dropped_where_it_is_no_mean_over_rows() -> None:

@@ -10,8 +10,9 @@ import time
 import pytest
 import yaml
 
+import finetune
 from finetune.cli import arguments, main
-from finetune.core import errors
+from finetune.core import error_codes, errors
 from finetune.distributed import launch_environment
 from support.paths import QUICKSTART, ROOT
 
@@ -62,6 +63,7 @@ def test_the_surface() -> None:
         "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
         "report": sorted([*common, "--output", "run"]),
         "recipes": sorted([*common, "--copy", "name"]),
+        "explain": sorted([*common, "code"]),
         "doctor": sorted([*common, "recipe", "overrides", "--measure"]),
     }
 
@@ -103,10 +105,16 @@ def test_a_wrong_command_line_is_exit_2(command: list[str]) -> None:
         ("recipes/llama3_8b/dora.yaml", "llama3_8b/dora"),
     ],
 )
-def test_a_shipped_recipe_that_is_not_here_can_be_had(given, name, tmp_path, monkeypatch, capsys) -> None:
+def test_shipped_recipe_runs_by_name_and_an_absent_path_names_it(
+    given, name, tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main.main(["check", given]) == 2
+    code = main.main(["check", given])
     said = capsys.readouterr().err
+    if given == name:  # it runs where it is
+        assert code == 0, said
+        return
+    assert code == 2
     assert f"it ships with this program: finetune recipes {name} --copy . writes it here" in said
     assert main.main(["recipes", name, "--copy", "."]) == 0
     assert main.main(["check", "my/absent.yaml"]) == 2
@@ -162,7 +170,7 @@ def test_recipes_are_listed_and_copied(capsys, tmp_path, monkeypatch) -> None:
     assert main.main(["recipes", "quickstart", "--copy", str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert main.main(["recipes", "--copy", str(tmp_path)]) == 2
-    assert "say which recipe to copy" in capsys.readouterr().err
+    assert "the name of the recipe is missing" in capsys.readouterr().err
     (tmp_path / "file").touch()
     assert main.main(["recipes", "quickstart", "--copy", str(tmp_path / "file")]) == 2
     assert "can't be written" in capsys.readouterr().err
@@ -266,10 +274,10 @@ def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["plan", "--gpus", "0"], "--gpus: '0', expected a whole number from 1 up"),
-        (["sweep", "--trials", "many"], "--trials: 'many', expected a whole number from 1 up"),
+        (["plan", "--gpus", "0"], "--gpus: '0', expected an integer from 1"),
+        (["sweep", "--trials", "many"], "--trials: 'many', expected an integer from 1"),
         (["plan", "--price-per-hour", "nan"], "--price-per-hour: 'nan', expected a number from 0 up"),
-        (["data", "--show", "-1"], "--show: '-1', expected a whole number from 0 up"),
+        (["data", "--show", "-1"], "--show: '-1', expected an integer from 0"),
         (["compare", "--budget", "1.2.3h"], "--budget: '1.2.3h', expected a time: 90s"),
         (["train", "--until", "25:99"], "--until: '25:99', expected a step (500), or a time"),
         (["train", "--resume=best"], "--resume: 'best', expected auto, or a checkpoint's name"),
@@ -303,7 +311,7 @@ def test_guarded_exception_of_a_library_is_one_message(capsys) -> None:
     assert main.guarded(reads, argparse.Namespace(debug=False)) == 3
     said = capsys.readouterr().err
     assert said.startswith("error: model.name: yaml failed while finetune read the config (yaml/")
-    assert "ParserError: " in said and "try:       another model; run the command again with --debug" in said
+    assert "ParserError: " in said and "help:      another model; run the command again with --debug" in said
     assert "Traceback" not in said
     with pytest.raises(yaml.YAMLError):
         main.guarded(reads, argparse.Namespace(debug=True))
@@ -352,3 +360,49 @@ def test_a_mistyped_command_is_told_what_there_is(given: list[str], said: str, c
 def test_overrides_of_one_command_are_not_the_next_one_s() -> None:
     assert main.parse(["plan", "x.yaml", "--gpu", "l4", "adapter.r=4"]).overrides == ["adapter.r=4"]
     assert main.parse(["plan", "x.yaml", "--gpu", "l4"]).overrides == []
+
+
+def test_recipes_prints_a_shipped_recipe(capsys) -> None:
+    assert main.main(["recipes", "quickstart"]) == 0
+    printed = capsys.readouterr().out
+    assert printed == (ROOT / "recipes" / "quickstart.yaml").read_text(encoding="utf-8")
+    assert main.main(["recipes", "quickstrat"]) == 2
+    assert "help:      finetune recipes quickstart" in capsys.readouterr().err
+
+
+def test_version_and_names_of_other_tools(capsys) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"finetune {finetune.__version__}\n"
+    for given, meant in (("serve", "chat"), ("eval", "evaluate"), ("trian", "train")):
+        with pytest.raises(SystemExit) as ended:
+            main.main([given])
+        assert ended.value.code == 2 and f"try {meant}" in capsys.readouterr().err
+
+
+def test_explain_describes_every_code_and_suggests_the_nearest(capsys) -> None:
+    for code, text in error_codes.CODES.items():
+        assert main.main(["explain", f"[{code}]"]) == 0
+        printed = capsys.readouterr().out.split("\n")
+        assert printed[0] == code and " ".join(printed[1:]).strip() == text
+        assert max(map(len, printed)) <= 80
+    assert main.main(["explain"]) == 0
+    assert capsys.readouterr().out.split("\n")[: len(error_codes.CODES)] == sorted(error_codes.CODES)
+    assert main.main(["explain", "unknown_key"]) == 2
+    assert "finetune explain unknown-key" in capsys.readouterr().err
+
+
+def test_error_shows_the_line_of_the_recipe_with_a_caret(tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("model: {name: absent}\ndata:\n  name: absent\nadapter:\n  type: lora\n  r: 0\n")
+    assert main.main(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"({path}:6:3) [value-range]\n     6 |   r: 0\n       |   ^\n" in said
+
+
+def test_line_with_a_secret_is_not_shown(tmp_path, capsys) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("model: {name: absent, token: opensesame}\ndata: {name: a}\nadapter: {type: lora}\n")
+    assert main.main(["check", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "[secret-in-recipe]" in said and "opensesame" not in said

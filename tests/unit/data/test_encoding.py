@@ -205,7 +205,7 @@ def test_a_template_is_named_or_a_file(tmp_path: Path) -> None:
     assert chat_templates.read_template(str(tmp_path / "mine.jinja")) == "é"
     with pytest.raises(UserError, match="no such template") as raised:
         chat_templates.read_template("quen3")
-    assert "try:       qwen3" in str(raised.value)
+    assert "help:      qwen3" in str(raised.value)
     (tmp_path / "mine.jinja").write_bytes(b"\xe9")
     with pytest.raises(UserError, match="not UTF-8"):
         chat_templates.read_template(str(tmp_path / "mine.jinja"))

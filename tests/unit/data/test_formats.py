@@ -126,11 +126,11 @@ def test_an_unknown_column_is_named_with_the_nearest() -> None:
         read(row(question="a", anser="b"), columns={"instruction": "question", "output": "answer"})
     text = str(raised.value)
     assert 'data.columns.output: the row has no column "answer" (rows.jsonl:7)' in text
-    assert "found:     question, anser" in text and "try:       anser" in text
+    assert "found:     question, anser" in text and "help:      anser" in text
     with pytest.raises(UserError) as raised:
         read(row(question="a"), columns={"instrction": "question"})
     assert "data.columns.instrction: no such column here" in str(raised.value)
-    assert "try:       instruction" in str(raised.value)
+    assert "help:      instruction" in str(raised.value)
 
 
 def test_a_later_row_without_a_column_is_that_row_s_fault_alone() -> None:

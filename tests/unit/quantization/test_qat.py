@@ -170,7 +170,7 @@ def test_what_was_trained_for_is_what_merge_stores(kind: str, run, capsys) -> No
     assert scores["quantized"]["loss"] == pytest.approx(scores["tuned"]["loss"], rel=1e-6)
     assert main.main([*command[:-1], "int8"]) == 2
     said = capsys.readouterr().err
-    assert "trained for other weights" in said and "try:       --quantize int4" in said
+    assert "trained for other weights" in said and "help:      --quantize int4" in said
 
 
 def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
@@ -183,14 +183,14 @@ def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["speed.qat.config=IntxWeightOnlyConfg"], ["no such config", "try:       IntxWeightOnlyConfig"]),
+        (["speed.qat.config=IntxWeightOnlyConfg"], ["no such config", "help:      IntxWeightOnlyConfig"]),
         (["speed.qat.config=Int4WeightOnly"], ["NVIDIA GPUs only", " or IntxWeightOnlyConfig"]),
         (["speed.qat.config=Int8WeightOnlyConfig"], ["no training for it"]),
         (["speed.qat={config: IntxWeightOnly, group_sise: 32}"], ["speed.qat.group_sise", "group_size"]),
         (["speed.qat={config: IntxWeightOnly, granularity: 32}"], ["PerGroup(32)"]),
         (["speed.qat={config: IntxWeightOnly, weight_dtype: int3}"], ["int4, int8"]),
         (["speed.qat={}"], ["speed.qat.config: is required"]),
-        ([INTX, "adapter.type=qlora"], ["adapter.type", "quantised already", "try:       lora"]),
+        ([INTX, "adapter.type=qlora"], ["adapter.type", "quantised already", "help:      lora"]),
         ([INTX, "model.quantization=torchao_int8"], ["model.quantization", "quantised already"]),
         ([INTX, "adapter.type=oft"], ["not known here", "adalora, ia3, full"]),
         ([INTX, "adapter.type=prompt_tuning"], ["not known here"]),

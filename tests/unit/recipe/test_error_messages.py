@@ -110,14 +110,14 @@ def test_a_missing_recipe_names_the_nearest(capsys) -> None:
     [
         ("adapter.type=lroa", "lora"),
         ("adapter.type=droa", "dora"),
-        ("train.optim=adam", "adamw_torch"),
-        ("train.lr_scheduler_type=cosin", "cosine"),
-        ("train.learning_raet=1e-4", "learning_rate"),
+        ("train.optim=adam", "optim: adamw_torch"),
+        ("train.lr_scheduler_type=cosin", "lr_scheduler_type: cosine"),
+        ("train.learning_raet=1e-4", "rename it to `learning_rate`"),
     ],
 )
 def test_letters_that_changed_places_and_a_name_not_ended_are_the_likeliest(override, meant, capsys) -> None:
     said = stderr_of(["check", str(ROOT / "recipes" / "quickstart.yaml"), override], 2, capsys)
-    assert re.search(rf"try: +{meant}$", said, re.MULTILINE), said
+    assert re.search(rf"help: +{meant}$", said, re.MULTILINE), said
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:

@@ -58,9 +58,9 @@ def test_a_key_that_the_type_has_under_another_name_is_an_error(recipe_file) -> 
     ):
         path = recipe_file(text.replace("KIND", kind).replace("KEY", key))
         said = problems(path)[f"adapter.{key}"]
-        assert f"{kind} has no such key" in said and f"try:       {name}" in said and f"{path}:3:" in said
+        assert f"{kind} has no such key" in said and f"help:      {name}" in said and f"{path}:3:" in said
     assert (
-        "try:       adapter.r" in problems(path, "adapter.lora_alpha=null", "adapter.rank=8")["adapter.rank"]
+        "help:      adapter.r" in problems(path, "adapter.lora_alpha=null", "adapter.rank=8")["adapter.rank"]
     )
     swapped = loader.load(path, ["adapter.type=loha"]).origin.notices
     assert "adapter.lora_alpha: loha has no such key (loha calls it alpha); left out (64)" in swapped
@@ -131,27 +131,26 @@ train:
     assert "belongs under adapter:" in found["data.r"] and f"{path}:4:3" in found["data.r"]
     assert "< 1" in found["adapter.lora_dropout"] and "1.5" in found["adapter.lora_dropout"]
     assert "learning_rate" in found["train.learning_rat"] and f"{path}:9:3" in found["train.learning_rat"]
-    assert "a whole number" in found["train.max_steps"] and '"ten"' in found["train.max_steps"]
+    assert "an integer" in found["train.max_steps"] and '"ten"' in found["train.max_steps"]
 
 
 def test_keys_of_what_is_inside_a_section(recipe_file) -> None:
     """They were held against the keys of the section round it."""
     text = "model: {name: '{model}'}\nadapter: {type: lora}\ndata: "
-    for data, key, at, expected, fix in (
-        ("{name: '{data}', expect: {dropd: 0.1}}", "data.expect.dropd", ":3:", "in_validation", "dropped"),
+    for data, key, at, fix in (
+        ("{name: '{data}', expect: {dropd: 0.1}}", "data.expect.dropd", ":3:", "rename it to `dropped`"),
         (
             "{name: '{data}', dropped: 0.1}",
             "data.dropped",
             ":3:",
-            "max_length",
             "it belongs under data.expect:",
         ),
-        ("[{name: '{data}', wieght: 2}]", "data.name.0.wieght", ":3:", "name, revision, split", "weight"),
+        ("[{name: '{data}', wieght: 2}]", "data.name.0.wieght", ":3:", "rename it to `weight`"),
     ):
         path = recipe_file(text + (data if "[" not in data else f"{{name: {data}}}"))
         ((found, said),) = problems(path).items()
         assert found == key and f"recipe.yaml{at}" in said and "null" not in said
-        assert expected in said.partition("expected:")[2] and said.endswith(f"try:       {fix}")
+        assert "expected:" not in said and said.endswith(f"help:      {fix}")
 
 
 @pytest.mark.parametrize(
@@ -192,10 +191,10 @@ def test_old_and_misplaced_names_are_explained(override: str, says: str) -> None
     assert says in next(iter(found.values()))
 
 
-def test_of_texts_and_truth_values_the_texts_are_named() -> None:
+def test_allowed_values_of_strings_and_booleans_are_the_strings() -> None:
     """pydantic names `True` without quotes: it became an empty text, and the nearest to what was written."""
-    item = {"type": "literal_error", "ctx": {"expected": "'fast', True or 'slow'"}}
-    assert recipe_errors._expected(item) == "fast, slow"
+    item = {"type": "literal_error", "input": 1, "ctx": {"expected": "'fast', True or 'slow'"}}
+    assert recipe_errors._expected(item) in ("fast, slow", "slow, fast")
 
 
 def test_only_three_keys_are_required(recipe_file) -> None:
@@ -332,7 +331,7 @@ def test_what_is_inside_a_section_survives_the_run_folder(given: str, tmp_path) 
         ("train.warmup_steps=.inf", "override", "<= 1e+15"),
         ("train.num_train_epochs=.inf", "override", "finite"),
         ("train.pad_to_multiple_of=0", "override", ">= 1"),
-        ("train.logging_steps=1.5", "override", "a whole number"),
+        ("train.logging_steps=1.5", "override", "an integer"),
         ("train.save_steps=0", "override", "train.save_steps"),
         ("train.adam_beta1=x", "override", "train.adam_beta1:"),
         ("train.eos_token=x", "override", "the tokenizer"),
@@ -395,7 +394,7 @@ def test_pattern_that_is_no_regular_expression_is_an_error_of_its_key(
     change: str, key: str, fix: str
 ) -> None:
     said = problems(QUICKSTART, change)[key]
-    assert f"{key}: not a regular expression" in said and said.endswith(f"try:       {fix}")
+    assert f"{key}: not a regular expression" in said and said.endswith(f"help:      {fix}")
 
 
 def test_pattern_of_the_names_of_layers_may_have_groups() -> None:

@@ -59,7 +59,9 @@ def test_old_value_under_the_new_key_is_an_error_that_names_it(value: str) -> No
         loader.load(QUICKSTART, [f"speed.activation_checkpointing={value}"])
     (problem,) = raised.value.problems
     key = "speed.activation_checkpointing"
-    assert problem.key == key and problem.fix == renames.current_value(key, value)
+    assert (
+        problem.key == key and problem.fix == f"activation_checkpointing: {renames.current_value(key, value)}"
+    )
 
 
 def test_true_and_false_are_full_and_none() -> None:

@@ -42,7 +42,7 @@ MIN_LR = "train.lr_scheduler_type=cosine_with_min_lr"
         ([MIN_LR, f"{KWARGS}={{min_lr: .nan}}"], "found: nan expected: a finite number"),
         ([MIN_LR, f"{KWARGS}={{min_lr_rate: -0.5}}"], "found: -0.5 expected: >= 0"),
         ([MIN_LR, f"{KWARGS}={{min_lr: -1e-5}}"], "found: -1e-05 expected: >= 0"),
-        ([MIN_LR, f"{KWARGS}={{min_lr: {10**310}}}"], "try: 0.0004"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: {10**310}}}"], "help: 0.0004"),
         (["train.lr_scheduler_type=cosine", f"{KWARGS}={{num_cycles: .nan}}"], "found: nan expected"),
         (["train.lr_scheduler_type=polynomial", f"{KWARGS}={{lr_end: 0.005}}"], "is no end to go down to"),
         ([f"{KWARGS}=abc"], "is a mapping"),

@@ -1,0 +1,29 @@
+"""`finetune explain`: describe the code of an error."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from typing import Any
+
+from finetune.core import standard_streams
+from finetune.core.error_codes import CODES
+from finetune.core.errors import Problem, UserError, nearest
+
+WIDTH = 80
+EXPLAIN: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("code", {"metavar": "CODE", "nargs": "?", "help": "the word in brackets of an error"}),
+)
+
+
+def explain(options: argparse.Namespace) -> None:
+    """Describe the code of an error, or list all codes."""
+    if options.code is None:
+        standard_streams.say(*sorted(CODES), "", "next: finetune explain CODE")
+        return
+    code = options.code.strip("[]")
+    if code not in CODES:
+        near = nearest(code, CODES)
+        fix = f"finetune explain {near}" if near else "finetune explain, which lists all codes"
+        raise UserError(Problem("no such error code", found=options.code, fix=fix, code="command-line"))
+    standard_streams.say(code, *textwrap.wrap(CODES[code], WIDTH))
