@@ -142,7 +142,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("kind: multiple_choise\nprompt: a\n", ("help:      multiple_choice", "bad.yaml:2:1")),
+        ("kind: multiple_choise\nprompt: a\n", ("help:      kind: multiple_choice", "bad.yaml:2:1")),
         ("kind: multiple_choice\nprompt: '{{ question }}'\n", ("choices", "is required")),
         (
             CHOICE.replace("question", "qestion"),
@@ -261,7 +261,7 @@ def test_a_check_knows_the_names_of_lm_evals_tasks(capsys, monkeypatch) -> None:
     assert main.main([*asked, f"eval.tasks=[{known}]"]) == 0, capsys.readouterr().err
     assert main.main([*asked, "eval.tasks=[arc_eazy, arc_easy, gsm8x]"]) == 2
     said = capsys.readouterr().err
-    assert listed and said.count("no such task") == 2
+    assert said.count("no such task") == 2
     assert "arc_eazy\n  help:      arc_easy" in said and "gsm8x\n  help:      gsm8k" in said
 
 
