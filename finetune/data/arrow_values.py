@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.data.examples import BadRow, Row
-from finetune.data.json_values import DECODER, checked_row, has_too_many_values, too_many_values
+from finetune.data.json_values import DECODER, MOST_VALUES, checked_row, too_many_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -32,12 +32,14 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
     start = 0
     for batch in batches:
         decode = _struct_decoder(batch.schema, name, "")
-        for index, value in enumerate(_values(batch), start=start):
+        parts = batch.to_batches() if hasattr(batch, "to_batches") else [batch]
+        rows = (value for part in parts for value in _values(part))
+        for index, value in enumerate(rows, start=start):
             where = f"{name}[{index}]"
             if isinstance(value, Exception):
                 yield BadRow("unreadable", f"a value that can't be read: {value}", where)
                 continue
-            if has_too_many_values(value):
+            if value is None:
                 yield too_many_values(where)
                 continue
             found = without_nulls(value)
@@ -45,15 +47,54 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
         start += batch.num_rows
 
 
-def _values(batch: Any) -> list[Any]:
-    """Return each row of a batch as a mapping, or the error if Python cannot represent a value."""
+def _values(batch: Any) -> Iterator[Any]:
+    """Yield each row of a batch as a mapping, the error if Python cannot represent a value, or `None` if the
+    row has too many values.
+
+    A file of 1,000 bytes can hold a row of 30,000,000 values. So the values are counted before Python creates
+    them.
+    """
+    if batch.num_rows > 1 and count_values(batch) > MOST_VALUES:
+        middle = batch.num_rows // 2
+        yield from _values(batch.slice(0, middle))
+        yield from _values(batch.slice(middle))
+        return
+    if batch.num_rows == 1 and count_values(batch) > MOST_VALUES:
+        yield None
+        return
     errors = (KeyError, ValueError, OverflowError)  # for example a duplicate key, or a year after 9999
     try:
-        return batch.to_pylist(maps_as_pydicts="strict")
+        found = batch.to_pylist(maps_as_pydicts="strict")
     except errors as error:
-        if batch.num_rows == 1:
-            return [error]
-    return [value for index in range(batch.num_rows) for value in _values(batch.slice(index, 1))]
+        found = [error] if batch.num_rows == 1 else None
+    if found is None:
+        for index in range(batch.num_rows):
+            yield from _values(batch.slice(index, 1))
+    else:
+        yield from found
+
+
+def count_values(batch: Any) -> int:
+    """Return how many values the rows of a batch hold: columns, fields of structs, and items of lists."""
+    import pyarrow
+
+    lists_and_structs = (
+        pyarrow.ListArray, pyarrow.LargeListArray, pyarrow.FixedSizeListArray, pyarrow.StructArray,
+    )  # fmt: skip
+    count, waiting = 0, list(batch.columns)
+    while waiting:
+        array = waiting.pop()
+        if isinstance(array, pyarrow.ExtensionArray):
+            waiting.append(array.storage)
+            continue
+        count += len(array)
+        if isinstance(array, pyarrow.MapArray):  # `keys` and `items` hold those of other rows too
+            first, end = array.offsets[0].as_py(), array.offsets[-1].as_py()
+            waiting.append(array.items.slice(first, end - first))
+        elif isinstance(array, lists_and_structs):
+            parts = array.flatten()
+            waiting += parts if isinstance(parts, list) else [parts]
+    return count
 
 
 def without_nulls(value: object) -> Any:
@@ -82,7 +123,7 @@ def _decoder(kind: pyarrow.DataType, name: str, column: str) -> Decoder | None:
         return _extension_decoder(kind, name, column)
     if types.is_struct(kind):
         return _struct_decoder(kind, name, f"{column}.")
-    if types.is_dictionary(kind):
+    if types.is_dictionary(kind) and not _shares_values(kind):
         return _decoder(kind.value_type, name, column)
     if types.is_map(kind):
         decode = _field_decoder(kind.item_field, name, column)
@@ -103,6 +144,8 @@ def _shares_values(kind: Any) -> bool:
     from pyarrow import types
 
     views = types.is_list_view(kind) or types.is_large_list_view(kind)
+    if types.is_dictionary(kind) and types.is_nested(kind.value_type):
+        return True
     return views or types.is_run_end_encoded(kind) or types.is_union(kind)
 
 

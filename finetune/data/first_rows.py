@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from finetune.data.examples import BadRow
 
 CHARACTERS = 4 * 2**20  # limit of all texts in the rows together
+EACH = 4  # characters counted for a value that is no text
 
 
 @dataclass
@@ -43,10 +44,10 @@ class FirstRows:
 
 
 def _characters(part: object) -> int:
-    """Return the characters of all texts in a value, plus one for each other value."""
+    """Return the characters of all texts in a value, plus `EACH` for each other value."""
     total, todo = 0, [part]
     while todo:
         part = todo.pop()
-        total += len(part) if isinstance(part, str) else 1
+        total += len(part) if isinstance(part, str) else EACH
         todo += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     return total

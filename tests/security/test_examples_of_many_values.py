@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from finetune.data import formats, json_values, readers
+from finetune.data import arrow_values, formats, json_values, readers
 from finetune.data.examples import BadRow
 from finetune.recipe.schema import Data
 from support.limited_commands import LimitedCommands
@@ -17,7 +17,7 @@ from support.paths import QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 MANY = 200_000
@@ -73,6 +73,91 @@ def test_example_of_very_many_values_is_refused(name: str, suffix: str, tmp_path
     assert not ended.wrong, ended  # `check` leaves out examples that are too long for its sample
     with pytest.raises(BadRow, match="too many values"):
         convert_first(path)
+
+
+def lists_of(values: pyarrow.Array, rows: int = 1) -> pyarrow.Array:
+    """Lists of equal length that hold all values together."""
+    starts = [len(values) // rows * row for row in range(rows + 1)]
+    return pyarrow.LargeListArray.from_arrays(pyarrow.array(starts, pyarrow.int64()), values)
+
+
+def repeated(value: Any, kind: pyarrow.DataType, count: int) -> pyarrow.Array:
+    return pyarrow.array([value], kind).take(pyarrow.array(bytes(count), pyarrow.uint8()))
+
+
+COLUMNS: dict[str, Callable[[int], pyarrow.Array]] = {
+    "booleans": lambda count: repeated(True, pyarrow.bool_(), count),
+    "integers": lambda count: repeated(7, pyarrow.int8(), count),
+    "dates": lambda count: repeated(7, pyarrow.timestamp("us"), count // 8),
+    "empty lists": lambda count: repeated([], pyarrow.list_(pyarrow.int8()), count // 4),
+    "structs": lambda count: repeated(
+        {"a": True, "b": True}, pyarrow.struct({"a": pyarrow.bool_(), "b": pyarrow.bool_()}), count // 2
+    ),
+}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+@pytest.mark.parametrize("name", soak_except(["booleans", "structs"], COLUMNS))
+def test_row_of_millions_of_values_is_refused_before_python_creates_them(
+    name: str, suffix: str, tmp_path, commands
+) -> None:
+    """A parquet file of 1,000 bytes can hold 30 million values."""
+    path = tmp_path / f"data.{suffix}"
+    write_table({"messages": pyarrow.array([CHAT]), "other": lists_of(COLUMNS[name](20_000_000))}, path)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
+    assert not ended.wrong and ended.code == 2 and "too many values" in ended.said, ended
+
+
+def test_check_of_many_rows_of_many_values_ends_soon(tmp_path, commands) -> None:
+    rows = 200
+    values = lists_of(COLUMNS["booleans"](99_000 * rows), rows)
+    path = tmp_path / "data.arrow"
+    write_table({"messages": pyarrow.array([CHAT] * rows), "other": values}, path)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
+    assert not ended.wrong, ended
+
+
+def test_dictionary_whose_values_are_lists_is_refused(tmp_path, commands) -> None:
+    """Each row can repeat a list that the file stores once."""
+    shared = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 1000, pyarrow.int32()), pyarrow.array([list(range(90_000))])
+    )
+    path = tmp_path / "data.arrow"
+    write_table({"messages": pyarrow.array([CHAT] * 1000), "other": shared}, path)
+    ended = commands.run("check", str(QUICKSTART), f"data.name={path}", "data.format=auto")
+    assert not ended.wrong and ended.code == 2 and "which is not read" in ended.said, ended
+
+
+NESTED = {
+    "list": [[1, 2, None]],
+    "map": [[("a", 1), ("b", 2)], [("c", 3)], None],
+    "struct": [{"a": [1, 2], "b": {"c": 3}}],
+    "text": ["abc", None],
+}
+TYPES = {"map": pyarrow.map_(pyarrow.string(), pyarrow.int64())}
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_values_of_a_batch_are_counted_as_those_of_its_rows(name: str) -> None:
+    column = pyarrow.array(NESTED[name] * 2, TYPES.get(name))
+    batch = pyarrow.RecordBatch.from_arrays([column, column], ["a", "b"])
+
+    def count(value: Any) -> int:
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return len(parts) + sum(map(count, parts))
+
+    for part in (batch, batch.slice(1), batch.slice(0, 1)):
+        rows = part.to_pylist(maps_as_pydicts="strict")
+        assert arrow_values.count_values(part) == sum(map(count, rows))
+
+
+def write_table(columns: dict[str, pyarrow.Array], path: Path) -> None:
+    table = pyarrow.table(columns)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+        return
+    with pyarrow.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
 
 
 @pytest.mark.parametrize("name", soak_except(["turns"], EXAMPLES))

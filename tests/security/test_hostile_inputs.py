@@ -603,4 +603,4 @@ def test_huge_numbers_of_an_adapter_end_soon(key: str, value: int, tmp_path, com
 @pytest.mark.parametrize("path", ["/proc/x", "/proc/self/x", "/sys/kernel/x", "/sys", "/dev/null/x"])
 def test_folder_that_nobody_can_make_is_refused(key: str, path: str, commands) -> None:
     ended = commands.run("check", str(QUICKSTART), f"{key}={path}")
-    assert not ended.wrong and ended.code == 2 and key in ended.said, ended
+    assert not ended.wrong and ended.code in (2, 3) and f"error: {key}" in ended.said, ended
