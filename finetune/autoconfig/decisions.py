@@ -152,7 +152,7 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     checkpointing, offload, graphs, plan = cuda_graphs.beside(graphs, speed, asked, plan, hardware)
     _refuse(compilation.against_graphs(speed.compile, checkpointing.value, offload.value, work.sharded))
     if once:
-        why = f"auto: TransformerEngine's fp8 is in force in forward alone: {launch_environment.ONCE}"
+        why = f"auto: TransformerEngine's fp8 applies only in the forward pass, and {launch_environment.ONCE}"
         checkpointing = checkpointing._replace(reason=why)
     return Decisions(fused, compile, checkpointing, _with_gain(offload, spec), graphs, plan, keeps)
 

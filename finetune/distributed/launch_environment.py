@@ -31,7 +31,7 @@ TIMEOUT = "FINETUNE_TIMEOUT_SECONDS"
 NCCL_LATER = 60
 # TransformerEngine's fp8 GEMMs need multiples of this number of tokens, as in Accelerate's own script.
 TE_TOKENS = 16
-ONCE = "what backward runs again would be in bf16, and other tensors than it kept"
+ONCE = "the backward pass would recompute in bf16, and get other tensors than the forward pass saved"
 GONE = "another process of this launch ended, or did not answer in time"
 _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")

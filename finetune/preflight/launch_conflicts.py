@@ -1,4 +1,4 @@
-"""Where a launch contradicts the recipe, the machine or itself: each problem names both sides."""
+"""Find contradictions between a launch, the recipe and the machine. Each problem names both sides."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Adapter, Data, Model, Recipe, Speed, Train
 
-# What Accelerate hands on to TransformerEngine: `most_recent`, its own default, it drops, and TE takes `max`;
-# of the others TE knows no argument
+# The values of fp8_config that work with TransformerEngine. Accelerate drops its own default, `most_recent`,
+# and TE then uses `max`. TE has no arguments for the other options.
 TE_TAKES = {
     "AMAX_COMPUTE_ALGO": ("max",),
     "FORMAT": ("HYBRID", "E4M3"),
@@ -48,17 +48,18 @@ TE_TAKES = {
     "USE_MXFP8_BLOCK_SCALING": ("False",),
     **{f"OVERRIDE_{name}": ("False",) for name in ("FPROP", "DGRAD", "WGRAD")},
 }
-BASE_INSTEAD = "accelerate_configs/8xh100_fp8.yaml: the frozen fp8 base, under any adapter"
-OTHER_FP8 = {  # of full, where the package of one is not installed
-    "TE": "accelerate_configs/8xh100_fp8_torchao.yaml",
-    "AO": "accelerate_configs/8xh100_fp8_te.yaml",
+BASE_INSTEAD = "use accelerate_configs/8xh100_fp8.yaml, which has a frozen fp8 base model for every adapter"
+OTHER_FP8 = {  # for full fine-tuning, if the package of one backend is not installed
+    "TE": "use accelerate_configs/8xh100_fp8_torchao.yaml",
+    "AO": "use accelerate_configs/8xh100_fp8_te.yaml",
 }
+LORA_OR_DDP = "set `adapter.type: lora`, or use accelerate_configs/ddp_8.yaml"
 
 
 def check(
     machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None = None
 ) -> None:
-    """Refuse what can't be meant before any weight is loaded.
+    """Refuse a launch that contradicts the recipe, before any weight is loaded.
 
     Args:
         every: `eval.eval_steps`.
@@ -71,34 +72,36 @@ def check(
     package, extra = accelerate_config.FP8_PACKAGES.get(fp8().kind, ("torch", ""))
     if not installed(package):
         what = f"fp8_config.backend: {fp8().kind} of the {CONFIG} needs {package}, which is not installed"
-        fix = f"{install_extra(extra)}; or {OTHER_FP8[fp8().kind]}"  # full alone comes here
-        raise UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
+        fix = f"{install_extra(extra)}, or {OTHER_FP8[fp8().kind]}"  # only full fine-tuning gets here
+        raise UserError(Problem(what, fix=fix, code="package-missing"), code=Exit.ENVIRONMENT)
 
 
 def against(
     machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None
 ) -> list[Problem]:
-    """Every contradiction, those of single options of the adapter and of `eval.eval_steps` too."""
+    """Return every contradiction, also those of `eval.eval_steps` and of single options of the adapter."""
     found = problems(machine, adapter.type, model, data, speed)
-    init = adapter.options().get("init_lora_weights")
+    init, code = adapter.options().get("init_lora_weights"), "launch-config"
     if sharded() and isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
-        what = (
-            f"{init} looks at the whole base for its first weights, which {sharded()} of the {CONFIG} splits"
-        )
-        fix = "init_lora_weights: true, or ddp_8.yaml"
-        found.append(Problem(what, "adapter.init_lora_weights", found=init, fix=fix))
+        what = f"init_lora_weights: {init} does not work with {sharded()} of the {CONFIG}"
+        why = f"the initialization reads whole weights of the base model, and {sharded()} shards them"
+        fix = "set `adapter.init_lora_weights: true`, or use accelerate_configs/ddp_8.yaml"
+        found.append(Problem(what, "adapter.init_lora_weights", found=init, why=why, fix=fix, code=code))
     if sharded() and every:
-        what = f"{sharded()} of the {CONFIG} needs all ranks at each pass, and they ask differently often"
-        fix = "eval.eval_steps: null; at the end it is evaluated"
-        found.append(Problem(what, "eval.eval_steps", found=str(every), fix=fix))
+        what = f"evaluation during training does not work with {sharded()} of the {CONFIG}"
+        why = f"{sharded()} needs all ranks in each forward pass, and ranks have different numbers of them"
+        fix = "set `eval.eval_steps: null`; finetune then evaluates at the end"
+        found.append(Problem(what, "eval.eval_steps", found=str(every), why=why, fix=fix, code=code))
     if splitter() and adapter.ours("loraplus_lr_ratio"):
-        what = f"{splitter()} of the {CONFIG} takes no optimizer with groups of its own, which LoRA+ needs"
-        found.append(Problem(what, "adapter.loraplus_lr_ratio", fix="drop it, or ddp_8.yaml"))
+        what = f"LoRA+ does not work with {splitter()} of the {CONFIG}"
+        why = f"LoRA+ needs an optimizer with its own parameter groups, which {splitter()} does not take"
+        fix = "remove `loraplus_lr_ratio`, or use accelerate_configs/ddp_8.yaml"
+        found.append(Problem(what, "adapter.loraplus_lr_ratio", why=why, fix=fix, code=code))
     return found
 
 
 def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Speed) -> list[Problem]:
-    """Every contradiction between launch, machine and recipe, each naming both sides.
+    """Return every contradiction between launch, machine and recipe. Each problem names both sides.
 
     Args:
         kind: `adapter.type`.
@@ -108,113 +111,123 @@ def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Spee
 
 
 def _fp8(asked: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
-    """fp8 is the launch's, the base's storage the recipe's: they must mean the same."""
+    """Compare the fp8 of the launch with the quantization of the base model in the recipe."""
+    code = "launch-config"
     if asked.kind not in (FROZEN, *BACKENDS):
-        drop = OTHER_FP8["TE"] if kind == "full" else f"drop it: {BASE_INSTEAD}"
-        fix = f"backend: {asked.kind.upper()}" if asked.kind.upper() in BACKENDS else drop
-        what = f"fp8_config.backend of the {CONFIG} is not one that Accelerate and this project serve"
-        return [Problem(what, found=asked.kind, expected="TE or AO, in upper case", fix=fix)]
-    if asked.kind == FROZEN:
-        if kind == "full":
-            what = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base, and full trains it"
-            fix = "accelerate_configs/8xh100_fp8_torchao.yaml or 8xh100_fp8_te.yaml"
-            return [Problem(what, "adapter.type", found="full", fix=fix)]
-        stored = adapter_types.find(kind).storage or model.quantization
-        if stored not in ("auto", "fp8"):
-            what = (
-                f"mixed_precision: fp8 of the {CONFIG} means an fp8 base model, and the recipe says {stored}"
-            )
-            fix = "model.quantization: auto and a type that leaves it open, or mixed_precision: bf16"
-            return [Problem(what, "model.quantization", found=stored, fix=fix)]
-        obstacle = adapter_types.obstacle(kind, "fp8")
-        if obstacle:
-            what = f"mixed_precision: fp8 of the {CONFIG}, and {obstacle}"
-            fix = "adapter.type: lora, or mixed_precision: bf16"
-            return [Problem(what, "adapter.type", found=kind, fix=fix)]
-        return []
-    return _by_accelerate(asked.kind, kind, model, speed, data)
+        instead = OTHER_FP8["TE"] if kind == "full" else f"remove it and {BASE_INSTEAD}"
+        fix = f"backend: {asked.kind.upper()}" if asked.kind.upper() in BACKENDS else instead
+        what = f"fp8_config.backend of the {CONFIG} is not a backend that Accelerate and finetune support"
+        return [Problem(what, found=asked.kind, expected="TE or AO, in upper case", fix=fix, code=code)]
+    if asked.kind != FROZEN:
+        return _by_accelerate(asked.kind, kind, model, speed, data)
+    means = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base model"
+    if kind == "full":
+        what = f"{means}, and full fine-tuning trains the base model"
+        fix = f"{OTHER_FP8['TE']} or 8xh100_fp8_te.yaml"
+        return [Problem(what, "adapter.type", found="full", fix=fix, code=code)]
+    stored = adapter_types.find(kind).storage or model.quantization
+    if stored not in ("auto", "fp8"):
+        what = f"{means}, and the recipe says {stored}"
+        fix = "set `mixed_precision: bf16`"
+        if not adapter_types.find(kind).storage:
+            fix = f"set `model.quantization: auto`, or {fix}"
+        return [Problem(what, "model.quantization", found=stored, fix=fix, code=code)]
+    if obstacle := adapter_types.obstacle(kind, "fp8"):
+        fix = "set `adapter.type: lora`, or `mixed_precision: bf16`"
+        what = f"{means}, and {kind} does not train on one"
+        return [Problem(what, "adapter.type", found=kind, why=obstacle, fix=fix, code=code)]
+    return []
 
 
 def _by_accelerate(backend: str, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
-    """Accelerate's own fp8 is for training every weight."""
+    """Return the problems of Accelerate's own fp8, which is only for full fine-tuning."""
     found: list[Problem] = []
+    by, code = f"fp8_config.backend: {backend} of the {CONFIG}", "launch-config"
     if kind != "full":
         why = {
-            "TE": "makes every linear layer anew with requires_grad=True, A and B of the adapter among them: "
-            "the frozen base would train, and all its gradients be exchanged",
-            "AO": "turns A and B of the adapter into fp8 too, and frozen weights, kept in bf16, again "
-            "in each pass",
+            "TE": "it replaces all linear layers by layers with requires_grad=True, so the frozen base model "
+            "would train",
+            "AO": "it also converts the adapter's matrices to fp8, and quantizes frozen bf16 weights in each "
+            "forward pass",
         }[backend]
-        what = f"fp8_config.backend: {backend} of the {CONFIG} is for full fine-tuning: it {why}"
-        found.append(Problem(what, "adapter.type", found=kind, fix=BASE_INSTEAD))
+        what = f"{by} is for full fine-tuning"
+        found.append(Problem(what, "adapter.type", found=kind, why=why, fix=BASE_INSTEAD, code=code))
     elif model.quantization not in ("auto", "none"):
-        what = f"fp8_config.backend: {backend} of the {CONFIG} trains weights in fp32"
-        key = "model.quantization"
-        found.append(Problem(what, key, found=model.quantization, fix=f"{key}: auto"))
-    if backend == "TE" and speed.compile not in ("auto", False):
-        what = f"fp8_config.backend: TE of the {CONFIG} breaks the graph at each layer (delayed scaling)"
-        found.append(Problem(what, "speed.compile", found="true", fix="speed.compile: auto"))
-    if backend == "TE" and data.streaming and (data.packing or data.padding_free):
-        what = f"fp8_config.backend: TE of the {CONFIG} multiplies {TE_TOKENS} tokens or a multiple, and "
-        what += "streamed rows that stand end to end are of any length"
-        found.append(Problem(what, "data.streaming", found="true", fix="streaming: false"))
-    again = {"offload": ("auto", "none", "optimizer"), "activation_checkpointing": ("auto", "none", "norms")}
-    for name in [
-        name for name, once in again.items() if backend == "TE" and getattr(speed, name) not in once
-    ]:
-        what = f"fp8_config.backend: TE of the {CONFIG} is in force in forward alone: {ONCE}"
-        found.append(Problem(what, f"speed.{name}", found=str(getattr(speed, name)), fix=f"{name}: auto"))
-    if backend == "TE" and on("ACCELERATE_USE_FSDP"):
-        what = f"fp8_config.backend: TE of the {CONFIG} is served with whole weights, and FSDP splits them"
-        fix = "accelerate_configs/8xh100_fp8_te.yaml, or fp8_config.backend: AO"
-        found.append(Problem(what, found="FSDP", fix=fix))
-    for name, takes in TE_TAKES.items() if backend == "TE" else ():
-        asked = said(f"ACCELERATE_FP8_{name}", takes[0])
-        if asked.lower() not in [one.lower() for one in takes]:
-            what = f"fp8_config of the {CONFIG}: {name.lower()} does not reach TransformerEngine, or ends it"
-            expected = f"{' or '.join(takes)}; Accelerate's default of amax_compute_algo is another"
-            found.append(Problem(what, found=asked, expected=expected, fix=f"{name.lower()}: {takes[0]}"))
-    option = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"
-    gathers = on(option) or not said(option)
-    if backend == "AO" and gathers and not on("ACCELERATE_USE_FSDP"):
-        what = (
-            f"enable_fsdp_float8_all_gather of the {CONFIG} puts new parameters in place of those that the "
-        )
-        what += "optimizer holds: outside FSDP2 nothing would train"
-        fix = "enable_fsdp_float8_all_gather: false in fp8_config"
-        found.append(Problem(what, found="true (Accelerate's default)", fix=fix))
-    if backend == "AO" and on("ACCELERATE_USE_FSDP") and on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
-        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} can't hand on torchao's fp8 layers"
-        fix = "fsdp_cpu_ram_efficient_loading: false"
-        found.append(Problem(what, found="true, with fp8_config.backend: AO", fix=fix))
+        what = f"{by} trains weights in fp32, and the recipe quantizes them"
+        fix = "set `model.quantization: auto`"
+        found.append(Problem(what, "model.quantization", found=model.quantization, fix=fix, code=code))
+    found += _by_transformer_engine(by, speed, data) if backend == "TE" else _by_torchao()
     return found
 
 
+def _by_transformer_engine(by: str, speed: Speed, data: Data) -> Iterator[Problem]:
+    code = "launch-config"
+    if speed.compile not in ("auto", False):
+        what, why = f"{by} can't be compiled", "delayed scaling breaks the graph at each layer"
+        fix = "set `speed.compile: auto`"
+        yield Problem(what, "speed.compile", found="true", why=why, fix=fix, code=code)
+    if data.streaming and (data.packing or data.padding_free):
+        what = f"{by} needs sequences of a multiple of {TE_TOKENS} tokens"
+        why = "streamed examples that are concatenated have any length"
+        fix = "set `data.streaming: false`"
+        yield Problem(what, "data.streaming", found="true", why=why, fix=fix, code=code)
+    allowed = {
+        "offload": ("auto", "none", "optimizer"),
+        "activation_checkpointing": ("auto", "none", "norms"),
+    }
+    for name, values in allowed.items():
+        if (value := getattr(speed, name)) not in values:
+            what, fix = f"{by} applies only in the forward pass", f"set `speed.{name}: auto`"
+            yield Problem(what, f"speed.{name}", found=str(value), why=ONCE, fix=fix, code=code)
+    if on("ACCELERATE_USE_FSDP"):
+        what = f"{by} needs whole weights, and FSDP shards them"
+        fix = f"{OTHER_FP8['AO']}, or set `fp8_config.backend: AO`"
+        yield Problem(what, found="distributed_type: FSDP", fix=fix, code=code)
+    for name, takes in TE_TAKES.items():
+        asked = said(f"ACCELERATE_FP8_{name}", takes[0])
+        if asked.lower() not in [value.lower() for value in takes]:
+            what = (
+                f"fp8_config of the {CONFIG} sets {name.lower()} to a value that TransformerEngine can't use"
+            )
+            why = "Accelerate does not pass the value on, or TransformerEngine raises an error"
+            fix = f"set `{name.lower()}: {takes[0]}`"
+            yield Problem(what, found=asked, expected=" or ".join(takes), why=why, fix=fix, code=code)
+
+
+def _by_torchao() -> Iterator[Problem]:
+    option, code = "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "launch-config"
+    if on("ACCELERATE_USE_FSDP"):
+        if on("FSDP_CPU_RAM_EFFICIENT_LOADING"):
+            what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} can't send fp8 layers of torchao"
+            fix, found = "set `fsdp_cpu_ram_efficient_loading: false`", "true, with fp8_config.backend: AO"
+            yield Problem(what, found=found, fix=fix, code=code)
+    elif on(option) or not said(option):
+        what = f"enable_fsdp_float8_all_gather of the {CONFIG} works only with FSDP2"
+        why = "it replaces the parameters that the optimizer holds, so nothing would train"
+        fix = "set `enable_fsdp_float8_all_gather: false` in fp8_config"
+        yield Problem(what, found="true (Accelerate's default)", why=why, fix=fix, code=code)
+
+
 def _started(machine: Hardware) -> list[Problem]:
-    """The number of processes: what was asked of the launcher, what it started, what this machine has."""
+    """Compare the number of processes in the config, the number that was started, and the number of GPUs."""
     alone = "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ
     if alone and said("ACCELERATE_MIXED_PRECISION"):
-        what = f"num_processes of the {CONFIG} asks for several processes, and one was started"
-        fix = (
-            "distributed_type: MULTI_GPU, on CPUs too (accelerate_configs/cpu_2.yaml); without a launcher's "
-        )
-        return [Problem(what, found="MASTER_ADDR without WORLD_SIZE", fix=f"{fix}help: unset MASTER_ADDR")]
+        what = f"num_processes of the {CONFIG} asks for several processes, but the launcher started one"
+        fix = "set `distributed_type: MULTI_GPU`, also on CPUs (accelerate_configs/cpu_2.yaml); without a "
+        fix += "launcher, unset MASTER_ADDR"
+        return [Problem(what, found="MASTER_ADDR without WORLD_SIZE", fix=fix, code="launch-config")]
     here = int(said("LOCAL_WORLD_SIZE", "1"))
     if machine.device == "cuda" and here > machine.count:
-        what = f"num_processes of the {CONFIG} is more than this machine has GPUs"
-        return [
-            Problem(
-                what, found=f"{here} processes, {machine.count} GPUs", fix=f"--num_processes {machine.count}"
-            )
-        ]
+        what = f"num_processes of the {CONFIG} is larger than the number of GPUs of this machine"
+        found, fix = f"{here} processes, {machine.count} GPUs", f"--num_processes {machine.count}"
+        return [Problem(what, found=found, fix=fix, code="launch-config")]
     return []
 
 
 def _sharding(machine: Hardware, kind: str, model: Model, speed: Speed) -> list[Problem]:
-    """What splits weights, or their state, against the machine and the recipe."""
-    stored = adapter_types.find(kind).storage or (
-        "fp8" if means_fp8(model.quantization) else model.quantization
-    )
+    """Compare the sharding of weights or optimizer state with the machine and the recipe."""
+    own = "fp8" if means_fp8(model.quantization) else model.quantization
+    stored, code = adapter_types.find(kind).storage or own, "launch-config"
     found = [*_twice(speed), *_precision(machine, stored)]
     if on("ACCELERATE_USE_FSDP"):
         found += _fsdp(machine, stored)
@@ -222,145 +235,160 @@ def _sharding(machine: Hardware, kind: str, model: Model, speed: Speed) -> list[
         found += _deepspeed(machine, stored, kind)
     unsplit = ("int8", "torchao_int8", "fp4") if sharded() == "DeepSpeed" else ("int8", "torchao_int8")
     if sharded() and stored in unsplit:
-        what = f"{sharded()} of the {CONFIG} can't split a base in {stored}"
-        found.append(Problem(what, "model.quantization", found=stored, fix="model.quantization: none"))
+        what = f"{sharded()} of the {CONFIG} can't shard a base model in {stored}"
+        fix = "set `model.quantization: none`"
+        found.append(Problem(what, "model.quantization", found=stored, fix=fix, code=code))
     if sharded():
         found += _undivided(kind)
     if splitter() and adapter_types.find(kind).peft == "adalora":
-        what = f"{splitter()} of the {CONFIG} keeps gradients in parts, and AdaLoRA's ranks are chosen by "
-        what += "whole ones"
-        found.append(Problem(what, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml"))
+        what = f"AdaLoRA does not work with {splitter()} of the {CONFIG}"
+        why = f"AdaLoRA's ranks are chosen by whole gradients, and {splitter()} shards them"
+        found.append(Problem(what, "adapter.type", found=kind, why=why, fix=LORA_OR_DDP, code=code))
     return found
 
 
 def _undivided(kind: str) -> Iterator[Problem]:
-    """Adapters that can't be split with the weights, or not be saved from their parts."""
-    one, by = adapter_types.find(kind), f"{sharded()} of the {CONFIG}"
-    why = f"{by} can't split what layers of {kind} share" if one.peft in adapter_types.SHARES else ""
-    if one.prompt:
-        why = f"{by} leaves parts of the net that makes {kind}'s vectors, which are saved in its place"
-    if why:
-        yield Problem(why, "adapter.type", found=kind, fix="adapter.type: lora, or ddp_8.yaml")
+    """Return the problem of an adapter that can't be sharded with the weights, or not saved from shards."""
+    one, by, code = adapter_types.find(kind), f"{sharded()} of the {CONFIG}", "launch-config"
+    if one.prompt or one.peft in adapter_types.SHARES:
+        what = f"{by} can't train {kind}"
+        why = f"{sharded()} can't shard tensors that several layers share"
+        if one.prompt:
+            why = f"{sharded()} has only shards of the network that makes the virtual tokens to save"
+        yield Problem(what, "adapter.type", found=kind, why=why, fix=LORA_OR_DDP, code=code)
     elif read_by_rank_0() and one.peft in adapter_types.WITH_BUFFERS:
-        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} hands on no buffers, which {kind} has"
-        fix = "fsdp_cpu_ram_efficient_loading: false (accelerate_configs/fsdp2_8_quantised.yaml)"
-        yield Problem(what, "adapter.type", found=kind, fix=fix)
+        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} does not send buffers, and {kind} has buffers"
+        fix = "set `fsdp_cpu_ram_efficient_loading: false` (accelerate_configs/fsdp2_8_quantised.yaml)"
+        yield Problem(what, "adapter.type", found=kind, fix=fix, code=code)
 
 
 def _twice(speed: Speed) -> Iterator[Problem]:
-    """What the launch and the recipe would both do."""
+    """Return the problems of features that the launch and the recipe would both apply."""
     if on("FSDP_ACTIVATION_CHECKPOINTING"):
         key = "speed.activation_checkpointing"
         what = f"fsdp_activation_checkpointing of the {CONFIG} and {key} would both recompute layers"
-        fix = f"fsdp_activation_checkpointing: false; {key}: full"
-        yield Problem(what, key, found=speed.activation_checkpointing, fix=fix)
+        fix = f"set `fsdp_activation_checkpointing: false` and `{key}: full`"
+        yield Problem(what, key, found=speed.activation_checkpointing, fix=fix, code="launch-config")
     if (compiler := said("ACCELERATE_DYNAMO_BACKEND", "no")) not in ("", "no"):
-        what = (
-            f"dynamo_config of the {CONFIG} and speed.compile would both compile; compiling is the recipe's"
-        )
-        fix = "drop dynamo_config; speed.compile: true"
-        yield Problem(what, "speed.compile", found=compiler, fix=fix)
+        what = f"dynamo_config of the {CONFIG} and speed.compile would both compile the model"
+        fix = "remove dynamo_config and set `speed.compile: true`"
+        yield Problem(what, "speed.compile", found=compiler, fix=fix, code="launch-config")
 
 
 def _precision(machine: Hardware, stored: str) -> Iterator[Problem]:
-    """Products on an fp8 base give bf16, which the launch's precision must be."""
+    """GEMMs of an fp8 base model return bf16, so the launch must use bf16 too."""
     precision = said("ACCELERATE_MIXED_PRECISION", "bf16")
     if stored == "fp8" and precision in ("no", "fp16") and machine.device == "cuda":
-        what = f"mixed_precision: {precision} of the {CONFIG}, and products on an fp8 base give bf16"
-        fix = "mixed_precision: bf16, or model.quantization: auto"
-        yield Problem(what, "model.quantization", found=stored, fix=fix)
+        what = f"an fp8 base model needs bf16, and the {CONFIG} sets mixed_precision: {precision}"
+        fix = "set `mixed_precision: bf16`, or `model.quantization: auto`"
+        yield Problem(what, "model.quantization", found=stored, fix=fix, code="launch-config")
 
 
 def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
+    code = "launch-config"
     if machine.device == "cpu":
-        what = f"FSDP of the {CONFIG} becomes plain DDP on the CPU: nothing would be split"
-        yield Problem(what, found="distributed_type: FSDP", fix="accelerate_configs/cpu_2.yaml")
+        what = f"FSDP of the {CONFIG} would shard nothing: on CPUs, Accelerate uses plain DDP"
+        fix = "use accelerate_configs/cpu_2.yaml"
+        yield Problem(what, found="distributed_type: FSDP", fix=fix, code=code)
     if (version := said("FSDP_VERSION", "1")) != "2":
-        what = f"fsdp_config of the {CONFIG} asks for FSDP1, which mixes no dtypes and is given up upstream"
-        yield Problem(what, found=version, fix="fsdp_version: 2")
+        what = f"fsdp_config of the {CONFIG} asks for FSDP1, and finetune supports only FSDP2"
+        why = "FSDP1 is deprecated and needs one dtype for all weights"
+        yield Problem(what, found=version, why=why, fix="set `fsdp_version: 2`", code=code)
     if on("FSDP_CPU_RAM_EFFICIENT_LOADING") and stored in ("fp8", "nf4", "fp4"):
-        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} hands on no base in {stored}"
-        fix = "fsdp_cpu_ram_efficient_loading: false (accelerate_configs/fsdp2_8_quantised.yaml)"
-        yield Problem(what, "model.quantization", found=stored, fix=fix)
+        what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} can't send a base model in {stored}"
+        fix = "set `fsdp_cpu_ram_efficient_loading: false` (accelerate_configs/fsdp2_8_quantised.yaml)"
+        yield Problem(what, "model.quantization", found=stored, fix=fix, code=code)
 
 
 def _deepspeed(machine: Hardware, stored: str, kind: str) -> Iterator[Problem]:
-    precision = said("ACCELERATE_MIXED_PRECISION", "no")
+    precision, code = said("ACCELERATE_MIXED_PRECISION", "no"), "launch-config"
     if machine.device == "cpu" and precision != "no":
-        what = f"DeepSpeed of the {CONFIG} computes in 16 bits on GPUs alone"
-        yield Problem(what, found=f"mixed_precision: {precision}", fix='mixed_precision: "no" on a CPU')
+        what = f"DeepSpeed of the {CONFIG} supports 16-bit precision only on GPUs"
+        fix = 'set `mixed_precision: "no"`'
+        yield Problem(what, found=f"mixed_precision: {precision}", fix=fix, code=code)
     if machine.device == "cpu" and on("ACCELERATE_USE_CPU"):
-        what = f"DeepSpeed of the {CONFIG} becomes plain DDP under use_cpu: nothing would be split"
-        yield Problem(what, found="use_cpu: true", fix="use_cpu: false, with no GPU visible")
+        what = f"DeepSpeed of the {CONFIG} would shard nothing: with use_cpu, Accelerate uses plain DDP"
+        fix = "set `use_cpu: false`, and CUDA_VISIBLE_DEVICES= if the machine has GPUs"
+        yield Problem(what, found="use_cpu: true", fix=fix, code=code)
     if stored == "fp8" or (stored == "nf4" and sharded()):  # ZeRO-2 too casts the whole module
-        what = f"DeepSpeed of the {CONFIG} casts or splits weights, and the recipe's are codes ({stored})"
-        fix = "accelerate_configs/ddp_8.yaml, where it fits on each GPU, or fsdp2_8_quantised.yaml"
-        yield Problem(what, "model.quantization", found=stored, fix=fix)
+        what = f"DeepSpeed of the {CONFIG} can't train on a base model in {stored}"
+        why = "it casts or shards weights, and these weights are quantized"
+        fix = "use accelerate_configs/fsdp2_8_quantised.yaml, or ddp_8.yaml if the model fits on each GPU"
+        yield Problem(what, "model.quantization", found=stored, why=why, fix=fix, code=code)
     if file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
-        what = f"a file of DeepSpeed's in place of the {CONFIG}'s section is not held against the recipe"
-        fix = "zero_stage and what else it says, in deepspeed_config"
-        yield Problem(what, "--deepspeed_config_file", found=file, fix=fix)
+        what = f"finetune can't compare a DeepSpeed config file with the recipe, so the {CONFIG} must hold it"
+        fix = "move zero_stage and the other settings to `deepspeed_config`"
+        yield Problem(what, "--deepspeed_config_file", found=file, fix=fix, code=code)
     if fp8().kind:
-        what = f"DeepSpeed knows no mixed_precision: fp8, which the {CONFIG} asks for"
-        yield Problem(what, found="fp8", fix=OTHER_FP8["TE"] if kind == "full" else BASE_INSTEAD)
+        what = f"DeepSpeed does not support mixed_precision: fp8, which the {CONFIG} sets"
+        fix = OTHER_FP8["TE"] if kind == "full" else BASE_INSTEAD
+        yield Problem(what, found="fp8", fix=fix, code=code)
     if zero_stage() not in ("1", "2", "3"):
-        what = f"zero_stage of the {CONFIG}: ZeRO splits moments (1), gradients too (2), weights too (3)"
-        fix = "zero_stage: 2 or 3; to split nothing accelerate_configs/ddp_8.yaml"
-        yield Problem(what, found=zero_stage(), fix=fix)
+        what, expected = f"zero_stage of the {CONFIG} is no stage that shards", "1, 2 or 3"
+        why = "ZeRO shards the optimizer state (1), also the gradients (2), and also the weights (3)"
+        fix = "set `zero_stage: 2`; to shard nothing, use accelerate_configs/ddp_8.yaml"
+        yield Problem(what, found=zero_stage(), expected=expected, why=why, fix=fix, code=code)
 
 
 def _parallelism(model: Model, data: Data) -> list[Problem]:
-    """Sequences and layers shared between processes."""
+    """Return the problems of sequences and layers that several processes share."""
     found: list[Problem] = []
-    cut = "PEFT's adapters hold whole rows of layers that tensor parallelism cuts"
-    lost = "DeepSpeed's sequence parallelism takes a loss of its own, and this project's is others"
+    by, code = f"of the {CONFIG} is not supported", "launch-config"
+    cut = "PEFT's adapters need whole weight matrices, and tensor parallelism shards them"
+    lost = "DeepSpeed's sequence parallelism needs its own loss function, and finetune uses another one"
     for size, name, why in (("TP", "tp_size", cut), ("SP", "sp_size", lost)):
         if parallel(size) > 1:
-            fix = "accelerate_configs/fsdp2_8.yaml; for long sequences context_parallel_4.yaml"
-            what = f"parallelism_config_{name} of the {CONFIG}: {why}"
-            found.append(Problem(what, found=str(parallel(size)), fix=fix))
+            fix = "use accelerate_configs/fsdp2_8.yaml, or context_parallel_4.yaml for long sequences"
+            what, number = f"parallelism_config_{name} {by}", str(parallel(size))
+            found.append(Problem(what, found=number, expected="1", why=why, fix=fix, code=code))
     if parallel("DP_REPLICATE") > 1:
-        what = f"parallelism_config_dp_replicate_size of the {CONFIG}: copies of split weights are not served"
-        fix = "1: all processes split one copy (fsdp2_8.yaml), or each has a whole one (multi_node.yaml)"
-        found.append(Problem(what, found=str(parallel("DP_REPLICATE")), fix=fix))
+        what = f"parallelism_config_dp_replicate_size {by}"
+        fix = "set it to 1: fsdp2_8.yaml shards one copy over all processes, multi_node.yaml shards nothing"
+        number = str(parallel("DP_REPLICATE"))
+        found.append(Problem(what, found=number, expected="1", fix=fix, code=code))
     found += [] if found else _sizes()
     return found + (cut_rows(model, data) if parallel("CP") > 1 else [])
 
 
 def _sizes() -> Iterator[Problem]:
-    """The product of the sizes against the processes, and against what has to split for them."""
-    sizes = {name: parallel(name) for name in ("DP_SHARD", "CP")}
+    """Compare the sizes with the number of processes, and check that FSDP shards the weights."""
+    sizes, code = {name: parallel(name) for name in ("DP_SHARD", "CP")}, "launch-config"
     asked = ", ".join(f"{name.lower()}_size: {size}" for name, size in sizes.items())
-    product, processes = math.prod(sizes.values()), said("WORLD_SIZE")
-    if product > 1 and not on("ACCELERATE_USE_FSDP"):
-        what = f"parallelism_config of the {CONFIG} shares rows or weights, which FSDP has to split"
-        fix = "distributed_type: FSDP with fsdp_version: 2 (accelerate_configs/context_parallel_4.yaml)"
-        yield Problem(what, found=f"{asked}, without FSDP", fix=fix)
-    elif product > 1 and processes and product != int(processes):
-        what = f"parallelism_config of the {CONFIG} is for {product} processes, as its sizes multiply"
-        fix = f"--num_processes {product}, or parallelism_config_cp_size: {processes}, dp_shard_size: 1"
-        yield Problem(what, found=f"{asked}; {processes} processes", fix=fix)
-    elif product == 1 and on("ACCELERATE_USE_PARALLELISM_CONFIG") and on("ACCELERATE_USE_FSDP"):
-        what = f"parallelism_config of the {CONFIG} leaves FSDP nothing to split: all its sizes are 1"
-        fix = "drop it, or parallelism_config_dp_shard_size: the number of processes"
-        yield Problem(what, found=asked, fix=fix)
+    total, processes = math.prod(sizes.values()), said("WORLD_SIZE")
+    if total > 1 and not on("ACCELERATE_USE_FSDP"):
+        what = f"parallelism_config of the {CONFIG} needs FSDP"
+        fix = (
+            "set `distributed_type: FSDP` and `fsdp_version: 2` (accelerate_configs/context_parallel_4.yaml)"
+        )
+        yield Problem(what, found=f"{asked}, without FSDP", fix=fix, code=code)
+    elif total > 1 and processes and total != int(processes):
+        what = f"parallelism_config of the {CONFIG} needs {total} processes, because its sizes multiply"
+        fix = f"--num_processes {total}, or set `parallelism_config_cp_size: {processes}` alone"
+        yield Problem(what, found=f"{asked}; {processes} processes", fix=fix, code=code)
+    elif total == 1 and on("ACCELERATE_USE_PARALLELISM_CONFIG") and on("ACCELERATE_USE_FSDP"):
+        what = f"FSDP would shard nothing: all sizes in parallelism_config of the {CONFIG} are 1"
+        fix = (
+            "remove parallelism_config, or set `parallelism_config_dp_shard_size` to the number of processes"
+        )
+        yield Problem(what, found=asked, fix=fix, code=code)
 
 
 def cut_rows(model: Model, data: Data) -> list[Problem]:
-    """What context parallelism, which gives processes parts of a row, can't do with a recipe."""
-    found: list[Problem] = []
+    """Return the conflicts of a recipe with context parallelism, which shares sequences among processes."""
+    found, by = list[Problem](), f"parallelism_config_cp_size of the {CONFIG}"
     if data.packing or data.padding_free:
-        key = "packing" if data.packing else "padding_free"
-        what = f"parallelism_config_cp_size of the {CONFIG} cuts through a packed row's documents"
-        found.append(Problem(what, f"data.{key}", found="true", fix=f"{key}: false"))
+        key = "data.packing" if data.packing else "data.padding_free"
+        what = f"{by} would cut packed examples into pieces"
+        fix = f"set `{key}: false`"
+        found.append(Problem(what, key, found="true", fix=fix, code="launch-config"))
     if model.attention != "sdpa":
-        what = f"parallelism_config_cp_size of the {CONFIG} works with torch's own attention alone"
-        found.append(Problem(what, "model.attention", found=model.attention, fix="attention: sdpa"))
+        what, fix = f"{by} works only with PyTorch's own attention", "set `model.attention: sdpa`"
+        found.append(Problem(what, "model.attention", found=model.attention, fix=fix, code="launch-config"))
     return found
 
 
 def deepspeed_values(train: Train, processes: int) -> list[Problem]:
-    """What a `deepspeed_config` says of what the recipe decides, and says otherwise."""
+    """Return the values of a `deepspeed_config` that the recipe decides, where the two differ."""
     if launch_environment.splitter() != "DeepSpeed":
         return []
     clipping = train.passed_on().get("max_grad_norm", 1.0)  # TrainingArguments' own
@@ -375,26 +403,32 @@ def deepspeed_values(train: Train, processes: int) -> list[Problem]:
     for name, (key, decide) in decided.items():
         number = launch_environment.said(f"ACCELERATE_{name.upper()}").replace("auto", "")
         if number and float(number) != (value := decide()):
-            what = f"{name} of the {launch_environment.CONFIG} is what train.{key} decides"
-            fix = "drop it from deepspeed_config"
-            found.append(Problem(what, f"train.{key}", found=number, expected=f"{value:g}", fix=fix))
+            what = f"{name} of the {CONFIG} contradicts train.{key} of the recipe"
+            texts = {"found": number, "expected": f"{value:g}"}
+            fix = f"remove {name} from deepspeed_config"
+            found.append(Problem(what, f"train.{key}", **texts, fix=fix, code="launch-config"))
     return found
 
 
 def against_launch(recipe: Recipe) -> None:
-    """Refuse a search for a batch where weights are split, a sliding window where rows are, and under an fp8
-    launch what a recipe with `model.quantization: fp8` is refused for (exit 2)."""
+    """Refuse settings of the recipe that do not work under this launch (exit 2).
+
+    These are a batch size search on sharded weights, vLLM in several processes, and a sliding window under
+    context parallelism. If the launch asks for fp8, conflicts with `model.quantization: fp8` are refused too.
+    """
     by, key = launch_environment.sharded(), "train.per_device_train_batch_size"
     if by and recipe.train.per_device_train_batch_size == "auto":
-        what = f"can't be searched: {by} of the {launch_environment.CONFIG} splits the weights only later"
-        raise UserError(Problem(what, key, found="auto", fix="a number"))
+        what = f"{by} of the {CONFIG} does not work with a search for the batch size"
+        why, fix = f"the search runs before {by} shards the weights", f"set `{key}: 1` or a larger number"
+        raise UserError(Problem(what, key, found="auto", why=why, fix=fix, code="launch-config"))
     processes = mixed_precision.launch(detection.detect()).processes
     if problems := deepspeed_values(recipe.train, processes):
         raise UserError(*problems)
     if recipe.eval.engine == "vllm" and recipe.eval.tasks and processes > 1:
-        what = f"vLLM is one process, and a launch of {processes} would start it in each"
-        fix = "eval.engine: hf; or after training, in one process: finetune evaluate RUN eval.engine=vllm"
-        raise UserError(Problem(what, "eval.engine", found="vllm", fix=fix))
+        what = "vLLM does not work in a launch of several processes"
+        why, key = f"each of the {processes} processes would start its own vLLM", "eval.engine"
+        fix = "set `eval.engine: hf`, or run `finetune evaluate RUN eval.engine=vllm` after training"
+        raise UserError(Problem(what, key, found="vllm", why=why, fix=fix, code="launch-config"))
     if launch_environment.parallel("CP") > 1:
         against_window(model_files.read_config(recipe.model))
     if not launch_environment.means_fp8(recipe.model.quantization):
@@ -404,15 +438,17 @@ def against_launch(recipe: Recipe) -> None:
         "speed": recipe.speed.model_dump(include={"qat"}),
         "model": {"add_tokens": recipe.model.add_tokens, "quantization": "fp8"},
     }
-    by = f"mixed_precision: fp8 of the {launch_environment.CONFIG} means a frozen fp8 base: "
+    by = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base model: "
     found = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]
     if found:
-        raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in found))
+        coded = ((key, what, {"code": "launch-config", **texts}) for key, what, texts in found)
+        raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in coded))
 
 
 def against_window(config: ModelConfig) -> None:
-    """Refuse a model whose sliding window context parallelism would cut through (exit 2)."""
+    """Refuse a model with a sliding window, which context parallelism would cut into pieces (exit 2)."""
     if (window := attention_choice.read(config).window) is not None:
-        what = f"parallelism_config_cp_size of the {launch_environment.CONFIG} cuts through a sliding window"
-        fix = "accelerate_configs/fsdp2_8.yaml, or a model without one"
-        raise UserError(Problem(what, "model.name", found=f"a window of {window} tokens", fix=fix))
+        what = f"parallelism_config_cp_size of the {CONFIG} would cut the model's sliding window into pieces"
+        fix = "use accelerate_configs/fsdp2_8.yaml, or a model without a sliding window"
+        found = f"a window of {window} tokens"
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, code="launch-config"))

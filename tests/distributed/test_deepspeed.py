@@ -54,7 +54,7 @@ REFUSED = {  # name -> config, what the recipe says, exit code, what is said
         3,
         "state that DeepSpeed, under adamw_bnb_8bit, keeps",
     ),
-    "LoRA+": ("zero2_8", ["adapter.loraplus_lr_ratio=16"], 2, "which LoRA+ needs"),
+    "LoRA+": ("zero2_8", ["adapter.loraplus_lr_ratio=16"], 2, "LoRA+ needs an optimizer"),
 }
 # Moments in parts, weights too, both on the CPU
 GOES_ON = ["lora", "dora", "full", "full by ZeRO-2", "full, offloaded"]

@@ -148,8 +148,8 @@ def test_a_row_that_processes_share_is_planned_as_two_gpus_measured_it(large) ->
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (("model.attention=auto",), "works with torch's own attention alone"),
-        (("data.packing=true",), "cuts through a packed row's documents"),
+        (("model.attention=auto",), "works only with PyTorch's own attention"),
+        (("data.packing=true",), "would cut packed examples into pieces"),
     ],
 )
 def test_what_can_not_share_rows_is_refused_as_in_a_run(given: tuple[str, ...], said: str, large) -> None:
@@ -220,13 +220,13 @@ def test_weights_are_not_split_where_that_takes_more(large) -> None:
         (
             "8xh100_fp8_te",
             ("adapter.type=full", "speed.activation_checkpointing=full"),
-            "in force in forward alone",
+            "applies only in the forward pass",
         ),
         ("8xh100_fp8", ("adapter.type=full",), "means a frozen fp8 base"),
-        ("8xh100_fp8", ("model.quantization=none",), "means an fp8 base model"),
-        ("fsdp2_8", ("adapter.type=qlora",), "hands on no base in nf4"),
-        ("fsdp2_8", ("adapter.type=adalora",), "ranks are chosen by whole ones"),
-        ("zero2_8", ("model.quantization=fp8",), "casts or splits weights"),
+        ("8xh100_fp8", ("model.quantization=none",), "fp8 base model, and the recipe says none"),
+        ("fsdp2_8", ("adapter.type=qlora",), "can't send a base model in nf4"),
+        ("fsdp2_8", ("adapter.type=adalora",), "AdaLoRA's ranks are chosen by whole gradients"),
+        ("zero2_8", ("model.quantization=fp8",), "casts or shards weights"),
     ],
 )
 def test_what_a_launch_refuses_is_not_planned(config: str, given: tuple[str, ...], said: str, large) -> None:
@@ -259,7 +259,7 @@ def test_a_launch_around_the_plan_is_none_of_it(large, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("said", "given", "refused"),
     [
-        ("gradient_clipping: 0.5", (), "max_grad_norm decides.*\n.*found: +0.5\n.*expected: +1\n"),
+        ("gradient_clipping: 0.5", (), "contradicts train.max_grad_norm.*\n.*found: +0.5\n.*expected: +1\n"),
         ("gradient_clipping: 1.0", (), ""),
         ("gradient_clipping: 0.5", ("train.max_grad_norm=0.5",), ""),
         ("gradient_accumulation_steps: 1", (), ""),

@@ -72,7 +72,7 @@ CONTRADICTIONS = {
     "TE splits nothing": (
         {"ACCELERATE_FP8_BACKEND": "TE", **FSDP},
         {"kind": "full"},
-        "TE of the accelerate config is served with whole",
+        "TE of the accelerate config needs whole weights",
     ),
     "TE un-freezes": ({"ACCELERATE_FP8_BACKEND": "TE"}, {}, "requires_grad=True"),
     "AO on an adapter": ({"ACCELERATE_FP8_BACKEND": "AO"}, {}, "8xh100_fp8.yaml"),
@@ -85,7 +85,7 @@ CONTRADICTIONS = {
     "TE runs a layer again": (
         {"ACCELERATE_FP8_BACKEND": "TE"},
         {"kind": "full", "activation_checkpointing": "full"},
-        "in force in forward alone",
+        "applies only in the forward pass",
     ),
     "TE and layers on the CPU": (
         {"ACCELERATE_FP8_BACKEND": "TE"},
@@ -108,19 +108,23 @@ CONTRADICTIONS = {
         "interval: 1",
     ),
     "AO's all-gather": ({"ACCELERATE_FP8_BACKEND": "AO"}, {"kind": "full"}, "nothing would train"),
-    "codes by rank 0 alone": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {}, "no base in fp8"),
-    "fp8 under DeepSpeed": (ZERO, {}, "DeepSpeed knows no mixed_precision: fp8"),
+    "codes by rank 0 alone": (
+        {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+        {},
+        "can't send a base model in fp8",
+    ),
+    "fp8 under DeepSpeed": (ZERO, {}, "DeepSpeed does not support mixed_precision: fp8"),
 }
 MORE = {
-    "FSDP on the CPU": (FSDP, {"machine": CPU}, "becomes plain DDP"),
+    "FSDP on the CPU": (FSDP, {"machine": CPU}, "uses plain DDP"),
     "FSDP1": ({**FSDP, "FSDP_VERSION": "1"}, {}, "fsdp_version: 2"),
     "recomputed twice": ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "both recompute layers"),
     "compiled twice": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "speed.compile"),
     "codes by rank 0": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": "qlora"}, "quantised"),
-    "int8 in parts": (FSDP, {"quantization": "int8"}, "can't split a base in int8"),
-    "codes under ZeRO-3": (ZERO, {"quantization": "fp8"}, "codes (fp8)"),
-    "DeepSpeed as DDP": ({**ZERO, "ACCELERATE_USE_CPU": "true"}, {"machine": CPU}, "becomes plain DDP"),
-    "DeepSpeed's 16 bits": (ZERO, {"machine": CPU}, "computes in 16 bits on GPUs alone"),
+    "int8 in parts": (FSDP, {"quantization": "int8"}, "can't shard a base model in int8"),
+    "codes under ZeRO-3": (ZERO, {"quantization": "fp8"}, "can't train on a base model in fp8"),
+    "DeepSpeed as DDP": ({**ZERO, "ACCELERATE_USE_CPU": "true"}, {"machine": CPU}, "uses plain DDP"),
+    "DeepSpeed's 16 bits": (ZERO, {"machine": CPU}, "supports 16-bit precision only on GPUs"),
     "AdaLoRA in parts": (ZERO, {"kind": "adalora"}, "AdaLoRA's ranks"),
     "tensor parallel": ({**PARALLEL, "PARALLELISM_CONFIG_TP_SIZE": "2"}, {}, "tp_size"),
     "sequence parallel": ({**PARALLEL, "PARALLELISM_CONFIG_SP_SIZE": "2"}, {}, "sp_size"),
@@ -129,7 +133,7 @@ MORE = {
     "DeepSpeed's own file": (
         {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, {}, "ds.json",
     ),
-    "one process started": ({"MASTER_ADDR": "127.0.0.1"}, {}, "one was started"),
+    "one process started": ({"MASTER_ADDR": "127.0.0.1"}, {}, "the launcher started one"),
 }  # fmt: skip
 
 
@@ -184,7 +188,7 @@ def test_a_sliding_window_is_not_cut(window: int | None, launched, tmp_path) -> 
     loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", "model.attention=sdpa"])
     launch_conflicts.against_launch(loaded)
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="2")
-    refused = pytest.raises(UserError, match="cuts through a sliding window")
+    refused = pytest.raises(UserError, match="cut the model's sliding window")
     with refused if window else contextlib.nullcontext():
         launch_conflicts.against_launch(loaded)
 
@@ -249,7 +253,7 @@ def test_a_batch_is_not_searched_where_weights_are_split(launched) -> None:
     """Said before any weight is loaded."""
     launched(**FSDP)
     given = ["train.per_device_train_batch_size=auto"]
-    with pytest.raises(UserError, match="FSDP of the accelerate config splits the weights") as raised:
+    with pytest.raises(UserError, match="search runs before FSDP shards the weights") as raised:
         launch_conflicts.against_launch(loader.load(QUICKSTART, given))
     assert raised.value.code == 2
 
