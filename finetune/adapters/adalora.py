@@ -12,7 +12,7 @@ masked triplet goes on learning and may win its rank back at a later allocation 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from transformers import TrainerCallback
@@ -29,6 +29,18 @@ if TYPE_CHECKING:
 AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # the allocator's memory, by PEFT's names
 AT_ONCE = 32  # tensors of one call: few launches on a GPU, and still in a CPU's cache
 SHOWN = 5  # tensors named in an error
+
+
+class Regularizer(NamedTuple):
+    """AdaLoRA's orthogonality term (eq. 4), and how often it is computed."""
+
+    weight: float
+    every: int
+    """Optimizer steps from one computation to the next. The weight is multiplied by it."""
+    vectors: Vectors
+
+    def is_due(self, step: int) -> bool:
+        return bool(self.weight) and step % self.every == 0
 
 
 class AllocateRanks(TrainerCallback):
@@ -201,6 +213,12 @@ def drop_masked_ranks(model: PeftModel) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name or ".ranknum." in name:
             parameter.data = parameter.data.float()
+
+
+def allocates(model: Any) -> bool:
+    """Whether the model's adapter is AdaLoRA."""
+    config: Any = getattr(model, "peft_config", {}).get("default")
+    return config is not None and config.peft_type == "ADALORA"
 
 
 def singular_vectors(model: PeftModel) -> Vectors:

@@ -15,7 +15,6 @@ import numpy as np
 import psutil
 import torch
 from accelerate import PartialState
-from accelerate.utils import send_to_device
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import checkpoints, serialization
@@ -35,23 +34,21 @@ class Trainer(Protocol):
     """The attributes of the Trainer that a checkpoint saves and restores."""
 
     accelerator: Any
-    args: Any
     batches: Any
     contract: Any
     epoch_rng: Any
     lr_scheduler: Any
     model: Any
     optimizer: Any
-    orthogonality_weight: Any
-    remembering: Any
+    regularizer: Any
+    remembered: Any
     resumed: Any
     state: Any
-    sums: Any
     writer: Any
-    _globalstep_last_logged: Any
-    _metrics: Any
-    _total_train_tokens: Any
-    _tr_loss: Any
+
+    def log_state(self) -> dict[str, Any]: ...
+    def restore_log(self, kept: dict[str, Any]) -> None: ...
+    def restore_batches(self, kept: Any) -> None: ...
 
 
 def save(trainer: Trainer) -> None:
@@ -221,14 +218,14 @@ def _set_weights(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
 
 def _allocation(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return AdaLoRA's importances and masks."""
-    if not trainer.orthogonality_weight and not hasattr(trainer, "singular_vectors"):
+    if trainer.regularizer is None:
         return {}
     found = adalora.allocation_state(trainer.model)
     return {name: tensor for name, tensor in found.items() if not name.startswith("parameter.")}
 
 
 def _set_allocation(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
-    if hasattr(trainer, "singular_vectors"):
+    if trainer.regularizer is not None:
         weights = {f"parameter.{name}": tensor.detach().clone() for name, tensor in _weights(trainer).items()}
         adalora.restore_allocation(trainer.model, {**weights, **kept})
 
@@ -257,41 +254,13 @@ def _set_scaler(trainer: Trainer, kept: Any) -> None:
 
 
 def _callbacks(trainer: Trainer) -> dict[str, Any]:
-    return {name: callback.state_dict() for name, callback in trainer.remembering.items()}
+    return {name: callback.state_dict() for name, callback in trainer.remembered.items()}
 
 
 def _set_callbacks(trainer: Trainer, kept: dict[str, Any]) -> None:
-    for name, callback in trainer.remembering.items():
+    for name, callback in trainer.remembered.items():
         if name in kept:  # a checkpoint of an older version may lack it: the callback then starts new
             callback.load_state_dict(kept[name])
-
-
-def _log(trainer: Trainer) -> dict[str, Any]:
-    """Return the sums since the last logged step."""
-    return {
-        "loss": trainer._tr_loss.detach().to("cpu", copy=True),
-        "step": trainer._globalstep_last_logged,
-        "tokens": trainer._total_train_tokens,
-        "metrics": send_to_device(dict(trainer._metrics["train"]), "cpu"),  # a plain dict can be restored
-        "sums": send_to_device(dict(trainer.sums), "cpu"),
-    }
-
-
-def _set_log(trainer: Trainer, kept: dict[str, Any]) -> None:
-    device = trainer.args.device
-    trainer._tr_loss = kept["loss"].to(device)
-    trainer._globalstep_last_logged = kept["step"]
-    trainer._total_train_tokens = kept["tokens"]
-    trainer._metrics["train"].update(send_to_device(kept["metrics"], device))
-    trainer.sums.update(send_to_device(kept["sums"], device))
-
-
-def _batches(trainer: Trainer) -> Any:
-    return torch.as_tensor(trainer.batches, dtype=torch.int64).cpu()
-
-
-def _set_batches(trainer: Trainer, kept: Any) -> None:
-    trainer.batches = kept.to(trainer.args.device)
 
 
 PARTS: dict[str, tuple[Any, Any]] = {  # name -> (save from the trainer, restore into it)
@@ -307,8 +276,11 @@ PARTS: dict[str, tuple[Any, Any]] = {  # name -> (save from the trainer, restore
     "rng": (lambda trainer: random_state(), lambda trainer, kept: set_random_state(kept)),
     # The generators at the start of the epoch, from which the sampler draws the order of the rows.
     "epoch_rng": (lambda trainer: trainer.epoch_rng, lambda trainer, kept: set_random_state(kept)),
-    "log": (_log, _set_log),
-    "batches": (_batches, _set_batches),
+    "log": (lambda trainer: trainer.log_state(), lambda trainer, kept: trainer.restore_log(kept)),
+    "batches": (
+        lambda trainer: torch.as_tensor(trainer.batches, dtype=torch.int64),
+        lambda trainer, kept: trainer.restore_batches(kept),
+    ),
 }
 
 

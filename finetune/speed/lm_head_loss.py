@@ -59,6 +59,48 @@ class Installed:
     """Whether anything as wide as the vocabulary was among them."""
 
 
+class HeadLoss:
+    """The loss of a run: `chunked` on the model's own head, or `trl`, which is TRL's fused head."""
+
+    def __init__(self, chosen: str, *, compiled: bool = False) -> None:
+        """Args: compiled: whether softmax and its gradient are compiled."""
+        self.chosen, self.compiled = chosen, compiled
+        self.installed: Installed | None = None
+
+    def install(self, model: nn.Module) -> None:
+        if self.chosen == "chunked":
+            self.installed = install(model, compiled=self.compiled)
+
+    def remove(self) -> None:
+        """Give the model its own forward back, and let go of the model."""
+        if self.installed:
+            self.installed.undo()
+        self.installed = None
+
+    def counts(self) -> dict[str, Any]:
+        return dict(vars(self.installed)) if self.installed else {}
+
+    def restore_counts(self, counts: dict[str, Any]) -> None:
+        if self.installed:
+            vars(self.installed).update(counts)
+
+    def add_receipt(self, operations: Collection[str], micro_batches: int, ledger: RunChecks) -> None:
+        """Which loss ran in step 1, by the autograd functions among the profiled operations, and what ours
+        kept."""
+        names = {"_OutputHead": "chunked", "ChunkedLogProbFunction": "trl"}
+        ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
+        how, code, installed = "profile of the first forward", Exit.ENVIRONMENT, self.installed
+        if installed is None:
+            ledger.add("speed.loss", self.chosen, ran, how, code=code)
+            return
+        kept = "logits" if installed.logits_kept else f"{formatting.size(installed.kept)} and no logits"
+        got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} rows; kept {kept}"
+        ok = ran == self.chosen and installed.calls == micro_batches and not installed.logits_kept
+        how += "; calls and rows of step 1; what the first call's backward holds"
+        expected = f"{self.chosen}, {micro_batches} calls; no logits kept"
+        ledger.add("speed.loss", expected, got, how, ok=ok, code=code)
+
+
 def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice:
     """`chunked` or `trl`, TRL's fused head; `auto` takes the first wherever it gives the same loss.
 
@@ -316,24 +358,3 @@ def count(ran: Installed, result: TokenLoss, rows: int, num_labels: int, head: t
         ran.kept = sum(tensor.nbytes for tensor in held)
         vocabulary, hidden = head
         ran.logits_kept = hidden != vocabulary and any(t.shape[1:] == (vocabulary,) for t in held)
-
-
-def add_receipt(
-    chosen: str,
-    installed: Installed | None,
-    operations: Collection[str],
-    micro_batches: int,
-    ledger: RunChecks,
-) -> None:
-    """Which loss ran in step 1, by the autograd functions among profiled operations, and what ours kept."""
-    names = {"_OutputHead": "chunked", "ChunkedLogProbFunction": "trl"}
-    ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
-    how, code = "profile of the first forward", Exit.ENVIRONMENT
-    if installed is None:
-        ledger.add("speed.loss", chosen, ran, how, code=code)
-        return
-    kept = "logits" if installed.logits_kept else f"{formatting.size(installed.kept)} and no logits"
-    got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} rows; kept {kept}"
-    ok = ran == chosen and installed.calls == micro_batches and not installed.logits_kept
-    how += "; calls and rows of step 1; what the first call's backward holds"
-    ledger.add("speed.loss", f"{chosen}, {micro_batches} calls; no logits kept", got, how, ok=ok, code=code)

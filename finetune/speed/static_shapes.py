@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.distributed import launch_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sized
+
+
+def one_shape(rows: int, documents: Iterable[Sized], length: int) -> tuple[int, int, int]:
+    """Of every flattened batch: tokens, documents with those that fill it up, and tokens of the longest.
+
+    Args:
+        rows: packed rows of a batch.
+        documents: of each packed row of the data.
+        length: tokens of a full row.
+    """
+    return rows * length, rows * max(map(len, documents)) + rows + 1, length
 
 
 def tokens_of(shape: tuple[int, int, int], parts: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
-from finetune.adapters import trainable_parameters
+from finetune.adapters import adalora, trainable_parameters
 from finetune.data.preparation import held_out
 from finetune.evaluation import lm_eval_harness, scoring
 
@@ -184,7 +184,6 @@ def asked(
         return []
     rows = held_out(recipe.data, tokenizer, recipe.train.seed, declared)
     config: Any = getattr(adapted, "peft_config", {}).get("default")
-    allocates: bool = config is not None and config.peft_type == "ADALORA"
     # before its budget is reached it has more ranks than were asked for
-    in_budget: int = config.total_step - config.tfinal if allocates and config else 0
+    in_budget: int = config.total_step - config.tfinal if adalora.allocates(adapted) else 0
     return [Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]

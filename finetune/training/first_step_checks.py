@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -18,42 +19,47 @@ from finetune.speed import activation_offload, live_model_spec
 from finetune.training import optimizers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from peft import PeftModel
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import Choice, RunChecks
+    from finetune.speed import lm_head_loss
+    from finetune.training.oom_recovery import MicroBatches
 
 GRAPHS_COUNTED = "torch._dynamo's own count after the first step"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a run has decided, and its first step must show."""
+
+    steps: int
+    batch: int
+    """Sequences of an optimizer step."""
+    loss: lm_head_loss.HeadLoss
+    optimizer: optimizers.OptimizerChoice
+    micro_batches: MicroBatches
+    compiled: Choice | None = None
+    graphs: Choice | None = None
+
+    @property
+    def has_graphs(self) -> bool:
+        return self.graphs is not None and self.graphs.value == "on"
 
 
 class FirstStep(TrainerCallback):
     """Run checks of the first optimizer step, read from the operations and batches that really ran."""
 
-    add_loss: Callable[..., None] | None = None
-    """Adds the loss's run check, from the profiled operations and the number of micro-batches."""
     first = 1
     """The first step of this process: a resumed run has gone further."""
-    optimizer: Any = None
-    """The class that `train.optim` means."""
     rounding: qat.Watch | None = None
     offloaded: activation_offload.Activations | None = None
 
-    def __init__(
-        self,
-        ledger: RunChecks,
-        setup: Setup,
-        *,
-        steps: int,
-        batch: int,
-        compiled: Choice | None = None,
-        cudagraphs: Choice | None = None,
-    ) -> None:
-        self.ledger, self.steps, self.batch = ledger, steps, batch
-        self.compiled = compiled if compiled and compiled.value == "on" else None
-        self.cudagraphs = cudagraphs is not None and cudagraphs.value == "on"
+    def __init__(self, ledger: RunChecks, setup: Setup, planned: Planned) -> None:
+        self.ledger, self.planned = ledger, planned
         self.compiled_graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
@@ -64,7 +70,6 @@ class FirstStep(TrainerCallback):
         self.operations: dict[str, list[list[int]]] = {}
         self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
         self.flat = False
-        self.loaded = 0  # micro-batches of the step as the loader made them; each may be divided
 
     @contextlib.contextmanager
     def watch(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -93,6 +98,15 @@ class FirstStep(TrainerCallback):
         self.operations = {event.name(): event.shapes() for event in events}
         self.fp8_gemms = sum(event.name() == "aten::_scaled_mm" for event in events)
 
+    def counts(self) -> tuple[int, int, int]:
+        return self.micro_batches, self.rows, self.loss_tokens
+
+    def restore_counts(self, counts: tuple[int, int, int]) -> None:
+        """The step is made again: count it from its beginning."""
+        self.micro_batches, self.rows, self.loss_tokens = counts
+        if self.offloaded:
+            self.offloaded.restart()
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -117,11 +131,12 @@ class FirstStep(TrainerCallback):
         if self.flat:  # all rows of a batch are one there: the loader knows how many
             loader = kwargs["train_dataloader"]
             at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
-            rows = self.loaded * at_once * self.processes
+            loaded = len(self.planned.micro_batches.kept[state.global_step])  # each may be divided
+            rows = loaded * at_once * self.processes
         # A run may be resumed before the last step of an epoch, which takes the rows that are left
-        ok = rows == self.batch or (self.first > 1 and rows < self.batch and float(state.epoch).is_integer())
-        add("train.effective_batch_size", self.batch, rows, how, ok=ok)
-        add("steps planned", self.steps, state.max_steps, "the Trainer's own count, before training")
+        batch, ends_epoch = self.planned.batch, self.first > 1 and float(state.epoch).is_integer()
+        add("train.effective_batch_size", batch, rows, how, ok=rows == batch or (ends_epoch and rows < batch))
+        add("steps planned", self.planned.steps, state.max_steps, "the Trainer's own count, before training")
         # of all ranks: one that shares a long row may have none of its answer
         labels = sum(collectives.gathered(self.loss_tokens))
         add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
@@ -135,22 +150,22 @@ class FirstStep(TrainerCallback):
         if self.fp8:
             got, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
             add("fp8 products", f"at least {least}", got, how, ok=self.fp8_gemms >= least, code=code)
-        if self.add_loss:
-            self.add_loss(sorted(self.operations), self.micro_batches, self.ledger)
+        self.planned.loss.add_receipt(sorted(self.operations), self.micro_batches, self.ledger)
         if self.rounding:
             self.rounding.add_receipt(self.ledger)
         if self.offloaded:
             self.offloaded.add_receipt(self.micro_batches, self.ledger)
         optim = getattr(args.optim, "value", args.optim)  # the name: str() of transformers' enum is another
-        optimizers.add_receipt(kwargs["optimizer"], optim, self.optimizer, self.ledger)
-        if self.compiled:
+        optimizers.add_receipt(kwargs["optimizer"], optim, self.planned.optimizer.kind, self.ledger)
+        compiled = self.planned.compiled
+        if compiled and compiled.value == "on":
             counters = torch._dynamo.utils.counters
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
             over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
             how, got = GRAPHS_COUNTED, f"{breaks} graph breaks, {graphs} graphs"
             got += ", some layers in eager mode: over torch._dynamo.config.recompile_limit" if over else ""
             whole, self.compiled_graphs = not breaks and not over, graphs
-            add("speed.compile", "0 graph breaks", got, how, ok=whole or self.compiled.reason != "asked for")
+            add("speed.compile", "0 graph breaks", got, how, ok=whole or compiled.reason != "asked for")
         self.ledger.check()
 
     def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
@@ -165,9 +180,9 @@ class FirstStep(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
-        if self.cudagraphs:
+        if self.planned.has_graphs:
             add_receipt(self.ledger, len(live_model_spec.decoder_layers(kwargs["model"])))
-        if self.compiled and self.compiled_graphs:
+        if self.compiled_graphs:
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.compiled_graphs
             how = "of batches of other lengths: data.packing and padding_free have one"
             self.ledger.add(

@@ -243,17 +243,10 @@ def micro_batches(
         recipe.data.max_length,
     )
     less = oom_recovery.fixes(*asked, allowed, graphs=graphs)
-    made = oom_recovery.of(less, batch, run.console, run.checks)
+    tell = partial(oom_recovery.tell, batch.per_device, run.console, run.checks)
     length = recipe.data.max_length // setup.launch.sharing
-    made.needs = partial(oom_recovery.needed, length, setup, fast, beside(recipe, setup))
-    return made
-
-
-def one_shape(batch: Batch, dataset: Any, length: int) -> tuple[int, int, int]:
-    """Of every flattened batch: tokens, documents with those that fill it up, also to a multiple, and tokens
-    of the longest."""
-    rows = batch.per_device
-    return rows * length, rows * max(map(len, dataset["where"])) + rows + 1, length
+    needs = partial(oom_recovery.needed, length, setup, fast, beside(recipe, setup))
+    return oom_recovery.MicroBatches(batch.per_device, less, tell, needs)
 
 
 def check_space(

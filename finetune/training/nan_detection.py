@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import deque
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -28,11 +28,22 @@ if TYPE_CHECKING:
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Train
     from finetune.run_folder.run_folder import RunFolder
+    from finetune.training.oom_recovery import MicroBatches
 
 HALVINGS = 20  # of fp16's loss scale in a row: 65,536 is 1 after 16
 WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and those that make one
 WORTH_A_WORD = 2.0  # times the median
 SMALL = 0.03  # a median below it counts as it: what is learnt by heart has losses that differ several times
+
+
+class Steps(Protocol):
+    """What is asked of the Trainer about a step."""
+
+    micro_batches: MicroBatches
+    model_wrapped: Any
+    train_dataset: Any
+
+    def look_again(self, step: int) -> str: ...
 
 
 class NonFinite(TrainerCallback):
@@ -46,7 +57,7 @@ class NonFinite(TrainerCallback):
     already: of a run that ends here, where only the look at the step again meets them.
     """
 
-    trainer: Any = None
+    trainer: Steps | None = None
     """Whose micro-batches are looked at again."""
 
     def __init__(self, allowed: int, folder: Path, screen: Console) -> None:
@@ -54,6 +65,10 @@ class NonFinite(TrainerCallback):
         self.allowed, self.folder, self.screen = allowed, folder, screen
         self.step: int | None = None  # whose norm is on its way
         self.in_a_row = self.skipped = 0
+
+    def follow(self, trainer: Steps) -> None:
+        """The Trainer's constructor calls it: upstream hands no callback the Trainer."""
+        self.trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": self.in_a_row, "skipped": self.skipped}
@@ -81,6 +96,7 @@ class NonFinite(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self.check()
+        assert self.trainer
         engine, inner = self.trainer.model_wrapped, optimizer.optimizer
         if hasattr(engine, "get_global_grad_norm"):  # DeepSpeed has made its update already
             norm = float(engine.get_global_grad_norm() or 0.0)
@@ -157,6 +173,7 @@ class NonFinite(TrainerCallback):
 
     def stop(self, step: int) -> NoReturn:
         """End the run, with what was in the step kept for another look."""
+        assert self.trainer
         place = self.folder / f"nonfinite-step-{step}"
         rank, batches = collectives.index(), self.trainer.micro_batches.kept.get(step, [])
         keep(place, rank, batches)

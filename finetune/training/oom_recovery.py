@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.autoconfig import decisions, memory_estimate
 from finetune.autoconfig.compilation import Work
-from finetune.checkpointing import training_state
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.distributed import collectives
 from finetune.speed import chunked_cross_entropy
@@ -21,7 +19,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.console import Console
     from finetune.core.run_checks import Choice, RunChecks
@@ -38,18 +35,22 @@ class MicroBatches:
 
     parts = 1
 
-    def __init__(self, rows: int, fixes: Sequence[str] = (), tell: Callable[[int, int], None] | None = None):
+    def __init__(
+        self,
+        rows: int,
+        fixes: Sequence[str] = (),
+        tell: Callable[[int, int], None] | None = None,
+        needs: Callable[[Any, int], str] = lambda model, rows: "",
+    ) -> None:
         """Args:
         rows: of a whole micro-batch.
         fixes: what the user may change when one row is too much.
         tell: is called with the step that is made again, and the rows it now takes at once.
+        needs: says how much memory a step of the model takes with so many rows.
         """
-        self.rows, self.fixes, self.tell = rows, fixes, tell
+        self.rows, self.fixes, self.tell, self.needs = rows, fixes, tell, needs
         self.kept: dict[int, list[dict[str, Any]]] = {}
         self.error = ""  # of the attempt that ran out of memory; one that follows it is not made
-
-        self.held: Callable[[], str] = str  # says what takes the memory
-        self.needs: Callable[[Any, int], str] = lambda model, rows: ""  # says what so many rows would take
 
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self.parts}
@@ -73,18 +74,25 @@ class MicroBatches:
             else:
                 yield from documents_apart(batch, self.parts)
 
-    def too_large(self, step: int, said: str) -> UserError:
-        """What to say where a step can't be made again, or not in smaller parts."""
+    def too_large(self, step: int, said: str, held: str = "") -> UserError:
+        """What to say where a step can't be made again, or not in smaller parts.
+
+        Args:
+            held: what takes the memory, of `held`.
+        """
         rows = math.ceil(self.rows / self.parts)
         least = [n for n in range(1, rows) if self.rows % n == 0]  # a process's share divides by these
         fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
         what = f"out of memory in step {step}, with {'one row' if rows == 1 else f'{rows} rows'} at once"
         fix = "; or ".join([*fewer, *self.fixes][:3]) + "; what each gives: finetune plan"
-        found = "; ".join(filter(None, [first_line(said), self.held()]))
+        found = "; ".join(filter(None, [first_line(said), held]))
         return UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
 
-    def again(self, step: int) -> bool:
+    def again(self, step: int, describe: Callable[[], str]) -> bool:
         """Whether a rank ran out of memory; then all make the step again, in smaller parts.
+
+        Args:
+            describe: says what takes the memory.
 
         Raises:
             UserError: there is no smaller part (exit 5).
@@ -94,17 +102,12 @@ class MicroBatches:
             return False
         said = next(filter(None, collectives.gathered(self.error)))
         if self.parts >= self.rows:
-            raise self.too_large(step, said)
+            raise self.too_large(step, said, describe())
         self.parts, self.error = self.parts * 2, ""
         rows = math.ceil(self.rows / self.parts)
         if self.tell:
             self.tell(step, rows)
         return True
-
-
-def of(less: Sequence[str], batch: Batch, screen: Console, ledger: RunChecks) -> MicroBatches:
-    """Return the micro-batches of a run, whose `fixes` are `less`."""
-    return MicroBatches(batch.per_device, less, partial(tell, batch.per_device, screen, ledger))
 
 
 def needed(
@@ -144,11 +147,11 @@ def tell(whole: int, screen: Console, ledger: RunChecks, step: int, rows: int) -
     ledger.add("rows at once", whole, rows, how, ok=True)
 
 
-def held(trainer: Any) -> str:
+def held(model: Any, optimizer: Any, batches: MicroBatches) -> str:
     """What takes memory, in GiB, and what was needed; on a GPU also what is left of the most in use."""
-    parameters = list(trainer.model.parameters())
+    parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
-    state = getattr(trainer.optimizer, "state", {}).values()
+    state = getattr(optimizer, "state", {}).values()
     taken = {
         "the base's weights": sum(p.nbytes for p in parameters if not p.requires_grad),
         "what trains": sum(p.nbytes for p in trained),
@@ -160,8 +163,8 @@ def held(trainer: Any) -> str:
     largest = sorted(taken.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in largest if size > 0)
     text = f"in use, GiB: {text}" + (f"; together {most / 2**30:.3g}" if most else "")
-    parts = trainer.micro_batches
-    return "; ".join(filter(None, [text, parts.needs(trainer.model, math.ceil(parts.rows / parts.parts))]))
+    rows = math.ceil(batches.rows / batches.parts)
+    return "; ".join(filter(None, [text, batches.needs(model, rows)]))
 
 
 def fixes(
@@ -241,36 +244,6 @@ def _counted(part: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
         **part,
         **dict(zip(("num_labels", "num_tokens"), chunked_cross_entropy.numbers(part), strict=True)),
     }
-
-
-class Before:
-    """What a step changes before its update: kept at its beginning, put back to make it again."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.random = training_state.random_state()
-        self.sums = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in trainer.sums.items()}
-        self.metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        self.tokens, self.batches = trainer._total_train_tokens, trainer.batches
-        first = trainer.first_step
-        self.first = first.micro_batches, first.rows, first.loss_tokens
-        self.computed = dict(vars(trainer.chunked)) if trainer.chunked else {}
-
-    def put_back(self, trainer: Any) -> None:
-        training_state.set_random_state(self.random)
-        trainer.sums.clear()
-        trainer.sums.update(
-            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in self.sums.items()}
-        )
-        trainer._metrics["train"].clear()
-        trainer._metrics["train"].update({name: list(values) for name, values in self.metrics.items()})
-        trainer._total_train_tokens, trainer.batches = self.tokens, self.batches
-        first = trainer.first_step
-        first.micro_batches, first.rows, first.loss_tokens = self.first
-        if trainer.chunked:
-            vars(trainer.chunked).update(self.computed)
-        if first.offloaded:
-            first.offloaded.restart()
-        trainer.model.zero_grad()
 
 
 def _gpu() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,14 +19,39 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
     from transformers import TrainerControl, TrainerState, TrainingArguments
+    from trl.trainer.sft_config import SFTConfig
 
     from finetune.core.run_checks import RunChecks
-    from finetune.recipe.schema import Speed
+    from finetune.recipe.schema import Adapter, Speed
+
+
+class OptimizerChoice(NamedTuple):
+    """The recipe's optimizer: made already (LoRA+), or by the Trainer of its class and options."""
+
+    kind_and_options: tuple[Any, dict[str, Any]]
+    made: Optimizer | None = None
+
+    @property
+    def kind(self) -> Any:
+        """The class that steps. torchao's offloaded optimizer gets it as an option."""
+        kind, options = self.kind_and_options
+        return options.get("optimizer_class", kind)
+
+
+def choose(arguments: SFTConfig, adapted: Any, adapter: Adapter, speed: Speed) -> OptimizerChoice:
+    """The optimizer of a run.
+
+    Raises:
+        UserError: it can't be had here (exit 3).
+    """
+    found, ratio = kind_and_options(arguments, adapted, speed), adapter.ours("loraplus_lr_ratio")
+    made = loraplus_optimizer(adapted, found, ratio, arguments.weight_decay) if ratio else None
+    return OptimizerChoice(found, made)
 
 
 def loraplus_optimizer(
     adapted: PeftModel, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """The recipe's optimizer, in which B learns `ratio` times as fast as A; so do one-dimensional weights,
     such as DoRA's magnitudes.
 

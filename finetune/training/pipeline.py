@@ -28,7 +28,6 @@ from trl.trainer.sft_config import SFTConfig
 from finetune.adapters import adalora, initialization, trainable_parameters
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
-from finetune.checkpointing.checkpoints import Writer
 from finetune.core import safe_files
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Stopped, UserError, stage
@@ -45,24 +44,20 @@ from finetune.distributed import (
 from finetune.evaluation import lm_eval_harness, reopen, scoring, tasks
 from finetune.hardware import detection
 from finetune.kernels import attention_functions
-from finetune.models import fingerprint, generation_config, router_loss, tokenizer_setup
+from finetune.models import fingerprint, generation_config, router_loss
 from finetune.preflight import choice_checks, token_checks
 from finetune.reporting import html_report, terminal
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
-from finetune.speed import apply_to_model, dora_norm
+from finetune.speed import apply_to_model
 from finetune.training import (
     auto_correction,
     batch_search,
-    eval_callback,
-    first_step_checks,
     launch_checks,
     model_setup,
-    nan_detection,
     optimizers,
     resolved_recipe,
     resume_facts,
-    step_metrics,
     stopping,
     trackers,
     training_arguments,
@@ -71,7 +66,7 @@ from finetune.training import (
 )
 from finetune.training.auto_correction import Correction, StartAgain
 from finetune.training.run_context import RunContext
-from finetune.training.trainer import Trainer, build
+from finetune.training.trainer_setup import StepPlan, TrainerInputs, build
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,8 +76,10 @@ if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
     from finetune.checkpointing.checkpoints import Found
     from finetune.recipe.schema import Adapter, Recipe, Train
+    from finetune.training.eval_callback import Validate
     from finetune.training.stop_condition import Until
     from finetune.training.stopping import Stop
+    from finetune.training.trainer import Trainer
 
 
 def run(
@@ -187,7 +184,6 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
     work = model_setup.work_of(adapted, recipe, setup, most, flops * whole * steps)
     with stage("tried the speed options on the model", "speed"):
         fast = model_setup.make_fast(run, adapted, arguments, work)
-    compile, compiled = fast["speed.compile"], fast["speed.compile"].value == "on"
     model_setup.check_space(adapted, recipe, setup, where)
     contract["base"] = model_setup.frozen_fingerprint(adapted, found, ledger)
     if recipe.train.per_device_train_batch_size == "auto" and not correction.micro_batch:
@@ -214,57 +210,31 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
             with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
                 initialization.save_initial(adapted, private)
             resume.begin(folder, found, contract, choices, screen)
-        made = {"compiled": compile, "cudagraphs": fast["CUDA graphs"]}
-        first_step = first_step_checks.FirstStep(ledger, setup, steps=steps, batch=batch.effective, **made)
-        metrics = step_metrics.Metrics(folder, screen, setup, batch=batch.effective, flops_per_token=flops)
-        ends = tokenizer_setup.declared_ends(recipe.model)
-        validating = eval_callback.asked(recipe, tokenizer, adapted, metrics, ends)
-        writer = Writer(folder.checkpoints, recipe.train.save_total_limit)
-        schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
-        unusable = nan_detection.watchers(recipe.train, setup.launch.precision, folder, screen, ledger)
-        watching = [first_step, *unusable, metrics, *validating, schedule, *asked.watchers]
-        watching += dora_norm.refreshing(adapted, ledger)
         router = router_loss.count_experts(adapted.config)
-        trainer = build(adapted, recipe, arguments, prepared.train, tokenizer, watching)
-        trainer.loader_timeout = recipe.train.dataloader_timeout
-        trainer.install_loss(fast["speed.loss"].value, compiled=compiled)
-        parts = model_setup.micro_batches(run, batch, fast)
-        trainer.remembers(schedule, contract, parts, metrics, *unusable, *validating)
-        if found is None:
-            trainer.corrector = model_setup.corrector(run, adapted, batch, fast)
+        inputs = TrainerInputs(adapted, arguments, prepared.train, tokenizer)
+        trainer = build(run, inputs, StepPlan(steps, batch, fast, flops, contract), stop, asked.watchers)
         tracked.follow(trainer)
-        if (
-            (recipe.data.packing or recipe.data.padding_free)
-            and (compiled or transformer_engine_layers.used())
-            and rows is not None
-        ):
-            trainer.shape = model_setup.one_shape(batch, prepared.train, recipe.data.max_length)
         launch_checks.add(trainer, setup.launch, ledger)
         training_data.add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
-        with stop.later(), contextlib.closing(writer):
+        validations = trainer.validations
+        with stop.later(), contextlib.closing(trainer.writer):
             with stage("trained the model", code=Exit.TRAINING):
-                train(trainer, recipe.adapter, validating, found, ledger)
+                train(trainer, recipe.adapter, found, ledger)
             router_loss.restore(adapted.config, router)
             training_data.add_stream_receipt(prepared, screen, ledger)
             live = verify_saved.remember(adapted, prepared.train, setup)
             save(adapted, tokenizer, folder, initial, screen)
         verify_saved.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
-        del trainer, adapted
+        del trainer, inputs, adapted
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         with stage("evaluated the model", "eval", code=Exit.TRAINING):
-            result = reopen_and_evaluate(folder, live, validating, ledger, recipe, setup)
+            result = reopen_and_evaluate(folder, live, validations, ledger, recipe, setup)
         terminal.show_result(screen, folder, ledger, result)
     return folder
 
 
-def train(
-    trainer: Trainer,
-    section: Adapter,
-    validating: list[eval_callback.Validate],
-    found: Found | None,
-    ledger: RunChecks,
-) -> None:
+def train(trainer: Trainer, section: Adapter, found: Found | None, ledger: RunChecks) -> None:
     """Train, with the run checks made before, and the weights compared with what they were after."""
     ledger.check()
     adapted: Any = trainer.model
@@ -273,15 +243,13 @@ def train(
         deepspeed_zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify_saved.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
-    ended_by = next((one.patience for one in validating if one.ran_out), None)
-    stopping.add_steps_check(trainer.state, trainer.first_step.steps, ended_by, ledger)
+    ended_by = next((one.patience for one in trainer.validations if one.ran_out), None)
+    stopping.add_steps_check(trainer.state, trainer.first_step.planned.steps, ended_by, ledger)
     launch_checks.add_repeated_check(trainer, ledger)
     launch_checks.add_loader_check(trainer, ledger)
     if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
         gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
-    if trainer.chunked:
-        trainer.chunked.undo()
-        trainer.chunked = trainer.first_step.add_loss = None  # they hold the model, which is opened again
+    trainer.loss.remove()  # it holds the model, which is opened again
     if section.type != "full":
         same = fingerprint.fingerprint(trainable_parameters.frozen(adapted))
         ledger.add(
@@ -292,14 +260,14 @@ def train(
         )
     verify_saved.add_moved_receipt(before, adapted, trainer.state.global_step, ledger)
     trainer.writer.add_receipt(ledger)
-    for validation in validating:
+    for validation in trainer.validations:
         validation.restore(adapted, trainer.state, ledger)
     for name, dtype in rounded.items():
         adapted.get_parameter(name).data = adapted.get_parameter(name).data.to(dtype)
     ratio = section.ours("loraplus_lr_ratio")
     if ratio:
         optimizers.add_loraplus_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)
-    if hasattr(trainer, "singular_vectors"):
+    if trainer.regularizer is not None:
         used, budget = adalora.ranks(adapted)
         ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
         adalora.drop_masked_ranks(adapted)
@@ -332,7 +300,7 @@ def save(
 def reopen_and_evaluate(
     folder: RunFolder,
     live: verify_saved.Live,
-    validating: list[eval_callback.Validate],
+    validations: Sequence[Validate],
     ledger: RunChecks,
     recipe: Recipe,
     setup: Setup,
@@ -343,7 +311,7 @@ def reopen_and_evaluate(
     if setup.launch.processes > 1 and collectives.from_main(lambda: reopen.too_large(recipe.model, setup)):
         return verify_saved.evaluate(folder, live, ledger)
     result = verify_saved.evaluated(live, folder, ledger)
-    for validation in validating:
+    for validation in validations:
         validation.add_receipt(result["tuned"]["loss"], ledger)
     verify_saved.check(folder, ledger)
     return result

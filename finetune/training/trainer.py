@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Sized
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 from transformers import PrinterCallback
 from trl.trainer.sft_trainer import SFTTrainer
@@ -34,47 +35,62 @@ from finetune.training import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from datasets import Dataset
     from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
     from trl.trainer.sft_config import SFTConfig
 
-    from finetune.checkpointing.checkpoints import Writer
-    from finetune.recipe.schema import Recipe
     from finetune.training.auto_correction import Corrector
+    from finetune.training.eval_callback import Validate
     from finetune.training.stopping import Schedule
 
 
+@dataclass(frozen=True)
+class TrainerParts:
+    """What our Trainer has beside the arguments of TRL's. The Trainer is complete when it is constructed."""
+
+    callbacks: Sequence[TrainerCallback]
+    """In the order in which upstream calls them. The callbacks below are among them."""
+    first_step: first_step_checks.FirstStep
+    micro_batches: oom_recovery.MicroBatches
+    loss: lm_head_loss.HeadLoss
+    optimizer: optimizers.OptimizerChoice
+    schedule: Schedule
+    """Says when to save and when to stop."""
+    metrics: step_metrics.Metrics | None = None
+    """Measures how long a step waits for its batch."""
+    nonfinite: nan_detection.NonFinite | None = None
+    validations: Sequence[Validate] = ()
+    """The evaluation while training, if there is one."""
+    contract: Mapping[str, Any] = field(default_factory=dict)
+    """What must be the same when a checkpoint of this run is resumed."""
+    remembered: Sequence[Any] = ()
+    """Parts with `state_dict` and `load_state_dict`: checkpoints hold their state."""
+    corrector: Corrector | None = None
+    """Starts the run again with what `auto` takes next, if its first step runs out of memory."""
+    regularizer: adalora.Regularizer | None = None
+    fixed_shape: tuple[int, int, int] | None = None
+    """Tokens, documents and longest document of each flattened batch, where compiled code wants one shape."""
+    loader_timeout: int = 0
+    """Seconds to wait for a batch of a data loader worker; 0: without a limit."""
+
+
 class Trainer(SFTTrainer):
-    """TRL's trainer, with our loss, AdaLoRA's regulariser (TRL ignores `outputs.loss`), an eye on step 1.
+    """TRL's trainer, with our loss, AdaLoRA's regularizer (TRL ignores `outputs.loss`), and checks of step 1.
 
     It saves and resumes by `training_state`, where upstream does, and does not write upstream's files.
     """
 
-    schedule: Schedule
-    writer: Writer
-    contract: dict[str, Any]
-    """What must be the same when a checkpoint of this run is resumed."""
-    remembering: dict[str, Any]
-    """Callbacks with `state_dict` and `load_state_dict`, by name."""
     resumed: dict[str, Any] | None = None
-    """The parts of the checkpoint that this run goes on from."""
+    """The parts of the checkpoint that this run resumes."""
     batches: Any = 0
     """Digest of all batches of this process so far."""
     epoch_rng: Any = None
     loader: Any = None
-    """torch's loader of the rows to train on."""
-    loader_timeout = 0
-    """Seconds to wait for a batch of one of its workers; 0: without a limit."""
-    sums: dict[str, Any]
-    """What the loss has counted since the last log: tensors that are read then, not before."""
-    micro_batches: oom_recovery.MicroBatches
-    corrector: Corrector | None = None
-    """Starts the run again with what `auto` takes next, if its first step runs out of memory."""
-    nonfinite: nan_detection.NonFinite | None = None
+    """torch's loader of the training examples."""
     exchanged = 0
     """Bytes of gradients in the last step, where we exchange them."""
     ends_step = False
@@ -83,27 +99,45 @@ class Trainer(SFTTrainer):
     """The model, as it is wrapped, whose `modules` these are."""
     modules: list[torch.nn.Module]
 
-    timed: list[step_metrics.Metrics]
-    """Told when a step's end is over."""
-    first_step: first_step_checks.FirstStep
-    orthogonality_weight = 0.0
-    orthogonality_every = 1
-    """Optimizer steps from one computation of the regulariser to the next; its weight is multiplied by it."""
-    singular_vectors: adalora.Vectors
-    shape: tuple[int, int, int] | None = None
-    """Tokens, documents and longest document of each flattened batch, where compiled code wants one shape."""
-
-    chunked: lm_head_loss.Installed | None = None
-    """Our loss, in place of TRL's fused head."""
-
-    def install_loss(self, chosen: str, *, compiled: bool) -> None:
-        """Use the loss that `lm_head_loss.choose` has chosen."""
-        # TRL's and ours count a step's labels themselves, whatever the model's own forward takes
+    def __init__(
+        self,
+        adapted: Any,
+        arguments: SFTConfig,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        parts: TrainerParts,
+    ) -> None:
+        self.first_step, self.micro_batches, self.loss = parts.first_step, parts.micro_batches, parts.loss
+        self.metrics, self.nonfinite, self.validations = parts.metrics, parts.nonfinite, parts.validations
+        self.schedule, self.writer = parts.schedule, parts.schedule.writer
+        self.contract, self.corrector, self.regularizer = parts.contract, parts.corrector, parts.regularizer
+        self.fixed_shape, self.loader_timeout = parts.fixed_shape, parts.loader_timeout
+        self.remembered = {type(part).__name__: part for part in parts.remembered}
+        self.sums: dict[str, Any] = defaultdict(int)
+        """What the loss has counted since the last log: tensors that are read then, not before."""
+        made = {name: weight.data for name, weight in trainable_parameters.trainable(adapted).items()}
+        super().__init__(
+            model=adapted,
+            args=arguments,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=list(parts.callbacks),
+            optimizers=(parts.optimizer.made, None),
+            optimizer_cls_and_kwargs=None if parts.optimizer.made else parts.optimizer.kind_and_options,
+        )
+        for name, weight in trainable_parameters.trainable(adapted).items():
+            weight.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
+        if self.aux_loss_enabled:  # TRL asks for it in each forward; saved, it would end every `generate`
+            adapted.config.get_text_config().output_router_logits = False
+        four_bit.use_policy(self.accelerator, adapted)
+        self.remove_callback(PrinterCallback)
+        # TRL's and our loss count a step's labels themselves, whatever the model's own forward takes
         self.model_accepts_loss_kwargs = True
-        self.chunked = lm_head_loss.install(self.model, compiled=compiled) if chosen == "chunked" else None
-        self.first_step.add_loss = partial(lm_head_loss.add_receipt, chosen, self.chunked)
-        if self.chunked and isinstance(self.train_dataset, Sized):  # streams join batches, of tensors alone
+        self.loss.install(adapted)
+        if self.loss.installed and isinstance(dataset, Sized):  # streams join batches, of tensors alone
             self.data_collator = partial(chunked_cross_entropy.counted, self.data_collator)
+        if self.nonfinite:
+            self.nonfinite.follow(self)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
         """One micro-batch, or the whole step again in smaller ones (see `oom_recovery`)."""
@@ -111,15 +145,14 @@ class Trainer(SFTTrainer):
         batches = self.micro_batches.keep(step, inputs)
         if len(batches) == 1:
             collectives.watch()
-            self.before, self.returned = oom_recovery.Before(self), 0.0
+            self.before, self.returned = _Before(self), 0.0
         value = self.attempt(model, batches[-1:], num_items_in_batch, last=last)
         if not last:
             self.returned = self.returned + value
             return value
-        while self.micro_batches.again(step):
+        while self.micro_batches.again(step, self.describe_memory):
             self.before.put_back(self)
             value = self.attempt(model, batches, num_items_in_batch, last=True) - self.returned
-        self.first_step.loaded = len(batches)
         if gradient_reduction.ours(model):
             self.exchanged = gradient_reduction.average(model)
         return value
@@ -140,7 +173,7 @@ class Trainer(SFTTrainer):
                 apart = gradient_reduction.ours(model) or last != self.ends_step
                 unsynced = self.accelerator.no_sync(model) if apart else contextlib.nullcontext()
                 with unsynced, self.in_training(model):
-                    if self.first_step.cudagraphs:  # what the pass before has made is given up
+                    if self.first_step.planned.has_graphs:  # what the pass before has made is given up
                         torch.compiler.cudagraph_mark_step_begin()
                     total = total + super().training_step(model, inputs, items)
         except torch.OutOfMemoryError as error:
@@ -148,11 +181,15 @@ class Trainer(SFTTrainer):
                 raise  # `train_from` starts the run again
             parts.error = str(error)
             if not self.repeats(model, items):
-                raise parts.too_large(self.state.global_step + 1, parts.error) from error
+                step = self.state.global_step + 1
+                raise parts.too_large(step, parts.error, self.describe_memory()) from error
         if parts.error:
             torch._dynamo.reset()  # CUDA graphs hold memory, and a second shape is taken for any
             clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
+
+    def describe_memory(self) -> str:
+        return oom_recovery.held(self.model, self.optimizer, self.micro_batches)
 
     def in_first_step(self) -> bool:
         """Whether this process has not finished a step yet."""
@@ -182,7 +219,7 @@ class Trainer(SFTTrainer):
         """Whether a step can be made again, in parts: no other process waits in the middle of it, for its
         gradients or for what TRL's loss gathers; and nothing in the loss goes by the number of passes."""
         alone = self.accelerator.num_processes == 1 and not hasattr(model, "backward")  # DeepSpeed's engine
-        apart = alone or (gradient_reduction.ours(model) and self.chunked is not None)
+        apart = alone or (gradient_reduction.ours(model) and self.loss.installed is not None)
         return apart and items is not None and not getattr(self, "aux_loss_enabled", False)
 
     def look_again(self, step: int) -> str:
@@ -210,26 +247,25 @@ class Trainer(SFTTrainer):
         inputs = dict(inputs)
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
         self.batches = training_state.digest(self.batches, inputs)
-        if self.shape:
-            _, documents, longest = self.shape
-            part = static_shapes.tokens_of(self.shape, self.micro_batches.parts)
+        if self.fixed_shape:
+            _, documents, longest = self.fixed_shape
+            part = static_shapes.tokens_of(self.fixed_shape, self.micro_batches.parts)
             inputs = static_shapes.fixed_shape(inputs, part, documents, longest)
         step = self.state.global_step + 1
         watch = self.first_step.watch(model, inputs) if step == self.first_step.first else None
         with watch or contextlib.nullcontext():
-            if self.chunked and model.training and not return_outputs:
+            if self.loss.installed and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
             else:
                 value = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         step_ends = self.ends_step and model.training  # not each micro-batch: `adalora`
-        due = step % self.orthogonality_every == 0
-        if self.orthogonality_weight and step_ends and due:
-            regulariser = adalora.orthogonality(self.singular_vectors)
-            self._metrics["train"]["orthogonality"].append(regulariser.detach())
+        if self.regularizer and step_ends and self.regularizer.is_due(step):
+            penalty = adalora.orthogonality(self.regularizer.vectors)
+            self._metrics["train"]["orthogonality"].append(penalty.detach())
             # `training_step` divides a loss that no token count went into; the value logged stays the tokens'
             divided_by = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
-            weight = self.orthogonality_weight * self.orthogonality_every * divided_by
-            value = value + weight * (regulariser - regulariser.detach())
+            weight = self.regularizer.weight * self.regularizer.every * divided_by
+            value = value + weight * (penalty - penalty.detach())
         return value
 
     def chunked_loss(
@@ -251,7 +287,7 @@ class Trainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics = self._metrics["train"]
-        if self.chunked and self.sums:
+        if self.loss.installed and self.sums:
             given = [
                 torch.as_tensor(n, dtype=torch.float64, device=self.args.device) for n in self.sums.values()
             ]
@@ -269,14 +305,28 @@ class Trainer(SFTTrainer):
         if "loss" in logs:  # upstream takes from the sum what it has logged, which leaves NaN as NaN
             self._tr_loss.zero_()
 
-    def remembers(
-        self, schedule: Schedule, contract: dict[str, Any], again: oom_recovery.MicroBatches, *callbacks: Any
-    ) -> None:
-        """What checkpoints hold beside the training itself: who makes them, for which run, callbacks."""
-        self.schedule, self.writer, self.contract = schedule, schedule.writer, contract
-        # Weak: who keeps `again` must not keep the model, which is opened again after training
-        self.micro_batches, again.held = again, partial(oom_recovery.held, weakref.proxy(self))
-        self.remembering = {type(one).__name__: one for one in (schedule, again, *callbacks)}
+    def totals(self) -> dict[str, Any]:
+        """What has been counted since the last logged step. The tensors are live."""
+        metrics = {name: list(values) for name, values in self._metrics["train"].items()}
+        return {"tokens": self._total_train_tokens, "metrics": metrics, "sums": dict(self.sums)}
+
+    def restore_totals(self, kept: dict[str, Any]) -> None:
+        self._total_train_tokens = kept["tokens"]
+        for live, values in ((self._metrics["train"], kept["metrics"]), (self.sums, kept["sums"])):
+            live.clear()
+            live.update(send_to_device(values, self.args.device))
+
+    def log_state(self) -> dict[str, Any]:
+        """All that the next logged line is made of. The tensors are live."""
+        return {"loss": self._tr_loss.detach(), "step": self._globalstep_last_logged, **self.totals()}
+
+    def restore_log(self, kept: dict[str, Any]) -> None:
+        self._tr_loss = kept["loss"].to(self.args.device)
+        self._globalstep_last_logged = kept["step"]
+        self.restore_totals(kept)
+
+    def restore_batches(self, kept: Any) -> None:
+        self.batches = torch.as_tensor(kept, device=self.args.device)
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train, from the beginning or from where a checkpoint was taken.
@@ -303,7 +353,7 @@ class Trainer(SFTTrainer):
         if self.corrector and no_memory:  # here no traceback holds the step's tensors
             self.accelerator.free_memory()
             self.corrector.start_again()
-            raise self.micro_batches.too_large(self.first_step.first, no_memory)
+            raise self.micro_batches.too_large(self.first_step.first, no_memory, self.describe_memory())
         self.resumed = None
         self.writer.wait()
         collectives.any_of(False)  # a rank that leaves earlier takes the others with it
@@ -357,8 +407,8 @@ class Trainer(SFTTrainer):
         if self.corrector:
             self.corrector.finish_first_step()
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        for each in self.timed:
-            each.loads()
+        if self.metrics:
+            self.metrics.loads()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: object = None) -> None:
         training_state.put_back(self, "weights", "allocation", "callbacks")
@@ -393,53 +443,25 @@ class Trainer(SFTTrainer):
         super()._run_epoch(**given)
 
 
-def build(
-    adapted: Any,
-    recipe: Recipe,
-    arguments: SFTConfig,
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    watching: list[Any],
-) -> Trainer:
-    """The trainer with our callbacks, and with the adapter's weights as PEFT made them."""
-    section, fast = recipe.adapter, recipe.speed
-    config: Any = getattr(adapted, "peft_config", {}).get("default")
-    allocates: bool = config is not None and config.peft_type == "ADALORA"
-    if allocates:
-        watching = [*watching, adalora.AllocateRanks()]
-    ratio = section.ours("loraplus_lr_ratio")
-    made_by = optimizers.kind_and_options(arguments, adapted, fast)
-    if fast.offload in ("optimizer", "all"):
-        watching = [*watching, optimizers.SendGradients()]
-    made = {name: parameter.data for name, parameter in trainable_parameters.trainable(adapted).items()}
-    trainer = Trainer(
-        model=adapted,
-        args=arguments,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        callbacks=watching,
-        optimizers=(
-            optimizers.loraplus_optimizer(adapted, made_by, ratio, arguments.weight_decay) if ratio else None,
-            None,
-        ),
-        optimizer_cls_and_kwargs=None if ratio else made_by,
-    )
-    if trainer.aux_loss_enabled:  # TRL asks for it in each forward; saved, it would end every `generate`
-        adapted.config.get_text_config().output_router_logits = False
-    four_bit.use_policy(trainer.accelerator, adapted)
-    trainer.remove_callback(PrinterCallback)
-    trainer.micro_batches = oom_recovery.MicroBatches(arguments.per_device_train_batch_size)
-    trainer.sums = defaultdict(int)
-    for one in watching:
-        if isinstance(one, nan_detection.NonFinite):
-            one.trainer, trainer.nonfinite = trainer, one
-    trainer.timed = [one for one in watching if isinstance(one, step_metrics.Metrics)]
-    (trainer.first_step,) = (one for one in watching if isinstance(one, first_step_checks.FirstStep))
-    trainer.first_step.optimizer = made_by[1].get("optimizer_class", made_by[0])
-    for name, parameter in trainable_parameters.trainable(adapted).items():
-        parameter.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
-    if allocates:
-        trainer.orthogonality_weight = adapted.peft_config["default"].orth_reg_weight
-        trainer.orthogonality_every = section.ours("orth_reg_every") or 1
-        trainer.singular_vectors = adalora.singular_vectors(adapted)
-    return trainer
+class _Before:
+    """What a step changes before its update: kept at its beginning, put back to make it again."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.random, self.batches = training_state.random_state(), trainer.batches
+        self.totals = _with_copied_sums(trainer.totals())
+        self.seen, self.computed = trainer.first_step.counts(), trainer.loss.counts()
+
+    def put_back(self, trainer: Trainer) -> None:
+        training_state.set_random_state(self.random)
+        trainer.restore_totals(_with_copied_sums(self.totals))
+        trainer.restore_batches(self.batches)
+        trainer.first_step.restore_counts(self.seen)
+        trainer.loss.restore_counts(self.computed)
+        if trainer.model is not None:
+            trainer.model.zero_grad()
+
+
+def _with_copied_sums(totals: dict[str, Any]) -> dict[str, Any]:
+    """The totals with tensors of their own: the loss adds to its sums in place."""
+    sums = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in totals["sums"].items()}
+    return {**totals, "sums": sums}

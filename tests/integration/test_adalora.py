@@ -14,12 +14,13 @@ from transformers import TrainerCallback
 
 from finetune.adapters import adalora
 from finetune.core.errors import Exit, UserError
-from finetune.training.trainer import build
+from finetune.training.trainer import Trainer
 from support import two_ranks
 from support.adalora_steps import STEPS, adamw, same, tiny
 from support.faults import Fault, injected
 from support.paths import QUICKSTART
 from support.runs import receipts
+from support.trainers import trainer_parts
 
 
 def learn(model, optimizer, steps, *, allocate=adalora.allocate, after=None) -> None:
@@ -257,7 +258,7 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     from finetune.models import loading
     from finetune.recipe import loader
     from finetune.run_folder.run_folder import RunFolder
-    from finetune.training import first_step_checks, load_data, step_metrics, training_arguments
+    from finetune.training import load_data, step_metrics, training_arguments
 
     given = ["adapter.type=adalora", "adapter.r=4", "train.effective_batch_size=8", "train.max_grad_norm=1e9"]
     given += ["train.max_steps=6", "train.warmup_steps=0", "data.validation=null", *overrides]
@@ -271,13 +272,12 @@ def sft(folder: Path, *overrides: str, every: int = 1, counted: bool = True, kee
     tokenizer, prepared = load_data.prepare_data(loaded)
     base = loading.load(loaded.model, setup, str(arguments.device))
     adapted = attach.attach(base, loaded.adapter, arguments.max_steps, RunChecks())
-    steps, size = arguments.max_steps, batch.effective
-    first = first_step_checks.FirstStep(RunChecks(), setup, steps=steps, batch=size)
     screen = Console(quiet=True)
-    metrics = step_metrics.Metrics(RunFolder(folder), screen, setup, batch=size, flops_per_token=1.0)
-    watching = [first, metrics]
-    trainer = build(adapted, loaded, arguments, prepared.train, tokenizer, watching)
-    trainer.first_step = first
+    metrics = step_metrics.Metrics(
+        RunFolder(folder), screen, setup, batch=batch.effective, flops_per_token=1.0
+    )
+    parts = trainer_parts(adapted, arguments, loaded, setup, metrics)
+    trainer = Trainer(adapted, arguments, prepared.train, tokenizer, parts)
     trainer.model_accepts_loss_kwargs = counted
     trainer.add_callback(keep or Keep())
     trainer.train()

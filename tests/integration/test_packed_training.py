@@ -7,15 +7,13 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from finetune.autoconfig.batch_size import Batch
 from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.data.packing import best_fit
 from finetune.kernels.attention_functions import without_mask
 from finetune.speed.packing_isolation import Leak, leaks, prove_apart
-from finetune.speed.static_shapes import fixed_shape, tokens_of
-from finetune.training.model_setup import one_shape
+from finetune.speed.static_shapes import fixed_shape, one_shape, tokens_of
 from support.paths import MODEL
 from support.plain_attention import by_document, tiny
 from support.runs import metrics
@@ -175,7 +173,7 @@ def test_what_fills_a_batch_up_is_in_no_document_longer_than_the_longest(filled:
     AttentionInterface.register("up_to_the_longest", without_mask(up_to_the_longest))
     model, rows = load("up_to_the_longest", torch.float64), packed(documents(20))
     where = [row["seq_lengths"] for row in rows]
-    shape = one_shape(Batch(4, 4, 1), {"where": where}, 64)
+    shape = one_shape(4, where, 64)
     batch = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows[:filled])
     full = fixed_shape(batch, *shape)
     assert full["cu_seq_lens_q"].shape == (4 * max(map(len, where)) + 5 + 1,)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
@@ -13,9 +12,10 @@ from transformers import TrainerCallback
 from finetune.adapters import attach, trainable_parameters
 from finetune.core.console import Console
 from finetune.training import nan_detection
-from finetune.training.trainer import build
+from finetune.training.trainer import Trainer
 from support.faults import Strike
 from support.paths import MODEL, QUICKSTART
+from support.trainers import trainer_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +75,7 @@ def step(
     from finetune.core.run_checks import RunChecks
     from finetune.models import loading
     from finetune.recipe import loader
-    from finetune.training import first_step_checks, load_data, training_arguments
+    from finetune.training import load_data, training_arguments
 
     given = [f"model.name={base}", data, "data.validation=null", "train.effective_batch_size=8"]
     given += ["train.warmup_steps=0", "train.max_grad_norm=0", "train.logging_steps=1"]
@@ -92,16 +92,13 @@ def step(
         if "default" in getattr(module, "lora_B", {}):
             torch.nn.init.normal_(module.lora_B["default"].weight, std=0.02)
     in_double(adapted)
-    first, keep = (
-        first_step_checks.FirstStep(RunChecks(), setup, steps=loaded.train.max_steps or 0, batch=8),
-        Keep(),
-    )
-    first.dtype, keep.spoils = "float64", spoils
-    made = (adapted, loaded, arguments, prepared.train, tokenizer, [first, keep])
+    keep = Keep()
+    keep.spoils = spoils
     keep.stops = stops = nan_detection.NonFinite(allowed, folder, Console(quiet=True))
-    trainer = build(*made[:-1], [*made[-1], stops, *([Strike(fault)] if fault else [])])
-    trainer.schedule = cast("Any", SimpleNamespace(sharded=""))
-    trainer.install_loss("chunked", compiled=False)
+    callbacks = [keep, stops, *([Strike(fault)] if fault else [])]
+    parts = trainer_parts(adapted, arguments, loaded, setup, *callbacks, loss="chunked")
+    parts.first_step.dtype = "float64"
+    trainer = Trainer(adapted, arguments, prepared.train, tokenizer, parts)
     keep.trainer, inner, losses = trainer, trainer.compute_loss, list[torch.Tensor]()
 
     def compute_loss(*args: Any, **given: Any) -> torch.Tensor:  # the Trainer adds them up in float32

@@ -5,20 +5,34 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
+from transformers import TrainerCallback, set_seed
+from trl.trainer.sft_config import SFTConfig
 
-from finetune.adapters import attach
+from finetune.adapters import adalora, attach
+from finetune.adapters.adalora import AllocateRanks
 from finetune.autoconfig import batch_size, machine_setup
 from finetune.autoconfig.machine_setup import Setup
+from finetune.checkpointing.checkpoints import Writer
 from finetune.core.console import Console
 from finetune.core.run_checks import RunChecks
 from finetune.models import loading, tokenizer_setup
 from finetune.recipe import loader
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training import first_step_checks, training_arguments, training_data
+from finetune.speed.lm_head_loss import HeadLoss
+from finetune.training import (
+    first_step_checks,
+    optimizers,
+    stopping,
+    trainer_setup,
+    training_arguments,
+    training_data,
+)
+from finetune.training.nan_detection import NonFinite
+from finetune.training.oom_recovery import MicroBatches
 from finetune.training.run_context import RunContext
-from finetune.training.trainer import build
+from finetune.training.step_metrics import Metrics
+from finetune.training.trainer import Trainer, TrainerParts
 from support.paths import QUICKSTART
 
 SIZE = {
@@ -76,12 +90,38 @@ def run_context(
     return RunContext(recipe, setup, RunChecks(), Console(quiet=True), folder, found)
 
 
+def trainer_parts(
+    adapted: Any,
+    arguments: SFTConfig,
+    recipe: Recipe,
+    setup: Setup,
+    *callbacks: TrainerCallback,
+    loss: str = "trl",
+) -> TrainerParts:
+    """The parts of a trainer that checks its first step, with a schedule that nothing stops."""
+    head_loss, optimizer = HeadLoss(loss), optimizers.choose(arguments, adapted, recipe.adapter, recipe.speed)
+    batches = MicroBatches(arguments.per_device_train_batch_size)
+    batch = recipe.train.effective_batch_size
+    planned = first_step_checks.Planned(arguments.max_steps, batch, head_loss, optimizer, batches)
+    first_step = first_step_checks.FirstStep(RunChecks(), setup, planned)
+    writer = Writer(Path(arguments.output_dir or "run") / "checkpoints", None)
+    return TrainerParts(
+        callbacks=[first_step, *callbacks, *([AllocateRanks()] if adalora.allocates(adapted) else [])],
+        first_step=first_step,
+        micro_batches=batches,
+        loss=head_loss,
+        optimizer=optimizer,
+        schedule=stopping.Schedule(recipe.train, stopping.Stop(), writer, ""),
+        metrics=next((one for one in callbacks if isinstance(one, Metrics)), None),
+        nonfinite=next((one for one in callbacks if isinstance(one, NonFinite)), None),
+        regularizer=trainer_setup.regularizer(adapted, recipe.adapter),
+    )
+
+
 def trainer_of(base: Path, folder: Path, chosen: str, *overrides: str):
     """The trainer of a run on 96 rows, not yet trained."""
     adapted, arguments, loaded, setup = opened(base, "data.validation=null", *overrides)
     arguments.output_dir = str(folder)
     tokenizer, prepared = training_data.prepare_in_turn(loaded, setup)
-    first = first_step_checks.FirstStep(RunChecks(), setup, steps=arguments.max_steps, batch=8)
-    trainer = build(adapted, loaded, arguments, prepared.train, tokenizer, [first])
-    trainer.install_loss(chosen, compiled=False)
-    return trainer
+    parts = trainer_parts(adapted, arguments, loaded, setup, loss=chosen)
+    return Trainer(adapted, arguments, prepared.train, tokenizer, parts)

@@ -288,8 +288,8 @@ def test_a_run_is_what_it_was_with_trl_s(case: str, small, two_layers, tmp_path)
         weights.append(
             torch.cat([p.detach().flatten() for p in trainable_parameters.trainable(trainer.model).values()])
         )
-        if trainer.chunked:
-            assert trainer.chunked.computed < trainer.chunked.rows or case == "full rows"
+        if done := trainer.loss.installed:
+            assert done.computed < done.rows or case == "full rows"
     before, after = logs
     assert len(before) == len(after) >= 2
     by_token = {"entropy", "mean_token_accuracy"} if trainer.args.gradient_accumulation_steps > 1 else set()
@@ -365,6 +365,7 @@ def test_a_receipt_fails_where_another_loss_ran() -> None:
         ("trl", None, ["ChunkedLogProbFunction"], True),
         ("trl", None, [], False),
     ):
-        ledger = RunChecks()
-        lm_head_loss.add_receipt(chosen, done, operations, 2, ledger)
+        ledger, loss = RunChecks(), lm_head_loss.HeadLoss(chosen)
+        loss.installed = done
+        loss.add_receipt(operations, 2, ledger)
         assert ledger.receipts[0].passed is ok

@@ -1,0 +1,132 @@
+"""Build the Trainer of a run, with all its parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import adalora
+from finetune.checkpointing.checkpoints import Writer
+from finetune.distributed import transformer_engine_layers
+from finetune.models import tokenizer_setup
+from finetune.speed import dora_norm, lm_head_loss, static_shapes
+from finetune.training import (
+    eval_callback,
+    first_step_checks,
+    model_setup,
+    nan_detection,
+    optimizers,
+    step_metrics,
+    stopping,
+)
+from finetune.training.trainer import Trainer, TrainerParts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.core.run_checks import Choice
+    from finetune.recipe.schema import Adapter
+    from finetune.training.run_context import RunContext
+    from finetune.training.stopping import Stop
+
+
+@dataclass(frozen=True)
+class TrainerInputs:
+    """What the Trainer trains, and on what."""
+
+    adapted: Any
+    arguments: SFTConfig
+    dataset: Dataset
+    tokenizer: PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How a run makes its steps."""
+
+    steps: int
+    batch: Batch
+    choices: dict[str, Choice]
+    """The choices for `speed:`, by option."""
+    flops_per_token: float
+    contract: dict[str, Any]
+    """What must be the same when a checkpoint of this run is resumed."""
+
+
+def build(
+    run: RunContext, inputs: TrainerInputs, plan: StepPlan, stop: Stop, watchers: Sequence[TrainerCallback]
+) -> Trainer:
+    """The Trainer of a run.
+
+    Args:
+        stop: ends the run before its last step.
+        watchers: callbacks of the caller.
+    """
+    recipe, setup, checks, adapted = run.recipe, run.setup, run.checks, inputs.adapted
+    compiled = plan.choices["speed.compile"].value == "on"
+    loss = lm_head_loss.HeadLoss(plan.choices["speed.loss"].value, compiled=compiled)
+    optimizer = optimizers.choose(inputs.arguments, adapted, recipe.adapter, recipe.speed)
+    micro_batches = model_setup.micro_batches(run, plan.batch, plan.choices)
+    made = {"compiled": plan.choices["speed.compile"], "graphs": plan.choices["CUDA graphs"]}
+    decided = (plan.steps, plan.batch.effective, loss, optimizer, micro_batches)
+    first_step = first_step_checks.FirstStep(checks, setup, first_step_checks.Planned(*decided, **made))
+    given = {"batch": plan.batch.effective, "flops_per_token": plan.flops_per_token}
+    metrics = step_metrics.Metrics(run.folder, run.console, setup, **given)
+    ends = tokenizer_setup.declared_ends(recipe.model)
+    validations = eval_callback.asked(recipe, inputs.tokenizer, adapted, metrics, ends)
+    writer = Writer(run.folder.checkpoints, recipe.train.save_total_limit)
+    schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
+    unusable = nan_detection.watchers(
+        recipe.train, setup.launch.precision, run.folder, run.console, run.checks
+    )
+    ours = [first_step, *unusable, metrics, *validations, schedule]
+    parts = TrainerParts(
+        callbacks=[*ours, *watchers, *dora_norm.refreshing(adapted, checks), *step_callbacks(run, adapted)],
+        first_step=first_step,
+        micro_batches=micro_batches,
+        loss=loss,
+        optimizer=optimizer,
+        schedule=schedule,
+        metrics=metrics,
+        nonfinite=next((one for one in unusable if isinstance(one, nan_detection.NonFinite)), None),
+        validations=validations,
+        contract=plan.contract,
+        remembered=(schedule, micro_batches, metrics, *unusable, *validations),
+        corrector=None if run.found else model_setup.corrector(run, adapted, plan.batch, plan.choices),
+        regularizer=regularizer(adapted, recipe.adapter),
+        fixed_shape=fixed_shape(run, inputs.dataset, plan),
+        loader_timeout=recipe.train.dataloader_timeout,
+    )
+    return Trainer(adapted, inputs.arguments, inputs.dataset, inputs.tokenizer, parts)
+
+
+def step_callbacks(run: RunContext, adapted: Any) -> list[TrainerCallback]:
+    """Callbacks in an optimizer step: AdaLoRA's allocation, and gradients for an offloaded optimizer."""
+    allocates = [adalora.AllocateRanks()] if adalora.allocates(adapted) else []
+    offloaded = run.recipe.speed.offload in ("optimizer", "all")
+    return [*allocates, *([optimizers.SendGradients()] if offloaded else [])]
+
+
+def regularizer(adapted: Any, section: Adapter) -> adalora.Regularizer | None:
+    """AdaLoRA's orthogonality term. `None` for other adapters."""
+    if not adalora.allocates(adapted):
+        return None
+    weight, every = adapted.peft_config["default"].orth_reg_weight, section.ours("orth_reg_every") or 1
+    return adalora.Regularizer(weight, every, adalora.singular_vectors(adapted))
+
+
+def fixed_shape(run: RunContext, dataset: Any, plan: StepPlan) -> tuple[int, int, int] | None:
+    """Tokens, documents and longest document that each flattened batch is filled up to.
+
+    Compiled code and TransformerEngine want one shape. `None`: batches keep their own shapes.
+    """
+    data = run.recipe.data
+    needed = plan.choices["speed.compile"].value == "on" or transformer_engine_layers.used()
+    if data.streaming or not (data.packing or data.padding_free) or not needed:
+        return None
+    return static_shapes.one_shape(plan.batch.per_device, dataset["where"], data.max_length)
