@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from transformers import TrainerCallback
 
+from finetune.core import upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
@@ -139,7 +140,6 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
         named: parameters by the allocator's names; one without a gradient, which nothing runs through, has
             no importance.
     """
-    foreach: Any = torch  # typed as exporting no `_foreach_*`
     if not allocator.ipt:
         for kind in AVERAGES:
             setattr(allocator, kind, {name: torch.zeros_like(p) for name, p in named.items()})
@@ -148,16 +148,16 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
         some = names[start : start + AT_ONCE]
         average = [allocator.exp_avg_ipt[name] for name in some]
         uncertainty = [allocator.exp_avg_unc[name] for name in some]
-        sensitivity = foreach._foreach_mul([named[n] for n in some], [named[n].grad for n in some])
-        foreach._foreach_abs_(sensitivity)
-        foreach._foreach_mul_(average, allocator.beta1)
+        sensitivity = upstream_private.foreach_mul([named[n] for n in some], [named[n].grad for n in some])
+        upstream_private.foreach_abs_(sensitivity)
+        upstream_private.foreach_mul_(average, allocator.beta1)
         # Not add_(alpha=...), which rounds once where PEFT rounds twice
-        foreach._foreach_add_(average, foreach._foreach_mul(sensitivity, 1 - allocator.beta1))
-        distance = foreach._foreach_sub(sensitivity, average)
-        foreach._foreach_abs_(distance)
-        foreach._foreach_mul_(distance, 1 - allocator.beta2)
-        foreach._foreach_mul_(uncertainty, allocator.beta2)
-        foreach._foreach_add_(uncertainty, distance)
+        upstream_private.foreach_add_(average, upstream_private.foreach_mul(sensitivity, 1 - allocator.beta1))
+        distance = upstream_private.foreach_sub(sensitivity, average)
+        upstream_private.foreach_abs_(distance)
+        upstream_private.foreach_mul_(distance, 1 - allocator.beta2)
+        upstream_private.foreach_mul_(uncertainty, allocator.beta2)
+        upstream_private.foreach_add_(uncertainty, distance)
         allocator.ipt.update(zip(some, sensitivity, strict=True))
 
 
@@ -170,7 +170,6 @@ def mask_to_budget(
     Returns:
         The names of E, and which of all their ranks, one after another, are masked: on their device.
     """
-    foreach: Any = torch
     diagonals = [name for name in named if "lora_E" in name]
     means: list[Tensor] = []
     for vectors, over in (("lora_A", 1), ("lora_B", 0)):
@@ -178,7 +177,7 @@ def mask_to_budget(
         for start in range(0, len(names), AT_ONCE):
             some = names[start : start + AT_ONCE]
             pairs = ([kind[n] for n in some] for kind in (allocator.exp_avg_ipt, allocator.exp_avg_unc))
-            means += [product.mean(over) for product in foreach._foreach_mul(*pairs)]
+            means += [product.mean(over) for product in upstream_private.foreach_mul(*pairs)]
     average, uncertainty = (
         torch.cat([kind[name].view(-1) for name in diagonals])
         for kind in (allocator.exp_avg_ipt, allocator.exp_avg_unc)
@@ -188,7 +187,7 @@ def mask_to_budget(
     masked = score <= torch.kthvalue(score, allocator.init_bgt - budget)[0]
     values = [named[name].view(-1) for name in diagonals]
     sizes = [len(one) for one in values]
-    foreach._foreach_copy_(values, torch.cat(values).masked_fill_(masked, 0.0).split(sizes))
+    upstream_private.foreach_copy_(values, torch.cat(values).masked_fill_(masked, 0.0).split(sizes))
     return diagonals, masked
 
 

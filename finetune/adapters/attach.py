@@ -17,6 +17,7 @@ from finetune.adapters import (
     target_modules,
     trainable_parameters,
 )
+from finetune.core import upstream_private
 from finetune.core.errors import Problem, UserError
 from finetune.models import module_names
 from finetune.quantization import qat
@@ -96,7 +97,7 @@ def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> Non
 
     config: Any = adapted.peft_config["default"]
     config.base_model_name_or_path = str(model.name_or_path)
-    config.revision = getattr(model.config, "_commit_hash", None)
+    config.revision = upstream_private.commit_hash(model.config)
     for name, parameter in adapted.named_parameters():
         if ".ranknum." in name:  # not saved, and trainable on a bf16 base
             parameter.requires_grad = False

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import initialization, target_modules
-from finetune.core import regular_files, untrusted_files
+from finetune.core import regular_files, untrusted_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
 from finetune.hub import client
@@ -290,7 +290,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
         source = f"{client.split(source)[0]}@{pinned}"
     check_weights(folder, source)
     saved = PeftConfig.from_pretrained(str(folder)).to_dict()
-    commit = getattr(model.config, "_commit_hash", None)
+    commit = upstream_private.commit_hash(model.config)
     problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
     if (rows := _rows_of(saved)) is not None and (bare := len(set(added) - rows)):
         what, fix = "this adapter trains no rows for them", "add them where the first adapter is trained"

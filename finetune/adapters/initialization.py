@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.recipe.adapter_types import PREPARED_INITS, REBASING_INITS
 
@@ -203,7 +204,7 @@ def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
 
     adapted: Any = get_peft_model(model, config)
     name = str(model.name_or_path)
-    commit = getattr(model.config, "_commit_hash", None)
+    commit = upstream_private.commit_hash(model.config)
     local = Path(name).exists()
     folder = name if local else snapshot_download(name, revision=commit, local_files_only=True)
     try:

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from finetune.core import safe_files
+from finetune.core import safe_files, upstream_private
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
 from finetune.core.visible_text import continued, visible
 
@@ -159,7 +159,6 @@ def quieten_libraries() -> None:
         library = logging.getLogger(name)
         library.handlers.clear()
         library.propagate = True
-    # torchao registers enums that torch now knows by itself: a message to its developers, at each import
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    logging.getLogger(upstream_private.LOGS_ENUMS).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()

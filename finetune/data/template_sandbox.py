@@ -216,6 +216,8 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, and its end closes stdin
     answers_to = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # prints must not mix with the answers
+    # `finetune` may not be installed, and -P leaves the working directory out
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
     chat_template_utils = _import_upstream()
     _limit_memory()
     for line in sys.stdin.buffer:
@@ -355,12 +357,10 @@ def _power(left: Any, right: Any) -> Any:
 
 @cache
 def _environment(upstream: Any) -> tuple[Any, Any]:
-    """Return transformers' environment for chat templates, and the object that counts its loops.
+    """Return transformers' environment for chat templates, and the object that counts its loops."""
+    from finetune.core import upstream_private
 
-    The environment and the aliases of reasoning fields are private in transformers (checked with 5.22.2). The
-    public function accepts neither limits nor a date.
-    """
-    environment = upstream._compile_jinja_template("").environment
+    environment = upstream_private.chat_template_environment(upstream)
     return environment, _limit_operations(environment)
 
 
@@ -377,15 +377,20 @@ def _chat_template(source: str, upstream: Any) -> tuple[Any, Any]:
 
 def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
     """Return (text, spans, error) of each chat."""
+    from finetune.core import upstream_private
+
     options, marks = {**request["special"]}, request["way"] == "marks" and not request["prompt"]
     if request["date"]:
         options["strftime_now"] = datetime.datetime.fromisoformat(request["date"]).strftime
-    same_names = getattr(upstream, "_alias_reasoning_fields", lambda chat: chat)
 
     def rendered(messages: list[Any], tools: Any, prompt: bool = request["prompt"]) -> tuple[str, list[Any]]:
         template, limits = _chat_template(request["template"], upstream)
         limits.left = ITERATIONS + ITERATIONS_PER_PAIR * len(messages) ** 2
-        given = {"messages": same_names(messages), "tools": tools, "documents": None}
+        given = {
+            "messages": upstream_private.with_reasoning_fields(upstream, messages),
+            "tools": tools,
+            "documents": None,
+        }
         given |= {"add_generation_prompt": prompt, **options}
         with _limited_time():
             text, spans = _with_marks(template, given) if marks else (template.render(given), [])

@@ -17,9 +17,8 @@ import psutil
 import torch.distributed
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from torch.distributed import distributed_c10d as c10d
 
-from finetune.core import safe_files
+from finetune.core import safe_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 
@@ -151,10 +150,10 @@ def wait_alike() -> None:
     if PartialState().num_processes == 1:
         return
     own = failures()
-    for group, (backend, _) in list(c10d._world.pg_map.items()):
+    for group, backend in upstream_private.process_groups():
         later = datetime.timedelta(seconds=launch_environment.NCCL_LATER if "nccl" in backend else 0)
         if group is not own:
-            c10d._set_pg_timeout(timeout() + later, group)
+            upstream_private.set_group_timeout(timeout() + later, group)
 
 
 def any_of(*flags: bool) -> list[bool]:

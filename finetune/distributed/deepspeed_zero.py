@@ -12,6 +12,8 @@ from accelerate import PartialState, init_empty_weights
 from accelerate.utils import DistributedType
 from transformers.modeling_utils import local_torch_dtype
 
+from finetune.core import upstream_private
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -34,10 +36,7 @@ def own_buffers(loaded: Any) -> None:
     with local_torch_dtype(loaded.dtype), init_empty_weights(include_buffers=False):
         made = type(loaded)(loaded.config)
     for name, module in made.named_modules():
-        held: Any = loaded.get_submodule(name)
-        for leaf in module._non_persistent_buffers_set:
-            if (buffer := module._buffers[leaf]) is not None:
-                held._buffers[leaf] = buffer.to(held._buffers[leaf].device)
+        upstream_private.replace_own_buffers(loaded.get_submodule(name), module)
 
 
 def cast(adapted: torch.nn.Module, precision: str) -> None:

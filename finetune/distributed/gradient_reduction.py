@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from finetune.core import upstream_private
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -59,7 +61,7 @@ def add_receipt(wrapped: Any, exchanged: int, ledger: RunChecks) -> None:
             "gradients exchanged", f"{trained_bytes(wrapped)} bytes", f"{exchanged} bytes", "in one piece"
         )
         return
-    data = wrapped._get_ddp_logging_data()
+    data = upstream_private.ddp_account(wrapped)
     sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
     buckets = [int(size) for size in sizes.split(",")]
     trained = [p for p in wrapped.parameters() if p.requires_grad]

@@ -20,7 +20,7 @@ from accelerate.utils import broadcast_object_list
 
 from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.memory_estimate import LARGEST_BATCH
-from finetune.core import packages, standard_streams
+from finetune.core import packages, standard_streams, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
@@ -322,10 +322,9 @@ def language_model(
         else getattr(torch, mixed_precision.DTYPES[precision]),
     )
     state = PartialState()
-    # lm-eval assumes one process for a loaded model, so set the attributes that distribute the work
     if state.num_processes > 1:
         wrapped.accelerator = Accelerator()
-        wrapped._rank, wrapped._world_size = state.process_index, state.num_processes
+        upstream_private.set_rank(wrapped, state.process_index, state.num_processes)
     return wrapped
 
 

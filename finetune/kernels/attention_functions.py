@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from finetune.core import upstream_private
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
@@ -170,9 +171,8 @@ def flash4_forward(
     Returns:
         What the queries attend to, and the logarithms of the sums of exponentials, fp32.
     """
-    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[reportMissingImports]  (GPU only)
-
-    out, sums = _flash_attn_fwd(
+    forward, _ = upstream_private.flash_attention_4()
+    out, sums = forward(
         query, key, value, return_lse=True, **_flash4_options(borders, longest, scale, window, softcap)
     )[:2]
     return out, sums
@@ -191,15 +191,14 @@ def flash4_backward(
     borders: Tensor | None, longest: int, scale: float, window: int | None, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of queries, keys and values."""
-    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[reportMissingImports]  (GPU only)
-
+    _, backward = upstream_private.flash_attention_4()
     options = _flash4_options(borders, longest, scale, window, softcap)
     can = torch.cuda.get_device_capability(query.device) < (
         12,
         0,
     )  # RTX 50's backward asserts it is not asked
     options["deterministic"] = torch.are_deterministic_algorithms_enabled() and can
-    dq, dk, dv = _flash_attn_bwd(query, key, value, out, gradient.contiguous(), sums, **options)[:3]
+    dq, dk, dv = backward(query, key, value, out, gradient.contiguous(), sums, **options)[:3]
     return dq, dk, dv
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from finetune.core import regular_files, strict_yaml
+from finetune.core import regular_files, strict_yaml, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.core.packages import install_extra, installed
 
@@ -232,7 +232,7 @@ def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
     """
     from accelerate.commands.launch import launch_command_parser
 
-    actions = {action.dest: action for action in launch_command_parser()._actions}
+    actions = upstream_private.launch_options(launch_command_parser())
     prefix, found = PREFIXES.get(section, ""), []
     for key, value in given.items():
         action = actions.get(key) or actions.get(f"{prefix}{key}")

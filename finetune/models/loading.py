@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
+from finetune.core import upstream_private
 from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
@@ -40,8 +41,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     stored = stored_weights.read(config)
     if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(config))):
         raise UserError(*slow)
-    # as an argument it would yield to an `_attn_implementation` in config.json, a Hub kernel's name too
-    config._attn_implementation = setup.attn_implementation
+    upstream_private.set_attention_name(config, setup.attn_implementation)
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
     dtype = DTYPES[setup.launch.precision] if storage in QUANTISED else STORED[storage]
     options["dtype"] = getattr(torch, dtype)
@@ -86,7 +86,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
 
         four_bit.pack(loaded)
     if not local_path(model.name):
-        loaded.config._commit_hash = model_files.commit(model)  # transformers no longer does (5.22)
+        upstream_private.set_commit_hash(loaded.config, model_files.commit(model))
     if model.add_tokens:
         _add_rows(loaded, tokenizer_setup.added_tokens(model, tokenizer_setup.load_tokenizer(model)))
     return loaded

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.core import formatting
+from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.models import checkpoint_headers, module_names
 from finetune.quantization import stored_weights
@@ -86,16 +86,14 @@ def finish(
             if parameter.is_floating_point() and name not in kept:
                 parameter.data = parameter.data.to(dtype)
     if storage not in QUANTISED:
-        # saving would quantize the weights again, without their config (transformers 5.22,
-        # core_model_loading.py, revert_weight_conversion)
-        vars(loaded).pop("_weight_conversions", None)
+        upstream_private.forget_weight_conversions(loaded)
     if ledger and storage not in QUANTISED:
         _add_dequantized_check(loaded, stored, dtype, ledger)
 
 
 def _kept_in_fp32(loaded: PreTrainedModel) -> set[str]:
     """The weights that transformers keeps in float32 in this architecture, in any run."""
-    parts = [*(loaded._keep_in_fp32_modules or ()), *(loaded._keep_in_fp32_modules_strict or ())]
+    parts = [*upstream_private.modules_in_fp32(loaded), *upstream_private.modules_always_in_fp32(loaded)]
     return {name for name, _ in loaded.named_parameters() if any(part in name for part in parts)}
 
 

@@ -26,7 +26,7 @@ import torch
 from transformers import TrainerCallback
 
 from finetune.autoconfig import memory_estimate
-from finetune.core import safe_files
+from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console
 from finetune.core.errors import Problem, Stopped, UserError
 from finetune.evaluation.scoring import memory_errors
@@ -111,7 +111,9 @@ class Trace(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         model: Any = kwargs["model"]
-        self.attention = str(model.config.get_text_config()._attn_implementation).removeprefix("finetune_")
+        self.attention = upstream_private.attention_name(model.config.get_text_config()).removeprefix(
+            "finetune_"
+        )
         model.register_forward_pre_hook(self.count, with_kwargs=True)
         model.register_forward_pre_hook(lambda *_: self.enter("forward"))
         model.register_forward_hook(lambda *_: self.enter("backward"))
@@ -161,7 +163,7 @@ class Trace(TrainerCallback):
             kinds += [torch.profiler.ProfilerActivity.CUDA] if self.cuda else []
             self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True, acc_events=True)
             if self.cuda:
-                torch.cuda.memory._record_memory_history(max_entries=100_000)
+                upstream_private.record_memory(entries=100_000)
             self.profiler.start()
             self.traced, self.lost = self.own(), time.perf_counter()
 
@@ -280,9 +282,9 @@ def snapshot(path: Path, cuda: bool) -> Path | None:
     if not cuda:
         return None
     with safe_files.private_folder(path.parent, path.name) as private:
-        torch.cuda.memory._dump_snapshot(str(private.path / path.name))
+        upstream_private.write_memory_snapshot(str(private.path / path.name))
         safe_files.rename(path.parent, f"{private.name}/{path.name}", path.name)
-    torch.cuda.memory._record_memory_history(enabled=None)
+    upstream_private.record_memory(entries=None)
     return path
 
 

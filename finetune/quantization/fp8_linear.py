@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from finetune.core import upstream_private
 from finetune.kernels.kernel_limits import FP8_CAPABILITY, FP8_MULTIPLE
 from finetune.kernels.ops import E4M3, quantise_rows, transpose
 
@@ -40,11 +41,7 @@ def product(
     if not has_gemm(codes.device):
         with torch.autocast(codes.device.type, enabled=False):
             return _cast((codes.float() @ weight.float().t()) * scale * weight_scale.t(), dtype)
-    # scaled_mm supports row-wise scales only with bfloat16 output
-    made = torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  (it has no public name)
-        codes, weight.t(), scale, weight_scale.t(), out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return _cast(made, dtype)
+    return _cast(upstream_private.scaled_mm(codes, weight.t(), scale, weight_scale.t()), dtype)
 
 
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

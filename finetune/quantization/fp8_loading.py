@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from finetune.core import upstream_private
 from finetune.core.errors import Problem, UserError
 from finetune.kernels.ops import E4M3, quantise_rows
 from finetune.quantization import stored_weights
@@ -53,7 +54,7 @@ class Fp8BaseQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         stored = renamed(model, stored_layers(kwargs.get("checkpoint_files") or []))
-        kept = self.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        kept = self.get_modules_to_not_convert(model, None, upstream_private.modules_in_fp32(model))
         for name, module in list(model.named_modules()):
             if (name in stored if stored else should_convert_module(name, kept)) and fits(module):
                 model.set_submodule(name, _unread(module, coded=name in stored))

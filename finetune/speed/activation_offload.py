@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from finetune.core import formatting
+from finetune.core import formatting, upstream_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,10 +82,10 @@ class Activations:
         self.stream = self.gpu.Stream()
         self.restart()
         for layer in layers if last is None or last in layers else [*layers, last]:
-            own = layer._gradient_checkpointing_func if layer.gradient_checkpointing else _straight
+            own = upstream_private.checkpoint_function(layer) if layer.gradient_checkpointing else _straight
             layer.gradient_checkpointing = True  # transformers calls the layer through what follows
             around = partial(self.run, own, layer) if layer in layers else partial(self.ahead, own)
-            layer._gradient_checkpointing_func = around
+            upstream_private.set_checkpoint_function(layer, around)
 
     def restart(self) -> None:
         """Count from here on, and let go of what a pass that failed has left."""
@@ -193,7 +193,7 @@ def _straight(layer: Callable[..., Any], *inputs: Any) -> Any:
 def of(model: torch.nn.Module) -> Activations | None:
     """What stands around this model's layers, if anything does."""
     for module in model.modules():
-        around = getattr(getattr(module, "_gradient_checkpointing_func", None), "func", None)
+        around = getattr(upstream_private.checkpoint_function(module), "func", None)
         owner = getattr(around, "__self__", None)
         if isinstance(owner, Activations):
             return owner

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.autoconfig import compilation, memory_estimate
 from finetune.autoconfig.decisions import Decisions, ModelSpec, decide, decide_fused, none_fused
+from finetune.core import upstream_private
 from finetune.core.run_checks import Choice
 from finetune.distributed import collectives
 from finetune.models import module_names
@@ -70,11 +71,9 @@ def change_layers(model: Any, decided: Decisions, hardware: Hardware, ledger: Ru
 def compile_layers(model: Any, decided: Decisions, speed: Speed, ledger: RunChecks) -> None:
     """Compile each decoder layer in place, as CUDA graphs where that was decided."""
     layers, graphs = decoder_layers(model), decided.graphs.value == "on"
-    torch._dynamo.reset()  # of a run before in this process
-    torch._dynamo.utils.counters.clear()
-    # eager runs what is over it, without a word: layers may differ by their ranks
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
-    torch._dynamo.config.optimize_ddp = False  # that cuts each layer in two at its first MiB of gradients
+    torch.compiler.reset()  # of a run before in this process
+    upstream_private.compile_counters().clear()
+    upstream_private.allow_graphs(2 * len(layers) + 8)
     # The first layer's input asks for a gradient, as the others' do: a graph of its own, which it would
     # be without, is 8 s of compiling (benchmarks/LOG.md), and the gradient a thousandth of a step
     base_of(model).enable_input_require_grads()
@@ -85,7 +84,7 @@ def compile_layers(model: Any, decided: Decisions, speed: Speed, ledger: RunChec
     for parameter in [p for layer in layers for p in layer.parameters() if graphs]:
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(own_gradient)
-    compiled = sum(layer._compiled_call_impl is not None for layer in layers)
+    compiled = sum(upstream_private.is_compiled(layer) for layer in layers)
     how = "layers with a compiled call"
     ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
 

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from transformers.utils.generic import ModelOutput
 
 from finetune.autoconfig.memory_estimate import CHUNK_BYTES, chunk_rows, logit_bytes
+from finetune.core import upstream_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,7 +152,7 @@ class _OutputHead(torch.autograd.Function):
                 chunk.add_(bias)
             wanted = labels[part]
             for one in (chunk, wanted) if compiled else ():  # rows with a label are never as many
-                torch._dynamo.maybe_mark_dynamic(one, 0)
+                upstream_private.mark_dynamic(one)
             nll[part], correct[part] = step(chunk, wanted, softcap, wide, differentiate)
             if differentiate:
                 torch.mm(chunk, weight, out=gradient[part])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback
 
+from finetune.core import upstream_private
 from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
 
@@ -58,7 +59,10 @@ class Norms:
             if not (name := _active(layer)):
                 continue
             parts = (layer.lora_A[name].weight, layer.lora_B[name].weight)
-            state = (layer.scaling[name], *((part.data_ptr(), part._version) for part in parts))
+            state = (
+                layer.scaling[name],
+                *((part.data_ptr(), upstream_private.version(part)) for part in parts),
+            )
             if stepped or state != self.seen[index]:
                 self.seen[index] = state
                 self.refreshed += 1

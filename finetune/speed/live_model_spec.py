@@ -8,6 +8,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from finetune.autoconfig.decisions import ModelSpec
+from finetune.core import upstream_private
 from finetune.distributed import launch_environment, sharded_tensors
 from finetune.models import module_names
 from finetune.quantization import qat
@@ -22,7 +23,7 @@ def live_model_spec(model: Any) -> ModelSpec:
     layers, ia3 = decoder_layers(model), any("ia3_l" in name for name in trained)
     in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
     four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
-    repeated = model.config.get_text_config()._attn_implementation in ("sdpa", "eager")
+    repeated = upstream_private.attention_name(model.config.get_text_config()) in ("sdpa", "eager")
     return ModelSpec(
         config=model.config,
         layers=len(layers),

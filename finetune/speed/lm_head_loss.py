@@ -15,7 +15,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from trl.trainer.utils import add_fused_lm_head
 
 from finetune.autoconfig import memory_estimate
-from finetune.core import formatting
+from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
@@ -157,7 +157,10 @@ class Untried(Exception):
 def trying(model: nn.Module) -> Iterator[None]:
     """The model in evaluation and eager mode, and afterwards as it was, with its own forward."""
     base, training = base_of(model), model.training
-    before, compiles = vars(base).get("forward"), base.config._attn_implementation == "flex_attention"
+    before, compiles = (
+        vars(base).get("forward"),
+        upstream_private.attention_name(base.config) == "flex_attention",
+    )
     eager = contextlib.nullcontext() if compiles else torch.compiler.set_stance("force_eager")
     model.eval()
     try:

@@ -18,6 +18,7 @@ from accelerate.utils.memory import should_reduce_batch_size
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.autoconfig import attention_choice, packing_support
+from finetune.core import upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 from finetune.models import architecture
@@ -210,7 +211,7 @@ class _Comparison(NamedTuple):
 @contextlib.contextmanager
 def masked(model: Any) -> Iterator[str]:
     """Attention that takes a mask and a cache, for evaluation of a model in training."""
-    name = model.config._attn_implementation
+    name = upstream_private.attention_name(model.config)
     other, _ = attention_choice.for_evaluation(name, attention_choice.read(model.config))
     if name not in (*IMPLEMENTATIONS.values(), "flex_attention"):
         yield name

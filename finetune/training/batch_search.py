@@ -12,6 +12,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.autoconfig.batch_size import MARGIN, Batch, sizes, with_micro_batch
 from finetune.checkpointing import training_state
+from finetune.core import upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives
 from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
@@ -73,8 +74,8 @@ def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: R
         trials.append(Trial(size, _peak(model, inputs, step)))
         if not collectives.all_of(trials[-1].peak <= MARGIN * total):
             break
-    torch._dynamo.reset()  # it takes what has had several sizes for one that changes: slower graphs, for good
-    torch._dynamo.utils.counters.clear()
+    torch.compiler.reset()  # it takes what has had several sizes for one that changes: slower graphs
+    upstream_private.compile_counters().clear()
     training_state.set_random_state(random)
     fit = [trial for trial in trials if trial.peak <= MARGIN * total]
     size = min(collectives.gathered(fit[-1].rows if fit else 0))

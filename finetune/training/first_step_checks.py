@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from transformers import TrainerCallback
 
+from finetune.core import upstream_private
 from finetune.core.errors import Exit
 from finetune.distributed import collectives
 from finetune.kernels import kernel_limits
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from finetune.core.run_checks import Choice, RunChecks
     from finetune.speed import lm_head_loss
     from finetune.training.oom_recovery import MicroBatches
-
-GRAPHS_COUNTED = "torch._dynamo's own count after the first step"
 
 
 @dataclass(frozen=True)
@@ -159,11 +158,14 @@ class FirstStep(TrainerCallback):
         optimizers.add_receipt(kwargs["optimizer"], optim, self.planned.optimizer.kind, self.ledger)
         compiled = self.planned.compiled
         if compiled and compiled.value == "on":
-            counters = torch._dynamo.utils.counters
+            counters = upstream_private.compile_counters()
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
             over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
-            how, got = GRAPHS_COUNTED, f"{breaks} graph breaks, {graphs} graphs"
-            got += ", some layers in eager mode: over torch._dynamo.config.recompile_limit" if over else ""
+            how, got = (
+                "torch.compile's own count after the first step",
+                f"{breaks} graph breaks, {graphs} graphs",
+            )
+            got += ", some layers in eager mode: over torch's recompile_limit" if over else ""
             whole, self.compiled_graphs = not breaks and not over, graphs
             add("speed.compile", "0 graph breaks", got, how, ok=whole or compiled.reason != "asked for")
         self.ledger.check()
@@ -183,7 +185,7 @@ class FirstStep(TrainerCallback):
         if self.planned.has_graphs:
             add_receipt(self.ledger, len(live_model_spec.decoder_layers(kwargs["model"])))
         if self.compiled_graphs:
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - self.compiled_graphs
+            graphs = upstream_private.compile_counters()["stats"]["unique_graphs"] - self.compiled_graphs
             how = "of batches of other lengths: data.packing and padding_free have one"
             self.ledger.add(
                 "graphs compiled after the first step", "as few as can be", f"{graphs}", how, ok=True
@@ -249,12 +251,8 @@ def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
 def add_receipt(ledger: RunChecks, layers: int) -> None:
     """How many graphs were recorded: one forward and one backward a layer, or some were recorded again; and
     what torch has left out."""
-    import torch
-    from torch._inductor import cudagraph_trees
-
-    manager: Any = cudagraph_trees.get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    recorded = next(manager.graph_counter) if manager else 0
-    skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
+    recorded = upstream_private.recorded_cuda_graphs()
+    skipped = upstream_private.compile_counters()["inductor"]["cudagraph_skips"]
     got = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
     how = "torch's own counts when training ended; a run of one pass has none"
     if recorded > 2 * layers:

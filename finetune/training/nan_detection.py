@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from finetune.adapters import trainable_parameters
-from finetune.core import safe_files
+from finetune.core import safe_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives, deepspeed_zero
 
@@ -105,9 +105,7 @@ class NonFinite(TrainerCallback):
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         parts = isinstance(norm, DTensor)  # under FSDP
         norm = norm.full_tensor() if parts else norm
-        fused = (
-            getattr(inner, "_step_supports_amp_scaling", False) and norm.device == self.device and not parts
-        )
+        fused = upstream_private.updates_if_finite(inner) and norm.device == self.device and not parts
         if fused:
             inner.found_inf = (~torch.isfinite(norm)).float()
         self.norm, self.step = norm.detach().to("cpu", non_blocking=True), state.global_step + 1
@@ -116,9 +114,7 @@ class NonFinite(TrainerCallback):
             self.copied.record()
         if self.copied is None or self.allowed or not fused:
             left_out = self.check()
-            optimizer._is_overflow = (
-                left_out  # so that the schedule and AdaLoRA wait, as after fp16's overflow
-            )
+            upstream_private.mark_step_skipped(optimizer, left_out)
             if left_out and fused:
                 inner.found_inf = torch.ones_like(inner.found_inf)  # perhaps it is another rank's
             if left_out and not fused:

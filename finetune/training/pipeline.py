@@ -28,7 +28,7 @@ from trl.trainer.sft_config import SFTConfig
 from finetune.adapters import adalora, initialization, trainable_parameters
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
-from finetune.core import safe_files
+from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
@@ -119,7 +119,7 @@ def run(
     claimed = lock.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop:
         try:
-            with claimed as where:
+            with claimed as where, upstream_private.compile_settings():
                 recipe = choice_checks.pinned(recipe)
                 while True:
                     try:
@@ -136,7 +136,7 @@ def run(
 
 def release_memory() -> None:
     """Free what an attempt that ran out of memory held, and forget its peak."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     clear_device_cache(garbage_collection=True)
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
@@ -306,7 +306,7 @@ def reopen_and_evaluate(
     setup: Setup,
 ) -> dict[str, Any]:
     """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
-    torch._dynamo.reset()  # CUDA graphs hold the weights that they read
+    torch.compiler.reset()  # CUDA graphs hold the weights that they read
     clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
     if setup.launch.processes > 1 and collectives.from_main(lambda: reopen.too_large(recipe.model, setup)):
         return verify_saved.evaluate(folder, live, ledger)

@@ -20,6 +20,7 @@ from trl.trainer.sft_trainer import SFTTrainer
 from finetune.adapters import adalora, trainable_parameters
 from finetune.autoconfig import optimizer_choice
 from finetune.checkpointing import training_state
+from finetune.core import upstream_private
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.distributed import collectives, gradient_reduction, sharded_tensors, transformer_engine_layers
 from finetune.quantization import four_bit
@@ -184,7 +185,7 @@ class Trainer(SFTTrainer):
                 step = self.state.global_step + 1
                 raise parts.too_large(step, parts.error, self.describe_memory()) from error
         if parts.error:
-            torch._dynamo.reset()  # CUDA graphs hold memory, and a second shape is taken for any
+            torch.compiler.reset()  # CUDA graphs hold memory, and a second shape is taken for any
             clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
 
@@ -349,7 +350,7 @@ class Trainer(SFTTrainer):
             faulthandler.cancel_dump_traceback_later()
             self.schedule.stop.step_began = None
             if self.loader is not None:
-                self.loader._iterator = None  # ends workers that persist
+                upstream_private.end_loader_workers(self.loader)
         if self.corrector and no_memory:  # here no traceback holds the step's tensors
             self.accelerator.free_memory()
             self.corrector.start_again()

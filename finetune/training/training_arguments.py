@@ -8,6 +8,7 @@ from trl.trainer.sft_config import SFTConfig
 
 from finetune.autoconfig import data_loader
 from finetune.autoconfig.batch_size import Batch
+from finetune.core import upstream_private
 from finetune.core.errors import UserError
 from finetune.distributed import collectives, launch_environment
 from finetune.kernels import kernel_limits
@@ -69,5 +70,5 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         made = SFTConfig(**{**decided, **length, **given})
     except (ValueError, ImportError) as error:
         raise UserError(train_rules.refused("SFTConfig", error, given)) from error
-    made._n_gpu = min(made.n_gpu, 1)  # the Trainer would spread one process over all GPUs (DataParallel)
+    upstream_private.keep_on_one_gpu(made)
     return made

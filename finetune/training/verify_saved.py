@@ -20,7 +20,7 @@ from safetensors import safe_open
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.adapters import initialization, trainable_parameters
-from finetune.core import safe_files
+from finetune.core import safe_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.weight_files import find_weight_files
 from finetune.distributed import collectives, sharded_tensors
@@ -118,7 +118,7 @@ def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
         gathered = ROUNDED_TO[getattr(torch, setup.compute_dtype)]
         bound = bound + gathered if bound == ROUNDED else max(bound, gathered)
     config: Any = adapted.config
-    base = f"{config.name_or_path} {getattr(config, '_commit_hash', None) or ''}".strip()
+    base = f"{config.name_or_path} {upstream_private.commit_hash(config) or ''}".strip()
     shapes = {name: sharded_tensors.shape(tensor) for name, tensor in _to_save(adapted).items()}
     with torch.compiler.set_stance("force_eager"):  # as it is reopened: nothing is compiled for four rows
         logits = scoring.logits(adapted, rows)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.autoconfig import decisions
 from finetune.autoconfig.compilation import Work
+from finetune.core import upstream_private
 from finetune.core.errors import UserError
 from finetune.core.run_checks import Choice, RunChecks
 from finetune.distributed.launch_environment import sharded
@@ -191,11 +192,10 @@ def test_a_proof_compiles_nothing() -> None:
 def test_every_layer_may_have_a_graph_of_its_own() -> None:
     model = adapted(TYPES["lora"](), num_hidden_layers=3)
     before = torch._dynamo.config.recompile_limit
-    try:
+    with upstream_private.compile_settings():
         apply_to_model.apply(model, Speed(compile=True), WORK, CPU, RunChecks())
         assert torch._dynamo.config.recompile_limit >= 14
-    finally:
-        torch._dynamo.config.recompile_limit = before
+    assert torch._dynamo.config.recompile_limit == before
 
 
 @pytest.mark.parametrize("targets", [["up_proj"], ["gate_proj", "down_proj"], ["k_proj", "up_proj"]])

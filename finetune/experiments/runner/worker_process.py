@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import safe_files, signals
+from finetune.core import safe_files, signals, upstream_private
 from finetune.core.errors import Exit
 from finetune.run_folder.run_folder import RunFolder
 
@@ -39,7 +39,7 @@ WARM = [
 # could not use a GPU then. bitsandbytes and torchao initialize CUDA when peft and the Trainer import them.
 PRELOADED = [
     "finetune.experiments.runner.exit_with_parent",
-    "torch._inductor.compile_fx",
+    upstream_private.PRELOADED,
     "torch.distributed.tensor",
     "accelerate",
     "datasets",
@@ -188,16 +188,15 @@ def begin_process(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[
 def _command(line: Any, log: str, environment: dict[str, str]) -> None:
     begin(log)
     os.environ.update(environment)
-    import torch
 
-    if not torch.cuda._is_in_bad_fork():
+    if not upstream_private.cuda_was_used_before_fork():
         with contextlib.suppress(Exception):  # the run itself reports import errors
             importlib.import_module("finetune.experiments.runner.preload_libraries")
     words, log, environment = line.recv()
     write_to(log)
     os.environ.update(environment)
     # An import has initialized CUDA, so start a new interpreter, which takes longer
-    if torch.cuda._is_in_bad_fork():
+    if upstream_private.cuda_was_used_before_fork():
         os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
     sys.argv = ["finetune", *words]
     runpy.run_module("finetune", run_name="__main__", alter_sys=True)
