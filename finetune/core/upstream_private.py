@@ -209,6 +209,24 @@ def scaled_mm(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor
     )
 
 
+def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
+    """Inside it, `answer(operation, args, options)` runs in place of each of torch's operations."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return answer(func, args, kwargs or {})
+
+    return Mode()
+
+
+def reads_a_value(operation: Any) -> bool:
+    """Whether an operation makes a Python number of a tensor."""
+    import torch
+
+    return operation is torch.ops.aten._local_scalar_dense.default
+
+
 def foreach_mul(one: Sequence[Tensor], other: Sequence[Tensor | None] | float) -> list[Tensor]:
     """Products of tensors one by one. This and the next five take few kernels on a GPU."""
     return _torch()._foreach_mul(one, other)

@@ -6,27 +6,31 @@ import contextlib
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from finetune.core import upstream_private
 
 TOKENS = 16
 
 
-class GuessedValues(TorchDispatchMode):
-    """Answer what a forward asks about the values of meta tensors, so that it runs to its end.
+def guessed_values() -> contextlib.AbstractContextManager[Any]:
+    """Inside it, a forward on the meta device runs to its end: values that it asks for are guessed."""
+    return upstream_private.operations_through(_answer)
+
+
+def _answer(operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Answer what a forward asks about the values of meta tensors.
 
     Conditions are false, such as whether a layer is dropped at random. Numbers are 0. One entry of a
     tensor is nonzero, so that one expert gets one token. The result shows which modules a model calls, and
     which weights its output depends on.
     """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked = args[0] if args else None
-        if isinstance(asked, torch.Tensor) and asked.device.type == "meta":
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return False if asked.dtype == torch.bool else 0
-            if func is torch.ops.aten.nonzero.default:
-                return torch.empty((1, asked.dim()), dtype=torch.long, device="meta")
-        return func(*args, **(kwargs or {}))
+    asked = args[0] if args else None
+    if isinstance(asked, torch.Tensor) and asked.device.type == "meta":
+        if upstream_private.reads_a_value(operation):
+            return False if asked.dtype == torch.bool else 0
+        if operation is torch.ops.aten.nonzero.default:
+            return torch.empty((1, asked.dim()), dtype=torch.long, device="meta")
+    return operation(*args, **options)
 
 
 def choose_computations(model: Any) -> None:
@@ -51,7 +55,7 @@ def inputs(model: Any) -> dict[str, Any] | None:
 
 def logits(model: Any, given: dict[str, Any]) -> torch.Tensor:
     """The output of training's forward on the meta device."""
-    with torch.device("meta"), GuessedValues():
+    with torch.device("meta"), guessed_values():
         return model.train()(**given).logits
 
 

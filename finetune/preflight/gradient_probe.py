@@ -98,7 +98,7 @@ def unreached(
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
         packing_isolation.as_trained(model, attention),
         torch.enable_grad(),
-        meta_forward.GuessedValues() if device.type == "meta" else contextlib.nullcontext(),
+        meta_forward.guessed_values() if device.type == "meta" else contextlib.nullcontext(),
     ):
         for module in model.modules():
             if hasattr(module, "module_dropout"):  # of LoHa and LoKr: leaves out whole layers in training

@@ -295,6 +295,15 @@ def test_scaled_mm_multiplies_fp8() -> None:
     assert made.dtype == torch.bfloat16 and torch.equal(made.float(), torch.full((16, 16), 64.0))
 
 
+def test_operations_go_through_a_function_that_knows_which_reads_a_value() -> None:
+    def answer(operation: Any, args: Any, options: Any) -> Any:
+        return 7 if upstream_private.reads_a_value(operation) else operation(*args, **options)
+
+    with upstream_private.operations_through(answer):
+        assert torch.ones(1).item() == 7
+    assert torch.ones(1).item() == 1
+
+
 def test_foreach_functions_are_torch_s_one_by_one() -> None:
     one, other = [torch.full((2,), -2.0), torch.full((3,), -3.0)], [torch.ones(2), torch.ones(3)]
     assert [t[0].item() for t in upstream_private.foreach_mul(one, one)] == [4, 9]
