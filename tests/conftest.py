@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if os.environ.get("FINETUNE_CACHE_OF") != os.environ.get("PYTEST_XDIST_WORKER", "all"):  # else forked by it
     os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
     os.environ["FINETUNE_CACHE_OF"] = os.environ.get("PYTEST_XDIST_WORKER", "all")
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # has `finetune`
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
 
 from finetune.cli import main

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from finetune.cli import arguments
 from finetune.cli.inputs import load, located
+from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
 
@@ -56,4 +56,4 @@ def data(options: argparse.Namespace) -> None:
             preview.write_html(page, tokenizer, prepared, options.recipe, length, options.show)
         screen.say("", f"wrote {page}")
     if kept:
-        screen.say("", f"next: {shlex.join(['finetune', 'train', options.recipe, *options.overrides])}")
+        screen.say("", f"next: {command('train', options.recipe, *options.overrides)}")

@@ -7,6 +7,7 @@ import textwrap
 from typing import Any
 
 from finetune.core import standard_streams
+from finetune.core.command_lines import command
 from finetune.core.error_codes import CODES
 from finetune.core.errors import Problem, UserError, nearest
 
@@ -19,7 +20,7 @@ EXPLAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 def explain(options: argparse.Namespace) -> None:
     """Describe the code of an error, or list all codes."""
     if options.code is None:
-        standard_streams.say(*sorted(CODES), "", "next: finetune explain CODE")
+        standard_streams.say(*sorted(CODES), "", f"next: {command('explain')} CODE")
         return
     code = options.code.strip("[]")
     if code not in CODES:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.core import standard_streams
+from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError
 
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -24,7 +25,7 @@ def recipes(options: argparse.Namespace) -> None:
         listed = [
             f"{name:<24} {shipped_files.purpose(path)}" for name, path in shipped_files.recipes().items()
         ]
-        standard_streams.say(*listed, "", "next: finetune recipes NAME, or finetune recipes NAME --copy .")
+        standard_streams.say(*listed, "", f"next: {command('recipes')} NAME")
     elif options.name is None:
         fix = f"finetune recipes NAME --copy {shlex.quote(options.copy)}"
         raise UserError(Problem("the name of the recipe is missing", fix=fix, code="command-line"))
@@ -34,4 +35,4 @@ def recipes(options: argparse.Namespace) -> None:
         with paths.writing(Path(options.copy)):
             written = shipped_files.copy(options.name, Path(options.copy))
         standard_streams.say(*(f"wrote {path}" for path in written))
-        standard_streams.say(f"next: finetune train {shlex.quote(str(written[0]))}")
+        standard_streams.say(f"next: {command('train', str(written[0]))}")

@@ -22,10 +22,10 @@ from finetune.core.privacy import masked, secrets, switch_off_telemetry
 from finetune.core.visible_text import continued, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
-PLAIN_WIDTH = 120
+PLAIN_WIDTH = WIDE = 120
 PLAIN_LINES = 20  # about so many progress lines in a run when there is no terminal
 
 
@@ -39,7 +39,8 @@ class LibraryRecords(logging.Formatter):
 class Console:
     """The terminal and, once the run folder exists, its log.txt."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, verbose: bool = False) -> None:
+        self.verbose = verbose
         plain: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
         self.console = RichConsole(quiet=quiet, **plain)
         if not self.console.is_terminal:
@@ -60,21 +61,24 @@ class Console:
             if self._log:
                 self._log.print(shown, **plain)
 
-    def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> None:
-        known = secrets()
+    def table(
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], wide: Collection[str] = ()
+    ) -> None:
+        """Print a table.
 
-        def shown(text: object) -> Text:
-            return Text(visible(masked(str(text), known)))
-
-        table = Table(box=None, pad_edge=False)
-        for index, column in enumerate(columns):
-            table.add_column(shown(column), overflow="fold", header_style="dim", no_wrap=index == 0)
-        for row in rows:
-            table.add_row(*map(shown, row))
+        Args:
+            wide: columns that only a terminal of at least WIDE characters shows; log.txt has all of them.
+        """
+        rows = list(rows)
         self.say("")
         if title:  # on a line of its own: a table would wrap it
             self.say(title, style="bold")
-        self.say(table)
+        narrow = [index for index, name in enumerate(columns) if name not in wide]
+        shown = range(len(columns)) if self.console.width >= WIDE else narrow
+        if not self.console.quiet:
+            self.console.print(_table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows]))
+        if self._log:
+            self._log.print(_table(columns, rows))
 
     def log(self, *lines: str) -> None:
         """Write lines into log.txt only."""
@@ -133,6 +137,21 @@ class Console:
         if self._log:
             self._log.file.close()
             self._log = None
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """A table whose first column does not wrap. Secrets are masked."""
+    known = secrets()
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(_cell(column, known), overflow="fold", header_style="dim", no_wrap=index == 0)
+    for row in rows:
+        table.add_row(*(_cell(value, known) for value in row))
+    return table
+
+
+def _cell(value: object, known: list[str]) -> Text:
+    return Text(visible(masked(str(value), known)))
 
 
 def quieten_libraries() -> None:

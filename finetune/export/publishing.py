@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
+from finetune.core.command_lines import command
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path
 from finetune.core.privacy import masked
@@ -445,5 +446,5 @@ def push(
     }
     folder.write("publish.json", report)
     sent = f"{len(done.sent)} of {len(files)} files sent" if done.sent else "already up to date: nothing sent"
-    screen.say("", f"{sent}; {url}", "next:", f"  finetune evaluate {repo}@{done.commit}")
+    screen.say("", f"{sent}; {url}", "next:", f"  {command('evaluate', f'{repo}@{done.commit}')}")
     return report

@@ -21,6 +21,7 @@ import psutil
 from finetune.autoconfig.batch_size import most_processes
 from finetune.autoconfig.mixed_precision import default_precision
 from finetune.core import shipped_files, signals, standard_streams
+from finetune.core.command_lines import program
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import ACCELERATE
@@ -94,7 +95,7 @@ def command_line(words: list[str]) -> list[str]:
     """How a user types a `finetune train` that runs in the same processes: with the launcher of this one."""
     own = sys.argv[1:]
     launcher = _launcher_of(own) if words[0] == "train" else []
-    return [*launcher, *(words if own[:1] == ["train"] else words[1:])] if launcher else ["finetune", *words]
+    return [*launcher, *(words if own[:1] == ["train"] else words[1:])] if launcher else [*program(), *words]
 
 
 def _launcher_of(own: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.models import meta_forward, module_lists, tokenizer_setup
+from finetune.models import module_lists, tokenizer_setup
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
 
     from finetune.adapters import attach
     from finetune.core.run_checks import RunChecks
+    from finetune.models import meta_forward
     from finetune.preflight import gradient_probe
 
     steps = recipe.train.max_steps or STEPS

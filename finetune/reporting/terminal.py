@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.batch_size import short_of_peak
 from finetune.core import formatting
+from finetune.core.command_lines import command
 from finetune.core.formatting import is_share, labelled
 from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
@@ -20,35 +20,35 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 
+SAMPLE = {"reference": "reference", "base": "base", "fine-tuned": "tuned"}  # shown name -> key in eval.json
+
+
 def show_plan(
     screen: Console, recipe: Recipe, chosen: run_folder.Choices, data: dict[str, Report], notes: list[str]
 ) -> None:
     """Print one table with the planned settings and their reasons, then the notes."""
-    train, held_out = data["train"], data["validation"]
+    train, validation = data["train"], data["validation"]
     rows = [
         ("model", recipe.model.name, ""),
         ("adapter", recipe.adapter.type, _options(recipe)),
+        ("training set", f"{train.kept:,} examples", f"{train.dropped:,} of {train.rows:,} skipped"),
+        ("training tokens", f"{train.tokens:,}", f"{train.trained_tokens:,} contribute to the loss"),
         (
-            "data",
-            f"{train.kept} rows, {train.trained_tokens:,} tokens with loss of {train.tokens:,}",
-            f"{train.dropped} of {train.rows} left out",
+            "validation set",
+            f"{validation.kept:,} examples",
+            "" if validation.rows else "data.validation is not set, so nothing is evaluated",
         ),
         (
-            "held out",
-            f"{held_out.kept} rows",
-            "" if held_out.rows else "no data.validation: nothing to evaluate on",
-        ),
-        (
-            "learning rate",
+            "learning_rate",
             f"{recipe.train.learning_rate:g}",
             recipe.origin.set_by.get("train.learning_rate", "default"),
         ),
     ]
     paths = run_folder.local_paths(recipe)
     rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
-    screen.table("plan", ("what", "value", "why"), rows)
-    held = [f"held out: {remark}" for remark in held_out.remarks()]
-    for notice in [*train.remarks(), *held, *recipe.origin.notices, *notes]:
+    screen.table("plan", ("setting", "value", "reason"), rows, wide=("reason",))
+    of_validation = [f"validation set: {remark}" for remark in validation.remarks()]
+    for notice in [*train.remarks(), *of_validation, *recipe.origin.notices, *notes]:
         screen.say(f"note: {notice}")
     for line in [*adapter_types.advice(recipe), *short_of_peak(recipe.train, chosen["train.steps"][0])]:
         screen.say(labelled(line))
@@ -56,11 +56,19 @@ def show_plan(
 
 
 def show_result(screen: Console, folder: RunFolder, ledger: RunChecks, result: dict[str, Any]) -> None:
-    """Print run checks, base model against fine-tuned model, samples and the next commands."""
-    receipts = [(r.option, "yes" if r.passed else "NO", r.expected, r.actual) for r in ledger.receipts]
-    screen.table("run checks", ("option", "passed", "expected", "actual"), receipts)
+    """Print the scores, samples, the number of run checks that passed, and the next commands."""
     show_scores(screen, result)
+    show_checks(screen, ledger)
     show_next(screen, folder)
+
+
+def show_checks(screen: Console, ledger: RunChecks) -> None:
+    """Print how many run checks passed. Print the table if one failed, or with `--verbose`."""
+    passed = sum(check.passed for check in ledger.receipts)
+    if screen.verbose or passed < len(ledger.receipts):
+        rows = [(c.option, "yes" if c.passed else "NO", c.expected, c.actual) for c in ledger.receipts]
+        screen.table("run checks", ("option", "passed", "expected", "actual"), rows)
+    screen.say("", f"{passed} of {len(ledger.receipts)} run checks passed (checks.json)")
 
 
 def show_scores(screen: Console, result: dict[str, Any]) -> None:
@@ -70,7 +78,7 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
         for key, name in (
             ("loss", "validation loss"),
             ("exact_match", "exact match"),
-            ("ended", "stopped by itself"),
+            ("ended", "emitted the end of turn"),
         )
         if result["base"].get(key) is not None
     ]
@@ -79,15 +87,16 @@ def show_scores(screen: Console, result: dict[str, Any]) -> None:
     for name, task in result["tasks"].items():
         rows += [_score_row(f"{name} {metric}", metric, task) for metric in task["higher_is_better"]]
     if rows:
-        screen.table("result", ("", "base", "tuned", "difference, 95 %", ""), rows)
+        columns = ("", "base", "fine-tuned", "difference (95% CI)", "verdict")
+        screen.table("result", columns, rows, wide=("verdict",))
     screen.say(verdicts.sentence(result["verdict"]), style="bold")
     for note in result["settings"]["notes"]:
         screen.say(f"note: {note}")
     for sample in result["samples"]:
         prompt = sample["prompt"] if isinstance(sample["prompt"], str) else sample["prompt"][-1]["content"]
         rows = [
-            ("asked", prompt),
-            *((name, sample[name][:400]) for name in ("reference", "base", "tuned")),
+            ("prompt", prompt),
+            *((name, sample[key][:400]) for name, key in SAMPLE.items()),
         ]
         screen.table("", ("", ""), [line for name, text in rows for line in _lines_of(name, text)])
 
@@ -110,14 +119,13 @@ def _score_row(name: str, key: str, scores: dict[str, Any]) -> tuple[str, ...]:
 
 
 def show_next(screen: Console, folder: RunFolder) -> None:
-    path = shlex.quote(str(folder.path))
-    screen.say("")
-    screen.say(f"the run is in {folder.path}", style="bold")
-    screen.say("next:")
-    screen.say(f"  open {path}/report.html in a browser")
-    screen.say(f"  finetune evaluate {path}")
-    screen.say(f"  finetune chat {path}")
-    screen.say(f"  less {path}/log.txt")
+    """Print the commands that continue from a finished run, each as it can be pasted."""
+    path = str(folder.path)
+    screen.say("", f"the run is in {path}; its report is {path}/report.html", style="bold")
+    screen.say("next:", f"  {command('chat', path)}")
+    if folder.adapter.exists():
+        screen.say(f"  {command('merge', path)}")
+    screen.say(f"  {command('publish', path, '--dry-run')}")
 
 
 def _options(recipe: Recipe) -> str:

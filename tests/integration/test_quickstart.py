@@ -27,7 +27,7 @@ def test_the_quickstart_keeps_its_promise(tmp_path) -> None:
     assert scores["base"]["exact_match"] < 0.05
     assert scores["tuned"]["exact_match"] >= 0.90, f"{scores['tuned']} after {seconds:.0f} s"
     assert all(receipt["passed"] for receipt in run.read("checks.json"))
-    for part in ("plan", "run checks", "result", "next:", "finetune evaluate"):
+    for part in ("plan", "run checks passed", "result", "next:", "finetune merge"):
         assert part in done.stdout
     assert done.stderr == "", "nothing the user can't act on"
     assert len(scores["samples"]) == 3

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import html_pages, safe_files, shipped_files
+from finetune.core.command_lines import command
 from finetune.core.markdown import code, plain, table
 from finetune.core.visible_text import visible
 from finetune.experiments.ablation.verdict import described_cost
@@ -198,7 +198,7 @@ def show(screen: Console, found: dict[str, Any], place: Path) -> None:
     screen.table("status of each optimization", ("optimization", "status", "why"), reasons(found))
     screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
     given = ["--accelerate", str(place / LAUNCH)] if (place / LAUNCH).exists() else []
-    screen.say(f"next: {shlex.join(['finetune', 'train', str(place / 'best.yaml'), *given])}")
+    screen.say(f"next: {command('train', str(place / 'best.yaml'), *given)}")
 
 
 def best(recipe: Recipe, found: dict[str, Any]) -> str:

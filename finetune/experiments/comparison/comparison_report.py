@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 import statistics
 from collections import Counter
 from pathlib import Path
@@ -14,6 +13,7 @@ from scipy.special import stdtr
 from scipy.stats import studentized_range
 
 from finetune.core import markdown, safe_files
+from finetune.core.command_lines import command
 from finetune.core.visible_text import visible
 from finetune.core.weight_files import find_weight_files
 from finetune.evaluation import verdicts
@@ -355,7 +355,7 @@ def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], scre
         screen.say(
             f"rule: {won['rule']}", f"the table and the picture: {place}/compare.md, {place}/compare.svg"
         )
-        screen.say(f"next: finetune train {shlex.quote(str(place / 'best.yaml'))}")
+        screen.say(f"next: {command('train', str(place / 'best.yaml'))}")
 
 
 def picture(found: dict[str, Any]) -> str:

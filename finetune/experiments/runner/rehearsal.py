@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from finetune.checkpointing import checkpoints
-from finetune.core import formatting
+from finetune.core import command_lines, formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import verify_resume
 from finetune.preflight import choice_checks
@@ -104,7 +103,7 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
         f"killed, resumed and straight: {len(parts)} parts, not a bit differs",
         f"a checkpoint is {formatting.size(size)}; {f'{kept} are kept' if kept else 'all are kept'}",
         f"it can be trained, lost, found again, evaluated, published: {time.monotonic() - started:.0f} s",
-        f"next: {shlex.join(['finetune', 'train', *command])}",
+        f"next: {command_lines.command('train', *command)}",
     )
 
 
@@ -158,7 +157,7 @@ def _live(
         raise UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
     if process.returncode not in expected:
         found = "\n".join(text.splitlines()[-12:]) or f"exit {process.returncode}"
-        what, fix = f"the rehearsal ends in: {phases[-1].name}", shlex.join(["finetune", *words])
+        what, fix = f"the rehearsal ends in: {phases[-1].name}", command_lines.command(*words)
         raise UserError(Problem(what, found=found, fix=fix), code=Exit.of(process.returncode))
     return phases
 

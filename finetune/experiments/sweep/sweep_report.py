@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import optuna
 from optuna.trial import TrialState
 
+from finetune.core.command_lines import command
 from finetune.core.formatting import figure
 from finetune.core.visible_text import visible
 from finetune.experiments.runner import kept_runs, varied_keys
@@ -241,14 +241,14 @@ def next_step(asked: SweepRequest, content: dict[str, Any]) -> str:
 
     It does not contain the storage URL, which can hold a password.
     """
-    more = ["finetune", "sweep", asked.path, *asked.overrides, "--space", str(asked.space)]
+    more = ["sweep", asked.path, *asked.overrides, "--space", str(asked.space)]
     more += ["--output", str(asked.folder)]
     more += ["--trials", str(asked.trials)] if asked.trials is not None else []
     more += ["--hours", f"{asked.seconds / 3600:g}"] if asked.seconds is not None else []
     more += ["--accelerate", asked.accelerate] if asked.accelerate else []
     if content["best"] is None:
-        return shlex.join(more + ["--final"] * asked.final)
-    return shlex.join(["finetune", "train", str(asked.folder / BEST)])
+        return command(*more, *["--final"] * asked.final)
+    return command("train", str(asked.folder / BEST))
 
 
 def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:

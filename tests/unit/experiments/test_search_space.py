@@ -114,7 +114,7 @@ def test_a_value_that_no_recipe_can_have_is_named_before_a_trial(tmp_path) -> No
     text = said(raised)
     for place, what in ((":3:34", "lora"), (":4:15", ">= 1"), (":5:50", "q_proj"), (":6:3", "learning_rate")):
         assert any(f"space.yaml{place}" in line for line in text.splitlines()) and what in text, text
-    assert ":7:" in text and "a whole number" in text
+    assert ":7:" in text and "an integer" in text
 
 
 def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> None:
@@ -129,7 +129,7 @@ def test_a_number_that_is_not_there_to_be_multiplied_is_said_once(tmp_path) -> N
     ("given", "says"),
     [
         (["adapter.type=ia3"], "ia3 has no r; or adapter.type=lora"),
-        (["train.effective_batch_size=9"], "4.5 (a number): 0.5 times train.effective_batch_size, 9"),
+        (["train.effective_batch_size=9"], "4.5 (number): 0.5 times train.effective_batch_size, 9"),
     ],
 )
 def test_what_the_shipped_space_multiplies_is_said(given: list[str], says: str) -> None:
