@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -29,7 +30,6 @@ from support.plans import planned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 8)
 CONFIGS = ROOT / "accelerate_configs"
