@@ -1,7 +1,7 @@
-"""Attach an adapter to the model without its weights, where only PEFT can say whether it fits.
+"""Attach an adapter to a model without weights, for options that only PEFT can check.
 
-finetune checks the options of common types itself, without torch. PEFT checks other options late: a block
-size against the width of each layer, a pattern against a list of layers, an input in the first forward pass.
+finetune checks the options of common types itself, without torch. PEFT checks other options late, such as a
+block size against the width of each layer, or an input in the first forward pass.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _CHECKED = frozenset(
         "init_ia3_weights",
     }
 )  # fmt: skip
-STEPS = 1000  # of AdaLoRA's schedule, where the recipe leaves them to the data
+STEPS = 1000  # steps of AdaLoRA's schedule if the recipe does not set `train.max_steps`
 
 
 def is_needed(recipe: Recipe) -> bool:
-    """Whether the adapter has a type or an option that finetune does not check itself."""
+    """Return whether the adapter has a type or an option that finetune does not check itself."""
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
     if (
         not kind.peft
@@ -48,10 +48,10 @@ def is_needed(recipe: Recipe) -> bool:
 
 
 def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
-    """What PEFT refuses, and what fails in a forward pass; `None`: PEFT needs the weights to try it.
+    """Return the problems that PEFT or a forward pass finds; `None` if PEFT needs the weights for its checks.
 
     Args:
-        folder: of the base model.
+        folder: the folder of the base model.
     """
     import torch
 
@@ -72,7 +72,7 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
             return gradient_probe.problems_on_meta(adapted, recipe.adapter, inputs) if inputs else []
     except UserError as error:
         return None if gradient_probe.needs_values(error.__cause__) else list(error.problems)
-    except (RuntimeError, TypeError) as error:  # of a check of the adapter, which reads a value
+    except (RuntimeError, TypeError) as error:  # a check of the adapter has read a value
         if gradient_probe.needs_values(error):
             return None
         raise
@@ -81,7 +81,7 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
 
 
 def _add_rows(model: Any, section: Model) -> list[int]:
-    """Give a model without weights the rows of `model.add_tokens`; returns their ids."""
+    """Add rows for `model.add_tokens` to the embedding of a model without weights, and return their ids."""
     if not section.add_tokens:
         return []
     added = tokenizer_setup.read_added_tokens(section)

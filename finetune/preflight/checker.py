@@ -1,4 +1,4 @@
-"""What can be said about a recipe before any weight is loaded: `finetune check`, and its data, prepared."""
+"""Find the problems of a recipe and its data before any weight is loaded: `finetune check`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Model, Publish, Recipe
 
-IA3_RATE = 1e-2  # at which its factors move by more than bf16 tells apart
-TRACKERS = {  # name in train.report_to -> module, package; of others both are called as it is
+IA3_RATE = 1e-2  # learning rate at which IA3's factors change by more than the rounding of bf16
+TRACKERS = {  # name in train.report_to -> module, package; other trackers have one name for all three
     "azure_ml": ("azureml", "azureml-core"),
     "comet_ml": ("comet_ml", "comet-ml"),
     "flyte": ("flytekit", "flytekit"),
@@ -44,16 +46,16 @@ TRACKERS = {  # name in train.report_to -> module, package; of others both are c
 
 
 def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
-    """Look at the files, packages and module names a valid recipe names, in under a second and without torch.
+    """Check the files, packages and module names of a valid recipe, in under a second and without torch.
 
     Args:
-        with_weights: refuse a model's folder without weights.
+        with_weights: refuse a model folder without weights.
 
     Returns:
-        Notes: what could not be looked at here, and advice.
+        Notes on parts that could not be checked here, and advice.
 
     Raises:
-        UserError: every problem found; exit 2, or 3 if all that is wrong is a missing package.
+        UserError: every problem found; exit 2, or 3 if only packages are missing.
     """
     notes = list(recipe.origin.notices)
     problems: list[Problem] = []
@@ -78,10 +80,10 @@ def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
 
 
 def check(recipe: Recipe) -> list[str]:
-    """`finetune check`: what `run` looks at, the first examples of the data, and the place of the run.
+    """`finetune check`: do the checks of `run`, and check the first examples and the output folder.
 
     Raises:
-        UserError: every problem found; exit 2, or 3 if all that is wrong is the environment.
+        UserError: every problem found; exit 2, or 3 if only the environment is wrong.
     """
     notes: list[str] = []
     problems: list[Problem] = []
@@ -91,7 +93,7 @@ def check(recipe: Recipe) -> list[str]:
         if look is _tokens and (
             "_first_examples" in refused or any(one.key == "model.name" for one in problems)
         ):
-            continue  # neither examples nor a tokenizer's files that were refused are read again
+            continue  # the examples or the files of the tokenizer have been refused already
         try:
             notes += look(recipe)
         except UserError as error:
@@ -121,13 +123,13 @@ def _cache_folder(recipe: Recipe) -> list[str]:
 
 
 def _output_folder(recipe: Recipe) -> list[str]:
-    """Whether a new run may begin in `train.output_dir`. A folder with a run is for `--resume`."""
+    """Check that a new run may start in `train.output_dir`. For a folder with a run, return a note."""
     where = recipe.train.output_dir
     try:
         lock.check_free(where)
     except UserError as error:
         if RunFolder(Path(str(where))).recipe.is_file():
-            return [f"train.output_dir: {error.problems[0].what}: {error.problems[0].fix}"]
+            return [f"train.output_dir: {error.problems[0].what}; {error.problems[0].fix}"]
         raise
     if where:
         lock.check_makeable(where)
@@ -135,7 +137,7 @@ def _output_folder(recipe: Recipe) -> list[str]:
 
 
 def _trial(recipe: Recipe) -> list[str]:
-    """What PEFT alone can say about the adapter's options. A run asks it when it attaches the adapter."""
+    """Let PEFT check the options that finetune does not check. A run does so when it attaches the adapter."""
     folder = Path(recipe.model.name)
     if not folder.is_dir() or not adapter_trial.is_needed(recipe):
         return []
@@ -143,15 +145,15 @@ def _trial(recipe: Recipe) -> list[str]:
     if problems:
         raise UserError(*problems)
     if problems is None:
-        return ["adapter: PEFT needs the weights to try its options, so that only the run can do it"]
-    return ["adapter: PEFT tried its options on the model without weights, which takes some seconds"]
+        return ["adapter: PEFT checks these options only on real weights, so only the run can check them"]
+    return ["adapter: PEFT accepts these options on the model without weights"]
 
 
 def _machine(recipe: Recipe) -> list[str]:
-    """What `train` would refuse on this machine or under this launch. The run may be meant for another one,
-    so it is a note.
+    """Return notes on settings that `train` would refuse on this machine or under this launch.
 
-    Only what was asked for by name can be refused, so that most recipes need no torch here.
+    They are notes because the run may be meant for another machine. Only settings other than `auto` can be
+    refused, so most recipes need no torch here.
     """
     model, speed, given = recipe.model, recipe.speed, recipe.train.passed_on()
     asked = (
@@ -176,19 +178,19 @@ def _machine(recipe: Recipe) -> list[str]:
 
 
 def refused_here(error: UserError) -> list[str]:
-    """Notes on what `train` would refuse here."""
+    """Return notes on the problems for which `train` would stop here."""
     place = "on this machine" if error.code == Exit.ENVIRONMENT else "under this launch"
-    said = [(one.key, f"{one.what} ({one.found or one.fix})") for one in error.problems]
-    return [f"train would stop {place}: {': '.join(filter(None, one))}" for one in said]
+    shown = [(one.key, f"{one.what} ({one.found or one.fix})") for one in error.problems]
+    return [f"train would stop {place}: {': '.join(filter(None, texts))}" for texts in shown]
 
 
 def advice(recipe: Recipe) -> list[str]:
-    """What is worth knowing of the adapter as the recipe has it."""
+    """Return advice about the adapter."""
     return adapter_types.advice(recipe)
 
 
 def rounded(recipe: Recipe) -> list[str]:
-    """What is worth knowing of the adapter under this launch."""
+    """Return a warning if this launch rounds IA3's factors by more than the learning rate changes them."""
     kind, rate = recipe.adapter.type, recipe.train.learning_rate
     splitter, precision = launch_environment.splitter(), launch_environment.said("ACCELERATE_MIXED_PRECISION")
     as_stored = (
@@ -196,17 +198,18 @@ def rounded(recipe: Recipe) -> list[str]:
     )  # four_bit.fsdp_policy
     if kind != "ia3" or not splitter or as_stored or precision not in ("bf16", "fp16") or rate >= IA3_RATE:
         return []
-    steps = "1/256" if precision == "bf16" else "1/2048"
-    said = f"train.learning_rate: {rate:g} is little under {splitter}, which rounds IA3's factors, about 1, "
-    return [f"{said}to {precision} in each pass: they move in steps of {steps}; try {IA3_RATE:g}"]
+    step = "1/256" if precision == "bf16" else "1/2048"
+    why = f"{splitter} rounds IA3's factors to {precision} in each forward pass, in steps of {step}"
+    return [f"train.learning_rate: {rate:g} is too small, because {why}; try {IA3_RATE:g}"]
 
 
 def _model(recipe: Recipe) -> list[str]:
     model_files.check_folder(recipe.model)
     if Path(recipe.model.name).exists():
         if recipe.model.revision:
-            what, found = "is for a model on the Hub: a folder has none", recipe.model.revision
-            raise UserError(Problem(what, "model.revision", found=found, fix="drop it"))
+            what, found = "a model in a local folder has no revisions", recipe.model.revision
+            fix = "remove `model.revision`"
+            raise UserError(Problem(what, "model.revision", found=found, fix=fix, code="recipe-conflict"))
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
         model_class.check(config)
         stored = choice_checks.check_stored(recipe, config)
@@ -214,7 +217,9 @@ def _model(recipe: Recipe) -> list[str]:
             raise UserError(*slow)
         said = [f"model.name: {stored_weights.describe(stored)}"] if stored else []
         return [*said, *tokenizer_setup.check(recipe.model)]
-    return [f"model.name: {on_the_hub(recipe.model.name)}; its modules are checked when it loads"]
+    return [
+        f"model.name: {on_the_hub(recipe.model.name)}; finetune checks its modules when it loads the model"
+    ]
 
 
 def _modules(section: Model, config: ModelConfig) -> list[str]:
@@ -223,7 +228,7 @@ def _modules(section: Model, config: ModelConfig) -> list[str]:
 
 
 def _weights(recipe: Recipe) -> list[str]:
-    """The weights that training reads. Preparing data needs none."""
+    """Check the files of weights, which training needs and data preparation does not."""
     model_files.check_weights(recipe.model)
     return []
 
@@ -233,12 +238,17 @@ def _data(recipe: Recipe) -> list[str]:
     notes = []
     named = source_loading.named(data)
     if not data.name or not all(source.name for source, _ in named):
-        raise UserError(Problem("is empty", "data.name"))
+        fix = "set `data.name` to a file, a folder or a dataset on the Hub"
+        raise UserError(Problem("a source has no name", "data.name", fix=fix, code="missing-key"))
     for source, key in named:
         if source_loading.files(source.name, key) is None:
             pinned = client.COMMIT.fullmatch(source.revision or "")
-            pin = "" if pinned else "; pin data.revision to a commit, or tomorrow's run may see other rows"
-            notes.append(f"{key}: {source.name} is on the Hub; its rows are checked when it loads{pin}")
+            pin = (
+                "" if pinned else "; set `data.revision` to a commit, or a later run may read other examples"
+            )
+            notes.append(
+                f"{key}: {source.name} is on the Hub; finetune checks its examples when it loads{pin}"
+            )
     source_loading.check_disjoint(data)
     source_loading.check_of_the_hub(data)
     if data.chat_template:
@@ -247,10 +257,10 @@ def _data(recipe: Recipe) -> list[str]:
 
 
 def _steps(recipe: Recipe) -> list[str]:
-    """Of rows that are streamed the recipe alone says how many steps they make."""
+    """Check the number of steps. For a stream of examples, only the recipe gives it."""
     batch_size.check_warm_up(recipe.train, recipe.train.max_steps)
     if recipe.data.streaming:
-        from finetune.data import streaming  # it imports numpy, which takes a tenth of a second
+        from finetune.data import streaming  # imports numpy, which takes 0.1 s
 
         batch_size.steps_of_stream(recipe.train)
         streaming.check(recipe.data)
@@ -258,20 +268,18 @@ def _steps(recipe: Recipe) -> list[str]:
 
 
 def _packing(recipe: Recipe) -> list[str]:
-    """Whether the model can keep packed examples apart."""
+    """Check that the model supports packed examples."""
     if config := _config(recipe.model):
         packing_support.check(config, recipe.data, recipe.train, recipe.model.attention)
     return []
 
 
 def _tasks(recipe: Recipe) -> list[str]:
-    """The files, packages and metrics of the evaluation, and what the loss adds for a router."""
+    """Check the files, packages and metrics of the evaluation, and the auxiliary loss of a router."""
     if (config := _config(recipe.model)) is not None:
         router_loss.check(config, recipe.train.passed_on().get("router_aux_loss_coef"))
     if recipe.eval.tasks:
-        from finetune.evaluation import (
-            tasks,  # most recipes have none, and its imports take a tenth of a second
-        )
+        from finetune.evaluation import tasks  # imports for 0.1 s, and most recipes have no tasks
 
         config = _config(recipe.model)
         longest = token_limits.positions(config) if config else None
@@ -285,13 +293,13 @@ def _tasks(recipe: Recipe) -> list[str]:
 
 
 def _config(section: Model) -> Any:
-    """config.json of a local model, completed; `None`: it is on the Hub, or `_model` says what is wrong."""
+    """Return the config of a local model; `None` for a model on the Hub or a config that `_model` refuses."""
     with contextlib.suppress(UserError):
         return architecture.config_in(Path(section.name) / "config.json")
 
 
 def _trackers(recipe: Recipe) -> list[str]:
-    """What `train.report_to` names must exist and be installed."""
+    """Check that the trackers in `train.report_to` exist and are installed."""
     key, asked = "train.report_to", recipe.train.passed_on().get("report_to", "none")
     asked = asked if isinstance(asked, list) else [asked]
     if asked in (["none"], []):
@@ -299,18 +307,24 @@ def _trackers(recipe: Recipe) -> list[str]:
     known = upstream_options.trackers()
     if asked == ["all"]:
         found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))
-        return [f"{key}: all that are installed: {', '.join(found) or 'none'}"]
+        return [f"{key}: all means the installed trackers: {', '.join(found) or 'none'}"]
     unknown = [str(name) for name in asked if name not in known]
     if unknown:
-        expected = f"none, all, {', '.join(sorted(known))}"
-        texts = [{"found": name, "expected": expected, "fix": nearest(name, known)} for name in unknown]
-        raise UserError(*(Problem("no such tracker", key, **said) for said in texts))
+        raise UserError(*(_unknown_tracker(name, known) for name in unknown))
     missing = [name for name in asked if not _tracker_installed(name)]
     if missing:
         fix = packages.install_command(*(TRACKERS.get(name, (name, name))[1] for name in missing))
-        problem = Problem("not installed", key, found=", ".join(missing), fix=fix)
+        what, found = "a tracker is not installed", ", ".join(missing)
+        problem = Problem(what, key, found=found, fix=fix, code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return []
+
+
+def _unknown_tracker(name: str, known: Collection[str]) -> Problem:
+    near, what = nearest(name, known), "Transformers has no such tracker"
+    expected = "" if near else "none, all, or a tracker such as tensorboard, wandb or mlflow"
+    fix = f"train.report_to: {near}" if near else "train.report_to: none"
+    return Problem(what, "train.report_to", found=name, expected=expected, fix=fix, code="value-choice")
 
 
 def _tracker_installed(name: str) -> bool:
@@ -318,7 +332,7 @@ def _tracker_installed(name: str) -> bool:
 
 
 def _adapter(recipe: Recipe) -> list[str]:
-    """Check the adapter section's names against those of a local model, and `init_from`."""
+    """Check `adapter.init_from`, and compare the names in `adapter:` with the modules of a local model."""
     folder = Path(recipe.model.name)
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     config = _config(recipe.model)
@@ -338,7 +352,7 @@ def _adapter(recipe: Recipe) -> list[str]:
 
 
 def _tokens_of_source(recipe: Recipe, config: ModelConfig) -> list[str]:
-    """The tokens of a local adapter to continue from, beside those of a local base model."""
+    """Compare the added tokens of a local adapter to continue from with the tokens of a local base model."""
     source, known = recipe.adapter.source, None
     if source and Path(source).exists() and config:
         known = tokenizer_setup.read_vocabulary(recipe.model)
@@ -349,10 +363,10 @@ def _tokens_of_source(recipe: Recipe, config: ModelConfig) -> list[str]:
 
 
 def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList | None:
-    """Names in a local model; `None`: `_model` says what is wrong with it.
+    """Return the names of a local model's modules; `None` if `_model` refuses the model.
 
     Raises:
-        UserError: its files are damaged, or lack weights (exit 2).
+        UserError: the model's files are damaged, or weights are missing (exit 2).
     """
     folder, quantized = Path(section.name), stored_weights.read(config)
     try:
@@ -374,7 +388,7 @@ def _publish(recipe: Recipe) -> list[str]:
 
 
 def check_names(section: Publish) -> None:
-    """The names in `publish:`; asks no one."""
+    """Check the form of the names in `publish:`, without the network."""
     for key in ("repo", "base_model"):
         name = getattr(section, key)
         if name is not None:

@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 
 
 def setup_of(recipe: Recipe) -> Setup:
-    """How this machine trains a recipe.
+    """Choose how this machine trains a recipe.
 
     Raises:
-        UserError: what contradicts the launch (exit 2), what can't be done here (exit 3).
+        UserError: the recipe contradicts the launch (exit 2), or this machine can't train it (exit 3).
     """
     config = model_files.read_config(recipe.model)
     stored = check_stored(recipe, config)
     model = recipe.model
-    if stored and stored.stays:  # the launch has to serve it as it is
+    if stored and stored.stays:  # the launch has to support the quantization of the checkpoint
         model = model.model_copy(update={"quantization": stored.storage})
     asked = recipe.adapter, model, recipe.data, recipe.speed, recipe.eval.eval_steps
     launch_conflicts.check(detection.detect(), *asked)
@@ -70,9 +70,9 @@ def setup_of(recipe: Recipe) -> Setup:
 
 
 def check_model(recipe: Recipe) -> None:
-    """Refuse a model that finetune does not train, or not as it is stored (exit 2)."""
+    """Refuse a model whose architecture or quantization finetune does not support (exit 2)."""
     path = model_files.file_on_disk(recipe.model, "config.json")
-    if path is None:  # `architecture.read` reads it from the Hub, or says what is wrong with the folder
+    if path is None:  # `architecture.read` reads it from the Hub, or refuses the folder
         return
     config = architecture.config_in(path)
     model_class.check(config)
@@ -82,10 +82,10 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_stored(recipe: Recipe, config: ModelConfig) -> Stored | None:
-    """How a checkpoint that is quantized already is stored; `None`: it is not, or its config is not known.
+    """Return the quantization of a checkpoint; `None` if it is not quantized or its config is not known.
 
     Raises:
-        UserError: the recipe cannot be trained on it (exit 2), or a package is missing (exit 3).
+        UserError: the recipe can't train on this quantization (exit 2), or a package is missing (exit 3).
     """
     stored = stored_weights.read(config)
     if stored is None:
@@ -98,7 +98,7 @@ def check_stored(recipe: Recipe, config: ModelConfig) -> Stored | None:
 
 
 def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
-    """Whether a run of this recipe with another value is not refused here.
+    """Return whether this machine would run the recipe with another value.
 
     Args:
         change: such as `speed.activation_checkpointing=full` or `adapter.type=lora`.
@@ -129,15 +129,17 @@ def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
 
 
 def against_names(recipe: Recipe, names: Names) -> list[Problem]:
-    """What a model of these names lacks for a recipe's adapter. An adapter to continue from has the names of
-    the model that it was trained on."""
+    """Return the problems of a recipe's adapter with the names of a model's modules.
+
+    An adapter to continue from has the names of the model that it was trained on.
+    """
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
     if recipe.adapter.source:
         return continue_from.slow_patterns(recipe.adapter, names)
     if not kind.peft:
         return []
     added = tokenizer_setup.read_added_tokens(recipe.model)
-    if added is None:  # the run knows the rows of the new tokens
+    if added is None:  # only the run knows the ids of the new tokens
         options = {key: value for key, value in options.items() if key != "trainable_token_indices"}
     elif added:
         names = names.with_rows(max(added) + 1)
@@ -146,25 +148,28 @@ def against_names(recipe: Recipe, names: Names) -> list[Problem]:
 
 
 def against_storage(storage: str, names: Names) -> list[Problem]:
-    """Why no layer of a model can be stored so: GPT-2's Conv1D layers are no nn.Linear, which these store."""
+    """Return a problem if a model has no nn.Linear layer to quantize; GPT-2 has only Conv1D layers."""
     stored = [name for name in names.linear if names.kinds[name] == "Linear"]
     if storage not in ONLY_LINEAR or stored:
         return []
-    what = f"{storage} stores nn.Linear layers, and the layers of {names.family} are Conv1D"
-    fix = "model.quantization: nf4, or none"
-    return [Problem(what, "model.quantization", found=storage, fix=fix)]
+    what = f"{storage} quantizes only nn.Linear layers, and the layers of {names.family} are Conv1D"
+    fix = "set `model.quantization: nf4`, or none"
+    return [Problem(what, "model.quantization", found=storage, fix=fix, code="quantization")]
 
 
 def against_rows(recipe: Recipe, names: Names) -> list[Problem]:
-    """Why rows of the embeddings can't train beside what trains as a whole."""
+    """Return the problems of training rows of an embedding that another option trains as a whole."""
     ends = module_names.short(names.embedding), module_names.short(names.head)
     given = recipe.adapter.options(), names.tied, bool(recipe.model.add_tokens), *ends
-    return [Problem(what, key, **texts) for key, what, texts in adapter_rules.rows_beside(*given)]
+    found = adapter_rules.rows_beside(*given)
+    return [Problem(what, key, **{"code": "recipe-conflict", **texts}) for key, what, texts in found]
 
 
 def pinned(recipe: Recipe) -> Recipe:
-    """The same with the commit that `model.revision` is now: every file of the base is read at it, also
-    by processes that are started after this (`hub.client.commit`)."""
+    """Return the recipe with the current commit of `model.revision`.
+
+    Every process then reads every file of the base model at this commit (`hub.client.commit`).
+    """
     asked, section = recipe.model.revision, model_files.pinned(recipe.model)
     if section.revision == asked:
         return recipe
@@ -173,33 +178,31 @@ def pinned(recipe: Recipe) -> Recipe:
 
 
 def against_fp8(recipe: Recipe, config: ModelConfig | None = None) -> str:
-    """Why `model.quantization: auto` does not store the base in fp8, by recipe and model; empty: it may.
+    """Return why `model.quantization: auto` does not use fp8 for this recipe; the empty string if it may.
 
     Args:
-        config: the model's, where it has been read already.
+        config: the config of the model, if it has been read already.
     """
     by_recipe = adapter_rules.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
     return by_recipe or (config_against_fp8(config) if config else model_against_fp8(recipe.model))
 
 
-FP8_WIDTH = 2048  # hidden size from which `model.quantization: auto` takes fp8
+FP8_WIDTH = 2048  # smallest hidden size for which `model.quantization: auto` uses fp8
 
 
 def model_against_fp8(model: Model) -> str:
-    """Why `model.quantization: auto` does not store this model in fp8, by its config; empty: it may."""
+    """Return why `model.quantization: auto` does not use fp8 for this model; the empty string if it may."""
     return config_against_fp8(model_files.read_config(model))
 
 
 def config_against_fp8(config: ModelConfig) -> str:
-    """Why `model.quantization: auto` does not store a model with this config in fp8; empty: it may."""
+    """Return why `model.quantization: auto` does not use fp8 for this config; the empty string if it may."""
     width = getattr(config.get_text_config(), "hidden_size", 0)
     if width < FP8_WIDTH:
-        return f"layers of width {width} are too small to gain (from {FP8_WIDTH} up they do)"
+        return f"layers of width {width} are too small to be faster in fp8 (the smallest is {FP8_WIDTH})"
     if count := architecture.experts(config.get_text_config()):
-        return (
-            f"its {count} experts are no linear layers: they would stay in bf16, which is most of the model"
-        )
+        return f"the model's {count} experts are no linear layers, so most of the model would stay in bf16"
     stored = stored_weights.read(config)
     if stored and stored.storage != "fp8":
-        return f"the checkpoint is stored in {stored}, which the fp8 base can't take over exactly"
+        return f"the checkpoint is stored in {stored}, which fp8 can't represent exactly"
     return ""

@@ -1,9 +1,9 @@
-"""Find trained tensors that no gradient can reach, in one forward pass before the first step.
+"""Find trainable tensors that no gradient can reach, in one forward pass before the first step.
 
-Some models read a layer's weight and do not call the layer (Mamba's `dt_proj`). No adapter trains there.
-A zero gradient would prove nothing: LoRA's A has one while B is 0. So the graph of the loss is searched.
-The same forward pass finds layers in which PEFT's adapter fails. `check` runs it without weights, where
-`adapter_trial` says so, and `train` with them.
+Some models read a layer's weight and do not call the layer (Mamba's `dt_proj`). An adapter does not train
+there. A zero gradient proves nothing, because LoRA's A has one while B is 0. So finetune searches the graph
+of the loss. The same forward pass finds layers in which PEFT's adapter fails. `train` runs it with weights.
+`check` runs it without weights if `adapter_trial` asks for it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 
 def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks) -> None:
-    """Refuse an adapter with tensors that no gradient reaches; freeze such parameters of `full`.
+    """Refuse an adapter with tensors that no gradient reaches. For `full`, freeze such parameters.
 
     Raises:
-        UserError: the modules, and a change of the recipe that works (exit 2).
+        UserError: the modules without gradient, and a change of the recipe that works (exit 2).
     """
     trained = trainable_parameters.trainable(adapted)
     if setup.launch.sharded:
@@ -50,14 +50,18 @@ def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks)
         except Exception as error:  # of a forward that does not take this input; the first step takes another
             if _is_of_adapter(adapted, adapter, setup.attention.value, error):
                 raise UserError(_failing(adapted, adapter, error)) from error
-            ledger.notes.append(f"gradients were not checked before the first step: {first_line(error)}")
+            ledger.notes.append(
+                f"finetune could not check the gradients before training: {first_line(error)}"
+            )
             return
         how = f"the graph of one forward pass of {meta_forward.TOKENS} tokens"
     if adapter.type == "full":
         for name in lost:
             trained[name].requires_grad = False
         if lost:
-            ledger.notes.append(f"{len(lost)} parameters do not train, the model never reads them: {lost[0]}")
+            ledger.notes.append(
+                f"{len(lost)} parameters are frozen, because the model never uses them: {lost[0]}"
+            )
     elif lost:
         raise UserError(*_problems(adapted, lost, adapter))
     reached = len(trained) - len(lost)
@@ -66,7 +70,7 @@ def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks)
 
 
 def problems_on_meta(adapted: nn.Module, adapter: Adapter, inputs: dict[str, Any]) -> list[Problem]:
-    """What `check` finds here, of an adapter on a model that takes these inputs on the meta device."""
+    """Return the problems that `check` finds in a forward pass of an adapter on the meta device."""
     trained = trainable_parameters.trainable(adapted)
     try:
         lost = unreached(adapted, trained, "eager", inputs)
@@ -86,10 +90,10 @@ def unreached(
     attention: str,
     inputs: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Trained tensors that the logits do not depend on. An expert that no token reaches is no fault.
+    """Return the trainable tensors that the logits do not depend on, without experts that no token reached.
 
-    Layers may share a tensor, which a gradient then reaches through any of them. Of those whose output the
-    logits do not depend on, their own weight is named.
+    Layers may share a tensor, and a gradient then reaches it through any of them. If the logits do not depend
+    on the output of such a layer, the list has the layer's own weight.
     """
     device, sharing = model.device, _sharing_layers(model)
     outputs = {name: list[Any]() for name in sharing}
@@ -101,7 +105,7 @@ def unreached(
         meta_forward.guessed_values() if device.type == "meta" else contextlib.nullcontext(),
     ):
         for module in model.modules():
-            if hasattr(module, "module_dropout"):  # of LoHa and LoKr: leaves out whole layers in training
+            if hasattr(module, "module_dropout"):  # LoHa and LoKr would skip whole layers in training mode
                 module.eval()
         for name, layer in sharing.items():
             hook = layer.register_forward_hook(
@@ -117,7 +121,7 @@ def unreached(
 
 
 def _sharing_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers, by full name, of an adapter whose tensors are shared by all of them."""
+    """Return the layers by full name if the adapter's tensors are shared by all layers; else nothing."""
     config = getattr(model, "peft_config", {}).get("default")
     if config is None or str(config.peft_type.value).lower() not in adapter_types.SHARES:
         return {}
@@ -130,40 +134,40 @@ def _inputs(model: nn.Module) -> dict[str, Any]:
 
 
 def _is_of_adapter(adapted: nn.Module, adapter: Adapter, attention: str, error: Exception) -> bool:
-    """Whether the adapter raised an error of the forward, or the model runs without it."""
+    """Return whether the adapter raised the error, or the model runs without the adapter."""
     if adapter.type == "full" or isinstance(error, torch.AcceleratorError) or should_reduce_batch_size(error):
         return False
     return bool(_failing_layer(adapted, error)) or _runs_without(adapted, attention)
 
 
 def _runs_without(adapted: Any, attention: str) -> bool:
-    """Whether the model's forward ends without an error while its adapter is off."""
+    """Return whether the model's forward pass raises no error while the adapter is disabled."""
     trained = [(parameter, parameter.requires_grad) for parameter in adapted.parameters()]
     try:
         with adapted.disable_adapter(), packing_isolation.as_trained(adapted, attention), torch.no_grad():
             adapted(**_inputs(adapted))
-    except Exception:  # of the model itself, which the first step will name
+    except Exception:  # of the model itself; the first step raises it again
         return False
     finally:
-        for parameter, trains in trained:  # PEFT trains every tensor of an adapter that is on again
+        for parameter, trains in trained:  # PEFT makes every tensor of an enabled adapter trainable
             parameter.requires_grad = trains
     return True
 
 
 def _failing(adapted: nn.Module, adapter: Adapter, error: Exception) -> Problem:
-    """The problem of an adapter that raised an error in the forward pass."""
+    """Return the problem of an adapter that raised an error in the forward pass."""
     said = f"{type(error).__name__}: {first_line(error)}"
     kind, picked = adapter_types.find(adapter.type), getattr(adapted, "targeted_module_names", [])
     if layer := _failing_layer(adapted, error):
         return name_problems.describe_failing(layer, picked, adapter.options(), kind.peft, said)
     if kind.prompt:
         return _no_vectors(adapter, said)
-    what = f"this model does not run with {adapter.type}"
-    return Problem(what, "adapter.type", found=said, fix="adapter.type: lora")
+    what, fix = f"the forward pass of this model fails with {adapter.type}", "adapter.type: lora"
+    return Problem(what, "adapter.type", found=said, fix=fix, code="adapter-type")
 
 
 def _failing_layer(adapted: nn.Module, error: Exception) -> str:
-    """The full name, in the base model, of the layer in whose adapter an error was raised; empty: in none."""
+    """Return the name, in the base model, of the layer whose adapter raised an error, or the empty string."""
     names = {id(module): name for name, module in adapted.named_modules()}
     owners = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     inner = next((names[owner] for owner in reversed(owners) if owner in names), "")
@@ -172,19 +176,23 @@ def _failing_layer(adapted: nn.Module, error: Exception) -> str:
 
 
 def _no_vectors(adapter: Adapter, said: str) -> Problem:
-    """The problem of vectors that stand in the cache, where a model has another one or does not read it."""
-    what = f"{adapter.type} does not train in this model, which does not read its vectors from the cache"
-    return Problem(what, "adapter.type", found=said, fix="adapter.type: prompt_tuning")
+    """Return the problem of an adapter with virtual tokens in a cache that the model does not use."""
+    what = f"{adapter.type} does not train with this model"
+    why = (
+        f"{adapter.type} puts virtual tokens into the key-value cache, and the model does not use that cache"
+    )
+    fix = "adapter.type: prompt_tuning"
+    return Problem(what, "adapter.type", found=said, why=why, fix=fix, code="adapter-type")
 
 
 def _unreached_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
-    """The same of a model whose weights are in parts, by its class on the meta device, without the adapter.
+    """Do the same for a model with sharded weights, by its class on the meta device and without the adapter.
 
-    An adapter trains where the model calls its layer. Parameters of the base model train where it reads them.
+    An adapter trains if the model calls its layer. A parameter of the base model trains if the model uses it.
     """
     base = adapted.get_base_model() if hasattr(adapted, "get_base_model") else adapted
     with torch.device("meta"):
-        config = copy.deepcopy(base.config)  # a model that is built may change its config's attention
+        config = copy.deepcopy(base.config)  # building a model may change the attention in its config
         plain: Any = type(base)(config).to(torch.bfloat16)
         without_gradient = set(module_lists.of_meta_model(plain).without_gradient)
         inputs, parameters = meta_forward.inputs(plain), dict(plain.named_parameters())
@@ -198,19 +206,19 @@ def _unreached_on_meta(adapted: Any, trained: Collection[str]) -> list[str]:
 
 
 def _name_in_base(tensor: str) -> str:
-    """The name of a parameter before PEFT wrapped its module."""
+    """Return the name of a parameter before PEFT wrapped its module."""
     plain = tensor.removeprefix("base_model.model.").replace(".base_layer.", ".")
     return plain.replace(".modules_to_save.default.", ".")
 
 
 def _module_of(adapted: nn.Module, tensor: str) -> str:
-    """The full name, in the base model, of the module that PEFT has wrapped for a trained tensor."""
+    """Return the full name, in the base model, of the module that PEFT wrapped for a trainable tensor."""
     parts = tensor.split(".")[:-1]
     return _wrapped(adapted, parts) or ".".join(parts).removeprefix("base_model.model.")
 
 
 def _wrapped(adapted: nn.Module, path: list[str]) -> str | None:
-    """The full name of the first module on a path that PEFT has wrapped; `None`: none is."""
+    """Return the full name of the first module on a path that PEFT has wrapped, or `None`."""
     module = adapted
     for index, part in enumerate(path):
         module = getattr(module, part, None)
@@ -220,7 +228,7 @@ def _wrapped(adapted: nn.Module, path: list[str]) -> str | None:
 
 
 def _problems(adapted: nn.Module, lost: list[str], adapter: Adapter) -> list[Problem]:
-    """The modules of the tensors, by the option that named them."""
+    """Return a problem for each option that names modules of the tensors."""
     options, kind = adapter.options(), adapter_types.find(adapter.type)
     if kind.prompt:
         return [_no_vectors(adapter, f"no gradient reaches {lost[0]}")]
@@ -232,7 +240,7 @@ def _problems(adapted: nn.Module, lost: list[str], adapter: Adapter) -> list[Pro
         picked = getattr(adapted, "targeted_module_names", [])
         found.append(name_problems.describe_without_gradient(left, picked, options, kind.peft))
     if saved:
-        what = "would never be trained: the model's forward does not use them"
-        fix = f"modules_to_save without {', '.join(whole)}"
-        found.append(Problem(what, "adapter.modules_to_save", found=", ".join(saved), fix=fix))
+        what = "these modules would never train, because the model's forward pass does not use them"
+        texts = {"found": ", ".join(saved), "fix": f"remove {', '.join(whole)} from modules_to_save"}
+        found.append(Problem(what, "adapter.modules_to_save", **texts, code="no-gradient"))
     return found

@@ -1,4 +1,4 @@
-"""Optional packages that a recipe needs. Nothing here imports them."""
+"""Find optional packages that a recipe needs and that are not installed, without importing them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTERS = {"adamss": ("sklearn", "scikit-learn")}  # PEFT's type -> module and 
 
 
 def missing_packages(recipe: Recipe) -> list[Problem]:
-    """One problem for each package that the model, the adapter, the optimizer or `speed.qat` needs."""
+    """Return a problem for each missing package of the model, the adapter, the optimizer and `speed.qat`."""
     kind, asked = adapter_types.find(recipe.adapter.type), recipe.model.quantization
     storage = asked if asked != "auto" else kind.storage
     optimizer = optimizer_choice.asked(recipe.train)
@@ -34,16 +34,15 @@ def _attention(name: str) -> Problem | None:
     how = attention_choice.not_installed(name)
     if not how:
         return None
-    fix = f"attention: auto; or on a machine with an NVIDIA GPU: {how}"
-    return Problem(f"{name} is not installed", "model.attention", found=name, fix=fix)
+    fix = f"set `model.attention: auto`; or, on a machine with an NVIDIA GPU: {how}"
+    what = f"the attention kernel {name} is not installed"
+    return Problem(what, "model.attention", found=name, fix=fix, code="package-missing")
 
 
 def _adapter(peft_type: str) -> Problem | None:
     module, package = ADAPTERS.get(peft_type, ("", ""))
     if not module or packages.installed(module):
         return None
-    what, fix = (
-        f"PEFT's {peft_type} needs {package}, which is not installed",
-        packages.install_command(package),
-    )
-    return Problem(what, "adapter.type", found=peft_type, fix=fix)
+    what = f"PEFT's {peft_type} needs the package {package}, which is not installed"
+    fix = packages.install_command(package)
+    return Problem(what, "adapter.type", found=peft_type, fix=fix, code="package-missing")

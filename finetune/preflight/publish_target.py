@@ -1,4 +1,4 @@
-"""Where a run is published: a run folder, which may be another person's, does not decide it alone."""
+"""Check where a run is published. A run folder may come from another person, so it does not decide alone."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ RESOLVED = "recipe.resolved.yaml"
 
 
 def check_recipe(recipe: Recipe) -> list[str]:
-    """Refuse to train by the recipe of a run folder, if only that recipe says where to publish (exit 2)."""
+    """Refuse to train with the recipe of a run folder if only that recipe sets where to publish (exit 2)."""
     target = of_file(recipe)
     if recipe.publish.repo is None or recipe.origin.path.resolve().name != RESOLVED or not target:
         return []
     named = " ".join(f"{key}={json.dumps(value)}" for key, value in target.items())
-    fix = f"publish.repo=null at the end of the command; to publish there: {named}"
+    fix = f"add `publish.repo=null` to the command; to publish to this place, add `{named}`"
     raise UserError(problem(recipe, fix))
 
 
 def of_file(recipe: Recipe) -> dict[str, Any]:
-    """What decides where a run is published and who can read it, as far as no override says it."""
+    """Return the keys of `publish:` that decide the place and the readers and that no override sets."""
     section, plain = recipe.publish, Publish()
     keys = [key for key in ("repo", "private", "revision") if getattr(section, key) != getattr(plain, key)]
     named = {f"publish.{key}": getattr(section, key) for key in keys}
@@ -33,9 +33,10 @@ def of_file(recipe: Recipe) -> dict[str, Any]:
 
 
 def problem(recipe: Recipe, fix: str) -> Problem:
-    """The problem of a target that stands in a run folder alone, which may be another person's."""
+    """Return the problem of a place to publish that only a run folder sets."""
     target, section = of_file(recipe), recipe.publish
-    what = "only the run folder says where this run is published, or that it is public"
+    what = "only the run folder says where to publish this run, or that it is public"
     found = f"{section.repo} ({'private' if section.private else 'public'})"
     found += f", branch {section.revision}" if section.revision else ""
-    return Problem(what, next(iter(target)), str(recipe.origin.path), found, fix=fix)
+    why, place = "the run folder may come from another person", str(recipe.origin.path)
+    return Problem(what, next(iter(target)), place, found, why=why, fix=fix, code="publish-target")

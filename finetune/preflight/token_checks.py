@@ -1,7 +1,7 @@
 """Render and encode the first examples as training does: `finetune check`.
 
-transformers takes seconds to load a tokenizer. So its files are read without transformers first. Where they
-leave a doubt, or an example fails, the tokenizer is loaded and decides.
+transformers takes seconds to load a tokenizer, so finetune first reads the files without transformers. If the
+files are not clear, or an example fails, finetune loads the tokenizer, and the tokenizer decides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def check(recipe: Recipe) -> list[str]:
-    """Refuse examples of which `finetune train` would refuse too many, as far as `FIRST` of each source tell.
+    """Refuse data with too many bad examples among the first `FIRST` examples of each source.
 
     Returns:
         Notes.
@@ -47,14 +47,14 @@ def check(recipe: Recipe) -> list[str]:
     if not folder.is_dir():
         return []
     config = architecture.config_in(folder / "config.json")
-    if model_class.unsupported(config):  # which another check says
+    if model_class.unsupported(config):  # another check refuses the model
         return []
     longest = token_limits.positions(config)
     notes = []
     if longest is not None and longest < recipe.data.max_length:
-        notes = [f"data.max_length: the model has {longest} positions; longer examples are too long"]
+        notes = [f"data.max_length: the model has {longest} positions, so longer examples do not fit"]
     vocabulary, limit = getattr(config.get_text_config(), "vocab_size", None), token_limits.text_limit(config)
-    if vocabulary is None:  # a config that does not say it; the run knows the model's
+    if vocabulary is None:  # the config has no vocabulary size; the run reads it from the model
         return notes
     doubt = _has_id(folder, vocabulary) or (limit is not None and _may_be_cut(recipe, limit))
     files: Any = None if doubt else tokenizer_files.read(recipe.model, _template(recipe))
@@ -76,7 +76,7 @@ def check(recipe: Recipe) -> list[str]:
 def _audit(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, rows: int, ends: set[int], longest: int | None
 ) -> list[str]:
-    """Render and encode the first examples as training does; returns a note on those that are too long."""
+    """Render and encode the first examples as training does. Return a note on examples that are too long."""
     from finetune.data import preparation
 
     settings, effective = recipe.eval, recipe.train.effective_batch_size
@@ -88,11 +88,11 @@ def _audit(
     if first.sequences is not None and first.sequences < effective:
         raise UserError(batch_size.too_few(first.sequences, effective))
     audits = (first.train, first.validation)
-    return [said for one in audits for kind, said in one.report.noted() if kind == "too_long"]
+    return [note for audit in audits for kind, note in audit.report.noted() if kind == "too_long"]
 
 
 def load_with_template(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """The tokenizer with the chat template that the recipe asks for."""
+    """Load the tokenizer with the chat template of the recipe."""
     return tokenizer_setup.load_tokenizer(recipe.model, _template(recipe))
 
 
@@ -101,8 +101,12 @@ def _template(recipe: Recipe) -> str | None:
 
 
 def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[int], str]:
-    """The tokenizer, held to its model's limits, the rows of the model's embedding, the model's ends of an
-    answer, and a note if the padding token had to change."""
+    """Load the tokenizer with the limits of its model.
+
+    Returns:
+        The tokenizer, the number of rows of the model's embedding, the model's end tokens, and a note if the
+        padding token had to change.
+    """
     tokenizer, config = load_with_template(recipe), model_files.read_config(recipe.model)
     if recipe.adapter.source:
         held = config.get_text_config().vocab_size
@@ -115,7 +119,7 @@ def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[in
 def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse texts of the evaluation with token ids that the model does not have (exit 2).
 
-    The evaluation itself counts the texts that it cuts.
+    The evaluation itself counts the texts that it truncates.
     """
     config = model_files.read_config(recipe.model)
     rows, limit = tokenizer_setup.vocabulary(recipe.model, tokenizer, config), token_limits.text_limit(config)
@@ -123,7 +127,7 @@ def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _may_be_cut(recipe: Recipe, limit: int) -> bool:
-    """Whether a text of the evaluation may have more tokens than the model takes."""
+    """Return whether a text of the evaluation may have more tokens than the model has positions."""
     found = text_limits.longest_texts(recipe.eval)
     found = [(text, beside) for text, beside in found if len(text.encode()) + beside > limit]
     tokenizer = tokenizer_setup.read_tokenizer(recipe.model) if found else None
@@ -133,10 +137,10 @@ def _may_be_cut(recipe: Recipe, limit: int) -> bool:
 
 
 def _has_id(folder: Path, rows: int) -> bool:
-    """Whether a folder's tokenizer.json may have a token id of `rows` or more.
+    """Return whether a folder's tokenizer.json may have a token id of `rows` or more.
 
-    Ids of a vocabulary leave no gap, so the id `rows` stands in it if a higher one does. Those of added
-    tokens may leave gaps. A vocabulary without written ids is a list in the order of the ids.
+    The ids of a vocabulary have no gaps, so a vocabulary with a higher id has the id `rows`. The ids of added
+    tokens may have gaps. A vocabulary without written ids is a list in the order of the ids.
     """
     try:
         text = regular_files.read_text(folder / "tokenizer.json", "model.name")

@@ -214,7 +214,10 @@ def test_check_refuses_revisions_and_splits_of_what_is_here(tmp_path, capsys) ->
     said = capsys.readouterr().err
     loaded = loader.load("recipes/quickstart.yaml", ["data.subset=en", "data.name=org/rows"])
     assert loaded.data.subset == "en", "overridden too"
-    assert "data.split: is for a Hub data set" in said and "model.revision: is for a model on the Hub" in said
+    assert (
+        "data.split: is for a Hub data set" in said
+        and "model.revision: a model in a local folder has no revisions" in said
+    )
 
 
 def test_a_hub_data_set_that_does_not_load_says_which_choices_there_are(datasets_hub) -> None:

@@ -124,9 +124,19 @@ def test_layers_that_dropout_leaves_out_are_no_fault(kind: str) -> None:
             "PEFT's gralora does not run in kv_b_proj",
             "adapter.target_modules=[q_a_proj]",
         ),
-        ("falcon", ["adapter.type=prefix_tuning"], "does not read its vectors", "adapter.type=prompt_tuning"),
-        ("jamba", ["adapter.type=cartridge"], "does not read its vectors", "adapter.type=prompt_tuning"),
-        ("rwkv", ["adapter.type=prefix_tuning"], "does not read its vectors", "adapter.type=prompt_tuning"),
+        (
+            "falcon",
+            ["adapter.type=prefix_tuning"],
+            "does not train with this model",
+            "adapter.type=prompt_tuning",
+        ),
+        ("jamba", ["adapter.type=cartridge"], "does not train with this model", "adapter.type=prompt_tuning"),
+        (
+            "rwkv",
+            ["adapter.type=prefix_tuning"],
+            "does not train with this model",
+            "adapter.type=prompt_tuning",
+        ),
     ],
 )
 def test_adapter_that_fails_in_the_forward_pass_is_refused_with_a_remedy(
@@ -196,5 +206,5 @@ def test_probe_whose_forward_fails_leaves_the_run_to_its_first_step() -> None:
     model.register_forward_pre_hook(refuse)
     recipe, ledger = loader.load(QUICKSTART), RunChecks()
     gradient_probe.check(model, recipe.adapter, choice_checks.setup_of(recipe), ledger)
-    assert ledger.notes == ["gradients were not checked before the first step: no kernel for 16 tokens"]
+    assert ledger.notes == ["finetune could not check the gradients before training: no kernel for 16 tokens"]
     assert model.training

@@ -42,7 +42,7 @@ def test_what_needs_no_package(asked: str) -> None:
 
 def test_all_says_which(capsys) -> None:
     assert main.main(["check", str(QUICKSTART), "train.report_to=all"]) == 0
-    assert "train.report_to: all that are installed: " in capsys.readouterr().out
+    assert "train.report_to: all means the installed trackers: " in capsys.readouterr().out
 
 
 def test_names_are_those_of_the_installed_transformers() -> None:
