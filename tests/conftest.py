@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import getpass
 import hashlib
 import json
 import os
@@ -18,7 +19,14 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the Hub's library is imported: no test reaches for a network
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if os.environ.get("FINETUNE_CACHE_OF") != os.environ.get("PYTEST_XDIST_WORKER", "all"):  # else forked by it
-    os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="finetune-tests-")
+    # Temporary files of the tests, and of the commands they start, go with the session. pytest keeps its own
+    # folders, and torch its compiled kernels, where they were
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    )
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="finetune-tests-")
+    os.environ["FINETUNE_CACHE"] = tempfile.mkdtemp(prefix="cache-")
     os.environ["FINETUNE_CACHE_OF"] = os.environ.get("PYTEST_XDIST_WORKER", "all")
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # has `finetune`
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two threads on a busy machine are ten times slower than one
@@ -50,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
-    shutil.rmtree(os.environ["FINETUNE_CACHE"], ignore_errors=True)
+    shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

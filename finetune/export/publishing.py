@@ -6,6 +6,7 @@ files without the paths of this machine, and the model card. The run folder is n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from finetune.core import safe_files, standard_streams, strict_json, untrusted_files
+from finetune.core import safe_files, signals, standard_streams, strict_json, untrusted_files
 from finetune.core.command_lines import command
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.core.paths import local_path
 from finetune.core.privacy import masked
 from finetune.core.run_checks import RunChecks
@@ -39,7 +40,7 @@ from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from finetune.core.console import Console
     from finetune.export.base_model import Base
@@ -150,8 +151,7 @@ def run(
     kind, weights = find_weights(folder, merged)
     config = RunFolder(weights).found("adapter_config.json")
     base = base_model.find(recipe.model, section, config, online=not dry_run)
-    staged, shown = Path(tempfile.mkdtemp(prefix="finetune-publish-")), False
-    try:
+    with staging_folder(kept=dry_run) as staged:
         files = stage(folder, recipe, kind, weights, base, staged)
         refuse_secrets(files)
         repo, notes = section.repo, []
@@ -166,12 +166,33 @@ def run(
             screen.say(f"note: {note}")
         if dry_run or not repo:
             show(screen, files, section, staged)
-            shown = True
             return {}
         return push(folder, recipe, repo, files, screen)
+
+
+@contextlib.contextmanager
+def staging_folder(*, kept: bool) -> Iterator[Path]:
+    """Create a temporary folder. Delete it at the end, also if a signal ends the command.
+
+    Args:
+        kept: keep the folder if the command succeeds, for the user to look at.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="finetune-publish-"))
+    try:
+        with signals.listening(_stop):
+            yield folder
+    except BaseException:
+        kept = False
+        raise
     finally:
-        if not shown:
-            shutil.rmtree(staged)
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _stop(name: str) -> None:
+    if name == "SIGINT":
+        raise KeyboardInterrupt
+    raise Stopped(f"stopped by {name}; the run folder has not changed")
 
 
 def target_overrides(section: Publish) -> list[str]:

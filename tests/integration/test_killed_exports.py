@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune.cli import main
 from finetune.core import safe_files
-from finetune.export import merging
+from finetune.core.errors import Problem, UserError
+from finetune.export import merging, publishing
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import MODEL, ROOT
 
@@ -109,3 +114,31 @@ def test_merged_weights_that_are_published_have_a_report(number: int, tmp_path, 
     (tmp_path / "run" / ".merged.0123456789abcdef.tmp").mkdir()  # kill -9 leaves it there
     assert "delete it" in merging.note_interrupted(target)[0]
     assert json.loads((folder.path / "merge.json").read_text())["merged"]
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT, None, "refused"])
+def test_publish_that_is_ended_leaves_no_temporary_folder(
+    end: Any, trained, tmp_path, monkeypatch, capsys
+) -> None:
+    """A dry run that succeeds leaves one on purpose."""
+    run = shutil.copytree(trained().path, tmp_path / "run")
+    made = tmp_path / "temporary"
+    made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(made))
+
+    def show(*_: object) -> None:
+        if isinstance(end, signal.Signals):
+            os.kill(os.getpid(), end)
+        if end == "refused":
+            raise UserError(Problem("refused"))
+
+    monkeypatch.setattr(publishing, "show", show)
+    code = main.main(["publish", str(run), "--dry-run", "--quiet"])
+    assert code == {signal.SIGTERM: 75, signal.SIGINT: 130, None: 0, "refused": 2}[end]
+    assert len(list(made.iterdir())) == (end is None)
+
+
+def test_temporary_files_of_tests_go_with_the_session() -> None:
+    folder = Path(tempfile.gettempdir())
+    assert folder == Path(os.environ["TMPDIR"]) and folder.name.startswith("finetune-tests-")
+    assert Path(os.environ["FINETUNE_CACHE"]).is_relative_to(folder)
