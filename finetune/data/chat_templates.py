@@ -67,9 +67,12 @@ def read_template(name: str) -> str:
     path = Path(name)
     if path.is_file():
         try:
-            return regular_files.read_text(path, "data.chat_template", "utf-8-sig")
+            text = regular_files.read_text(path, "data.chat_template", "utf-8-sig")
         except UnicodeDecodeError:
             raise UserError(Problem("not UTF-8", "data.chat_template", found=name)) from None
+        if "{{" not in text and "{%" not in text:  # another file, whose text no message may show
+            raise UserError(Problem("not a Jinja template", "data.chat_template", found=name))
+        return text
     known = bundled()
     if name not in known:
         expected = f"a Jinja file, or one of {', '.join(known)}"

@@ -604,3 +604,11 @@ def test_huge_numbers_of_an_adapter_end_soon(key: str, value: int, tmp_path, com
 def test_folder_that_nobody_can_make_is_refused(key: str, path: str, commands) -> None:
     ended = commands.run("check", str(QUICKSTART), f"{key}={path}")
     assert not ended.wrong and ended.code in (2, 3) and f"error: {key}" in ended.said, ended
+
+
+def test_chat_template_that_is_another_file_is_refused_without_its_text(tmp_path, commands) -> None:
+    path = tmp_path / ".netrc"
+    path.write_text("machine example.org login me password in-this-file\n")
+    ended = commands.run("check", str(QUICKSTART), f"data.chat_template={path}")
+    assert not ended.wrong and ended.code == 2 and "not a Jinja template" in ended.said, ended
+    assert "in-this-file" not in ended.said
