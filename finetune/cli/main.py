@@ -19,6 +19,7 @@ from finetune.cli import (
     doctor,
     evaluate,
     explain,
+    init,
     inputs,
     merge,
     plan,
@@ -127,6 +128,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add(compare.compare, *compare.COMPARE)
     add(sweep.sweep, arguments.RECIPE, arguments.OVERRIDES, *sweep.SWEEP)
     add(chat.chat, arguments.RUN, arguments.OF_RUN, *chat.CHAT)
+    add(init.init, *init.INIT)
     add(recipes.recipes, *recipes.RECIPES)
     add(explain.explain, *explain.EXPLAIN)
     add(doctor.doctor, arguments.MAYBE_RECIPE, arguments.OVERRIDES, doctor.MEASURE)

@@ -63,6 +63,7 @@ def test_the_surface() -> None:
         "chat": sorted([*common, "run", "overrides", "--prompt", "--max-new-tokens", "--temperature"]),
         "report": sorted([*common, "--output", "run"]),
         "recipes": sorted([*common, "--copy", "name"]),
+        "init": sorted([*common, "--model", "--data", "--validation", "--adapter", "--output"]),
         "explain": sorted([*common, "code"]),
         "doctor": sorted([*common, "recipe", "overrides", "--measure"]),
     }

@@ -1,0 +1,63 @@
+"""`finetune init`: write a recipe."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from finetune.core import standard_streams
+from finetune.core.command_lines import command
+from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.formatting import labelled
+
+# option -> question, default
+QUESTIONS = {
+    "model": ("Model: a folder, or a name on the Hub", ""),
+    "data": ("Training data: a file, a folder, or a dataset on the Hub", ""),
+    "validation": ("Validation set: a file, or a share of the data", "0.1"),
+    "adapter": ("Method: lora, qlora, dora, adalora, ia3 or full", "lora"),
+    "output": ("Write the recipe to", "recipe.yaml"),
+}
+INIT: tuple[tuple[str, dict[str, Any]], ...] = tuple(
+    (f"--{name}", {"metavar": name.upper(), "help": question + (f" (default: {default})" if default else "")})
+    for name, (question, default) in QUESTIONS.items()
+)
+
+
+def init(options: argparse.Namespace) -> None:
+    """Write a new recipe: answer five questions, or give the answers as options."""
+    given = _answers(options)
+    from finetune.preflight import checker
+    from finetune.recipe import adapter_types, loader, new_recipe
+
+    path = Path(given.pop("output"))
+    if path.exists():
+        raise UserError(Problem(f"{path} exists", fix="--output with another name", code="path"))
+    answers = new_recipe.Answers(**given)
+    if answers.adapter not in adapter_types.all_types():
+        near = nearest(answers.adapter, adapter_types.all_types())
+        fix = f"--adapter {near or 'lora'}"
+        raise UserError(Problem("no such adapter type", found=answers.adapter, fix=fix, code="adapter-type"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(new_recipe.write(answers), encoding="utf-8")
+    standard_streams.say(f"wrote {path}")
+    notes = checker.check(loader.load(path))
+    if not options.quiet:
+        standard_streams.say(*map(labelled, notes), f"next: {command('train', str(path))}")
+
+
+def _answers(options: argparse.Namespace) -> dict[str, str]:
+    """The options; on a terminal, questions for those that are missing, else their defaults."""
+    given = {name: getattr(options, name) for name in QUESTIONS}
+    if sys.stdin.isatty() and not all(given.values()):
+        for name, (question, default) in QUESTIONS.items():
+            while not given[name]:
+                given[name] = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+    missing = [name for name, (_, default) in QUESTIONS.items() if not (given[name] or default)]
+    if missing:
+        fix = command("init", *(word for name in missing for word in (f"--{name}", name.upper())))
+        what = f"{' and '.join(f'--{name}' for name in missing)} must be given without a terminal"
+        raise UserError(Problem(what, fix=fix, code="command-line"))
+    return {name: given[name] or default for name, (_, default) in QUESTIONS.items()}

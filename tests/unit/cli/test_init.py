@@ -1,0 +1,70 @@
+"""`finetune init` writes a recipe that passes `finetune check`."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import main
+from finetune.recipe import loader, new_recipe
+from support.paths import DATA, MODEL
+
+ROWS = {
+    "messages": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "text": {"text": "a b c"},
+    "prompt": {"prompt": "a", "completion": "b"},
+}
+
+
+class Terminal(io.StringIO):
+    """Standard input of a person who types answers."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("adapter", new_recipe.MAIN_TYPES)
+@pytest.mark.parametrize("rows", ROWS)
+def test_recipe_of_each_method_and_format_passes_check(adapter, rows, tmp_path, capsys) -> None:
+    data, recipe = tmp_path / "my rows: 1.jsonl", tmp_path / "new" / "recipe.yaml"
+    texts = json.dumps(ROWS[rows])
+    data.write_text(
+        "".join(texts.replace('"a"', f'"{n} a"').replace('"a b c"', f'"{n} b"') + "\n" for n in range(64))
+    )
+    given = ["--model", str(MODEL), "--data", str(data), "--adapter", adapter, "--output", str(recipe)]
+    assert main.main(["init", *given]) == 0, capsys.readouterr().err
+    written = loader.load(recipe)
+    assert written.adapter.type == adapter and written.data.name == str(data)
+    assert written.data.validation_fraction == 0.1
+    assert f"train {str(recipe)!r}"[:5] in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_terminal_asks_only_for_missing_answers(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    answers = f"\n{DATA / 'train.jsonl'}\n{DATA / 'test.jsonl'}\n\nmine.yaml\n"  # a model is asked for again
+    monkeypatch.setattr("sys.stdin", Terminal(answers.replace("\n", f"\n{MODEL}\n", 1)))
+    assert main.main(["init"]) == 0, capsys.readouterr().err
+    written = loader.load("mine.yaml")
+    assert (written.model.name, written.data.validation) == (str(MODEL), str(DATA / "test.jsonl"))
+    assert written.adapter.type == "lora"
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    other = ["--validation", "0.2", "--adapter", "ia3", "--output", "other.yaml"]
+    assert main.main(["init", "--model", str(MODEL), "--data", str(DATA / "train.jsonl"), *other]) == 0
+    assert loader.load("other.yaml").data.validation_fraction == 0.2
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], "--model and --data must be given"),
+        (["--model", "a"], "--data must be given"),
+        (["--model", str(MODEL), "--data", "a", "--adapter", "lroa"], "--adapter lora"),
+        (["--model", str(MODEL), "--data", "a", "--output", "{folder}"], "exists"),
+    ],
+)
+def test_missing_and_wrong_answers_are_errors(given, expected, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main.main(["init", *(word.format(folder=tmp_path) for word in given)]) == 2
+    assert expected in capsys.readouterr().err and not Path("recipe.yaml").exists()
