@@ -11,11 +11,13 @@ from finetune.recipe.adapter_types import (
     CONFIGURED_INITS,
     FAST_ON_FP8,
     FOUR_BIT,
+    NO_RANK_STEPS,
     PREPARED_INITS,
     QUANTISED,
     REBASING_INITS,
     UNSERVED,
     all_types,
+    no_rank_steps,
     obstacle,
 )
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
     Found = list[tuple[str, str, dict[str, str]]]  # dotted key, message, the other fields of the problem
 
+OPTION, SPEED = "adapter-option", "speed-option"  # codes of problems
 OFFLOADED = ("adamw_torch_fused", "adamw_torch")  # optimizers whose state can be offloaded to the CPU
 INITS = ("gaussian", "orthogonal", "mica", *PREPARED_INITS)
 _INIT = re.compile(rf"(pissa_niter_[0-9]+|{'|'.join(INITS)})")
@@ -60,7 +63,7 @@ _SHORT = re.compile(rf"(?!.*\\[uUN])[\0-\x7f]{{0,{_LONGEST}}}", re.DOTALL)
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings", "tokens_embed", "w")
 HEADS = ("lm_head", "embed_out", "head", "output_projection")
 # PEFT copies a module that it trains as a whole. A head that was tied to it keeps the old weights.
-HEAD_STAYS = "the new tokens' rows train in the embeddings, and those of the output head do not"
+HEAD_STAYS = "the new tokens would train in the embeddings but not in the output head"
 # Types that put vectors before every row. Their encoder reads the base model's own embeddings, not the copy
 # that PEFT trains.
 PROMPTS = ("prompt_tuning", "p_tuning")
@@ -82,15 +85,17 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base, quantized)
     for key, why in UNSERVED.get(kind.peft, {}).items():
         if adapter.get(key) is not None and adapter[key] is not False:
-            found.append((f"adapter.{key}", why, {"found": str(adapter[key]), "fix": "drop it"}))
+            texts = {"found": str(adapter[key]), "fix": f"remove `{key}`", "why": why, "code": OPTION}
+            found.append((f"adapter.{key}", f"finetune does not support this option of {name}", texts))
     if kind.peft:
         found += _patterns(adapter)
         found += _init(str(name), kind, adapter, quantization, bool(model.get("add_tokens")))
         found += _tokens(str(name), kind, adapter, model.get("add_tokens"))
         found += _other_files(adapter, model.get("name"))
     if kind.sets.get("use_dora") and adapter.get("lora_bias"):
-        what, fix = "PEFT's DoRA has no biases of its own", "drop it, or adapter.type: lora"
-        found.append(("adapter.lora_bias", what, {"found": str(adapter["lora_bias"]), "fix": fix}))
+        what, fix = "PEFT's DoRA does not support `lora_bias`", "remove `lora_bias`, or set `type: lora`"
+        texts = {"found": str(adapter["lora_bias"]), "fix": fix, "code": OPTION}
+        found.append(("adapter.lora_bias", what, texts))
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
     found += _offload(kind, adapter, speed, train)
@@ -98,13 +103,14 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _searched(data, train)
     flat = [key for key in ("packing", "padding_free") if data.get(key)]
     if kind.prompt and flat:
-        what = f"excludes adapter.type: {name}, which puts its vectors before every row"
-        fix = ", ".join(f"{key}: false" for key in flat)
-        found.append((f"data.{flat[0]}", what, {"found": "true", "fix": fix}))
+        what, fix = f"{name} does not support this key", ", ".join(f"data.{key}: false" for key in flat)
+        why = f"{name} adds its vectors before every example, but one sequence holds several examples"
+        found.append((f"data.{flat[0]}", what, {"found": "true", "fix": fix, "why": why}))
     smoothing = train.get("label_smoothing_factor")
     if kind.peft in PROMPTS and smoothing:  # its vectors have logits but no labels
-        what = f"excludes adapter.type: {name}: upstream wants a label for each of its vectors"
-        found.append(("train.label_smoothing_factor", what, {"found": str(smoothing), "fix": "drop it"}))
+        what, why = f"{name} does not support label smoothing", f"the vectors of {name} have no labels"
+        texts = {"found": str(smoothing), "fix": "label_smoothing_factor: 0", "why": why}
+        found.append(("train.label_smoothing_factor", what, texts))
     return found
 
 
@@ -115,16 +121,19 @@ def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
         options = adapter.get(key)
         for file in ("cache_file", "covariance_file"):
             if isinstance(options, dict) and options.get(file) is not None:
-                what = "names a pickle, which can run code when it is opened"
-                found.append((f"adapter.{key}.{file}", what, {"found": str(options[file]), "fix": "drop it"}))
+                texts = {"found": str(options[file]), "fix": f"remove `{file}`", "code": "unsafe-file"}
+                texts |= {"why": "a pickle can run code when PEFT opens it"}
+                found.append((f"adapter.{key}.{file}", "finetune opens no pickle", texts))
     if adapter.get("tokenizer_kwargs"):
-        texts = {"found": str(adapter["tokenizer_kwargs"]), "fix": "drop it"}
-        found.append(("adapter.tokenizer_kwargs", "finetune loads the tokenizer without options", texts))
+        texts = {"found": str(adapter["tokenizer_kwargs"]), "fix": "remove `tokenizer_kwargs`"}
+        what = "finetune ignores this key, because it loads the tokenizer without options"
+        found.append(("adapter.tokenizer_kwargs", what, {**texts, "code": OPTION}))
     named = adapter.get("tokenizer_name_or_path")
     here = str(model).removeprefix("./")
     if named is not None and str(named).removeprefix("./") != here and not here.endswith(f"/{named}"):
         texts = {"found": str(named), "expected": str(model), "fix": f"tokenizer_name_or_path: {model}"}
-        found.append(("adapter.tokenizer_name_or_path", "is not the model's tokenizer", texts))
+        what = "this tokenizer is not the model's tokenizer"
+        found.append(("adapter.tokenizer_name_or_path", what, {**texts, "code": OPTION}))
     return found
 
 
@@ -151,34 +160,33 @@ def _patterns(adapter: Mapping[str, Any]) -> Found:
     for key, most in _MOST.items():
         if isinstance(adapter.get(key), list | dict) and len(adapter[key]) > most:
             texts = {"found": f"{len(adapter[key]):,}", "expected": f"at most {most:,}"}
-            found.append((f"adapter.{key}", "has too many entries", texts))
+            found.append((f"adapter.{key}", "this key has too many entries", {**texts, "code": OPTION}))
     if found:
         return found
     for key, text, pattern in patterns(adapter):
         if not _SHORT.fullmatch(text):
-            what, expected = "takes too long to compile", f"at most {_LONGEST:,} characters, all of ASCII"
-            found.append((f"adapter.{key}", what, {"found": text[:200], "expected": expected}))
+            what = "this regular expression would take too long to compile"
+            expected = f"at most {_LONGEST:,} characters, only ASCII"
+            texts = {"found": text[:200], "expected": expected, "code": OPTION}
+            found.append((f"adapter.{key}", what, texts))
             continue
         try:
             re.compile(pattern.text)
         except (re.error, OverflowError, RecursionError) as error:
             names = re.findall(r"[^\W\d]\w*", text)
-            fix = f"[{', '.join(names)}]" if key in _WHOLE else max(names, key=len, default="drop it")
-            what = f"not a regular expression: {getattr(error, 'msg', error)}"
-            found.append((f"adapter.{key}", what, {"found": text, "fix": fix}))
+            fix = max(names, key=len, default=f"remove `{key}`")
+            fix = f"{key}: [{', '.join(names)}]" if key in _WHOLE else fix
+            texts = {"found": text, "fix": fix, "why": str(getattr(error, "msg", error)), "code": OPTION}
+            found.append((f"adapter.{key}", "not a valid regular expression", texts))
     return found
 
 
 def _base(name: str, kind: AdapterType, base: Any) -> Found:
     if kind.storage and base not in (None, "auto", *FOUR_BIT):
-        fix = f"drop model.quantization, or adapter.type: {name[1:]}"
-        what = f"excludes adapter.type: {name}, which means a 4-bit base"
+        what, fix = f"{name} needs a 4-bit base model", f"quantization: nf4, or adapter.type: {name[1:]}"
         return [("model.quantization", what, {"found": str(base), "fix": fix})]
     if isinstance(base, str) and obstacle(name, base):
-        texts = {
-            "found": f"{name} on {base}",
-            "fix": "quantization: auto, or adapter.type: lora",
-        }
+        texts = {"found": f"{name} on {base}", "fix": "quantization: auto, or adapter.type: lora"}
         return [("model.quantization", obstacle(name, base), texts)]
     return []
 
@@ -186,12 +194,16 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
 def _searched(data: Mapping[str, Any], train: Mapping[str, Any]) -> Found:
     """Refuse `per_device_train_batch_size: auto` if the longest rows or the steps of a run are not known."""
     if train.get("dataloader_drop_last"):
-        what = "with auto, how many rows the last batch of an epoch has is not known"
-        return [("train.dataloader_drop_last", what, {"found": "true", "fix": "false, or a number of rows"})]
+        what = "this key excludes `per_device_train_batch_size: auto`"
+        why = "the size of the last batch of an epoch is not known before the search"
+        texts = {"found": "true", "fix": "dataloader_drop_last: false", "why": why, "code": "batch-size"}
+        return [("train.dataloader_drop_last", what, texts)]
     if not data.get("streaming"):
         return []
-    what = "auto tries the longest rows, and of streamed data these are not known"
-    return [("train.per_device_train_batch_size", what, {"found": "auto", "fix": "a number, or null"})]
+    what, fix = "`auto` excludes `data.streaming: true`", "per_device_train_batch_size: null"
+    why = "`auto` tries the longest examples, and a stream does not know them in advance"
+    texts = {"found": "auto", "fix": fix, "why": why, "code": "batch-size"}
+    return [("train.per_device_train_batch_size", what, texts)]
 
 
 def _offload(
@@ -204,20 +216,24 @@ def _offload(
     if asked.startswith(("activations", "all")) and (
         again in ("none", "norms", "False") or again.startswith(("mlp:", "mlp_int8:"))
     ):
-        what = "keeps in the CPU's memory what recomputed layers leave, and not all are recomputed"
-        found.append(("speed.offload", what, {"found": asked, "fix": "speed.activation_checkpointing: auto"}))
+        what = f"offloading of activations excludes `activation_checkpointing: {again}`"
+        why = "finetune offloads the activations that recomputed layers keep, so it must recompute all layers"
+        texts = {"found": asked, "fix": "speed.activation_checkpointing: auto", "why": why}
+        found.append(("speed.offload", what, {**texts, "code": SPEED}))
     if asked not in ("optimizer", "all"):
         return found
     without = "activations" if asked == "all" else "none"
     if optim not in OFFLOADED:
-        texts = {"found": str(optim), "expected": " or ".join(OFFLOADED)}
-        found.append(("train.optim", f"speed.offload: {asked} is for torch's AdamW", texts))
+        texts = {"found": str(optim), "expected": " or ".join(OFFLOADED), "fix": f"optim: {OFFLOADED[0]}"}
+        found.append(("train.optim", f"`speed.offload: {asked}` supports only torch's AdamW", texts))
     if adapter.get("loraplus_lr_ratio"):
-        what = f"has an optimizer of its own, which excludes speed.offload: {asked}"
-        found.append(("adapter.loraplus_lr_ratio", what, {"fix": f"speed.offload: {without}"}))
+        what, why = f"LoRA+ excludes `speed.offload: {asked}`", "LoRA+ has its own optimizer"
+        texts = {"found": str(adapter["loraplus_lr_ratio"]), "fix": f"speed.offload: {without}", "why": why}
+        found.append(("adapter.loraplus_lr_ratio", what, texts))
     if kind.peft == "adalora":
-        what = "AdaLoRA masks ranks between steps, which weights that step on the CPU do not see"
-        found.append(("speed.offload", what, {"found": asked, "fix": without}))
+        what, why = "AdaLoRA excludes an offloaded optimizer", "AdaLoRA masks ranks on the GPU between steps"
+        texts = {"found": asked, "fix": f"offload: {without}", "why": why, "code": SPEED}
+        found.append(("speed.offload", what, texts))
     return found
 
 
@@ -226,16 +242,16 @@ def against_fp8(adapter: Adapter, speed: Speed, evaluation: Eval) -> str:
     options = adapter.options()
     init = options.get("init_lora_weights")
     if adapter.type not in FAST_ON_FP8:
-        return f"under {adapter.type} it is not known to pay"
+        return f"fp8 is not known to be faster with {adapter.type}"
     if isinstance(init, str) and init not in ("gaussian", "eva"):
-        return f"init_lora_weights: {init} wants the weights themselves"
+        return f"init_lora_weights: {init} reads weights that are not quantized"
     if speed.qat:
-        return "speed.qat rounds whole weights"
+        return "speed.qat rounds weights that are not quantized"
     if evaluation.tasks and evaluation.engine == "vllm":
-        return "eval.engine: vllm serves the adapter on a base in bf16"
+        return "eval.engine: vllm runs the adapter on a bf16 base model"
     if not all(_UNCODED.search(name) for name in options.get("modules_to_save") or ()):
-        return "modules_to_save trains whole layers, which on the fp8 base may be codes"
-    return "; ".join(f"{key} {what}" for key, what, _ in _on_fp8(options))
+        return "modules_to_save trains layers that an fp8 base model may quantize"
+    return "; ".join(what for _, what, _ in _on_fp8(options))
 
 
 def _on_fp8(adapter: Mapping[str, Any]) -> Found:
@@ -243,12 +259,14 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
     found: Found = []
     init = adapter.get("init_lora_weights")
     if init in ("orthogonal", "mica"):
-        what = "takes the dtype of its first weights, or these themselves, from weights that are codes in fp8"
-        texts = {"found": str(init), "fix": "true, or model.quantization: none"}
+        what = f"init_lora_weights: {init} excludes an fp8 base model"
+        texts = {"found": str(init), "fix": "init_lora_weights: true, or model.quantization: none"}
+        texts |= {"why": "it computes the adapter initialization from weights that fp8 quantizes"}
         found.append(("adapter.init_lora_weights", what, texts))
     if adapter.get("target_parameters"):
-        what = "adds to weights themselves, which are codes in fp8"
-        texts = {"fix": "drop it, or model.quantization: none"}
+        what = "target_parameters excludes an fp8 base model"
+        texts = {"found": str(adapter["target_parameters"])[:200], "fix": "model.quantization: none"}
+        texts |= {"why": "PEFT would add to weights that fp8 quantizes"}
         found.append(("adapter.target_parameters", what, texts))
     return found + _coded(adapter, "fp8")
 
@@ -267,9 +285,11 @@ def coded(whole: list[str], base: str, quantized: str = "") -> Found:
         whole: the names of these layers.
         quantized: an adapter type that implies a quantized base model, such as qlora.
     """
-    what = f"trains whole layers, which on the {base} base are codes"
+    what = f"modules_to_save names layers that the {base} base model quantizes"
     change = f"adapter.type: {quantized[1:]}" if quantized else "model.quantization: none"
-    texts = {"found": ", ".join(whole), "fix": f"drop {', '.join(whole)}, or {change}"}
+    names = ", ".join(whole)
+    texts = {"found": names, "fix": f"remove {names} from modules_to_save, or set `{change}`"}
+    texts |= {"why": "quantized weights can't be trained"}
     return [("adapter.modules_to_save", what, texts)] if whole else []
 
 
@@ -277,30 +297,38 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, a
     """Check the spelling of `init_lora_weights`, and the settings that it can't be combined with."""
     key, init = "adapter.init_lora_weights", adapter.get("init_lora_weights")
     found: Found = [
-        (f"adapter.{its}_config", f"has no effect without init_lora_weights: {its}", {"fix": "drop it"})
+        (
+            f"adapter.{its}_config",
+            f"this key has no effect without `init_lora_weights: {its}`",
+            {"fix": f"init_lora_weights: {its}", "code": OPTION},
+        )
         for its in CONFIGURED_INITS
         if adapter.get(f"{its}_config") is not None and init != its
     ]
     if not isinstance(init, str):
         return found
     if not _INIT.fullmatch(init):
+        near = nearest(init.lower(), INITS)
         texts = {
             "found": init,
-            "expected": f"true, false, {', '.join(INITS)}",
-            "fix": nearest(init.lower(), INITS),
+            "expected": "" if near else f"true, false, {', '.join(INITS)}",
+            "fix": f"init_lora_weights: {near or 'true'}",
         }
-        return [*found, (key, "no such initialisation", texts)]
+        return [*found, (key, "unknown initialization", {**texts, "code": "value-choice"})]
+    default, texts = "init_lora_weights: true", {"found": init, "code": OPTION}
     if init.startswith(PREPARED_INITS) and kind.peft != "lora":
-        texts = {"found": f"{init} with {name}", "fix": "true"}
-        found.append((key, "is prepared for LoRA and DoRA only", texts))
+        what = "this initialization supports only LoRA and DoRA"
+        found.append((key, what, {**texts, "found": f"{init} with {name}", "fix": default}))
     if init == "loftq" and not (kind.storage or base in FOUR_BIT):
-        what = "makes good what a 4-bit base loses; this base is not stored in 4 bits"
-        found.append((key, what, {"found": init, "fix": "adapter.type: qlora"}))
+        what = "LoftQ needs a 4-bit base model"
+        why = "LoftQ corrects the error of 4-bit quantization"
+        found.append((key, what, {**texts, "fix": "adapter.type: qlora", "why": why}))
     if init == "eva" and adapter.get("rank_pattern"):
-        found.append(("adapter.rank_pattern", "EVA chooses the ranks itself", {"fix": "drop one of the two"}))
+        what, why = "EVA excludes `rank_pattern`", "EVA chooses the rank of each layer itself"
+        found.append(("adapter.rank_pattern", what, {"fix": "remove `rank_pattern`", "why": why}))
     if init == "eva" and (added or adapter.get("trainable_token_indices")):
-        what = "PEFT's EVA does not know rows of embeddings that train"
-        found.append((key, what, {"found": init, "fix": "true"}))
+        what = "PEFT's EVA can't train single tokens of the embeddings"
+        found.append((key, what, {**texts, "fix": default}))
     if init.startswith(REBASING_INITS):
         found += _rebasing(init, name, kind, adapter, base, added)
     return found
@@ -316,13 +344,15 @@ def _rebasing(
     key = "adapter.init_lora_weights"
     found: Found = []
     if kind.storage or base in QUANTISED:
-        what = "takes its first weights out of the base's, which a quantised base can't give exactly"
+        what = f"{init} excludes a quantized base model"
+        why = f"{init} moves a part of the base weights into the adapter, and quantized weights are not exact"
         fix = f"adapter.type: {name[1:]}" if kind.storage else "model.quantization: auto"
         fix += ", or init_lora_weights: loftq" if kind.storage or base in FOUR_BIT else ""
-        found.append((key, what, {"found": init, "fix": fix}))
+        found.append((key, what, {"found": init, "fix": fix, "why": why}))
+    why = f"finetune saves {init} as the difference of two LoRA adapters"
     if kind.sets.get("use_dora"):
-        what = "is saved as a difference of LoRAs, which DoRA's magnitudes don't allow"
-        found.append((key, what, {"found": f"{init} with {name}", "fix": "adapter.type: lora"}))
+        what, fix = f"{init} excludes DoRA", "adapter.type: lora"
+        found.append((key, what, {"found": f"{init} with {name}", "fix": fix, "why": why}))
     beside = [
         k for k in ("modules_to_save", "trainable_token_indices", "target_parameters") if adapter.get(k)
     ]
@@ -331,8 +361,9 @@ def _rebasing(
     by_pattern = [k for k in ("rank_pattern", "alpha_pattern") if adapter.get(k)]
     beside += by_pattern if kind.sets.get("use_rslora") or adapter.get("use_rslora") else []
     if beside:
-        what = "is saved as a difference of LoRAs, which has no place for what else trains"
-        found.append((key, what, {"found": f"{init} with {', '.join(beside)}", "fix": "drop one of them"}))
+        what, fix = f"{init} excludes {', '.join(beside)}", "init_lora_weights: true"
+        texts = {"found": f"{init} with {', '.join(beside)}", "fix": fix}
+        found.append((key, what, {**texts, "why": f"{why}, and those hold nothing else"}))
     return found
 
 
@@ -343,18 +374,22 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     names = _last(saved)
     whole = sorted(names & {*EMBEDDINGS})
     if kind.peft in PROMPTS and names & {*EMBEDDINGS}:
-        what = f"PEFT's {name} passes by embeddings that train, and they would stay as they are"
-        return [("adapter.modules_to_save", what, {"found": str(saved), "fix": "adapter.type: lora"})]
+        what = f"PEFT's {name} can't train the embeddings"
+        texts = {"found": str(saved), "fix": "adapter.type: lora"}
+        texts["why"] = f"{name} reads the base model's own embeddings, not the copy that trains"
+        return [("adapter.modules_to_save", what, texts)]
     if added and whole and not (names & {*HEADS} or adapter.get("ensure_weight_tying")):
         fix = _with_both(saved, whole[0], "lm_head")  # tying does not help an untied head
-        return [("adapter.modules_to_save", HEAD_STAYS, {"found": str(saved), "fix": fix})]
+        texts = {"found": str(saved), "fix": f"modules_to_save: {fix}"}
+        return [("adapter.modules_to_save", HEAD_STAYS, texts)]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
     both = ", ".join(dict.fromkeys([*map(str, saved), "embed_tokens", "lm_head"]))
     fixes = [] if kind.peft in PROMPTS else [f"adapter.modules_to_save: [{both}]"]
     fixes += ["adapter.type: lora"] if not (fixes and names & {*HEADS}) else []
     fix = ", or ".join(fixes)
-    return [("model.add_tokens", f"{name} has no way to train them", {"found": str(added), "fix": fix})]
+    texts = {"found": str(added)[:200], "fix": fix}
+    return [("model.add_tokens", f"{name} can't train the embeddings of new tokens", texts)]
 
 
 def _last(names: Iterable[Any]) -> set[str]:
@@ -393,9 +428,10 @@ def rows_beside(
         if head not in whole and not (tied and options.get("ensure_weight_tying")):
             what, fix = HEAD_STAYS, both
     elif tied and head in whole and (added or own):
-        what = "a head of its own has no part in rows of the embeddings that train"
-        fix = both + (" without trainable_token_indices" if own else "")
-    return [("adapter.modules_to_save", what, {"found": str(list(saved)), "fix": fix})] if what else []
+        what = "the new tokens would train in the embeddings but not in the separate copy of the tied head"
+        fix = both + (", and remove `trainable_token_indices`" if own else "")
+    texts = {"found": str(list(saved)), "fix": f"modules_to_save: {fix}"}
+    return [("adapter.modules_to_save", what, texts)] if what else []
 
 
 def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:
@@ -404,11 +440,11 @@ def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:
         return []
     begin, end = adapter.get("tinit", steps // 10), adapter.get("tfinal", steps // 3)
     if type(begin) is int and type(end) is int and begin + end >= steps - 1:
-        what, found = "no step is left in which AdaLoRA could allocate ranks", f"tinit {begin} + tfinal {end}"
-        texts = {"found": f"{found}, with {steps} steps", "expected": "tinit + tfinal < steps - 1"}
-        return [("adapter.tinit", what, texts)]
+        return [("adapter.tinit", NO_RANK_STEPS, no_rank_steps(begin, end, steps))]
     every = adapter.get("orth_reg_every", 1)
     if type(every) is int and every > steps:
-        what = "the orthogonality term would never be computed"
-        return [("adapter.orth_reg_every", what, {"found": str(every), "expected": f"<= {steps}"})]
+        what = "AdaLoRA would never compute the orthogonality term"
+        texts = {"found": str(every), "expected": f"a value <= {steps}", "fix": "orth_reg_every: 1"}
+        texts |= {"why": f"the run has {steps} steps", "code": OPTION}
+        return [("adapter.orth_reg_every", what, texts)]
     return []

@@ -84,13 +84,26 @@ def adalora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "
     options.setdefault("tfinal", steps // 3)
     if options["init_r"] <= options["target_r"]:
         found = f"init_r: {options['init_r']}, target_r: {options['target_r']}"
-        problem = Problem("AdaLoRA starts with more ranks than it ends with", "adapter.init_r", found=found)
-        raise UserError(problem)
+        what, why = "`init_r` is not larger than `target_r`", "AdaLoRA starts with init_r and removes ranks"
+        expected, fix = "init_r > target_r", f"init_r: {ceil(1.5 * options['target_r'])}"
+        key = "adapter.init_r"
+        raise UserError(Problem(what, key, "", found, expected, fix, why=why, code="adapter-option"))
     if steps < 2 or options["tinit"] + options["tfinal"] >= steps - 1:
-        found = f"tinit {options['tinit']} + tfinal {options['tfinal']}, with {steps} steps"
-        what = "no step is left in which AdaLoRA could allocate ranks"
-        raise UserError(Problem(what, "adapter.tinit", found=found, expected="tinit + tfinal < steps - 1"))
+        texts = no_rank_steps(options["tinit"], options["tfinal"], steps)
+        raise UserError(Problem(NO_RANK_STEPS, "adapter.tinit", **texts))
     return {**options, "total_step": steps}
+
+
+def no_rank_steps(begin: int, end: int, steps: int) -> dict[str, str]:
+    """Return the other fields of the problem `NO_RANK_STEPS`."""
+    remove = "remove `tinit` and `tfinal`: finetune then derives them from the number of steps"
+    return {
+        "found": f"tinit {begin} + tfinal {end}, with {steps} steps",
+        "expected": "tinit + tfinal < steps - 1",
+        "fix": remove if steps > 1 else "train.max_steps: 10",
+        "why": "AdaLoRA allocates ranks after the first tinit and before the last tfinal steps",
+        "code": "adapter-option",
+    }
 
 
 def in_few_steps(adapter: Adapter, steps: int) -> dict[str, Any]:
@@ -199,9 +212,9 @@ def obstacle(name: str, storage: str) -> str:
         return ""
     kind = all_types()[name]
     if kind.peft in _NEEDS_THE_WEIGHTS or kind.peft in _NOT_ON.get(storage, ()):
-        return f"PEFT's {name} computes with the weights themselves, and takes their codes for numbers"
+        return f"PEFT's {name} can't compute with {storage} weights"
     if name == "full":
-        return "full fine-tuning trains the base itself"
+        return f"full fine-tuning can't train {storage} weights"
     return ""
 
 
@@ -224,8 +237,8 @@ def advice(recipe: Recipe) -> list[str]:
     said = _rate_advice(name, recipe.train.learning_rate, set_for)
     if kind.sets.get("use_dora") and options.get("lora_dropout"):
         said.append(
-            "PEFT's DoRA drops inputs of the scaled base too, not of the adapter alone, and multiplies them "
-            "by the base a second time (peft 0.21.2, lora/dora.py); lora_dropout: 0 is exact and faster"
+            "adapter.lora_dropout: PEFT's DoRA applies dropout also to the inputs of the base layer "
+            "(peft 0.21.2, lora/dora.py). `lora_dropout: 0` is exact and faster"
         )
     return said
 
@@ -240,18 +253,16 @@ def _rate_advice(name: str, rate: float, set_for: str) -> list[str]:
     if kind.learning_rate is None or rate <= 0:
         return []
     low, high = kind.learning_rate
-    usual = f"the usual {low:g} to {high:g} for {name}"
+    usual = f"the usual range of {name} is {low:g} to {high:g}"
     if own and own.learning_rate and _times_apart(own.learning_rate, kind.learning_rate) >= FAR:
         scaled, _ = rate_for(name, set_for, rate)
-        said = f"learning_rate {rate:g} was set for {set_for}; {low:g} to {high:g} is usual for {name}"
-        return [f"{WARNING}{said}; try train.learning_rate={scaled:g}"]
+        said = f"train.learning_rate: the recipe sets {rate:g} for {set_for}, and {usual}"
+        return [f"{WARNING}{said}. Try train.learning_rate={scaled:g}"]
     if low <= rate <= high:
         return []
     if rate * FAR <= low or rate >= high * FAR:
-        return [
-            f"{WARNING}learning_rate {rate:g} is {FAR} or more times outside {usual}; it is used as it is"
-        ]
-    return [f"learning_rate {rate:g} is outside {usual}; it is used as it is"]
+        return [f"{WARNING}train.learning_rate: {usual}, and {rate:g} is {FAR} or more times outside of it"]
+    return [f"train.learning_rate: {usual}, and {rate:g} is outside of it"]
 
 
 def _times_apart(one: tuple[float, float], other: tuple[float, float]) -> float:
@@ -278,12 +289,12 @@ def rate_for(name: str, own: str, rate: float) -> tuple[float, str]:
     """
     here, there = all_types()[own].learning_rate, all_types()[name].learning_rate
     if here == there:
-        return rate, "the recipe's"
+        return rate, "from the recipe"
     if here is None or there is None or rate <= 0:
-        return rate, "the recipe's; no usual range is known to scale it by"
+        return rate, "from the recipe, not scaled: finetune knows no usual range"
     place = log(rate / here[0]) / log(here[1] / here[0])
     scaled = float(f"{there[0] * (there[1] / there[0]) ** place:.2g}")
-    return scaled, f"the recipe's place in the usual range, {there[0]:g} to {there[1]:g}"
+    return scaled, f"from the recipe, scaled to the usual range of {there[0]:g} to {there[1]:g}"
 
 
 def _common_divisor(shapes: Shapes, most: int) -> int:
@@ -291,6 +302,7 @@ def _common_divisor(shapes: Shapes, most: int) -> int:
     return max(size for size in range(1, most + 1) if widths % size == 0)
 
 
+NO_RANK_STEPS = "no step is left in which AdaLoRA could allocate ranks"
 FAR = 10  # factor between learning rates from which a note becomes a warning
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move a part of the base weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
@@ -317,17 +329,18 @@ _NO_EFFECT = frozenset(
 # Options of PEFT that finetune can't support, by PEFT's type, with the reason (peft 0.21.2).
 UNSERVED = {
     "lora": {
-        "kasa_config": "PEFT leaves both terms of KaSA's loss to its caller, and nothing here adds them",
-        "monteclora_config": "PEFT leaves MonteCLoRA's own loss to its caller, and nothing here adds it",
-        "velora_config": "VeLoRA makes its projection while it trains, and no checkpoint says whether it has",
+        "kasa_config": "finetune does not add the two loss terms of KaSA, and PEFT does not either",
+        "monteclora_config": "finetune does not add the loss term of MonteCLoRA, and PEFT does not either",
+        "velora_config": "a checkpoint can't store the projection that VeLoRA computes in training",
     },
-    "adamss": {"use_asa": "nothing would move the masks of AdaMSS's adaptive allocation during training"},
+    "adamss": {"use_asa": "finetune does not update the masks of AdaMSS's adaptive allocation"},
     "pvera": {
-        "generator_seed": "has a generator of its own, which neither recomputation nor a resumed run winds "
-        "back; without it train.seed seeds what is drawn",
-        "sample_at_inference": "draws anew at each forward: what is saved can't be held against what trained",
+        "generator_seed": "a separate random generator can't be restored by activation checkpointing or "
+        "by a resumed run. Without this key, `train.seed` is the seed",
+        "sample_at_inference": "each forward pass would give other outputs, so finetune could not verify "
+        "the saved adapter",
     },
-    "vblora": {"save_only_topk_weights": "saves less than was trained, and no training can go on from it"},
+    "vblora": {"save_only_topk_weights": "the saved adapter would lack weights, so no run could resume"},
 }
 # PEFT's types whose forward breaks the graph of torch.compile.
 BREAKING = frozenset({"frod", "loha", "lokr", "shira", "vblora", "waveft"})
@@ -412,7 +425,7 @@ _PROMPT = AdapterType(
     learning_rate=(1e-3, 3e-1),
     prompt=True,
 )
-_NEEDS_TASKS = "it wants the number of a task with each row, which supervised fine-tuning has not"
+_NEEDS_TASKS = "it needs a task number for each example, which the data lacks"
 _KNOWN = {
     "lora": _LORA,
     "rslora": replace(_LORA, sets={"use_rslora": True}),
@@ -426,15 +439,15 @@ _KNOWN = {
     "oft": AdapterType("oft", build=oft, builds=("r", "oft_block_size")),
     "c3a": AdapterType("c3a", build=c3a, builds=("block_size",)),
     "vblora": AdapterType("vblora", build=vblora, builds=("vector_length",)),
-    "adaption_prompt": AdapterType("adaption_prompt", refused="TRL 1.16 computes its loss past it"),
+    "adaption_prompt": AdapterType("adaption_prompt", refused="TRL 1.16 can't compute its loss"),
     "frod": AdapterType("frod", own_defaults={"progressbar": False}),
     "prompt_tuning": _PROMPT,
     "p_tuning": replace(_PROMPT, peft="p_tuning"),
     "prefix_tuning": replace(_PROMPT, peft="prefix_tuning"),
     "cartridge": replace(_PROMPT, peft="cartridge"),
-    "cpt": replace(_PROMPT, peft="cpt", refused="it wants the kind of every token, which the data has not"),
+    "cpt": replace(_PROMPT, peft="cpt", refused="it needs a type for each token, which the data lacks"),
     "multitask_prompt_tuning": replace(_PROMPT, peft="multitask_prompt_tuning", refused=_NEEDS_TASKS),
     "poly": AdapterType("poly", refused=_NEEDS_TASKS),
-    "xlora": AdapterType("xlora", refused="it mixes adapters that are trained already; it trains none"),
-    "shadow": AdapterType("shadow", refused="PEFT 0.21's does not run in the layers of transformers 5"),
+    "xlora": AdapterType("xlora", refused="it mixes trained adapters and trains no new one"),
+    "shadow": AdapterType("shadow", refused="PEFT 0.21's version does not run with transformers 5"),
 }

@@ -19,7 +19,8 @@ def apply_overrides(
         where = f"override {text!r}"
         if not (equals and dot and name):
             expected = "section.key=value, such as train.learning_rate=1e-4"
-            problems.append(Problem("not an override", where=where, expected=expected))
+            what = "this text is not an override of a recipe key"
+            problems.append(Problem(what, where=where, expected=expected, code="command-line"))
             continue
         document = strict_yaml.parse(value, where)
         problems += document.problems
@@ -27,7 +28,9 @@ def apply_overrides(
         for depth, part in enumerate(path[:-1], start=1):  # adapter.rank_pattern.q_proj=8
             origin.where.setdefault(path[:depth], where)
             if not isinstance(target.setdefault(part, {}), dict):
-                problems.append(Problem("holds a value, not keys", ".".join(path[:depth]), where))
+                key, what = ".".join(path[:depth]), "this key has a value and no keys below it"
+                fix = f"{key}=..."
+                problems.append(Problem(what, key, where, fix=fix, code="command-line"))
                 target = {}
                 break
             target = target[part]
@@ -36,7 +39,7 @@ def apply_overrides(
         target[path[-1]] = now[key] = document.value
         for place in [place for place in origin.where if place[: len(path)] == path]:
             del origin.where[place]  # a place in the replaced value
-        origin.where[path] = where
+        origin.where |= dict.fromkeys([path, *((*path, *keys) for keys in document.where)], where)
         origin.set_by[f"{section}.{name.split('.')[0]}"] = "override"
     _displace(raw, before, now, origin)
     file_type = before.get("adapter.type")
@@ -62,7 +65,7 @@ def _displace(raw: dict[str, Any], before: dict[str, Any], now: dict[str, Any], 
         rivals = [*RIVALS.get(key, ()), *(one for one in of_another if one not in now)]
         for rival in rivals:
             if (said := _said(raw, rival)) is not None:
-                origin.notices.append(f"{rival}: {said} is displaced by the override of {key}")
+                origin.notices.append(f"{rival}: finetune ignores {said}, because you override `{key}`")
                 origin.set_by.pop(rival, None)
                 section, name = rival.split(".")
                 del raw[section][name]

@@ -42,8 +42,9 @@ def load(
     document = _read(origin.path)
     raw, problems = document.value, list(document.problems)
     if not isinstance(raw, dict):
-        fix = "start from one that works: finetune recipes quickstart --copy ."
-        raise UserError(Problem("a recipe is a mapping of sections", where=str(path), fix=fix))
+        what, expected = "the file is not a recipe", "a mapping with the sections model, data and adapter"
+        found, fix = recipe_errors.show(raw), "finetune recipes quickstart --copy ."
+        raise UserError(Problem(what, "", str(path), found, expected, fix, code="recipe-file"))
     origin.where = document.where
     if format_version == 1:
         raw = renames.current_recipe(raw)
@@ -79,11 +80,10 @@ def _read(path: Path) -> strict_yaml.Document:
     except OSError as error:
         near, ships = paths.similar_files(path), shipped_files.named(path)
         if ships and not os.path.exists(near):
-            near = f"it ships with this program: finetune recipes {ships} --copy . writes it here"
-        fix = near or "finetune recipes lists the shipped ones"
-        raise UserError(
-            Problem(f"cannot read the recipe: {error.strerror}", where=str(path), fix=fix)
-        ) from None
+            near = f"finetune recipes {ships} --copy ."
+        fix, found = near or "finetune recipes", error.strerror or str(error)
+        what = "finetune can't read the recipe"
+        raise UserError(Problem(what, where=str(path), found=found, fix=fix, code="recipe-file")) from None
     return strict_yaml.parse(text, str(path))
 
 
@@ -93,16 +93,19 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
     if not isinstance(adapter, dict) or "type" not in adapter:
         if isinstance(adapter, dict):
             where = origin.where.get(("adapter",), "")
-            return "", [Problem("is required", "adapter.type", where, fix="type: lora")]
+            what, fix = "the recipe lacks this required key", "type: lora"
+            return "", [Problem(what, "adapter.type", where, fix=fix, code="missing-key")]
         return "", []  # the validation of the sections reports it
     name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
     if not isinstance(name, str) or name not in types:
         offered = [name for name, kind in types.items() if not kind.refused]
         found, near = recipe_errors.show(name), nearest(str(name).lower().replace("-", "_"), offered)
-        return "", [Problem("no such type", "adapter.type", where, found, ", ".join(offered), near)]
+        expected = "" if near else recipe_errors.choices(str(name), offered)
+        fix, what = f"type: {near}" if near else "type: lora", "unknown adapter type"
+        return "", [Problem(what, "adapter.type", where, found, expected, fix, code="adapter-type")]
     if types[name].refused:
-        what = f"PEFT's {name} is not for supervised fine-tuning: {types[name].refused}"
-        return "", [Problem(what, "adapter.type", where, fix="type: lora")]
+        what, why = f"finetune does not support PEFT's {name}", types[name].refused
+        return "", [Problem(what, "adapter.type", where, fix="type: lora", why=why, code="adapter-type")]
     return name, []
 
 
@@ -120,15 +123,16 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
         value, name = adapter.pop(key), adapter_types.called(kind, key)
         if name and not swapped:
             where = origin.where.get(("adapter", key), "")
-            what, fix = f"{kind} has no such key", f"{name}: {value}"
-            found.append(Problem(what, f"adapter.{key}", where, recipe_errors.show(value), fix=fix))
+            what, fix = f"{kind} has this key under another name", f"{name}: {value}"
+            shown = recipe_errors.show(value)
+            found.append(Problem(what, f"adapter.{key}", where, shown, fix=fix, code="renamed-key"))
             continue
-        instead = f" ({kind} calls it {name})" if name else ""
-        origin.notices.append(f"adapter.{key}: {kind} has no such key{instead}; left out ({value})")
+        instead = f". {kind} calls it `{name}`" if name else ""
+        origin.notices.append(f"adapter.{key}: finetune ignores {value}: {kind} has no such key{instead}")
         origin.set_by[f"adapter.{key}"] = f"left out: {kind} has no such key"
     if kind in adapter_types.NOT_LINEAR and adapter.get("target_modules") == "all-linear":
         adapter.pop("target_modules")
-        origin.notices.append(f"adapter.target_modules: all-linear is nothing to {kind}; left out")
+        origin.notices.append(f"adapter.target_modules: {kind} ignores all-linear: it changes other modules")
         origin.set_by["adapter.target_modules"] = f"left out: {kind} changes no linear layers"
     if adapter.get("init_from"):
         return found  # the adapter's own config has the values

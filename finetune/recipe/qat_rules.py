@@ -9,8 +9,8 @@ from finetune.core.errors import Problem, nearest
 from finetune.recipe import adapter_types
 from finetune.recipe.schema import QAT_CONFIGS
 
-_CUDA_ONLY = "torchao trains it, but packs its weights for NVIDIA GPUs only"
-_UNTRAINED = "torchao has no training for it"
+_CUDA_ONLY = "torchao can store these weights only for NVIDIA GPUs"
+_UNTRAINED = "torchao has no quantization-aware training for this config"
 # Each config was prepared and converted on the CPU (torchao 0.18.0).
 REFUSED = {
     "Int4WeightOnlyConfig": _CUDA_ONLY,
@@ -20,8 +20,8 @@ REFUSED = {
     "Int8DynamicActivationInt8WeightConfig": _UNTRAINED,
     "Int8StaticActivationInt8WeightConfig": _UNTRAINED,
     "Float8WeightOnlyConfig": _UNTRAINED,
-    "Int8DynamicActivationInt4WeightConfig": "torchao has it no more: it is "
-    "Int8DynamicActivationIntxWeightConfig with weight_dtype int4",
+    "Int8DynamicActivationInt4WeightConfig": "torchao has removed this config. It is the same as "
+    "Int8DynamicActivationIntxWeightConfig with `weight_dtype: int4`",
 }
 TYPES = ("lora", "rslora", "dora", "adalora", "ia3", "full")  # finetune computes their merged weight
 
@@ -35,8 +35,8 @@ def missing() -> Problem | None:
     """Return a problem if torchao, an optional package, is not installed."""
     if packages.installed("torchao"):
         return None
-    what = "needs torchao, which is not installed"
-    return Problem(what, "speed.qat", fix=packages.install_extra("quantize"))
+    what, fix = "QAT needs torchao, which is not installed", packages.install_extra("quantize")
+    return Problem(what, "speed.qat", fix=fix, code="package-missing")
 
 
 def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
@@ -53,24 +53,33 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     types, base = adapter_types.all_types(), str(model.get("quantization", "auto"))
     meant = types[kind].storage if isinstance(kind, str) and kind in types else ""
     if meant or base not in ("auto", "none"):
-        plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "")
+        plain = {"qlora": "lora", "qdora": "dora", "qadalora": "adalora"}.get(str(kind), "lora")
         key, value = ("adapter.type", str(kind)) if meant else ("model.quantization", base)
-        what = "a base that is quantised already excludes speed.qat, which rounds whole weights"
-        found.append((key, what, {"found": value, "fix": plain or "quantization: auto"}))
+        what = "`speed.qat` excludes a quantized base model"
+        fix = f"type: {plain}" if meant else "quantization: auto"
+        why = "QAT rounds weights that are not quantized yet"
+        found.append((key, what, {"found": value, "fix": fix, "why": why}))
     elif kind in types and kind not in TYPES:
-        what = "speed.qat rounds the merged weight, which is not known here for this type"
-        found.append(("adapter.type", what, {"found": str(kind), "expected": ", ".join(TYPES)}))
+        what, why = (
+            f"`speed.qat` does not support {kind}",
+            "QAT rounds the merged weight in each forward pass",
+        )
+        texts = {"found": str(kind), "expected": " or ".join(TYPES), "fix": "type: lora", "why": why}
+        found.append(("adapter.type", what, texts))
     if adapter.get("lora_dropout"):
-        what = "speed.qat has no input of the adapter's own to drop parts of: its weight is merged in forward"
-        found.append(("adapter.lora_dropout", what, {"fix": "lora_dropout: 0"}))
+        what, why = (
+            "`speed.qat` excludes LoRA dropout",
+            "QAT merges the adapter into the weight that it rounds",
+        )
+        texts = {"found": str(adapter["lora_dropout"]), "fix": "lora_dropout: 0", "why": why}
+        found.append(("adapter.lora_dropout", what, texts))
     init = adapter.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(adapter_types.REBASING_INITS):
-        what = (
-            "changes the base's weights, so that the saved adapter's are rounded otherwise than in training"
+        what, fix = "`speed.qat` excludes this initialization", "init_lora_weights: true"
+        why = (
+            "it changes the base weights, so the saved adapter would be rounded differently than in training"
         )
-        found.append(
-            ("adapter.init_lora_weights", what, {"found": init, "fix": "drop it, or drop speed.qat"})
-        )
+        found.append(("adapter.init_lora_weights", what, {"found": init, "fix": fix, "why": why}))
     return found
 
 
@@ -79,10 +88,8 @@ def _config_problems(config: Any) -> list[tuple[str, str, dict[str, str]]]:
     if not isinstance(config, str) or class_name(config) in QAT_CONFIGS:
         return []
     name = class_name(config)
-    texts = {"found": config, "expected": " or ".join(QAT_CONFIGS)}
-    if name in REFUSED:
-        near = "Int8DynamicActivationIntxWeightConfig" if "Dynamic" in name else "IntxWeightOnlyConfig"
-        return [("speed.qat.config", REFUSED[name], {**texts, "fix": near})]
-    return [
-        ("speed.qat.config", "no such config in torchao's QAT", {**texts, "fix": nearest(name, QAT_CONFIGS)})
-    ]
+    near = "Int8DynamicActivationIntxWeightConfig" if "Dynamic" in name else "IntxWeightOnlyConfig"
+    near = near if name in REFUSED else nearest(name, QAT_CONFIGS)
+    texts = {"found": config, "expected": " or ".join(QAT_CONFIGS), "fix": f"config: {near}" if near else ""}
+    what = REFUSED.get(name, "torchao's QAT has no config with this name")
+    return [("speed.qat.config", what, {**texts, "code": "value-choice"})]

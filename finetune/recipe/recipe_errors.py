@@ -44,7 +44,11 @@ _BOUNDS = {
     "less_than": ("<", "lt"),
 }
 
-MOST_CHOICES = 5  # that an error lists
+MOST_CHOICES = 5  # in one error
+_NOT_CONCATENATED = {  # key -> its value without an effect, and why it excludes concatenated examples
+    "train.pad_to_multiple_of": (1, "each padding token would be an example of its own in the sequence"),
+    "train.neftune_noise_alpha": (0, "transformers would scale the noise by the length of the whole batch"),
+}
 METRICS = ("loss", "eval_loss", "exact_match", "eval_exact_match")  # in addition to the metrics of tasks
 
 
@@ -78,10 +82,12 @@ def secrets(
         here = (*path, str(key))
         named = isinstance(raw, dict) and _SECRET_KEY.search(str(key)) and isinstance(value, str) and value
         if named or (isinstance(value, str) and masked(value, known) != value):
-            fix = "put it in the environment (HF_TOKEN), or `hf auth login`"
+            fix = "remove it, and set HF_TOKEN in the environment or run `hf auth login`"
             place = masked(place_of(here, where), known)  # the place of an override is its text
-            text = "a secret in a recipe"
-            found.append(Problem(text, ".".join(here), place, "****", fix=fix, code=SECRET_IN_RECIPE))
+            text, why = "the recipe holds a secret", "recipes are shared and uploaded"
+            found.append(
+                Problem(text, ".".join(here), place, "****", fix=fix, why=why, code=SECRET_IN_RECIPE)
+            )
             raw[key] = None  # no later message shows it
         else:
             found += secrets(value, where, here, known)
@@ -106,63 +112,60 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         section, name = key.split(".")
         return raw[section].get(name) if isinstance(raw.get(section), dict) else None
 
-    def problem(key: str, what: str, **texts: str) -> None:
-        found.append(Problem(what, key, place_of(tuple(key.split(".")), where), **texts))
+    def problem(key: str, what: str, code: str = "recipe-conflict", **texts: str) -> None:
+        found.append(Problem(what, key, place_of(tuple(key.split(".")), where), code=code, **texts))
 
     found: list[Problem] = []
     for key, (rival,) in list(command_line_overrides.RIVALS.items())[::2]:
         if get(key) is not None and get(rival) is not None:
-            problem(
-                key,
-                f"excludes {rival}",
-                found=f"{get(key)} and {get(rival)}",
-                fix="drop one of the two",
-            )
+            fix = f"remove `{key}`, or remove `{rival}`"
+            problem(key, f"this key excludes `{rival}`", found=f"{get(key)} and {get(rival)}", fix=fix)
     every = get("eval.eval_steps")
     alone = get("data.validation") is None and get("data.validation_fraction") is None
     if every is not None and alone:
-        fix = "data.validation_fraction: 0.1, or data.validation: <a file>, or drop it"
-        problem("eval.eval_steps", "needs a validation set", fix=fix)
+        what, fix = "evaluation during training needs a validation set", "data.validation_fraction: 0.1"
+        problem("eval.eval_steps", what, found=str(every), fix=fix)
     for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
         if every is None and get(key) not in (None, "loss", "eval_loss"):
             fix = "eval.eval_steps: 50" + (" and data.validation_fraction: 0.1" if alone else "")
-            problem(key, "needs eval.eval_steps: it is about evaluations in training", fix=fix)
-    flat = ", ".join(key for key in ("data.packing", "data.padding_free") if get(key))
-    if flat and get("train.pad_to_multiple_of") not in (None, 1):
-        what = f"excludes {flat}, whose rows stand end to end: each token that fills up would be a document"
-        fix = "drop it: batches that stand end to end have one shape where they are compiled"
-        problem("train.pad_to_multiple_of", what, found=str(get("train.pad_to_multiple_of")), fix=fix)
-    if flat and get("train.neftune_noise_alpha"):
-        what = f"excludes {flat}: upstream would divide the noise by the whole batch's length, not a row's"
-        problem("train.neftune_noise_alpha", what, fix=f"drop it, or {flat.replace(',', ': false,')}: false")
+            what, why = "this key needs `eval.eval_steps`", "it uses the evaluations during training"
+            problem(key, what, found=str(get(key)), fix=fix, why=why)
+    flat = [key for key in ("data.packing", "data.padding_free") if get(key)]
+    excludes = f"this key excludes {' and '.join(f'`{key}: true`' for key in flat)}"
+    for key, (harmless, why) in _NOT_CONCATENATED.items():
+        if flat and get(key) not in (None, harmless):
+            problem(key, excludes, found=str(get(key)), fix=f"remove `{key}`", why=why)
     added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
-    if repeated := [str(token) for index, token in enumerate(added) if token in added[:index]]:
-        problem(
-            "model.add_tokens", "a token is added once", found=f"{', '.join(repeated)} again", fix="drop it"
-        )
+    if repeated := ", ".join(str(token) for index, token in enumerate(added) if token in added[:index]):
+        fix = f"add_tokens: {json.dumps(list(dict.fromkeys(map(str, added))), ensure_ascii=False)}"
+        problem("model.add_tokens", "the list has a token twice", "value-choice", found=repeated, fix=fix)
     best = get("eval.metric_for_best_model")
     if isinstance(best, str) and "/" not in best and best not in METRICS:
-        expected = "loss, exact_match, or task/metric such as arc_easy/acc"
-        problem("eval.metric_for_best_model", "no such metric", found=best, expected=expected)
+        what, expected = "unknown metric", "loss, exact_match, or task/metric such as arc_easy/acc"
+        near = nearest(best, METRICS)
+        fix = f"metric_for_best_model: {near}" if near else ""
+        problem("eval.metric_for_best_model", what, "eval-setting", found=best, expected=expected, fix=fix)
     elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
-        problem(
-            "eval.metric_for_best_model",
-            "needs its task in eval.tasks",
-            found=best,
-            fix=f"tasks: [{best.rpartition('/')[0]}]",
-        )
-    effective, stated = get("train.effective_batch_size"), get("train.per_device_train_batch_size")
-    if all(type(n) is int and n > 0 for n in (effective, stated)) and effective % stated:
-        low, high = effective // stated * stated, (effective // stated + 1) * stated
-        near = f"{low} or {high}" if low else f"{high}"
-        what = f"is not a multiple of per_device_train_batch_size: {stated}"
-        problem("train.effective_batch_size", what, found=str(effective), expected=near)
-    looks = (adapter_rules.conflicts, qat_rules.conflicts, train_rules.conflicts)
-    return found + [
-        Problem(what, key, place_of(tuple(key.split(".")), where), **texts)
-        for conflicts_of in looks
-        for key, what, texts in conflicts_of(raw)
-    ]
+        what, fix = "`eval.tasks` lacks the task of this metric", f"tasks: [{best.rpartition('/')[0]}]"
+        problem("eval.metric_for_best_model", what, "eval-setting", found=best, fix=fix)
+    found += _batch_problem(
+        get("train.effective_batch_size"), get("train.per_device_train_batch_size"), where
+    )
+    for conflicts_of in (adapter_rules.conflicts, qat_rules.conflicts, train_rules.conflicts):
+        for key, what, texts in conflicts_of(raw):
+            problem(key, what, **texts)
+    return found
+
+
+def _batch_problem(effective: Any, micro: Any, where: Where) -> list[Problem]:
+    """Return the problem of an effective batch size that is no multiple of the micro-batch size."""
+    if not all(type(n) is int and n > 0 for n in (effective, micro)) or not effective % micro:
+        return []
+    low, high = effective // micro * micro, (effective // micro + 1) * micro
+    near, fix = f"{low} or {high}" if low else f"{high}", f"effective_batch_size: {high}"
+    what = f"this value is not a multiple of `per_device_train_batch_size: {micro}`"
+    key, at = "train.effective_batch_size", place_of(("train", "effective_batch_size"), where)
+    return [Problem(what, key, at, str(effective), near, fix, code="batch-size")]
 
 
 def _place(item: Any, where: Where) -> tuple[str, ...]:
@@ -184,7 +187,8 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
         return unknown_key(path, raw, where, known)
     if kind == "missing":
         fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{path[-1]}:`"
-        return Problem("is required", key, place_of(path[:-1], where), fix=fix, code="missing-key")
+        what = "the recipe lacks this required key" if len(path) > 1 else "the recipe lacks this section"
+        return Problem(what, key, place_of(path[:-1], where), fix=fix, code="missing-key")
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
     what, code = ("out of range", "value-range") if kind in _BOUNDS else ("wrong type", "value-type")
@@ -206,7 +210,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     if dotted in KEYS:
         key, today = current(dotted, value)
         fix = f"{key}: {_yaml(today)}"
-        return Problem("has a new name", dotted, at, show(value), fix=fix, code="renamed-key")
+        return Problem("this key has a new name", dotted, at, show(value), fix=fix, code="renamed-key")
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
     # The key of a source in a list is `data.name`.
@@ -219,25 +223,30 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     homes = [home for home in homes if home not in (section, inner)]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")
     if not renamed and name in own | {"use_dora", "use_rslora"}:
-        renamed = "decided by adapter.type"
+        renamed = "`adapter.type`, which sets this option"
     near = nearest(name, own)
     what, fix = "unknown key", f"rename it to `{near}`" if near else ""
     if renamed:
-        what, fix = "not a key of this section", renamed
+        what, fix = f"`{inner}:` has no such key", _use(renamed)
     elif homes and not fix:
-        what, fix = "a key of another section", f"it belongs under {homes[0]}:"
+        what, fix = "this key belongs to another section", f"move it to `{homes[0]}:`"
     elif owner_of(name):
-        what, fix = "not a key of this section", owner_of(name)
+        what, fix = f"`{inner}:` has no such key", _use(owner_of(name))
     elif (
         section == "adapter"
         and len(path) == 2
         and adapter_keys.is_left_out(str(raw["adapter"].get("type")), name)
     ):
-        what, fix = "a key of PEFT that finetune does not offer", "drop it"
+        what, fix = "finetune does not support this key of PEFT", f"remove `{name}`"
     elif homes:
-        fix = f"{fix}, or move it under {homes[0]}:"
+        fix = f"{fix}, or move it to `{homes[0]}:`"
     allowed = "" if fix else choices(name, own)
     return Problem(what, dotted, at, show(value), allowed, fix, code="unknown-key")
+
+
+def _use(instead: str) -> str:
+    """Return an instruction from a text of `renames.py`: the instruction itself, or the name to use."""
+    return instead if instead.startswith("remove it") else f"use {instead}"
 
 
 def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
@@ -247,15 +256,16 @@ def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
     homes = [
         section.split(".")[0] for section, names in known.items() if name in names and section != "recipe"
     ]
-    fix = RENAMED.get(name, "") or owner_of(name) or nearest(name, allowed)
+    renamed, near = RENAMED.get(name, "") or owner_of(name), nearest(name, allowed)
+    fix = _use(renamed) if renamed else f"rename it to `{near}`" if near else ""
     if homes and name not in RENAMED:
-        fix = f"it belongs under {homes[0]}:"
+        fix = f"move it to `{homes[0]}:`"
     expected = "" if fix else ", ".join(allowed)
     return Problem("unknown section", name, at, show(raw.get(name)), expected, fix, code="unknown-key")
 
 
 def choices(name: str, allowed: Iterable[str]) -> str:
-    """At most five of the allowed names, the most similar first, and how many more there are."""
+    """Return at most five allowed names, the most similar first, and the number of other names."""
     names = sorted(allowed)
     near = get_close_matches(name, names, n=MOST_CHOICES, cutoff=0.0)
     more = len(names) - len(near)

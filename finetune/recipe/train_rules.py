@@ -55,8 +55,8 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
         taken = {one: given[one] for one in given if one in known[1]}
         found += [*_of_schedule(str(name), given, *known), *_of_rates(taken, peak)]
     if isinstance(given, str):  # SFTConfig's annotation allows a string
-        texts = {"found": given, "fix": "{num_cycles: 0.5}, or what the schedule takes"}
-        found.append(("train.lr_scheduler_kwargs", "is a mapping", texts))
+        texts = {"found": given, "expected": "a mapping, such as {num_cycles: 0.5}", "code": "value-type"}
+        found.append(("train.lr_scheduler_kwargs", "a string in place of a mapping", texts))
     data = raw.get("data")
     streamed = isinstance(data, dict) and data.get("streaming")
     found += [*_of_numbers(train), *_of_order(train, streamed=bool(streamed))]
@@ -67,7 +67,8 @@ def refused(by: str, error: Exception, given: Mapping[str, Any]) -> Problem:
     """Return a library's error as a problem. Its key is the first setting that the error names."""
     said = " ".join(str(error).split())
     named = re.search(rf"\b({'|'.join(map(re.escape, given))})\b", said) if given else None
-    return Problem(f"{by} refuses it", f"train.{named[1]}" if named else "train", found=said)
+    key = f"train.{named[1]}" if named else "train"
+    return Problem(f"{by} does not accept this value", key, found=said, code="value-range")
 
 
 def _of_schedule(
@@ -75,37 +76,43 @@ def _of_schedule(
 ) -> Iterator[Found]:
     key, options = "train.lr_scheduler_kwargs", taken - GIVEN
     if name in OF_METRICS:
-        what = "follows the Trainer's own evaluations, which `eval.eval_steps` stands in for here"
-        yield "train.lr_scheduler_type", what, {"found": name, "fix": "cosine"}
+        what, why = f"finetune does not support the schedule {name}", "it needs the Trainer's own evaluations"
+        texts = {"found": name, "fix": "lr_scheduler_type: cosine", "why": why, "code": "value-choice"}
+        yield "train.lr_scheduler_type", what, texts
         return
     for one in sorted(given.keys() - options, key=str):
-        expected = ", ".join(sorted(options)) or "none: it takes no options"
-        texts = {"found": one, "expected": expected, "fix": nearest(str(one), options)}
-        yield f"{key}.{one}", f"is no option of {name}", texts
+        near, expected = nearest(str(one), options), ", ".join(sorted(options)) or "no options"
+        fix = f"rename it to `{near}`" if near else f"remove `{one}`"
+        texts = {"found": str(one), "expected": expected, "fix": fix, "code": "unknown-key"}
+        yield f"{key}.{one}", f"the schedule {name} has no such option", texts
     missing = sorted(needed - GIVEN - given.keys())
     if missing:
-        yield key, f"{name} needs {', '.join(missing)}", {"fix": f"{{{missing[0]}: 100}}"}
+        what, fix = f"the schedule {name} needs {', '.join(missing)}", f"{{{missing[0]}: 100}}"
+        yield key, what, {"fix": f"lr_scheduler_kwargs: {fix}", "code": "missing-key"}
     if set(ONE_OF) <= options and not any(given.get(one) is not None for one in ONE_OF):
-        yield key, f"{name} needs the rate that it ends at", {"fix": "{min_lr_rate: 0.1}"}
+        what, fix = f"the schedule {name} needs its last learning rate", "{min_lr_rate: 0.1}"
+        yield key, what, {"fix": f"lr_scheduler_kwargs: {fix}", "code": "missing-key"}
 
 
 def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
     """Find options that raise the rate above its peak, or that transformers refuses after the model loads."""
     for one, number in given.items():
-        key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": str(number)}
+        key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": str(number), "code": "value-range"}
         if one.endswith("_type"):  # decay_type
             if number not in SHAPES:
-                expected = ", ".join(SHAPES)
-                yield key, "wrong value", {**texts, "expected": expected, "fix": nearest(str(number), SHAPES)}
+                near = nearest(str(number), SHAPES)
+                texts |= {"expected": " or ".join(SHAPES), "fix": f"{one}: {near}" if near else ""}
+                yield key, "not one of the allowed values", {**texts, "code": "value-choice"}
         elif number is None:
             continue
         elif not isinstance(number, int | float) or isinstance(number, bool) or not _is_finite(number):
-            yield key, "wrong type", {**texts, "expected": "a finite number"}
+            yield key, "wrong type", {**texts, "expected": "a finite number", "code": "value-type"}
         elif "lr" in one and number < 0:
-            yield key, "out of range", {**texts, "expected": ">= 0"}
+            yield key, "a learning rate can't be negative", {**texts, "expected": "a value >= 0"}
         elif one in ENDS and isinstance(peak, int | float) and 0 < peak <= min(number, LARGEST):
-            what = f"is no end to go down to: train.learning_rate is {peak:g}"
-            yield key, what, {**texts, "fix": f"{peak / 10:g}"}
+            what, expected = "the last learning rate is not below the peak", f"a value < {peak:g}"
+            why = "it is the rate to which the schedule falls from train.learning_rate"
+            yield key, what, {**texts, "expected": expected, "fix": f"{one}: {peak / 10:g}", "why": why}
 
 
 def _is_finite(number: float) -> bool:
@@ -117,40 +124,50 @@ def _of_numbers(train: dict[str, Any]) -> Iterator[Found]:
     every = train.get("logging_steps")
     if isinstance(every, float) and 1 < every < math.inf and every % 1:
         texts = {"found": f"{every:g}", "expected": "an integer, or a share of the run below 1"}
-        yield "train.logging_steps", "steps are whole", texts
+        texts |= {"fix": f"logging_steps: {round(every)}", "code": "value-type"}
+        yield "train.logging_steps", "the number of steps is not an integer", texts
 
 
 def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
     """Find settings of the data order and of checkpoints that would be ignored."""
     strategy = train.get("train_sampling_strategy")
     if streamed and strategy not in (None, "random"):
-        what = "a stream is read in its own order, shuffled in data.shuffle_buffer"
-        yield "train.train_sampling_strategy", what, {"found": str(strategy), "fix": "drop it"}
+        what = "this key has no effect with `data.streaming: true`"
+        why = "finetune reads a stream in its own order and shuffles it in `data.shuffle_buffer`"
+        texts = {"found": str(strategy), "fix": "remove `train_sampling_strategy`", "why": why}
+        yield "train.train_sampling_strategy", what, texts
     if streamed and train.get("data_seed") is not None:
-        what = "a stream is shuffled by train.seed"
-        yield "train.data_seed", what, {"found": str(train["data_seed"]), "fix": "drop it"}
+        what = "this key has no effect with `data.streaming: true`"
+        why = "`train.seed` is the seed that shuffles a stream"
+        texts = {"found": str(train["data_seed"]), "fix": "remove `data_seed`", "why": why}
+        yield "train.data_seed", what, texts
     if train.get("save_strategy") == "epoch" and train.get("save_steps") is not None:
-        what = "save_strategy: epoch saves at the ends of epochs alone"
-        texts = {"found": str(train["save_steps"]), "fix": "drop it; or save_strategy: steps"}
+        what = "this key has no effect with `save_strategy: epoch`"
+        why = "finetune then saves a checkpoint only at the end of each epoch"
+        texts = {"found": str(train["save_steps"]), "fix": "save_strategy: steps", "why": why}
         yield "train.save_steps", what, texts
 
 
 def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
     if optim.startswith("schedule_free"):
-        what = "what it trains is not what is to be saved, but an average that it keeps: not made here"
-        yield "train.optim", what, {"found": optim, "fix": f"optim: {DEFAULT}"}
+        what = "finetune does not support schedule-free optimizers"
+        why = "they train other weights than the averaged weights that must be saved"
+        yield "train.optim", what, {"found": optim, "fix": f"optim: {DEFAULT}", "why": why}
     elif train.get("optim_args") and not _READS_ARGS.fullmatch(optim):
-        fix = "drop it, or train.adam_beta1, adam_beta2, adam_epsilon, weight_decay in its place"
-        yield "train.optim_args", f"{optim} reads none", {"found": str(train["optim_args"]), "fix": fix}
+        what = f"{optim} ignores `optim_args`"
+        fix = "remove `optim_args`, or use adam_beta1, adam_beta2, adam_epsilon and weight_decay of `train:`"
+        yield "train.optim_args", what, {"found": str(train["optim_args"]), "fix": fix}
     elif optim in _ARGS and isinstance(train.get("optim_args"), str):
         for name in (part.partition("=")[0].strip() for part in train["optim_args"].split(",")):
             if name not in _ARGS[optim]:
-                expected = ", ".join(sorted(_ARGS[optim]))
-                texts = {"found": name, "expected": expected, "fix": nearest(name, _ARGS[optim])}
-                yield "train.optim_args", f"{optim} reads no such option", texts
+                near, expected = nearest(name, _ARGS[optim]), ", ".join(sorted(_ARGS[optim]))
+                fix = f"optim_args: {train['optim_args'].replace(name, near)}" if near else ""
+                texts = {"found": name, "expected": expected, "fix": fix, "code": "value-choice"}
+                yield "train.optim_args", f"{optim} has no such option", texts
     if train.get("optim_target_modules") and not PROJECTS.fullmatch(optim):
-        what = f"{optim} reads none: it projects no gradients"
-        yield "train.optim_target_modules", what, {"fix": "drop it; or optim: galore_adamw"}
+        what, why = f"{optim} ignores `optim_target_modules`", "it does not project gradients"
+        fix = "remove `optim_target_modules`, or set `optim: galore_adamw`"
+        yield "train.optim_target_modules", what, {"fix": fix, "why": why}
 
 
 DEFAULT = "adamw_torch_fused"

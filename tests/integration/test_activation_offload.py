@@ -237,8 +237,8 @@ def test_nothing_in_the_cpu_s_memory_outlives_its_backward() -> None:
         ("train.optim=paged_adamw_8bit", 3, "adamw_8bit"),
         ("speed.offload=all,speed.activation_checkpointing=none", 2, "speed.activation_checkpointing: auto"),
         ("speed.offload=optimizer,train.optim=adamw_8bit", 2, "torch's AdamW"),
-        ("speed.offload=all,adapter.loraplus_lr_ratio=16", 2, "an optimizer of its own"),
-        ("speed.offload=optimizer,adapter.type=adalora", 2, "masks ranks between steps"),
+        ("speed.offload=all,adapter.loraplus_lr_ratio=16", 2, "LoRA+ has its own optimizer"),
+        ("speed.offload=optimizer,adapter.type=adalora", 2, "masks ranks on the GPU between steps"),
         ("train.optim=galore_adamw,train.optim_target_modules=all-linear", 3, "pip install galore-torch"),
     ],
 )

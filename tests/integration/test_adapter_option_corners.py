@@ -49,35 +49,56 @@ def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) 
     [
         (["adapter.init_lora_weights=OLoRA"], "olora"),
         (["adapter.init_lora_weights=pisa"], "pissa"),
-        (["adapter.init_lora_weights=pissa", "adapter.modules_to_save=[norm]"], "no place"),
-        (["adapter.init_lora_weights=olora", "adapter.trainable_token_indices=[5]"], "no place"),
-        (["adapter.init_lora_weights=pissa", "adapter.bias=all"], "no place"),
-        (["adapter.init_lora_weights=corda", "model.add_tokens=['<a>']"], "no place"),
+        (
+            ["adapter.init_lora_weights=pissa", "adapter.modules_to_save=[norm]"],
+            "pissa excludes modules_to_save",
+        ),
+        (
+            ["adapter.init_lora_weights=olora", "adapter.trainable_token_indices=[5]"],
+            "olora excludes trainable_token_indices",
+        ),
+        (["adapter.init_lora_weights=pissa", "adapter.bias=all"], "pissa excludes bias"),
+        (["adapter.init_lora_weights=corda", "model.add_tokens=['<a>']"], "corda excludes model.add_tokens"),
         (["adapter.init_lora_weights=pissa", "adapter.target_modules=[embed_tokens, q_proj]"], "no place"),
         (["adapter.init_lora_weights=olora", "adapter.target_modules=.*(embed_tokens|q_proj)"], "no place"),
         (["adapter.init_lora_weights=pissa", "adapter.use_rslora=true", RANKS], "with rank_pattern"),
-        (["adapter.init_lora_weights=eva", "adapter.rank_pattern={q_proj: 4}"], "chooses the ranks itself"),
-        (["adapter.eva_config.rho=2.0"], "has no effect"),
-        (["adapter.type=ia3", "model.add_tokens=['<a>']"], "no way to train them"),
-        (["adapter.type=prompt_tuning", "adapter.modules_to_save=[embed_tokens, lm_head]"], "passes by"),
-        (["adapter.type=p_tuning", f"{SAVED}=[{WHOLE}]"], "passes by"),
-        (["adapter.type=prompt_tuning", f"{SAVED}=[gpt_neox.embed_in]"], "passes by"),
-        (["adapter.type=prompt_tuning", f"{SAVED}=[word_embeddings]"], "passes by"),
+        (
+            ["adapter.init_lora_weights=eva", "adapter.rank_pattern={q_proj: 4}"],
+            "EVA excludes `rank_pattern`",
+        ),
+        (["adapter.eva_config.rho=2.0"], "has no effect without `init_lora_weights: eva`"),
+        (["adapter.type=ia3", "model.add_tokens=['<a>']"], "ia3 can't train the embeddings of new tokens"),
+        (
+            ["adapter.type=prompt_tuning", "adapter.modules_to_save=[embed_tokens, lm_head]"],
+            "can't train the embeddings",
+        ),
+        (["adapter.type=p_tuning", f"{SAVED}=[{WHOLE}]"], "can't train the embeddings"),
+        (["adapter.type=prompt_tuning", f"{SAVED}=[gpt_neox.embed_in]"], "can't train the embeddings"),
+        (["adapter.type=prompt_tuning", f"{SAVED}=[word_embeddings]"], "can't train the embeddings"),
         (["adapter.type=p_tuning", "model.add_tokens=['<a>']"], "help:      adapter.type: lora"),
         (["adapter.type=adalora", "train.max_steps=6", "adapter.tinit=5"], "no step is left"),
-        (["adapter.type=adalora", "adapter.orth_reg_every=9999"], "never be computed"),
+        (["adapter.type=adalora", "adapter.orth_reg_every=9999"], "never compute the orthogonality term"),
         (["adapter.type=prompt_tuning", "adapter.prompt_tuning_init=BANANA"], "RANDOM"),
-        (["model.add_tokens=['<a>', '<b>', '<a>']"], "model.add_tokens: a token is added once"),
-        (["adapter.layer_replication=[[0, 4], [2, 6]]"], "finetune does not offer"),
-        (["adapter.kasa_config={beta: 0.1}"], "KaSA's loss"),
-        (["adapter.type=dora", "adapter.monteclora_config.kl_loss_weight=0.1"], "own loss"),
-        (["adapter.velora_config={}"], "makes its projection"),
-        (["adapter.type=pvera", "adapter.generator_seed=0"], "train.seed seeds"),
-        (["adapter.type=pvera", "adapter.sample_at_inference=true"], "draws anew"),
-        (["adapter.type=vblora", "adapter.save_only_topk_weights=true"], "less than was trained"),
-        (["adapter.type=adamss", "adapter.use_asa=true"], "nothing would move the masks"),
-        (["adapter.type=qlora", "adapter.modules_to_save=[q_proj]"], "on the nf4 base are codes"),
-        (["model.quantization=torchao_int8", "adapter.modules_to_save=[norm, q_proj]"], "base are codes"),
+        (["model.add_tokens=['<a>', '<b>', '<a>']"], "model.add_tokens: the list has a token twice"),
+        (["adapter.layer_replication=[[0, 4], [2, 6]]"], "finetune does not support this key of PEFT"),
+        (["adapter.kasa_config={beta: 0.1}"], "loss terms of KaSA"),
+        (["adapter.type=dora", "adapter.monteclora_config.kl_loss_weight=0.1"], "loss term of MonteCLoRA"),
+        (["adapter.velora_config={}"], "the projection that VeLoRA computes"),
+        (["adapter.type=pvera", "adapter.generator_seed=0"], "`train.seed` is the seed"),
+        (["adapter.type=pvera", "adapter.sample_at_inference=true"], "would give other outputs"),
+        (
+            ["adapter.type=vblora", "adapter.save_only_topk_weights=true"],
+            "the saved adapter would lack weights",
+        ),
+        (["adapter.type=adamss", "adapter.use_asa=true"], "does not update the masks"),
+        (
+            ["adapter.type=qlora", "adapter.modules_to_save=[q_proj]"],
+            "layers that the nf4 base model quantizes",
+        ),
+        (
+            ["model.quantization=torchao_int8", "adapter.modules_to_save=[norm, q_proj]"],
+            "the torchao_int8 base model quantizes",
+        ),
     ],
 )
 def test_check_knows_what_can_t_work(overrides: list[str], says: str, capsys) -> None:
@@ -146,7 +167,7 @@ def test_an_adapter_with_an_option_that_is_refused_is_not_gone_on_from(saved_lor
     assert (
         main.main(["check", str(QUICKSTART), f"adapter.init_from={saved_lora}", f"model.name={MODEL}"]) == 2
     )
-    assert "KaSA's loss" in capsys.readouterr().err
+    assert "loss terms of KaSA" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

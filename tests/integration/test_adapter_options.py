@@ -161,10 +161,10 @@ def test_a_type_that_can_t_train_rows_says_how_to(train, capsys) -> None:
 @pytest.mark.parametrize(
     ("base", "saved", "says"),
     [
-        ("two_layers", ["[embed_tokens]"], "those of the output head do not"),
-        ("untied", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], "those of the output head do not"),
+        ("two_layers", ["[embed_tokens]"], "but not in the output head"),
+        ("untied", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], "but not in the output head"),
         ("untied", ["[embed_tokens, lm_head]"], ""),
-        ("untied", ["[model.embed_tokens]"], "those of the output head do not"),
+        ("untied", ["[model.embed_tokens]"], "but not in the output head"),
         ("untied", ["[model.embed_tokens, lm_head]"], ""),
         ("two_layers", ["[embed_tokens, lm_head]"], ""),
         ("two_layers", ["[embed_tokens]", "adapter.ensure_weight_tying=true"], ""),
@@ -418,4 +418,4 @@ def test_dora_s_dropout_is_what_we_say_of_it(two_layers, capsys) -> None:
     wanted = x @ w.T + (ratio - 1) * (dropped @ w.T) + ratio * (dropped @ a.T @ b.T) * s
     assert torch.allclose(got, wanted, atol=1e-5)
     assert main.main(["check", str(QUICKSTART), "adapter.type=dora", "adapter.lora_dropout=0.1"]) == 0
-    assert "drops inputs of the scaled base too" in capsys.readouterr().out
+    assert "applies dropout also to the inputs of the base layer" in capsys.readouterr().out

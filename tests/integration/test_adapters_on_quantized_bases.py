@@ -116,6 +116,6 @@ def test_layers_that_are_codes_do_not_train_whole(storage: str, tmp_path) -> Non
 
     trained = trainable_parameters.trainable(attached("embed_in", "final_layer_norm"))
     assert sum("modules_to_save" in name for name in trained) == 3
-    with pytest.raises(UserError, match=f"on the {storage} base are codes") as raised:
+    with pytest.raises(UserError, match=f"layers that the {storage} base model quantizes") as raised:
         attached("final_layer_norm", "dense_h_to_4h")
     assert "found:     dense_h_to_4h\n" in str(raised.value)

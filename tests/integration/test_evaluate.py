@@ -227,9 +227,12 @@ def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) ->
     ("asked", "said"),
     [
         (["eval.eval_steps=5", "data.validation=null"], "needs a validation set"),
-        (["eval.early_stopping_patience=2"], "needs eval.eval_steps"),
+        (["eval.early_stopping_patience=2"], "needs `eval.eval_steps`"),
         (["eval.eval_steps=5", "eval.metric_for_best_model=accuracy"], "task/metric"),
-        (["eval.eval_steps=5", "eval.metric_for_best_model=arc/acc"], "needs its task in eval.tasks"),
+        (
+            ["eval.eval_steps=5", "eval.metric_for_best_model=arc/acc"],
+            "`eval.tasks` lacks the task of this metric",
+        ),
         (["eval.batch_size=atuo"], "auto"),
         (["eval.forgetting=nowhere.jsonl"], "no such file"),
     ],

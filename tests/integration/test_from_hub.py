@@ -145,7 +145,7 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     assert main.main(["check", str(QUICKSTART), *branch]) == 0 and len(metrics(run)) == steps
     # another base has no such commit
     there = loader.load(run.recipe, [f"model.name={two_layers}"])
-    assert there.model.revision is None and "is displaced" in "".join(there.origin.notices)
+    assert there.model.revision is None and "you override `model.name`" in "".join(there.origin.notices)
     assert loader.load(run.recipe, ["model.name=me/base"]).model.revision == commit
     given = loader.load(run.recipe, ["model.revision=v1", "model.name=me/other"])
     assert given.model.revision == "v1"

@@ -145,7 +145,7 @@ def test_a_package_that_is_missing_is_known_before_anything_loads(
     ("override", "code", "said"),
     [
         ("train.optim=galore_adamw", 2, "train.optim_target_modules: all-linear"),
-        ("train.optim=schedule_free_adamw", 2, "an average that it keeps"),
+        ("train.optim=schedule_free_adamw", 2, "does not support schedule-free optimizers"),
         ("train.optim=stable_adamw", 3, "pip install torch-optimi"),
         ("train.optim=adalomo", 3, "pip install lomo-optim"),
         ("train.learning_rate=0", 2, "nothing is learnt at a rate of 0"),

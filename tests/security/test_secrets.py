@@ -171,7 +171,7 @@ def test_a_stored_login_is_masked_too(monkeypatch, tmp_path) -> None:
 def test_a_recipe_holds_no_secret_of_this_environment(name: str, canaries, recipe_file) -> None:
     """Whatever it is called there, and although nothing tells by its form."""
     text = 'model:\n  name: "{model}"\ndata:\n  name: "{data}"\nadapter:\n  type: lora\ntrain:\n  run_name: '
-    with pytest.raises(UserError, match="a secret in a recipe") as raised:
+    with pytest.raises(UserError, match="the recipe holds a secret") as raised:
         load(recipe_file(f'{text}"x {CANARIES[name]}"\n'))
     assert CANARIES[name] not in str(raised.value) and "recipe.yaml:8:3" in str(raised.value)
 

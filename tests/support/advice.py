@@ -1,4 +1,4 @@
-"""Follow what a problem says after `try:`: read it as changes of a recipe, and make them."""
+"""Follow what a problem says after `help:`: read it as changes of a recipe, and make them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.core.errors import Problem
 
 DROP = "<left out>"
-RENAMING = ("unknown key", "unknown section", "not a key of this section")
+RENAMING = ("unknown-key", "renamed-key")  # codes
 Change = dict[str, Any]  # dotted key -> its new value, or DROP
 _BETWEEN = re.compile(r"(?:[;,]? or |; )(?![^\[{]*[\]}])")  # alternatives, but not inside brackets
 _PAIR = re.compile(r"((?:[a-z_]+\.)?[A-Za-z_0-9.]+)(?:: |=)(.+)")
@@ -26,8 +26,9 @@ _AND = re.compile(r"(?:,| and| with|, and) (?=(?:[a-z_]+\.)?\w+(?:: |=))(?![^\[{
 def changes(problem: Problem, raw: dict[str, Any]) -> list[Change]:
     """The changes that a problem's advice names, each an alternative; prose and commands are none."""
     found, last = [], problem.key
-    for said in _BETWEEN.split(problem.fix):
-        change = _change(said.strip(), problem, last, raw)
+    for said in _BETWEEN.split(problem.fix.replace("`", "")):
+        said = re.sub(r"^(?:set|use|add) ", "", said.strip())
+        change = _change(re.sub(r"^remove ", "drop ", said), problem, last, raw)
         if change:
             found.append(change)
             last = next(iter(change))
@@ -60,14 +61,21 @@ def _change(said: str, problem: Problem, key: str, raw: dict[str, Any]) -> Chang
         return {
             problem.key: {renamed[1] if one == renamed[2] else one: value for one, value in pattern.items()}
         }
-    moved = re.fullmatch(r"(?:it belongs|move it) under (\w+):", said)
+    moved = re.fullmatch(r"move it to ([\w.]+):", said)
     if moved:
         name = problem.key.rpartition(".")[2]
         return {problem.key: DROP, f"{moved[1]}.{name}": value_of(raw, problem.key)}
-    if said.startswith("drop it and "):
-        return {problem.key: DROP, **dict(_pairs(said.removeprefix("drop it and "), problem))}
+    named = re.fullmatch(r"rename it to (\S+)", said)
+    if named:
+        return {problem.key: DROP, ".".join(filter(None, (around, named[1]))): value_of(raw, problem.key)}
+    if dropped := re.match("drop it,? and ", said):
+        return {problem.key: DROP, **dict(_pairs(said[dropped.end() :].removeprefix("set "), problem))}
     if said.startswith("drop "):
-        return _dropped(said.removeprefix("drop "), problem, raw)
+        names = re.sub(r" from \w+$", "", said.removeprefix("drop ").partition(": ")[0])
+        return _dropped(names, problem, raw)
+    said, *dropped_too = re.split(r",? and (?:drop|remove) ", said)
+    if dropped_too:
+        return {**_change(said, problem, key, raw), f"{section}.{dropped_too[0]}": DROP}
     said, _, without = re.sub(r"^(\[[^\]]*\]): .*", r"\1", said).partition(
         " without "
     )  # a reason after a list
@@ -78,8 +86,9 @@ def _change(said: str, problem: Problem, key: str, raw: dict[str, Any]) -> Chang
     change = dict(_pairs(said, problem))
     if not said:
         return {}
-    if not change and problem.what in RENAMING:
-        name = said if "." in said or not around else f"{around}.{said}"
+    if not change and problem.code in RENAMING:
+        name = re.split(r", | \(", said)[0]
+        name = name if "." in name or not around else f"{around}.{name}"
         change = {name: value_of(raw, problem.key)} if _known(name) else {}
     elif not change and _names_a_key(problem, raw):
         change = {problem.key: DROP, f"{around}.{said}": value_of(raw, problem.key)}
@@ -88,20 +97,14 @@ def _change(said: str, problem: Problem, key: str, raw: dict[str, Any]) -> Chang
         if isinstance(items, list) and problem.found in items:
             key = f"{key}.{items.index(problem.found)}"
         change = {key: yaml.safe_load(said)}
-    if problem.what in ("has a new name", *RENAMING) and change:
-        return {problem.key: DROP, **change}
-    if problem.what.endswith("has no such key"):
-        return {problem.key: DROP, **change}
-    return change
+    return {problem.key: DROP, **change} if problem.code in RENAMING and change else change
 
 
 def _names_a_key(problem: Problem, raw: dict[str, Any]) -> bool:
     """Whether a problem is about the name of a mapping's key: `rank_pattern.qproj`."""
     around, _, name = problem.key.rpartition(".")
     of_mapping = isinstance(value_of(raw, around), dict) and around.count(".") > 0
-    return of_mapping and (
-        f'"{name}"' in problem.what or problem.what.startswith(("is no option", "no such column"))
-    )
+    return of_mapping and (f'"{name}"' in problem.what or problem.what.startswith("no such column"))
 
 
 def _without(raw: dict[str, Any], key: str, names: str) -> Change:

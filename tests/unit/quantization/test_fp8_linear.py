@@ -294,9 +294,9 @@ def refused(capsys, code: int, *options: str) -> str:
 
 
 def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
-    assert "trains the base itself" in refused(capsys, 2, "adapter.type=full")
+    assert "full fine-tuning can't train fp8 weights" in refused(capsys, 2, "adapter.type=full")
     for kind in ("qlora", "qdora"):
-        assert "means a 4-bit base" in refused(capsys, 2, f"adapter.type={kind}")
+        assert f"{kind} needs a 4-bit base model" in refused(capsys, 2, f"adapter.type={kind}")
     for init in ("pissa", "orthogonal", "mica", "loftq"):
         assert "init_lora_weights" in refused(capsys, 2, f"adapter.init_lora_weights={init}")
     assert "codes" in refused(capsys, 2, "adapter.modules_to_save=[q_proj]")

@@ -183,18 +183,30 @@ def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["speed.qat.config=IntxWeightOnlyConfg"], ["no such config", "help:      IntxWeightOnlyConfig"]),
-        (["speed.qat.config=Int4WeightOnly"], ["NVIDIA GPUs only", " or IntxWeightOnlyConfig"]),
-        (["speed.qat.config=Int8WeightOnlyConfig"], ["no training for it"]),
+        (
+            ["speed.qat.config=IntxWeightOnlyConfg"],
+            ["no config with this name", "help:      config: IntxWeightOnlyConfig"],
+        ),
+        (["speed.qat.config=Int4WeightOnly"], ["only for NVIDIA GPUs", " or IntxWeightOnlyConfig"]),
+        (["speed.qat.config=Int8WeightOnlyConfig"], ["no quantization-aware training for this config"]),
         (["speed.qat={config: IntxWeightOnly, group_sise: 32}"], ["speed.qat.group_sise", "group_size"]),
         (["speed.qat={config: IntxWeightOnly, granularity: 32}"], ["PerGroup(32)"]),
-        (["speed.qat={config: IntxWeightOnly, weight_dtype: int3}"], ["int4, int8"]),
-        (["speed.qat={}"], ["speed.qat.config: is required"]),
-        ([INTX, "adapter.type=qlora"], ["adapter.type", "quantised already", "help:      lora"]),
-        ([INTX, "model.quantization=torchao_int8"], ["model.quantization", "quantised already"]),
-        ([INTX, "adapter.type=oft"], ["not known here", "adalora, ia3, full"]),
-        ([INTX, "adapter.type=prompt_tuning"], ["not known here"]),
-        ([INTX, "adapter.lora_dropout=0.1"], ["adapter.lora_dropout", "merged in forward"]),
+        (
+            ["speed.qat={config: IntxWeightOnly, weight_dtype: int3}"],
+            ["speed.qat.weight_dtype", "help:      weight_dtype: int"],
+        ),
+        (["speed.qat={}"], ["speed.qat.config: the recipe lacks this required key"]),
+        (
+            [INTX, "adapter.type=qlora"],
+            ["adapter.type", "excludes a quantized base model", "help:      type: lora"],
+        ),
+        (
+            [INTX, "model.quantization=torchao_int8"],
+            ["model.quantization", "excludes a quantized base model"],
+        ),
+        ([INTX, "adapter.type=oft"], ["does not support oft", "adalora or ia3 or full"]),
+        ([INTX, "adapter.type=prompt_tuning"], ["does not support prompt_tuning"]),
+        ([INTX, "adapter.lora_dropout=0.1"], ["adapter.lora_dropout", "excludes LoRA dropout"]),
         ([INTX, "adapter.init_lora_weights=pissa"], ["adapter.init_lora_weights"]),
     ],
 )
@@ -261,9 +273,9 @@ def test_what_is_refused_can_t_be_had(name: str) -> None:
     from torchao.quantization.qat import QATConfig
 
     if not hasattr(quantization, name):
-        assert "no more" in qat_rules.REFUSED[name]
+        assert "has removed this config" in qat_rules.REFUSED[name]
         return
-    trains = "trains it" in qat_rules.REFUSED[name]
+    trains = "only for NVIDIA GPUs" in qat_rules.REFUSED[name]
     layer = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False))
     config = getattr(quantization, name)()
     try:

@@ -108,8 +108,8 @@ def test_a_missing_recipe_names_the_nearest(capsys) -> None:
 @pytest.mark.parametrize(
     ("override", "meant"),
     [
-        ("adapter.type=lroa", "lora"),
-        ("adapter.type=droa", "dora"),
+        ("adapter.type=lroa", "type: lora"),
+        ("adapter.type=droa", "type: dora"),
         ("train.optim=adam", "optim: adamw_torch"),
         ("train.lr_scheduler_type=cosin", "lr_scheduler_type: cosine"),
         ("train.learning_raet=1e-4", "rename it to `learning_rate`"),

@@ -20,7 +20,7 @@ def test_swapped_type_with_other_usual_rates_warns_with_its_range(name: str) -> 
     warned = [line for line in advice_of(f"adapter.type={name}") if line.startswith("warning: ")]
     far = name in ("ia3", "full", "prompt_tuning", "p_tuning", "prefix_tuning", "cartridge")
     assert bool(warned) == far, warned
-    assert all(f"was set for lora; {low:g} to {high:g} is usual for {name}" in line for line in warned)
+    assert all(f"for lora, and the usual range of {name} is {low:g} to {high:g}." in line for line in warned)
     for rate in (low, high):
         assert not [
             line
@@ -30,16 +30,16 @@ def test_swapped_type_with_other_usual_rates_warns_with_its_range(name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("rate", "label"), [("9e-8", "warning: "), ("5e-7", "learning"), ("2e-2", "warning: ")]
+    ("rate", "label"), [("9e-8", "warning: "), ("5e-7", "train.learning_rate: "), ("2e-2", "warning: ")]
 )
 def test_rate_outside_the_usual_range_warns_from_ten_times_on(rate: str, label: str) -> None:
     (said,) = advice_of("adapter.type=full", f"train.learning_rate={rate}")
-    assert said.startswith(label) and "1e-06 to 0.001 for full" in said
+    assert said.startswith(label) and "the usual range of full is 1e-06 to 0.001" in said
 
 
 def test_suggested_rate_of_a_warning_gives_no_warning() -> None:
     (said,) = advice_of("adapter.type=ia3")
-    suggested = said.rpartition("try ")[2]
+    suggested = said.rpartition("Try ")[2]
     assert not advice_of("adapter.type=ia3", suggested)
 
 
@@ -55,4 +55,9 @@ def test_commands_print_the_warning_once(command: str, small, capsys) -> None:
     options = [*small, "adapter.type=ia3", *(["--dry-run"] if command == "train" else [])]
     assert main.main([command, str(QUICKSTART), *options]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert printed.count("warning: learning_rate 0.004 was set for lora; 0.001 to 0.1 is usual") == 1
+    assert (
+        printed.count(
+            "warning: train.learning_rate: the recipe sets 0.004 for lora, and the usual range of ia3 is 0.001"
+        )
+        == 1
+    )

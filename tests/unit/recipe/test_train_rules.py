@@ -26,26 +26,29 @@ MIN_LR = "train.lr_scheduler_type=cosine_with_min_lr"
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["train.lr_scheduler_type=cosine_with_min_lr"], "needs the rate that it ends at"),
+        (["train.lr_scheduler_type=cosine_with_min_lr"], "needs its last learning rate"),
         (["train.lr_scheduler_type=warmup_stable_decay"], "needs num_decay_steps"),
         (
             ["train.lr_scheduler_type=cosine_with_min_lr", f"{KWARGS}={{mn_lr: 1e-5}}"],
-            "mn_lr: is no option of cosine_with_min_lr",
+            "mn_lr: the schedule cosine_with_min_lr has no such option",
         ),
-        (["train.lr_scheduler_type=cosine", f"{KWARGS}={{min_lr: 0.001}}"], "min_lr: is no option of cosine"),
-        (["train.lr_scheduler_type=constant", f"{KWARGS}={{num_cycles: 2}}"], "none: it takes no options"),
+        (
+            ["train.lr_scheduler_type=cosine", f"{KWARGS}={{min_lr: 0.001}}"],
+            "min_lr: the schedule cosine has no such option",
+        ),
+        (["train.lr_scheduler_type=constant", f"{KWARGS}={{num_cycles: 2}}"], "expected: no options"),
         (
             ["train.lr_scheduler_type=cosine_with_min_lr", f"{KWARGS}={{min_lr: 0.1}}"],
-            "min_lr: is no end to go down to: train.learning_rate is 0.004",
+            "min_lr: the last learning rate is not below the peak",
         ),
         ([MIN_LR, f"{KWARGS}={{min_lr: .inf}}"], "found: inf expected: a finite number"),
         ([MIN_LR, f"{KWARGS}={{min_lr: .nan}}"], "found: nan expected: a finite number"),
-        ([MIN_LR, f"{KWARGS}={{min_lr_rate: -0.5}}"], "found: -0.5 expected: >= 0"),
-        ([MIN_LR, f"{KWARGS}={{min_lr: -1e-5}}"], "found: -1e-05 expected: >= 0"),
-        ([MIN_LR, f"{KWARGS}={{min_lr: {10**310}}}"], "help: 0.0004"),
+        ([MIN_LR, f"{KWARGS}={{min_lr_rate: -0.5}}"], "found: -0.5 expected: a value >= 0"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: -1e-5}}"], "found: -1e-05 expected: a value >= 0"),
+        ([MIN_LR, f"{KWARGS}={{min_lr: {10**310}}}"], "help: min_lr: 0.0004"),
         (["train.lr_scheduler_type=cosine", f"{KWARGS}={{num_cycles: .nan}}"], "found: nan expected"),
-        (["train.lr_scheduler_type=polynomial", f"{KWARGS}={{lr_end: 0.005}}"], "is no end to go down to"),
-        ([f"{KWARGS}=abc"], "is a mapping"),
+        (["train.lr_scheduler_type=polynomial", f"{KWARGS}={{lr_end: 0.005}}"], "expected: a value < 0.004"),
+        ([f"{KWARGS}=abc"], "a string in place of a mapping"),
         (["train.adam_beta2=1.0"], "< 1"),
         ([MIN_LR, f"{KWARGS}={{min_lr: low}}"], "min_lr: wrong type (override"),
         ([MIN_LR, f"{KWARGS}={{min_lr_rate: true}}"], "found: True expected: a finite number"),
@@ -55,19 +58,22 @@ MIN_LR = "train.lr_scheduler_type=cosine_with_min_lr"
                 "train.lr_scheduler_type=warmup_stable_decay",
                 f"{KWARGS}={{num_decay_steps: 5, decay_type: cosin}}",
             ],
-            "decay_type: wrong value (override",
+            "decay_type: not one of the allowed values (override",
         ),
         (["train.lr_scheduler_type=reduce_lr_on_plateau"], "the Trainer's own evaluations"),
         (["train.lr_scheduler_type=greedy"], "the Trainer's own evaluations"),
-        (["train.optim=schedule_free_adamw"], "an average that it keeps"),
-        (["train.optim_args=amsgrad=true"], "adamw_torch_fused reads none"),
+        (["train.optim=schedule_free_adamw"], "does not support schedule-free optimizers"),
+        (["train.optim_args=amsgrad=true"], "adamw_torch_fused ignores `optim_args`"),
         (["train.optim=sgd", "train.optim_args=momentm=0.9"], "momentm expected: dampening, momentum,"),
-        (["train.save_strategy=epoch", "train.save_steps=5"], "train.save_steps: save_strategy: epoch saves"),
-        ([*STREAMED, "train.train_sampling_strategy=sequential"], "a stream is read in its own order"),
-        ([*STREAMED, "train.data_seed=1"], "a stream is shuffled by train.seed"),
-        (["train.optim_target_modules=all-linear"], "it projects no gradients"),
+        (
+            ["train.save_strategy=epoch", "train.save_steps=5"],
+            "train.save_steps: this key has no effect with `save_strategy: epoch`",
+        ),
+        ([*STREAMED, "train.train_sampling_strategy=sequential"], "reads a stream in its own order"),
+        ([*STREAMED, "train.data_seed=1"], "`train.seed` is the seed that shuffles a stream"),
+        (["train.optim_target_modules=all-linear"], "does not project gradients"),
         (["train.shuffle_dataset=true"], "train.train_sampling_strategy"),
-        (["train.length_column_name=foo"], "lengths are counted"),
+        (["train.length_column_name=foo"], "finetune counts the lengths"),
     ],
 )
 def test_what_would_be_refused_or_never_read_is_known_before(given: list[str], said: str, capsys) -> None:
@@ -126,7 +132,7 @@ def test_a_schedule_without_options_is_blamed_itself() -> None:
 
 def test_an_option_that_a_schedule_has_not_is_no_end_either() -> None:
     raw = {"train": {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1}}}
-    assert [what for _, what, _ in train_rules.conflicts(raw)] == ["is no option of cosine"]
+    assert [what for _, what, _ in train_rules.conflicts(raw)] == ["the schedule cosine has no such option"]
 
 
 def test_a_decay_that_begins_in_the_warm_up_is_said() -> None:
