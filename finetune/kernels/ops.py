@@ -22,6 +22,12 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
 NESTED = 256  # scales of 4-bit blocks that share a scale of their own
 BLOCK = 128  # numbers rounded to int8 that share a scale
+ACTIVATIONS = {  # transformers' and torch's classes, by the names that kernels have for them
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
 
 
 @torch.library.custom_op(
@@ -211,7 +217,7 @@ def activate(
         h, amax, *made = triton_mlp.activate(gu, t, b, column, act, largest, rounded and within)
         return (h, amax, *made) if rounded and within else (h, amax, codes, scale)
     gate, up = _gate_and_up(gu, t, b, column)
-    h = (_act(gate, act)[0] * up).to(gu.dtype)
+    h = (act_of(gate, act)[0] * up).to(gu.dtype)
     amax = h.float().abs().amax(1) if largest else gu.new_empty(0, dtype=torch.float32)
     return h, amax, codes, scale
 
@@ -309,7 +315,7 @@ def _activate_backward(
     grad = dh.to(gate.dtype)
     if dt_down is not None and a_down is not None:
         grad = grad + dt_down.to(gate.dtype) @ a_down.to(gate.dtype)
-    value, slope = _act(gate, act)
+    value, slope = act_of(gate, act)
     both = torch.cat([grad * up * slope, grad * value], dim=1)
     dcolumn = (both * plain).sum(0) if column is not None else both.new_empty(0)
     dgu = (both if column is None else both * column).to(gu.dtype)
@@ -354,7 +360,7 @@ def _gate_and_up(
     return gate, up
 
 
-def _act(x: torch.Tensor, act: str) -> tuple[torch.Tensor, torch.Tensor]:
+def act_of(x: torch.Tensor, act: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Value and derivative of SiLU, or of GELU's tanh form (arXiv 1606.08415)."""
     if act == "gelu_tanh":
         root = math.sqrt(2 / math.pi)

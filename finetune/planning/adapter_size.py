@@ -7,7 +7,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.adapters import name_problems, target_modules
-from finetune.autoconfig.compilation import MAX_RANK
+from finetune.autoconfig import compilation
+from finetune.autoconfig.compilation import FUSED_ACTIVATIONS, MAX_RANK
 from finetune.models import module_names
 from finetune.recipe import adapter_types
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 RANK = 16
 FUSED_TYPES = ("lora", "adalora", "ia3")
 MLP = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
-FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 class Adapted(NamedTuple):
@@ -50,7 +50,9 @@ class Adapted(NamedTuple):
     head: bool = False
     """The output head trains."""
     experts: int = 0
-    """Trainable parameters of expert weights, which run PEFT's own forward."""
+    """Trainable parameters of expert weights and of other parameters outside of linear layers."""
+    fast_experts: bool = False
+    """The model has stacked experts that run by `speed.fused_experts`."""
 
 
 def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> Adapted:
@@ -93,7 +95,8 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     whole += [f"{found.names.embedding}.weight"] * (head and found.names.tied)
     saved = sum(prod(found.tensors[name]) for name in whole)
     rows = len(model.add_tokens) * (2 - found.names.tied) * text.hidden_size
-    experts = _parameters(options, found.names) if kind.peft == "lora" else 0
+    ranks = _parameter_ranks(options, found.names) if kind.peft == "lora" else {}
+    experts = sum(rank * _sides(found.names.shapes[name]) for name, rank in ranks.items())
     unknown = f"what {adapter.type} adds is not counted here; taken as LoRA's of r {RANK}"
     if experts:
         unknown = (
@@ -124,6 +127,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         saved=saved,
         head=head,
         experts=experts,
+        fast_experts=_fast_experts(found, ranks),
     )
 
 
@@ -142,17 +146,28 @@ def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
     return next((what for what, is_so in obstacles.items() if is_so), "")
 
 
-def _parameters(options: dict[str, Any], names: Names) -> int:
-    """Count LoRA's trainable parameters on parameters outside of linear layers, such as expert weights."""
-    ranks = dict.fromkeys(options.get("target_parameters") or (), 1)
-    ranks |= name_problems.experts_named(options, names)
-    trained = 0
+def _parameter_ranks(options: dict[str, Any], names: Names) -> dict[str, int]:
+    """Return LoRA's rank on each parameter outside of linear layers, such as expert weights."""
+    times = dict.fromkeys(options.get("target_parameters") or (), 1)
+    times |= name_problems.experts_named(options, names)
+    ranks = dict[str, int]()
     for name, size in names.shapes.items():
-        times = max((n for target, n in ranks.items() if target_modules.is_suffix(target, name)), default=0)
-        if times and len(size) in (2, 3):
-            number, (outputs, inputs) = size[0] if len(size) == 3 else 1, size[-2:]
-            trained += times * _rank(options, name) * number * (inputs + outputs)
-    return trained
+        often = max((n for target, n in times.items() if target_modules.is_suffix(target, name)), default=0)
+        if often and len(size) in (2, 3):
+            ranks[name] = often * _rank(options, name)
+    return ranks
+
+
+def _sides(size: tuple[int, ...]) -> int:
+    """Count LoRA's trainable parameters of rank 1 on a weight, stacked by expert or not."""
+    return (size[0] if len(size) == 3 else 1) * sum(size[-2:])
+
+
+def _fast_experts(found: Architecture, ranks: dict[str, int]) -> bool:
+    """Return whether stacked experts and all adapted parameters run by `speed.fused_experts`."""
+    other = any(not name.endswith(compilation.STACKED) for name in ranks)
+    large = max(ranks.values(), default=0) > compilation.MAX_EXPERTS_RANK
+    return not (other or large or compilation.experts_obstacle(found.config, found.names.shapes))
 
 
 def _rank(options: dict[str, Any], name: str) -> int:

@@ -122,6 +122,8 @@ def _numbers(run: PlannedRun) -> int:
 
 def _obstacle(run: PlannedRun) -> str:
     """Return why no layer of the adapter can run fused; else the empty string."""
+    if run.adapter.fast_experts:
+        return ""
     if run.storage in ("int8", "torchao_int8"):
         return f"the base is stored in {run.storage}"
     return run.adapter.obstacle or compilation.fused_obstacle(run.model.config)
@@ -132,4 +134,5 @@ def _breaks(run: PlannedRun, *, fused: bool) -> frozenset[str]:
     has, kind = run.adapter, adapter_types.find(run.recipe.adapter.type).peft
     found = {kind} & set(adapter_types.BREAKING)
     found |= {"DoRA"} if has.columns and has.rank > 0 and not fused else set()
-    return frozenset(found | ({"experts' adapters"} if has.experts else set()))
+    found |= {"experts' adapters"} if has.experts and not (fused and has.fast_experts) else set()
+    return frozenset(found)

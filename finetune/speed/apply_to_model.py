@@ -111,7 +111,8 @@ def add_fused(model: Any, chosen: Choice, ledger: RunChecks) -> tuple[Choice, Mo
     from finetune.speed.fused_layers import Fused
 
     made = Fused(model, decoder_layers(model))
-    if chosen.reason == "asked for" and not made.served:
+    served = bool(made.served or made.experts.served)
+    if chosen.reason == "asked for" and not served:
         raise none_fused(made.left_out())
     how = f"fast forwards on the live model, at most {made.worst:.1g} from the modules' own (relative)"
     got = made.summary()
@@ -119,7 +120,7 @@ def add_fused(model: Any, chosen: Choice, ledger: RunChecks) -> tuple[Choice, Mo
     spec = replace(live_model_spec(model), unfused=got)
     if chosen.reason == "asked for":
         return chosen, spec
-    return Choice("on" if made.served else "off", f"{chosen.reason}: {got}"), spec
+    return Choice("on" if served else "off", f"{chosen.reason}: {got}"), spec
 
 
 def add_activation_checkpointing(

@@ -44,14 +44,14 @@ def apply(model: PeftModel) -> PeftModel:
         raise UserError(Problem(what, fix="train without finetune.speed.apply"), code=Exit.ENVIRONMENT)
     fused = Fused(model, layers, every_pass=True)
     left = fused.left_out()
-    if not fused.served:
+    if not (fused.served or fused.experts.served):
         remove(model)
         fix = "train without finetune.speed.apply"
         problem = Problem(
             "none of the adapter's layers can be fused", found=left or "no adapted layer", fix=fix
         )
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    log.info("fused %d linear layers%s", fused.served, f"; {left}" if left else "")
+    log.info("fused %s", fused.summary())
     return model
 
 
@@ -66,6 +66,7 @@ def remove(model: PeftModel) -> PeftModel:
         return model
     if fused.hook is not None:
         fused.hook.remove()
+    fused.experts.remove()
     vars(model).pop("finetune_norms", None)
     for module in model.modules():
         vars(module).pop("finetune_norm", None)

@@ -19,9 +19,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from finetune.autoconfig.compilation import MAX_RANK, fused_obstacle
+from finetune.kernels.ops import ACTIVATIONS
 from finetune.models import module_names
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import dora_norm, lm_head_loss
+from finetune.speed.fused_experts import FusedExperts
 from finetune.speed.fused_lora import Stack, base_of, gated_mlp, project
 
 if TYPE_CHECKING:
@@ -31,12 +33,6 @@ TYPES: tuple[Any, ...] = (lora.Linear, adalora.SVDLinear, ia3.Linear)
 if is_bnb_4bit_available():
     TYPES += (lora.Linear4bit, adalora.SVDLinear4bit, ia3.Linear4bit)
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that share their input
-ACTIVATIONS = {
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-}
 TOKENS = 64  # on which a fused module is compared with its own forward
 ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # its relative difference; of fewer bits, 2e-2
 
@@ -57,6 +53,7 @@ class Fused:
         parts: gated MLPs of which only the linear layers are, counted by the reason.
         left: adapted layers that do not, counted by the reason.
         worst: the largest relative difference of a fused module from its own forward.
+        experts: the stacked experts, by grouped products.
         norms: of DoRA layers; to be made anew when the optimizer has stepped (`callbacks.RefreshNorms`).
     """
 
@@ -85,8 +82,11 @@ class Fused:
         self.norms = dora_norm.Norms(magnitudes) if magnitudes else None
         # on the decoder: a loss in chunks calls it, and not the model
         decoder = module_names.decoder_of(lm_head_loss.base_of(model))
-        self.hook = decoder.register_forward_pre_hook(self.start) if groups else None
         groups = self._right(groups, fast)
+        self.experts = FusedExperts(model, [] if against else layers, every)
+        fast |= self.experts.wrappers()
+        self.worst = max(self.worst, self.experts.worst)
+        self.hook = decoder.register_forward_pre_hook(self.start) if groups or self.experts.served else None
         self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
         self.served = sum(len(group.members) for group in groups)
         self.mlps = sum(group.called != group.members for group in groups)
@@ -98,9 +98,10 @@ class Fused:
         model.finetune_fused_by = self
 
     def summary(self) -> str:
-        """How many linear layers are fused, and what is not, with the reasons."""
+        """How many linear layers and experts are fused, and what is not, with the reasons."""
         parts = [f"{count} MLPs in parts: {reason}" for reason, count in sorted(self.parts.items())]
-        return "; ".join(filter(None, [f"{self.served} linear layers", self.left_out(), *parts]))
+        experts = self.experts.summary()
+        return "; ".join(filter(None, [f"{self.served} linear layers", experts, self.left_out(), *parts]))
 
     def left_out(self) -> str:
         """How many adapted layers PEFT's own forward runs, by the reason."""
@@ -116,6 +117,7 @@ class Fused:
             self.norms.rebased()
         if self.norms:
             self.norms.refresh(stepped=self.every_pass and torch.is_grad_enabled())
+        self.experts.refresh()
 
     def _right(self, groups: list[Group], fast: set[nn.Module]) -> list[Group]:
         """The groups that compute what is asked of them; the others' modules get their own forwards back.

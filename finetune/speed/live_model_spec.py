@@ -86,5 +86,7 @@ def breaking(model: Any) -> frozenset[str]:
         kind = type(module).__module__.split(".")[-2]
         found |= {kind} if kind in adapter_types.BREAKING else set()
         found |= {"DoRA"} if getattr(module, "lora_magnitude_vector", None) else set()
-        found |= {"experts' adapters"} if type(module).__name__ == "ParamWrapper" else set()
+        wrapper = type(module).__name__ == "ParamWrapper"
+        taken_over = wrapper and hasattr(module.get_base_layer(), "finetune_experts")
+        found |= {"experts' adapters"} if wrapper and not taken_over else set()
     return frozenset(found)

@@ -1,0 +1,419 @@
+"""A mixture of experts at the cost of its grouped GEMMs: stacked experts, frozen, with LoRA or without.
+
+    y = sum over a token's experts of  weight * (h W2^T + (h A2^T) B2^T),   h = act(gate) * up,
+    (gate, up) = x W1^T + (x A1^T) B1^T
+
+It is registered with transformers' `ExpertsInterface` by the name `finetune`. PEFT's own forward of adapted
+experts adds B A to the weights of all experts in every pass, and breaks the graph of torch.compile. Here the
+adapters are thin GEMMs. One tensor holds W1 and A1, and another holds W2 and B2, so one grouped GEMM computes
+the output of the base and of the adapter. PEFT's parameters stay in their modules and get the gradients.
+
+The model's former implementation runs outside of training, with the adapter off or merged, and with several
+adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import nn
+from transformers.integrations.moe import ExpertsInterface
+
+from finetune.autoconfig.compilation import MAX_EXPERTS_RANK, STACKED
+from finetune.kernels import expert_ops as ops
+from finetune.kernels.ops import ACTIVATIONS
+from finetune.speed import lm_head_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# The name of the implementation in transformers' interface.
+NAME = "finetune"
+FIRST, LAST = STACKED
+# Tokens on which the forward is compared with the experts' own, and experts of each token.
+TOKENS, EACH = 64, 4
+# Allowed relative difference by dtype. It is 2e-2 for 16 bits.
+ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+class Experts:
+    """The stacked experts of one layer, and the tensors that hold their weights. s is LoRA's scaling.
+
+    Attributes:
+        first: W1 with the rows of A1 [E, 2 F + R, H], or W1 alone without an adapter.
+        last: W2 with the columns of s B2 [E, H, F + R], or W2 alone without an adapter.
+        outer: s B1 [E, 2 F, R], or `None`.
+        inner: A2 [E, R, F], or `None`.
+    """
+
+    def __init__(self, module: Any, wrappers: list[Any], adapted: list[Any]) -> None:
+        """
+        Args:
+            module: The experts module of transformers.
+            wrappers: PEFT's wrappers around it, from the outermost.
+            adapted: Adapted layers whose state to follow if the experts have no adapter.
+        """
+        self.module, self.wrappers = module, wrappers
+        self.by_name = {one.parameter_name: one for one in wrappers}
+        self.adapted = wrappers or adapted
+        self.adapters = [one.active_adapters for one in self.adapted]
+        self.act = ACTIVATIONS[type(module.act_fn).__name__]
+        self.proving = False
+        self.hold()
+        module.finetune_experts = self
+        if wrappers:
+            wrappers[0].forward = MethodType(_unwrapped_forward, wrappers[0])
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Allocate tensors for weights and adapters together. The weights become views of them."""
+        weights: list[Any] = [getattr(self.module, name) for name in (FIRST, LAST)]
+        ranks = [self._padded(name) for name in (FIRST, LAST)]
+        experts, self.size = len(weights[0]), weights[0].shape[1] // 2
+        self.first, self.last = weights[0].detach(), weights[1].detach()
+        self.outer = self.inner = None
+        if ranks[0]:
+            self.first = nn.functional.pad(self.first, (0, 0, 0, ranks[0]))
+            weights[0].data = self.first[:, : 2 * self.size]
+            self.outer = self.first.new_zeros(experts, 2 * self.size, ranks[0])
+        if ranks[1]:
+            self.last = nn.functional.pad(self.last, (0, ranks[1]))
+            weights[1].data = self.last[..., : self.size]
+            self.inner = self.last.new_zeros(experts, ranks[1], self.size)
+        self.places = [weight.data_ptr() for weight in weights]
+        self.refresh()
+
+    def release(self) -> None:
+        """Undo it: give the weights their own memory, and the wrapper its own forward."""
+        for name in (FIRST, LAST):
+            weight = getattr(self.module, name)
+            weight.data = weight.data.contiguous()
+        vars(self.module).pop("finetune_experts", None)
+        if self.wrappers:
+            vars(self.wrappers[0]).pop("forward", None)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy PEFT's parameters into the tensors, before a forward pass.
+
+        Fused optimizers do not count a new version of a parameter, so it copies in every pass. The copy does
+        not count as a new version of the tensors either, since an earlier pass may still need its backward.
+        """
+        if [getattr(self.module, name).data_ptr() for name in (FIRST, LAST)] != self.places:
+            self.hold()  # PEFT replaced the weights, to merge an adapter or to undo that
+        if self.outer is not None:
+            a, b, scale = self._factors(FIRST)
+            self.first.data[:, 2 * self.size :][:, : a.shape[1]].copy_(a)
+            self.outer.data[..., : b.shape[2]].copy_(b * scale)
+        if self.inner is not None:
+            a, b, scale = self._factors(LAST)
+            self.inner.data[:, : a.shape[1]].copy_(a)
+            self.last.data[..., self.size :][..., : b.shape[2]].copy_(b * scale)
+
+    def active(self) -> bool:
+        """Return whether the module trains with the same adapter, which is on and not merged."""
+        return self.proving or (
+            self.module.training
+            and all(
+                layer.active_adapters == names and not layer.disable_adapters and not layer.merged
+                for layer, names in zip(self.adapted, self.adapters, strict=True)
+            )
+        )
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Compute the output for x [T, H], with each token's experts `ids` and routing `weights` [T, K]."""
+        flat = x.to(self.first.dtype)
+        parameters = [p for name in (FIRST, LAST) for p in self._parameters(name)]
+        y = _Experts.apply(
+            flat,
+            weights,
+            *parameters,
+            ids,
+            self.first,
+            self.outer,
+            self.inner,
+            self.last,
+            self._scales(),
+            self.act,
+        )
+        return y.to(x.dtype)
+
+    def _parameters(self, name: str) -> list[Any]:
+        if name not in self.by_name:
+            return [None, None]
+        wrapper: Any = self.by_name[name]
+        adapter = wrapper.active_adapters[0]
+        return [wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight]
+
+    def _scales(self) -> list[float]:
+        found = [self.by_name.get(name) for name in (FIRST, LAST)]
+        return [1.0 if one is None else one.scaling[one.active_adapters[0]] for one in found]
+
+    def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+        """Return A [E, r, in], B [E, out, r] and the scaling.
+
+        PEFT orders the rows of A by expert and rank, and the columns of B by rank and expert
+        (peft 0.21.2, tuners/lora/layer.py, ParamWrapper.get_delta_factors).
+        """
+        a, b = self._parameters(name)
+        wrapper: Any = self.by_name[name]
+        experts = len(getattr(self.module, name))
+        scale = wrapper.scaling[wrapper.active_adapters[0]]
+        return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1), scale
+
+    def _padded(self, name: str) -> int:
+        wrapper: Any = self.by_name.get(name)
+        rank = wrapper.r[wrapper.active_adapters[0]] if wrapper is not None else 0
+        return padded(rank) if rank else 0
+
+
+def padded(rank: int) -> int:
+    """Round a rank up to a power of two of at least 16, as the kernels need it."""
+    return max(16, 1 << (rank - 1).bit_length())
+
+
+class _Experts(torch.autograd.Function):
+    """The formula above, with the gradients of x, the routing weights and PEFT's parameters.
+
+    Backward needs x and [gate | up | x A1^T]. It recomputes h and gathers the rows of x again. The gradient
+    of a routing weight is <dy W2, h>, so backward does not need the experts' outputs.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weights: Any, a1: Any, b1: Any, a2: Any, b2: Any, ids: Any, first: Any, outer: Any,
+        inner: Any, last: Any, scales: list[float], act: str,
+    ) -> torch.Tensor:  # fmt: skip
+        size = last.shape[2] - (0 if inner is None else inner.shape[1])
+        order, places, ends, tiles = ops.sort_by_expert(ids, first.shape[0])
+        weights = weights.contiguous()
+        z = ops.grouped_mm(ops.rows_of_experts(x, places), first, ends, True)
+        h = ops.activate_experts(z, outer, inner, tiles, size, act)
+        y = ops.sum_of_experts(ops.grouped_mm(h, last, ends, True), places, weights, x.shape[0])
+        ctx.size, ctx.act, ctx.scales = size, act, scales
+        ctx.shapes = [None if one is None else (one.shape, one.dtype) for one in (a1, b1, a2, b2)]
+        ctx.save_for_backward(x, weights, z, order, places, ends, tiles, first, outer, inner, last)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weights, z, order, places, ends, tiles, first, outer, inner, last = ctx.saved_tensors
+        dy, each, wide = grads[0].contiguous(), weights.shape[1], 2 * ctx.size
+        g = ops.grouped_mm(ops.rows_of_experts(dy, places), last, ends, False)
+        dz, h, thin, dweights = ops.activate_experts_backward(
+            z, outer, inner, g, weights, order, tiles, ctx.size, ctx.act
+        )
+        dx = ops.sum_of_experts(ops.grouped_mm(dz, first, ends, False), places, None, x.shape[0])
+        da1 = db1 = da2 = db2 = None
+        if outer is not None:
+            da1 = _inner(ops.product_of_experts(dz[:, wide:], x, ends, order, each), ctx.shapes[0])
+            db1 = ops.product_of_experts(z[:, wide:], dz[:, :wide], ends, None, each)
+            db1 = _outer(db1, ctx.scales[0], ctx.shapes[1])
+        if inner is not None:
+            rank = inner.shape[1]
+            da2 = _inner(ops.product_of_experts(thin[:, :rank], h, ends, None, each), ctx.shapes[2])
+            db2 = ops.product_of_experts(thin[:, rank:], dy, ends, order, each)
+            db2 = _outer(db2, ctx.scales[1], ctx.shapes[3])
+        return dx, dweights.to(weights.dtype), da1, db1, da2, db2, *[None] * 7
+
+
+def _inner(gradient: torch.Tensor, like: tuple[Any, torch.dtype]) -> torch.Tensor:
+    """Return the gradient of PEFT's A from [E, padded rank, in]."""
+    shape, dtype = like
+    return gradient[:, : shape[0] // gradient.shape[0]].reshape(shape).to(dtype)
+
+
+def _outer(gradient: torch.Tensor, scale: float, like: tuple[Any, torch.dtype]) -> torch.Tensor:
+    """Return the gradient of PEFT's B from that of s B [E, padded rank, out]."""
+    shape, dtype = like
+    gradient = gradient[:, : shape[1] // gradient.shape[0]] * scale
+    return gradient.permute(2, 1, 0).reshape(shape).to(dtype)
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Run an experts module. transformers calls it instead of the module's own forward."""
+    experts: Experts | None = getattr(self, "finetune_experts", None)
+    if experts is not None and experts.active():
+        return experts.forward(hidden_states, top_k_index, top_k_weights)
+    own = type(self).forward.__wrapped__  # the forward under transformers' decorator, which `eager` means
+    before = getattr(self, "finetune_before", "eager")
+    return ExpertsInterface().get_interface(before, own)(self, hidden_states, top_k_index, top_k_weights)
+
+
+def _unwrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the forward of PEFT's outermost wrapper, which would add B A to the weights."""
+    module = self.get_base_layer()
+    if module.finetune_experts.active():
+        return module(*args, **kwargs)
+    return type(self).forward(self, *args, **kwargs)
+
+
+class FusedExperts:
+    """The stacked experts of a model.
+
+    Attributes:
+        served: The experts that run fused, by layer.
+        left: The number of layers whose experts keep their own forward, by the reason.
+        worst: The largest relative difference between a fused forward and its module's own.
+    """
+
+    def __init__(self, model: Any, layers: list[nn.Module], adapted: list[Any]) -> None:
+        """Fuse the stacked experts of decoder layers, after a comparison with their own forward.
+
+        Args:
+            adapted: Adapted layers whose state to follow if the experts have no adapter.
+        """
+        self.served, self.left, self.worst = list[Experts](), Counter[str](), 0.0
+        self.base, self.before = lm_head_loss.base_of(model), dict[str, Any]()
+        found = [one for layer in layers for one in stacked(layer)]
+        for module, wrappers in found:
+            if reason := obstacle(module, wrappers):
+                self.left[reason] += 1
+            else:
+                self.served.append(Experts(module, wrappers, adapted[:1]))
+        if not self.served:
+            return
+        ExpertsInterface.register(NAME, experts_forward)
+        self.before = self.base.get_experts_implementation()
+        for module in self.base.modules():
+            if hasattr(module, "is_concatenated"):  # set by transformers' decorator
+                module.finetune_before = module.config._experts_implementation
+        self.base.set_experts_implementation(NAME)
+        self._prove()
+
+    def summary(self) -> str:
+        """Say how many layers have fused experts, and why others do not. It is empty without experts."""
+        left = [f"{count} by transformers: {reason}" for reason, count in sorted(self.left.items())]
+        total = len(self.served) + sum(self.left.values())
+        return "; ".join([f"experts of {len(self.served)} of {total} layers", *left]) if total else ""
+
+    def wrappers(self) -> set[nn.Module]:
+        """Return PEFT's wrappers around fused experts."""
+        return {wrapper for one in self.served for wrapper in one.wrappers}
+
+    def refresh(self) -> None:
+        """Copy PEFT's parameters, before a forward pass."""
+        for one in self.served:
+            one.refresh()
+
+    def remove(self) -> None:
+        """Undo it in every layer."""
+        for one in self.served:
+            one.release()
+        if self.before:
+            self.base.set_experts_implementation(self.before)
+        for module in self.base.modules():
+            vars(module).pop("finetune_before", None)
+
+    def _prove(self) -> None:
+        """Undo it for experts whose fused forward differs from their own or fails."""
+        for one in list(self.served):
+            error, reason = float("nan"), "their fused forward differs from their own"
+            try:
+                error = difference(one)
+            except Exception as failed:  # such as a kernel that does not fit this GPU
+                reason = f"their fused forward or backward fails here: {' '.join(str(failed).split())[:120]}"
+            if error <= ALLOWED.get(one.first.dtype, 2e-2):
+                self.worst = max(self.worst, error)
+                continue
+            self.served.remove(one)
+            self.left[reason] += 1
+            one.release()
+
+
+def stacked(layer: nn.Module) -> list[tuple[Any, list[Any]]]:
+    """Find the experts of a decoder layer whose weights are stacked in one parameter, and PEFT's wrappers."""
+    found, seen = list[tuple[Any, list[Any]]](), set[nn.Module]()
+    for module in layer.modules():
+        wrappers, inside = list[Any](), module
+        while isinstance(inside, ParamWrapper):
+            wrappers.append(inside)
+            inside = inside.base_layer
+        if inside not in seen and getattr(getattr(inside, FIRST, None), "ndim", 0) == 3:
+            found.append((inside, wrappers))
+            seen.add(inside)
+    return found
+
+
+def obstacle(module: Any, wrappers: list[Any]) -> str:
+    """Return why experts can't run fused. The empty string means that they can."""
+    if not hasattr(module, "is_concatenated") or not hasattr(type(module).forward, "__wrapped__"):
+        return f"{type(module).__name__} has a forward of its own"
+    if module.has_bias or not module.has_gate or module.is_transposed or not module.is_concatenated:
+        return "the experts have a bias, no gate, or weights in another order"
+    if {name for name, _ in module.named_parameters()} != {FIRST, LAST}:
+        return "the experts have other parameters, too"
+    if type(module)._apply_gate.__module__ != ExpertsInterface.__module__:
+        return "the experts have a gate of their own"
+    if type(module.act_fn).__name__ not in ACTIVATIONS:
+        return f"the experts' activation is {type(module.act_fn).__name__}"
+    if getattr(module, "_is_expert_parallel", False):
+        return "expert parallelism splits the experts"
+    weights: list[Any] = [getattr(module, name) for name in (FIRST, LAST)]
+    if any(type(one) is not nn.Parameter or not one.is_floating_point() for one in weights):
+        return f"the experts are stored as {type(weights[0]).__name__}"
+    if any(one.requires_grad for one in weights):
+        return "the experts train"
+    return next(filter(None, map(_wrapper_obstacle, wrappers)), "")
+
+
+def _wrapper_obstacle(wrapper: Any) -> str:
+    if wrapper.parameter_name not in (FIRST, LAST):
+        return f"{wrapper.parameter_name} has an adapter"
+    if len(wrapper.active_adapters) != 1:
+        return "it has several adapters"
+    if "forward" in vars(wrapper):
+        return "its forward is another's already"
+    rank = wrapper.r[wrapper.active_adapters[0]]
+    return f"rank {rank} is over {MAX_EXPERTS_RANK}" if rank > MAX_EXPERTS_RANK else ""
+
+
+@torch.no_grad()
+def difference(experts: Experts) -> float:
+    """Return the relative difference of both forwards, with adapters that are not zero."""
+    module, made = experts.module, torch.Generator().manual_seed(0)
+    called = experts.wrappers[0] if experts.wrappers else module
+    count, width = experts.first.shape[0], experts.first.shape[2]
+    each = min(count, EACH)
+    x = torch.randn(TOKENS, width, generator=made).to(experts.first)
+    weights = torch.rand(TOKENS, each, generator=made).to(experts.first)
+    ids = torch.rand(TOKENS, count, generator=made).topk(each).indices.to(x.device)
+    with _stirred(experts, made):
+        before, module.finetune_before = module.finetune_before, "eager"
+        training = module.training
+        own = type(called).forward(called.eval(), x, ids, weights)
+        called.train(training)
+        module.finetune_before, experts.proving = before, True
+        try:
+            ours = called(x, ids, weights)
+            with torch.enable_grad():  # a backward kernel may not fit this GPU
+                leaf = x.clone().requires_grad_()
+                again = called(leaf, ids, weights)
+                torch.autograd.grad(again, leaf, torch.ones_like(again))
+        finally:
+            experts.proving = False
+    return float((ours - own).float().norm() / own.float().norm())
+
+
+@contextlib.contextmanager
+def _stirred(experts: Experts, made: torch.Generator) -> Iterator[None]:
+    """Change the adapters' parameters a little, and restore them afterwards."""
+    trained = [
+        (p, p.detach().clone()) for one in experts.wrappers for p in one.parameters() if p.requires_grad
+    ]
+    for parameter, _ in trained:
+        parameter += 0.02 * torch.randn(parameter.shape, generator=made).to(parameter)
+    experts.refresh()
+    try:
+        yield
+    finally:
+        for parameter, before in trained:
+            parameter.copy_(before)
+        experts.refresh()

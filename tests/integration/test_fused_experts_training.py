@@ -1,0 +1,54 @@
+"""Whole runs of a mixture of experts with the fused forward: the same losses, and what the run says of it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from finetune.cli import main
+from finetune.run_folder.run_folder import RunFolder
+from support.tiny_models import recipe, save, sizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+ADAPTER = {
+    "type": "lora", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"],
+    "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+}  # fmt: skip
+
+
+# Inductor imports a module that scripts: github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/mkldnn.py#L19
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+def test_a_run_with_fused_and_compiled_experts_learns_what_pefts_does(tmp_path: Path, capsys) -> None:
+    config = transformers.Qwen3MoeConfig(**sizes(**EXPERTS), head_dim=8)
+    model = save(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    found: dict[str, Any] = {}
+    for name, speed in {
+        "own": ("fused=false", "compile=false"),
+        "fused": ("fused=true", "compile=true"),
+    }.items():
+        folder = tmp_path / name
+        path = recipe(tmp_path, model, adapter=ADAPTER)
+        given = [f"speed.{one}" for one in speed] + [f"train.output_dir={folder}", "train.max_steps=3"]
+        given.append(
+            "train.router_aux_loss_coef=0"
+        )  # transformers captures router logits by hooks, which break the graph
+        assert main.main(["train", str(path), *given]) == 0, capsys.readouterr().err
+        run = RunFolder(folder)
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        checks = {one["option"]: one for one in json.loads((folder / "checks.json").read_text())}
+        weights = load_file(run.adapter / "adapter_model.safetensors")
+        found[name] = [line["loss"] for line in lines if "loss" in line], checks, weights
+    (own, _, theirs), (losses, checks, weights) = found["own"], found["fused"]
+    assert losses == pytest.approx(own, abs=1e-4)
+    assert "experts of 2 of 2 layers" in checks["speed.fused"]["actual"]
+    assert checks["speed.compile"]["passed"]
+    assert weights.keys() == theirs.keys() and any("experts" in key for key in weights)
+    assert all(weights[key].shape == theirs[key].shape for key in weights)
