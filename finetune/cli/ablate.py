@@ -17,7 +17,7 @@ ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def ablate(options: argparse.Namespace) -> None:
+def ablate(options: argparse.Namespace) -> dict[str, Any]:
     """Measure each optimization on a recipe, alone and on top of the optimizations that helped."""
     with located(load(options)):
         from finetune.experiments.ablation import ablation
@@ -25,4 +25,4 @@ def ablate(options: argparse.Namespace) -> None:
         file = Path(options.optimizations) if options.optimizations else ablation.default_ladder()
         folder = Path(options.output or f"runs/ablate-{Path(options.recipe).stem}")
         asked = ablation.Asked(options.recipe, options.overrides, file, folder)
-        ablation.run(asked, quiet=options.quiet)
+        return ablation.run(asked, quiet=options.quiet)

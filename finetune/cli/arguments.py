@@ -142,4 +142,4 @@ OF_RUN = ("overrides", {**OVERRIDES[1], "help": "such as model.name=FOLDER, wher
 
 def flags(options: argparse.Namespace) -> list[str]:
     """The flags every command has, as they were given."""
-    return [f"--{flag}" for flag in ("quiet", "debug") if getattr(options, flag)]
+    return [f"--{flag}" for flag in ("quiet", "debug", "json") if getattr(options, flag)]

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import opened
+from finetune.core.errors import Problem, UserError
 
 CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--prompt", {"metavar": "TEXT", "help": "ask this, and end"}),
@@ -22,16 +23,22 @@ CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def chat(options: argparse.Namespace) -> None:
+def chat(options: argparse.Namespace) -> dict[str, Any]:
     """Talk to a run's base and tuned model side by side."""
     from rich.console import Console
 
     from finetune.core.console import quieten_libraries
 
+    if options.json and options.prompt is None:
+        fix = "--prompt 'your question'"
+        raise UserError(Problem("--json needs a prompt", fix=fix, code="command-line"))
     run = opened(options)
     quieten_libraries()
     with fast_imports():
         from finetune.evaluation import chat_session
 
     given = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}
-    chat_session.run(run.path, Console(highlight=False), options.overrides, prompt=options.prompt, **given)
+    answers = chat_session.run(
+        run.path, Console(highlight=False), options.overrides, prompt=options.prompt, **given
+    )
+    return {"answers": answers}

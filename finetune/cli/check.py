@@ -52,7 +52,7 @@ def _decided(recipe: Recipe) -> list[str]:
     return []
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> dict[str, Any]:
     """Check a recipe, its files, its module names and the first rows of its data."""
     from finetune.data import template_sandbox
 
@@ -73,3 +73,4 @@ def check(options: argparse.Namespace) -> None:
 
         prove_it = rehearsal.run if options.rehearse else verify_resume.run
         prove_it(recipe, [options.recipe, *options.overrides], Console(quiet=options.quiet))
+    return {"notes": notes}

@@ -74,7 +74,7 @@ COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def compare(options: argparse.Namespace) -> None:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Compare adapter types on one recipe, or two finished runs."""
     from finetune.core.console import quieten_libraries
 
@@ -84,8 +84,9 @@ def compare(options: argparse.Namespace) -> None:
         from finetune.core.console import Console
         from finetune.experiments.comparison import run_diff
 
-        run_diff.run(options.what, other, Console(quiet=options.quiet), must_equal=options.assert_equal)
-        return
+        screen = Console(quiet=options.quiet)
+        parts = run_diff.run(options.what, other, screen, must_equal=options.assert_equal)
+        return {"parts": {part.part: {"summary": part.summary, "rows": part.rows} for part in parts}}
     if problems := compare_problems(options):
         raise UserError(*problems)
     recipe = load(argparse.Namespace(recipe=options.what, overrides=options.overrides))
@@ -100,4 +101,4 @@ def compare(options: argparse.Namespace) -> None:
 
         folder = Path(options.output or f"runs/compare-{Path(options.what).stem}")
         given = (options.what, options.overrides, options.adapters.split(","), options.seeds or 3)
-        comparison.run(comparison.Asked(*given, options.budget, folder), quiet=options.quiet)
+        return comparison.run(comparison.Asked(*given, options.budget, folder), quiet=options.quiet)

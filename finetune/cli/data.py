@@ -22,7 +22,7 @@ DATA: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def data(options: argparse.Namespace) -> None:
+def data(options: argparse.Namespace) -> dict[str, Any]:
     """Show what will be trained on, token by token."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker
@@ -57,3 +57,4 @@ def data(options: argparse.Namespace) -> None:
         screen.say("", f"wrote {page}")
     if kept:
         screen.say("", f"next: {command('train', options.recipe, *options.overrides)}")
+    return {name: report.as_json() for name, report in prepared.report.items()}

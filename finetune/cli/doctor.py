@@ -16,10 +16,10 @@ MEASURE: tuple[str, dict[str, Any]] = (
 )
 
 
-def doctor(options: argparse.Namespace) -> None:
+def doctor(options: argparse.Namespace) -> dict[str, Any]:
     """List installed packages, hardware features, and each optimization with its state and reason."""
     from finetune.cli import doctor_report
 
     recipe = load(options) if options.recipe else None
     with located(recipe):
-        doctor_report.run(recipe, quiet=options.quiet, measured=options.measure)
+        return doctor_report.run(recipe, quiet=options.quiet, measured=options.measure)

@@ -59,22 +59,33 @@ class Optimisation(NamedTuple):
     needs: str = "any"
 
 
-def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -> None:
+def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -> dict[str, Any]:
     """Print five tables; with a recipe they speak of that run, else of the defaults.
 
     Args:
         measured: time this machine first, in about a minute on a GPU, and keep the rates for `finetune plan`.
     """
     screen, machine = Console(quiet=quiet), detection.detect()
+    rates = dict(_ceilings(recipe, machine)) if measured else {}
     if measured:
-        screen.table("measured here", ("what", "rate"), _ceilings(recipe, machine))
+        screen.table("measured here", ("what", "rate"), list(rates.items()))
     found = {"python": platform.python_version(), **packages()}
     rows = [(name, version or "-", _problem(name, version)) for name, version in found.items()]
     screen.table("versions", ("package", "version", "note"), rows)
-    screen.table("machine", ("what", "found"), list(_machine(machine)))
-    screen.table("would be used", ("what", "choice", "why"), list(_choices(recipe, machine)))
-    screen.table("optimizations", Optimisation._fields, optimisations(recipe, machine))
-    screen.table("extras", ("extra", "installed", "how to get it"), list(_extras()))
+    hardware, choices = list(_machine(machine)), list(_choices(recipe, machine))
+    listed, extras = optimisations(recipe, machine), list(_extras())
+    screen.table("machine", ("what", "found"), hardware)
+    screen.table("would be used", ("what", "choice", "why"), choices)
+    screen.table("optimizations", Optimisation._fields, listed)
+    screen.table("extras", ("extra", "installed", "how to get it"), extras)
+    return {
+        "versions": found,
+        "machine": dict(hardware),
+        "choices": {name: {"value": value, "reason": reason} for name, value, reason in choices},
+        "optimizations": listed,
+        "extras": {name: installed for name, installed, _ in extras},
+        "rates": rates,
+    }
 
 
 def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 
-def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
+def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[str, Any]:
     """Its data, its plan on this machine, and what it would go on from.
 
     Raises:
@@ -33,7 +33,8 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     """
     screen, where = Console(quiet=options.quiet), recipe.train.output_dir
     if resume.nothing_to_do(where, options.resume, recipe.model_dump(mode="json")):
-        return screen.say(f"{where} is finished: nothing to do")
+        screen.say(f"{where} is finished: nothing to do")
+        return {"run": where, "finished": True}
     if options.accelerate and not launcher.launched():
         config = launcher.find(options.accelerate)
         launcher.check(config)
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
         if found:
             resume_contract.compare(found.contract, contract, found.path)
     asked = plan_report.Asked(None, None, None, options.accelerate)
-    plan_report.run(recipe, options.overrides, screen, asked)
+    planned = plan_report.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(launcher.command_line([*arguments.train_again(options), *launched]))
     then = f"it would go on after step {found.step}; " if found else ""
@@ -71,3 +72,5 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> None:
     if unseen:
         screen.say(f"note: {', '.join(unseen)}: looked at when the launch's processes train")
     screen.say("", f"dry run: nothing was trained; {then}next: {again}")
+    reports = {name: report.as_json() for name, report in prepared.report.items()}
+    return {"plan": plan_report.as_json(*planned), "data": reports, "next": again}

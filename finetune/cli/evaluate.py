@@ -24,7 +24,7 @@ EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def evaluate(options: argparse.Namespace) -> None:
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     """Compare a run's base and fine-tuned model: validation set, general text, tasks of lm-eval or yours."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.evaluation import tasks
@@ -53,6 +53,7 @@ def evaluate(options: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") == "0":
         terminal.show_scores(screen, result)
         html_report.after(run.path, screen)
+    return result
 
 
 def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> Start:

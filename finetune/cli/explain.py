@@ -17,14 +17,15 @@ EXPLAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def explain(options: argparse.Namespace) -> None:
+def explain(options: argparse.Namespace) -> dict[str, Any]:
     """Describe the code of an error, or list all codes."""
     if options.code is None:
         standard_streams.say(*sorted(CODES), "", f"next: {command('explain')} CODE")
-        return
+        return {"codes": CODES}
     code = options.code.strip("[]")
     if code not in CODES:
         near = nearest(code, CODES)
         fix = f"finetune explain {near}" if near else "finetune explain, which lists all codes"
         raise UserError(Problem("no such error code", found=options.code, fix=fix, code="command-line"))
     standard_streams.say(code, *textwrap.wrap(CODES[code], WIDTH))
+    return {"codes": {code: CODES[code]}}

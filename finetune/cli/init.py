@@ -26,7 +26,7 @@ INIT: tuple[tuple[str, dict[str, Any]], ...] = tuple(
 )
 
 
-def init(options: argparse.Namespace) -> None:
+def init(options: argparse.Namespace) -> dict[str, Any]:
     """Write a new recipe: answer five questions, or give the answers as options."""
     given = _answers(options)
     from finetune.preflight import checker
@@ -46,6 +46,7 @@ def init(options: argparse.Namespace) -> None:
     notes = checker.check(loader.load(path))
     if not options.quiet:
         standard_streams.say(*map(labelled, notes), f"next: {command('train', str(path))}")
+    return {"recipe": path, "notes": notes}
 
 
 def _answers(options: argparse.Namespace) -> dict[str, str]:

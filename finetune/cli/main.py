@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import finetune
 from finetune.cli import (
@@ -21,6 +22,7 @@ from finetune.cli import (
     explain,
     init,
     inputs,
+    json_output,
     merge,
     plan,
     profile,
@@ -40,6 +42,8 @@ from finetune.recipe import renames
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from finetune.core.errors import Problem
+
 RANK_0_FIRST = 3  # seconds
 
 
@@ -51,47 +55,61 @@ def main(given: Sequence[str] | None = None) -> int:
         sys.excepthook = privacy.excepthook
         standard_streams.allow_closing()
     options = parse(given)
-    return guarded(options.command, options)
+    if not options.json:
+        return guarded(options.command, options).code
+    with contextlib.redirect_stdout(sys.stderr):
+        outcome = guarded(options.command, options)
+    if os.environ.get("RANK", "0") == "0":
+        name = options.command.__name__
+        standard_streams.say(json_output.render(name, outcome.code, outcome.result, outcome.problems))
+    return outcome.code
 
 
-def guarded(command: Callable[[argparse.Namespace], None], options: argparse.Namespace) -> int:
-    """The exit code of a command. Whatever ends it is one message; `--debug` shows the traceback too."""
+class Outcome(NamedTuple):
+    """How a command ended."""
+
+    code: int
+    result: object = None
+    problems: tuple[Problem, ...] = ()
+
+
+def guarded(command: Callable[[argparse.Namespace], object], options: argparse.Namespace) -> Outcome:
+    """Run a command. Print one message for any exception; `--debug` prints the traceback too."""
     try:
         with panics_as_errors():
-            command(options)
+            return Outcome(Exit.DONE, command(options))
     except UserError as error:
         if options.debug:
             privacy.excepthook(type(error), error, error.__traceback__)
-        return failed("\n".join(map(str, inputs.with_lines(error.problems))), error.code)
+        return failed(error)
     except Stopped as stopped:
         if os.environ.get("RANK", "0") == "0":
             standard_streams.say(*str(stopped).split("\n"), error=True)
         else:
             time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
-        return Exit.STOPPED
+        return Outcome(Exit.STOPPED, {"stopped": str(stopped), "run": stopped.folder})
     except Exception as error:  # the last resort: one message in place of a traceback
         if options.debug:
             raise
-        if said := launch_environment.lost(error):
-            return failed(said, Exit.TRAINING)
-        explained = errors.explain(error, f"ran `finetune {command.__name__}`")
-        return failed("\n".join(map(str, explained.problems)), explained.code)
+        if problem := launch_environment.lost(error):
+            return failed(UserError(problem, code=Exit.TRAINING))
+        return failed(errors.explain(error, f"ran `finetune {command.__name__}`"))
     except KeyboardInterrupt:
         if options.debug:
             raise
         standard_streams.say("interrupted before it was done", error=True)
-        return 130
-    return Exit.DONE
+        return Outcome(130)
 
 
-def failed(said: str, code: Exit) -> Exit:
-    """Say why this process failed, on the screen and to the launcher; returns the exit code."""
+def failed(error: UserError) -> Outcome:
+    """Report why this process failed, on the screen and to the launcher."""
     rank, now = int(os.environ.get("RANK", "0")), time.time()
     if rank:
         time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
+    said = "\n".join(map(str, inputs.with_lines(error.problems)))
     launch_environment.report(said, now)
     standard_streams.say(*(f"rank {rank}: {said}" if rank else said).split("\n"), error=True)
-    return code
+    return Outcome(error.code, problems=error.problems)
 
 
 def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -99,6 +117,8 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--quiet", action="store_true", help="errors only")
     common.add_argument("--debug", action="store_true", help="tracebacks")
+    text = "print one JSON object on standard output, and all other text on standard error"
+    common.add_argument("--json", action="store_true", help=text)
     top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
     top.add_argument("--version", action="version", version=f"finetune {finetune.__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)

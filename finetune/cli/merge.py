@@ -19,7 +19,7 @@ MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def merge(options: argparse.Namespace) -> None:
+def merge(options: argparse.Namespace) -> dict[str, Any]:
     """Merge a run's adapter into its base, verify that nothing was lost, and quantize it if asked."""
     from finetune.core.console import Console, quieten_libraries
 
@@ -31,4 +31,6 @@ def merge(options: argparse.Namespace) -> None:
         from finetune.export import merging
 
     given = {"dtype": options.dtype, "quantized": options.quantize, "output": options.output}
-    merging.show(Console(quiet=options.quiet), merging.run(run.path, options.overrides, **given))
+    merged = merging.run(run.path, options.overrides, **given)
+    merging.show(Console(quiet=options.quiet), merged)
+    return merged

@@ -22,11 +22,12 @@ PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def plan(options: argparse.Namespace) -> None:
+def plan(options: argparse.Namespace) -> dict[str, Any]:
     """Say what a recipe takes in memory, time and money before a weight is loaded, and what to change."""
     from finetune.core.console import Console
     from finetune.planning import plan_report
 
     with located(recipe := load(options)):
         asked = plan_report.Asked(options.gpu, options.gpus, options.price_per_hour, options.accelerate)
-        plan_report.run(recipe, options.overrides, Console(quiet=options.quiet), asked)
+        screen = Console(quiet=options.quiet)
+        return plan_report.as_json(*plan_report.run(recipe, options.overrides, screen, asked))

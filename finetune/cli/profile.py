@@ -14,7 +14,7 @@ TRACED: tuple[str, dict[str, Any]] = (
 )
 
 
-def profile(options: argparse.Namespace) -> None:
+def profile(options: argparse.Namespace) -> dict[str, Any]:
     """Trace one step of a recipe: where the time goes, and what to do about it."""
     from finetune.core.console import quieten_libraries
     from finetune.preflight import checker
@@ -25,4 +25,5 @@ def profile(options: argparse.Namespace) -> None:
         with fast_imports():
             from finetune.profiling import profiler
 
-        profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
+        found = profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
+        return profiler.as_json(found)

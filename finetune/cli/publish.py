@@ -16,7 +16,7 @@ PUBLISH: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def publish(options: argparse.Namespace) -> None:
+def publish(options: argparse.Namespace) -> dict[str, Any]:
     """Publish a run to the Hub, privately unless asked: weights, card, results."""
     from finetune.core.console import Console
     from finetune.export import publishing
@@ -24,4 +24,4 @@ def publish(options: argparse.Namespace) -> None:
     overrides = [*options.overrides, *[f"publish.repo={json.dumps(options.repo)}"] * bool(options.repo)]
     overrides += ["publish.private=false"] if options.public else []
     screen, asked = Console(quiet=options.quiet), {"merged": options.merged, "dry_run": options.dry_run}
-    publishing.run(opened(options).path, screen, overrides, **asked)
+    return publishing.run(opened(options).path, screen, overrides, **asked)

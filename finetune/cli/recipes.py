@@ -17,7 +17,7 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def recipes(options: argparse.Namespace) -> None:
+def recipes(options: argparse.Namespace) -> dict[str, Any]:
     """List the shipped recipes, print one, or copy one to change it."""
     from finetune.core import paths, shipped_files
 
@@ -26,13 +26,16 @@ def recipes(options: argparse.Namespace) -> None:
             f"{name:<24} {shipped_files.purpose(path)}" for name, path in shipped_files.recipes().items()
         ]
         standard_streams.say(*listed, "", f"next: {command('recipes')} NAME")
-    elif options.name is None:
+        found = {name: shipped_files.purpose(path) for name, path in shipped_files.recipes().items()}
+        return {"recipes": found}
+    if options.name is None:
         fix = f"finetune recipes NAME --copy {shlex.quote(options.copy)}"
         raise UserError(Problem("the name of the recipe is missing", fix=fix, code="command-line"))
-    elif options.copy is None:
+    if options.copy is None:
         standard_streams.say(*shipped_files.text(options.name).rstrip("\n").split("\n"))
-    else:
-        with paths.writing(Path(options.copy)):
-            written = shipped_files.copy(options.name, Path(options.copy))
-        standard_streams.say(*(f"wrote {path}" for path in written))
-        standard_streams.say(f"next: {command('train', str(written[0]))}")
+        return {"recipe": shipped_files.text(options.name)}
+    with paths.writing(Path(options.copy)):
+        written = shipped_files.copy(options.name, Path(options.copy))
+    standard_streams.say(*(f"wrote {path}" for path in written))
+    standard_streams.say(f"next: {command('train', str(written[0]))}")
+    return {"written": written}

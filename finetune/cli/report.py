@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Any
 
 from finetune.cli.inputs import opened
 
 
-def report(options: argparse.Namespace) -> None:
+def report(options: argparse.Namespace) -> dict[str, Any]:
     """Write a page about a run: verdict, base against fine-tuned model, curves, run checks, data, recipe."""
     from finetune.reporting import html_report
 
     path = options.run if os.path.exists(options.run) else opened(options).path  # a part of a run is enough
-    html_report.show(*html_report.run(path, options.output), quiet=options.quiet)
+    page, verdict = html_report.run(path, options.output)
+    html_report.show(page, verdict, quiet=options.quiet)
+    return {"page": page, "verdict": verdict}

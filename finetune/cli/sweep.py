@@ -16,7 +16,7 @@ from finetune.core.paths import writing
 URL = "FINETUNE_STORAGE"  # so that no list of processes shows a password
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     """Search, or write the space as a W&B sweep.
 
     Raises:
@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> None:
     folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
     if options.export_wandb:
         export(options, Path(path), Path(options.export_wandb))
-        return
+        return {"wandb_sweep": options.export_wandb}
     if not packages.installed("optuna"):
         problem = Problem("needs optuna, which is not installed", fix=packages.install_extra("sweep"))
         raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     asked = sweep_request.SweepRequest(
         options.recipe, options.overrides, Path(path), folder, *limits, url, **more
     )
-    study.run(asked, quiet=options.quiet)
+    return study.run(asked, quiet=options.quiet)
 
 
 def export(options: argparse.Namespace, path: Path, target: Path) -> None:
@@ -100,8 +100,8 @@ SWEEP: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def sweep(options: argparse.Namespace) -> None:
+def sweep(options: argparse.Namespace) -> dict[str, Any]:
     """Search recipe keys by Optuna: trials in processes of their own, poor ones ended early."""
 
     with located(load(options)):
-        run(options)
+        return run(options)

@@ -10,7 +10,7 @@ import re
 import shlex
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
@@ -20,6 +20,9 @@ from finetune.core.errors import Stopped
 from finetune.core.formatting import labelled
 from finetune.core.visible_text import visible
 from finetune.training.stop_condition import Until
+
+if TYPE_CHECKING:
+    from finetune.run_folder.run_folder import RunFolder
 
 
 def until(text: str) -> Until:
@@ -66,7 +69,7 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def train(options: argparse.Namespace) -> None:
+def train(options: argparse.Namespace) -> dict[str, Any]:
     """Train, save, reopen and evaluate a recipe."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.export import publishing
@@ -81,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
         if options.dry_run:
             from finetune.cli import dry_run
 
-            return dry_run.run(options, recipe, notes) if main else None
+            return dry_run.run(options, recipe, notes) if main else {}
         if options.accelerate:
             choice_checks.pinned(recipe)  # for the processes of the launch; without a config the plan does it
         again = arguments.train_again(options) + arguments.flags(options)
@@ -109,3 +112,16 @@ def train(options: argparse.Namespace) -> None:
             raise Stopped(f"{visible(stopped)}\n  go on with: {visible(again)}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             publishing.after_training(recipe, folder, Console(quiet=options.quiet))
+        return _result(folder) if main else {}
+
+
+def _result(folder: RunFolder) -> dict[str, Any]:
+    """Return the result of `finetune train --json`."""
+    checks = folder.read("checks.json")
+    passed = sum(check["passed"] for check in checks)
+    return {
+        "run": folder.path,
+        "evaluation": folder.read("eval.json"),
+        "run_checks": {"passed": passed, "total": len(checks)},
+        "report": folder.path / "report.html",
+    }

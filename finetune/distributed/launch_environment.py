@@ -218,14 +218,14 @@ def report(message: str, when: float) -> None:
         Path(path).write_text(text, encoding="utf-8")
 
 
-def lost(error: BaseException) -> str:
-    """Return a message if an error means that another process ended or does not answer; else nothing."""
+def lost(error: BaseException) -> Problem | None:
+    """Return the problem if an error means that another process ended or does not answer."""
     text = " ".join(str(error).split())
     if int(said("WORLD_SIZE", "1")) < 2 or not _LOST.search(text):
-        return ""
+        return None
     fix = f"what the first process that failed said; {TIMEOUT} is how long one waits ({timeout_seconds()} s)"
     fix += "; GLOO_SOCKET_IFNAME names the network between machines" if "[127." in text else ""
-    return str(Problem(GONE, found=text[:200], fix=fix))
+    return Problem(GONE, found=text[:200], fix=fix, code="launch-lost")
 
 
 ACCELERATE = "FINETUNE_ACCELERATE"  # environment variable with the accelerate config of this launch

@@ -80,8 +80,11 @@ def run(
     prompt: str | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
     temperature: float = 0.0,
-) -> None:
+) -> dict[str, str]:
     """Answer `prompt`, or each line that is typed or piped in.
+
+    Returns:
+        The answers to `prompt` by the name of the model, `base` or `tuned`; empty in a conversation.
 
     Args:
         overrides: overrides of the run's recipe, such as `model.name=...` if the base model has another path.
@@ -102,8 +105,7 @@ def run(
         voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]
         talk = Talk(voices, encoder, chats, max_new_tokens, temperature, console)
         if prompt is not None:
-            answer(talk, prompt)
-            return
+            return answer(talk, prompt)
         for note in (
             *reopen.storage_note(recipe),
             *tokenizer_setup.foreign_template(recipe.model, tokenizer),
@@ -123,6 +125,7 @@ def run(
                 break
             if line and (said := reply(talk, line)):
                 console.print(visible_lines(said), markup=False, emoji=False, soft_wrap=True)
+    return {}
 
 
 def lines() -> Iterator[str]:
@@ -171,7 +174,7 @@ def command(talk: Talk, line: str) -> str:
     return HELP
 
 
-def answer(talk: Talk, text: str) -> None:
+def answer(talk: Talk, text: str) -> dict[str, str]:
     """Let each selected model answer, and print the answers while they are generated.
 
     Raises:
@@ -196,6 +199,7 @@ def answer(talk: Talk, text: str) -> None:
                 talk.console.print(answered, markup=False, emoji=False, soft_wrap=True)
     for voice in voices:
         voice.history += [asked, {"role": "assistant", "content": said[voice.name]}]
+    return said
 
 
 def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Callable[[str], None]) -> str:

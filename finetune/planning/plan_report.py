@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.formatting import WARNING, duration, labelled
@@ -72,6 +72,39 @@ def run(recipe: Recipe, overrides: list[str], screen: Console, asked: Asked) -> 
     found = suggestions.changes(recipe, overrides, made, rate, by)
     show(screen, recipe, made, found, asked.price)
     return made, found
+
+
+def as_json(now: Plan, found: list[Change]) -> dict[str, Any]:
+    """Return a plan with the field names of `finetune plan --json`. Memory is in GiB, time in seconds."""
+    return {
+        **_figures(now),
+        "device": now.machine.name,
+        "processes": now.processes,
+        "memory_by_phase": now.phases,
+        "steps": now.steps,
+        "step_parts": now.parts,
+        "effective_batch_size": now.batch.effective,
+        "per_device_train_batch_size": now.batch.per_device,
+        "gradient_accumulation_steps": now.batch.accumulation,
+        "trainable_parameters": now.trained,
+        "choices": now.choices,
+        "refused": now.refused,
+        "notes": now.notes,
+        "suggestions": [
+            {"overrides": one.overrides, "trade_off": one.cost, **_figures(one.plan)} for one in found
+        ],
+    }
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    return {
+        "fits": plan.fits,
+        "peak_memory": plan.peak,
+        "usable_memory": plan.usable,
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "training_seconds": plan.seconds,
+    }
 
 
 def on_gpus(config: Path) -> None:

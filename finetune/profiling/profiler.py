@@ -182,7 +182,7 @@ class Trace(TrainerCallback):
             self.steps.append(self.ended - before)
 
 
-def command(path: str, overrides: list[str], output: str | None, *, quiet: bool) -> None:
+def command(path: str, overrides: list[str], output: str | None, *, quiet: bool) -> Profile:
     """Run `finetune profile`: check the recipe, trace a step, and print the result.
 
     Raises:
@@ -214,6 +214,23 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
         screen, few = Console(quiet=quiet), adapter_types.in_few_steps(whole.adapter, STEPS)
         screen.say(*[f"note: the run had {key} {value}: {STEPS} steps" for key, value in few.items()])
         show(screen, found)
+    return found
+
+
+def as_json(found: Profile) -> dict[str, Any]:
+    """Return a profile with the field names of `finetune profile --json`."""
+    return {
+        "step_seconds": found.seconds,
+        "shares": found.shares,
+        "padding_share": found.padding,
+        "attention": found.attention,
+        "verdict": found.verdict,
+        "suggestion": found.lever,
+        "gemm_share_of_peak": found.roofline[0] if found.roofline else None,
+        "model_flops_utilization": found.model,
+        "trace": found.trace,
+        "memory_snapshot": found.memory,
+    }
 
 
 def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = ()) -> Profile:

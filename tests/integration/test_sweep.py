@@ -356,7 +356,7 @@ def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> Non
     code += f"sys.executable = {str(tmp_path / 'python')!r}\n"
     code += f"folder = pathlib.Path({str(tmp_path)!r})\n"
     code += "asked = SweepRequest('a.yaml', [], pathlib.Path('s'), folder, 1, None, '')\n"
-    code += "sys.exit(main.guarded(lambda _: study.final(asked), argparse.Namespace(debug=False)))"
+    code += "sys.exit(main.guarded(lambda _: study.final(asked), argparse.Namespace(debug=False)).code)"
     (tmp_path / "saves.py").write_text(saves)
     (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/saves.py\n")
     (tmp_path / "python").chmod(0o755)

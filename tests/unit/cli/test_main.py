@@ -41,7 +41,7 @@ def test_the_surface() -> None:
         )
         for name, command in main.parser()[1].items()
     }
-    common = ["--debug", "--help", "--quiet", "-h"]
+    common = ["--debug", "--help", "--json", "--quiet", "-h"]
     assert surface == {
         "train": sorted([*common, "--accelerate", "--resume", "--until", "--dry-run", "recipe", "overrides"]),
         "check": sorted([*common, "--verify-resume", "--rehearse", "recipe", "overrides"]),
@@ -295,7 +295,7 @@ def test_a_full_disk_is_one_message(capsys) -> None:
     def fills(options: argparse.Namespace) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a/metrics.jsonl")
 
-    assert main.guarded(fills, argparse.Namespace(debug=False)) == 3
+    assert main.guarded(fills, argparse.Namespace(debug=False)).code == 3
     said = capsys.readouterr().err
     assert "there is no room on the disk (runs/a/metrics.jsonl)" in said and "--resume=auto" in said
     with pytest.raises(OSError, match="No space left"):
@@ -309,7 +309,7 @@ def test_guarded_exception_of_a_library_is_one_message(capsys) -> None:
         with errors.stage("read the config", "model.name", "another model"):
             yaml.safe_load("[")
 
-    assert main.guarded(reads, argparse.Namespace(debug=False)) == 3
+    assert main.guarded(reads, argparse.Namespace(debug=False)).code == 3
     said = capsys.readouterr().err
     assert said.startswith("error: model.name: yaml failed while finetune read the config (yaml/")
     assert "ParserError: " in said and "help:      another model; run the command again with --debug" in said
@@ -322,7 +322,7 @@ def test_guarded_exception_of_finetune_itself_is_called_a_bug(capsys) -> None:
     def fails(options: argparse.Namespace) -> None:
         errors.nearest("a", 1)  # pyright: ignore[reportArgumentType] (a bug)
 
-    assert main.guarded(fails, argparse.Namespace(debug=False)) == 3
+    assert main.guarded(fails, argparse.Namespace(debug=False)).code == 3
     said = capsys.readouterr().err
     assert "finetune failed while it ran `finetune fails`: this is a bug of finetune (finetune/core/" in said
 
@@ -333,7 +333,7 @@ def test_guarded_exception_for_lack_of_memory_is_no_bug(error: Exception, capsys
         with errors.stage("trained the model", code=errors.Exit.TRAINING):
             raise error
 
-    assert main.guarded(reads, argparse.Namespace(debug=False)) == 5
+    assert main.guarded(reads, argparse.Namespace(debug=False)).code == 5
     said = capsys.readouterr().err
     assert said.startswith("error: no memory was left while finetune trained the model") and "bug" not in said
 
