@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import attention_choice, base_quantization, mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
@@ -16,6 +16,7 @@ from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from finetune.autoconfig.attention_choice import Attends, Rows
     from finetune.autoconfig.mixed_precision import Launch
@@ -41,6 +42,10 @@ class Setup:
     def compute_dtype(self) -> str:
         """The dtype of GEMMs: autocast's dtype, or the dtype of the weights without autocast."""
         return mixed_precision.compute_dtype(self.launch.precision, self.storage.value)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The launch's autocast."""
+        return mixed_precision.autocast(self.hardware.device, self.launch.precision)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import Choice
@@ -12,6 +12,8 @@ from finetune.distributed import launch_environment
 from finetune.kernels import kernel_limits
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from finetune.hardware.detection import Hardware
 
 # The dtype of weights by storage.
@@ -68,6 +70,13 @@ class Launch:
     @property
     def main(self) -> bool:
         return self.rank == 0
+
+
+def autocast(device: str, precision: str) -> AbstractContextManager[Any]:
+    """Autocast as Accelerate applies it under this precision."""
+    import torch
+
+    return torch.autocast(device, getattr(torch, DTYPES[precision]), enabled=precision != "no")
 
 
 def compute_dtype(precision: str, storage: str) -> str:

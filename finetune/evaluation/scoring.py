@@ -194,11 +194,10 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
 def inference(model: PreTrainedModel | PeftModel) -> Any:
     """Prepare a model for inference: eval mode, no gradients, attention with masks, and autocast."""
     precision = mixed_precision.launch(detection.detect()).precision
-    dtype = getattr(torch, mixed_precision.DTYPES[precision])
     model.eval()
     with (
         torch.no_grad(),  # not inference_mode, in which torchao 0.18 cannot cast fp8 layers
-        torch.autocast(model.device.type, dtype, enabled=precision != "no"),
+        mixed_precision.autocast(model.device.type, precision),
         packing_isolation.masked(model),
     ):
         yield

@@ -80,7 +80,7 @@ def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:
 
 
 def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
-    """Describe the work of one process, as `model_setup.work_of` does for a run.
+    """Describe the work of one process, as `step_work.work_of` does for a run.
 
     Args:
         free: GiB of the device that are free after the model and its adapter are loaded.

@@ -45,7 +45,7 @@ class StepKind(NamedTuple):
     compiled: bool | None
     """Whether our loss is; `None`: it is not ours, and has all logits."""
     beside: float
-    """Bytes of each trained number beside weight and gradient, as `model_setup.beside` has them."""
+    """Bytes of each trained number beside weight and gradient, as `step_work.beside` has them."""
 
 
 def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: RunChecks) -> Batch:

@@ -6,9 +6,10 @@
 2. choose attention, precision and quantization for this machine (`preflight/choice_checks.py`)
 3. prepare the data, one process first (`training_data.py`)
 4. load the base model and attach the adapter (`model_setup.adapted_model`)
-5. apply the speed options and find a batch size (`model_setup.py`)
-6. build the Trainer, write recipe.resolved.yaml, and restore a checkpoint (`trainer.py`, `checkpointing/`)
-7. train, save, reopen the saved weights and evaluate them (`verify_saved.py`)
+5. apply the speed options and find a batch size (`speed_setup.py`, `batch_setup.py`)
+6. write recipe.resolved.yaml, and build the Trainer with all its parts (`trainer_setup.py`)
+7. train (`trained_model.py`), save (`saving.py`), and reopen and evaluate what was saved
+   (`saved_evaluation.py`)
 """
 
 from __future__ import annotations
@@ -20,44 +21,42 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import set_seed
 from accelerate.utils.memory import clear_device_cache
 from trl.trainer.sft_config import SFTConfig
 
-from finetune.adapters import adalora, initialization, trainable_parameters
+from finetune.adapters import initialization
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
 from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
-from finetune.core.errors import Exit, Stopped, UserError, stage
+from finetune.core.errors import Exit, Stopped, stage
 from finetune.core.run_checks import RunChecks
-from finetune.core.visible_text import visible
 from finetune.distributed import (
     collectives,
-    deepspeed_zero,
-    gradient_reduction,
     restart_together,
-    sharded_tensors,
-    transformer_engine_layers,
 )
-from finetune.evaluation import lm_eval_harness, reopen, scoring, tasks
+from finetune.evaluation import lm_eval_harness, tasks
 from finetune.hardware import detection
 from finetune.kernels import attention_functions
-from finetune.models import fingerprint, generation_config, router_loss
+from finetune.models import router_loss
 from finetune.preflight import choice_checks, token_checks
-from finetune.reporting import html_report, terminal
+from finetune.reporting import terminal
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import apply_to_model
 from finetune.training import (
     auto_correction,
     batch_search,
+    batch_setup,
+    checkpoint_room,
     launch_checks,
     model_setup,
-    optimizers,
     resolved_recipe,
     resume_facts,
+    saved_evaluation,
+    speed_setup,
+    step_work,
     stopping,
     trackers,
     training_arguments,
@@ -65,21 +64,20 @@ from finetune.training import (
     verify_saved,
 )
 from finetune.training.auto_correction import Correction, StartAgain
+from finetune.training.recording import recording
 from finetune.training.run_context import RunContext
+from finetune.training.saving import save
+from finetune.training.trained_model import train
 from finetune.training.trainer_setup import StepPlan, TrainerInputs, build
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from transformers import PreTrainedTokenizerBase
+    from collections.abc import Sequence
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.checkpointing.checkpoints import Found
-    from finetune.recipe.schema import Adapter, Recipe, Train
-    from finetune.training.eval_callback import Validate
+    from finetune.recipe.schema import Recipe, Train
     from finetune.training.stop_condition import Until
     from finetune.training.stopping import Stop
-    from finetune.training.trainer import Trainer
 
 
 def run(
@@ -171,7 +169,7 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     found = find_checkpoint(recipe.train, asked.resumes, setup)
     run = RunContext(recipe, setup, ledger, screen, folder, found, correction)
-    batch = model_setup.settle_batch(run, batch, arguments)
+    batch = batch_setup.settle_batch(run, batch, arguments)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
     length = resume_facts.RunLength(batch, steps)
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
@@ -180,16 +178,16 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
 
     adapted = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, steps)
     flops = apply_to_model.flops_per_token(adapted)
-    most, whole = model_setup.tokens_of(recipe, setup, batch, data_report["train"])
-    work = model_setup.work_of(adapted, recipe, setup, most, flops * whole * steps)
+    most, whole = step_work.tokens_of(recipe, setup, batch, data_report["train"])
+    work = step_work.work_of(adapted, recipe, setup, most, flops * whole * steps)
     with stage("tried the speed options on the model", "speed"):
-        fast = model_setup.make_fast(run, adapted, arguments, work)
-    model_setup.check_space(adapted, recipe, setup, where)
-    contract["base"] = model_setup.frozen_fingerprint(adapted, found, ledger)
+        fast = speed_setup.make_fast(run, adapted, arguments, work)
+    checkpoint_room.check_space(adapted, recipe, setup, where)
+    contract["base"] = checkpoint_room.frozen_fingerprint(adapted, found, ledger)
     if recipe.train.per_device_train_batch_size == "auto" and not correction.micro_batch:
         shown = batch_search.Rows(prepared.train, recipe.data, cast("int", tokenizer.pad_token_id))
-        batch = model_setup.search_batch(run, adapted, batch, fast, shown)
-        model_setup.put_in_arguments(batch, arguments)
+        batch = batch_setup.search_batch(run, adapted, batch, fast, shown)
+        batch_setup.put_in_arguments(batch, arguments)
 
     again = found is not None or bool(correction.changes)
     with (
@@ -229,92 +227,9 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
         del trainer, inputs, adapted
         screen.say("", "reopening what was saved, and evaluating base and tuned ...")
         with stage("evaluated the model", "eval", code=Exit.TRAINING):
-            result = reopen_and_evaluate(folder, live, validations, ledger, recipe, setup)
+            result = saved_evaluation.reopen_and_evaluate(folder, live, validations, ledger, recipe, setup)
         terminal.show_result(screen, folder, ledger, result)
     return folder
-
-
-def train(trainer: Trainer, section: Adapter, found: Found | None, ledger: RunChecks) -> None:
-    """Train, with the run checks made before, and the weights compared with what they were after."""
-    ledger.check()
-    adapted: Any = trainer.model
-    rounded = trainable_parameters.train_in_fp32(adapted) if section.type != "full" else {}
-    if deepspeed_zero.used() and section.type != "full":
-        deepspeed_zero.cast(adapted, trainer.accelerator.mixed_precision)
-    before = verify_saved.fingerprints(adapted)
-    trainer.train_from(found.path if found else None)
-    ended_by = next((one.patience for one in trainer.validations if one.ran_out), None)
-    stopping.add_steps_check(trainer.state, trainer.first_step.planned.steps, ended_by, ledger)
-    launch_checks.add_repeated_check(trainer, ledger)
-    launch_checks.add_loader_check(trainer, ledger)
-    if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
-        gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
-    trainer.loss.remove()  # it holds the model, which is opened again
-    if section.type != "full":
-        same = fingerprint.fingerprint(trainable_parameters.frozen(adapted))
-        ledger.add(
-            "base weights after training",
-            trainer.contract["base"],
-            same,
-            "hash of every frozen tensor, before and after",
-        )
-    verify_saved.add_moved_receipt(before, adapted, trainer.state.global_step, ledger)
-    trainer.writer.add_receipt(ledger)
-    for validation in trainer.validations:
-        validation.restore(adapted, trainer.state, ledger)
-    for name, dtype in rounded.items():
-        adapted.get_parameter(name).data = adapted.get_parameter(name).data.to(dtype)
-    ratio = section.ours("loraplus_lr_ratio")
-    if ratio:
-        optimizers.add_loraplus_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)
-    if trainer.regularizer is not None:
-        used, budget = adalora.ranks(adapted)
-        ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
-        adalora.drop_masked_ranks(adapted)
-    ledger.check()
-
-
-def save(
-    adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Console
-) -> None:
-    """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
-    processes, tensors = (
-        PartialState(),
-        transformer_engine_layers.weights(adapted)
-        if transformer_engine_layers.used()
-        else sharded_tensors.gathered(adapted),
-    )
-    target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
-    if processes.is_main_process:
-        if target == folder.model:
-            stops = scoring.stop_ids(adapted, tokenizer)
-            for note in generation_config.settle_generation(adapted.generation_config, stops):
-                screen.say(f"note: {note}")
-        with safe_files.replace_folder(folder.path, target.name) as private:
-            initialization.save(adapted, private, initial, tensors)
-            tokenizer.save_pretrained(str(private))
-    processes.wait_for_everyone()
-    collectives.appears(target / "tokenizer_config.json")  # what is saved last
-
-
-def reopen_and_evaluate(
-    folder: RunFolder,
-    live: verify_saved.Live,
-    validations: Sequence[Validate],
-    ledger: RunChecks,
-    recipe: Recipe,
-    setup: Setup,
-) -> dict[str, Any]:
-    """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
-    torch.compiler.reset()  # CUDA graphs hold the weights that they read
-    clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
-    if setup.launch.processes > 1 and collectives.from_main(lambda: reopen.too_large(recipe.model, setup)):
-        return verify_saved.evaluate(folder, live, ledger)
-    result = verify_saved.evaluated(live, folder, ledger)
-    for validation in validations:
-        validation.add_receipt(result["tuned"]["loss"], ledger)
-    verify_saved.check(folder, ledger)
-    return result
 
 
 def find_checkpoint(section: Train, resumes: str | None, setup: Setup) -> Found | None:
@@ -336,41 +251,3 @@ def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
     arguments.run_name = trackers.safe_name(arguments.run_name or folder.path.name)
     arguments.project = trackers.safe_name(arguments.project)
     return folder
-
-
-@contextlib.contextmanager
-def recording(
-    screen: Console, ledger: RunChecks, folder: RunFolder, setup: Setup, *, again: bool
-) -> Iterator[None]:
-    """Keep log.txt from here on, and leave checks.json behind however the run ends.
-
-    Args:
-        again: log.txt goes on.
-    """
-    if setup.launch.main:
-        screen.log_to(folder.path / "log.txt", again=again)
-    ended, over = "", True  # why, where it does not come to its end
-    try:
-        yield
-    except StartAgain:
-        over = False
-        raise
-    except Stopped as stopped:
-        stopped.folder, ended = str(folder.path), str(stopped)
-        if folder.weights.exists():
-            stopped.args = (f"{ended}; what was trained is saved: finetune evaluate {folder.path}",)
-        raise
-    except UserError as error:
-        ended = str(error)
-        raise
-    except Exception as error:  # of whatever kind: the page tells a crash from a run that goes on
-        ended = visible(f"error: {type(error).__name__}: {error}")
-        raise
-    finally:
-        # On a disk that is full nothing more can be left, and why is on its way already
-        with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
-            if ended:
-                screen.log(*ended.split("\n"))
-            if setup.launch.main and over:
-                folder.write("checks.json", ledger.as_json())
-                html_report.after(folder.path, screen)

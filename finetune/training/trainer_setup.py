@@ -11,9 +11,9 @@ from finetune.distributed import transformer_engine_layers
 from finetune.models import tokenizer_setup
 from finetune.speed import dora_norm, lm_head_loss, static_shapes
 from finetune.training import (
+    batch_setup,
     eval_callback,
     first_step_checks,
-    model_setup,
     nan_detection,
     optimizers,
     step_metrics,
@@ -71,7 +71,7 @@ def build(
     compiled = plan.choices["speed.compile"].value == "on"
     loss = lm_head_loss.HeadLoss(plan.choices["speed.loss"].value, compiled=compiled)
     optimizer = optimizers.choose(inputs.arguments, adapted, recipe.adapter, recipe.speed)
-    micro_batches = model_setup.micro_batches(run, plan.batch, plan.choices)
+    micro_batches = batch_setup.micro_batches(run, plan.batch, plan.choices)
     made = {"compiled": plan.choices["speed.compile"], "graphs": plan.choices["CUDA graphs"]}
     decided = (plan.steps, plan.batch.effective, loss, optimizer, micro_batches)
     first_step = first_step_checks.FirstStep(checks, setup, first_step_checks.Planned(*decided, **made))
@@ -97,7 +97,7 @@ def build(
         validations=validations,
         contract=plan.contract,
         remembered=(schedule, micro_batches, metrics, *unusable, *validations),
-        corrector=None if run.found else model_setup.corrector(run, adapted, plan.batch, plan.choices),
+        corrector=None if run.found else batch_setup.corrector(run, adapted, plan.batch, plan.choices),
         regularizer=regularizer(adapted, recipe.adapter),
         fixed_shape=fixed_shape(run, inputs.dataset, plan),
         loader_timeout=recipe.train.dataloader_timeout,

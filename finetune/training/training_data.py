@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from finetune.checkpointing import checkpoints
+from finetune.distributed import collectives
+from finetune.models import tokenizer_setup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.console import Console
+    from finetune.core.run_checks import RunChecks
+    from finetune.data.audit import Report
+    from finetune.recipe.schema import Model, Recipe
+
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from finetune.checkpointing import checkpoints
 from finetune.core.console import Console
 from finetune.core.errors import Exit
 from finetune.core.run_checks import RunChecks
 from finetune.data import preparation
-from finetune.distributed import collectives
 from finetune.preflight import token_checks
-from finetune.training import load_data, model_setup, resume_facts
+from finetune.training import load_data, resume_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +84,7 @@ def add_data_receipts(
 ) -> None:
     """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
     data = recipe.data
-    model_setup.add_template_receipt(recipe.model, tokenizer, screen, ledger)
+    add_template_receipt(recipe.model, tokenizer, screen, ledger)
     without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
     how = "examples of the prepared data whose last trained token ends the turn"
     ok = without <= allowed * report.kept  # as audited
@@ -93,3 +106,17 @@ def add_stream_receipt(prepared: Prepared, screen: Console, ledger: RunChecks) -
     ledger.add("rows of the stream left out", "as few as data.expect allows of the first", got, how, ok=True)
     if left_out:
         screen.say(f"note: of {read:,} rows read while training {left_out:,} were left out")
+
+
+def add_template_receipt(section: Model, tokenizer: Any, screen: Console, ledger: RunChecks) -> None:
+    """Which chat template it is, beside the one in the base's repository; another one is said."""
+    if tokenizer.chat_template is None:
+        return
+    own, used = (
+        tokenizer_setup.digest(text) if text else "none"
+        for text in (tokenizer_setup.own_template(section), tokenizer.chat_template)
+    )
+    ledger.add(
+        "chat template", own, used, "sha256 of the base repository's own, and of the one in use", ok=True
+    )
+    screen.say(*(f"note: {said}" for said in tokenizer_setup.foreign_template(section, tokenizer)))

@@ -5,26 +5,34 @@ Where no single GPU holds the base model, one process does this on all GPUs whil
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from collections import Counter
-from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from finetune.adapters import initialization
+from finetune.core import safe_files, upstream_private
+from finetune.core.errors import Exit
+from finetune.core.run_checks import RunChecks
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+
+import json
+import re
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
 from accelerate import PartialState
 from safetensors import safe_open
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune.adapters import initialization, trainable_parameters
-from finetune.core import safe_files, upstream_private
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.adapters import trainable_parameters
+from finetune.core.errors import UserError
 from finetune.core.weight_files import find_weight_files
-from finetune.distributed import collectives, sharded_tensors
-from finetune.evaluation import evaluator, scoring
+from finetune.distributed import sharded_tensors
+from finetune.evaluation import scoring
 from finetune.models import fingerprint, model_class
 from finetune.quantization import fp8_loading
 from finetune.recipe.adapter_types import FOUR_BIT
@@ -36,41 +44,6 @@ if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
     from finetune.run_folder.run_folder import RunFolder
-
-# What a launcher sets for its processes; one that is to be alone must not see it
-_LAUNCHERS = re.compile(
-    "(ACCELERATE|FSDP|PARALLELISM|TORCHELASTIC|TORCH_NCCL|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE"
-)
-
-
-def evaluate(folder: RunFolder, live: Live, ledger: RunChecks) -> dict[str, Any]:
-    """The content of eval.json. What was saved is compared with what was trained from the file alone.
-
-    Raises:
-        UserError: the file is not what was trained, or does not open, and is moved aside (exit 4); the
-            evaluation's own failure.
-    """
-    if collectives.main():
-        add_saved_receipts(live, folder, ledger)
-        check(folder, ledger)
-        line = [sys.executable, "-m", "finetune", "evaluate", str(folder.path), "--quiet"]
-        done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
-        if done.returncode:
-            said = " ".join(done.stderr.split())[-500:]
-            fix = f"finetune evaluate {folder.path}; what was trained is saved"
-            problem = Problem("what was saved can't be evaluated", found=said, fix=fix)
-            if done.returncode == Exit.ARTEFACT:
-                problem = Problem("what was saved does not open", where=str(folder.weights), found=said)
-                set_aside(folder)
-            raise UserError(problem, code=Exit.of(done.returncode))
-    collectives.wait()
-    collectives.appears(folder.path / "eval.json")
-    return folder.read("eval.json")
-
-
-def alone() -> dict[str, str]:
-    """The environment of a process outside this launch."""
-    return {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
 
 
 PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
@@ -226,27 +199,6 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
         same = {name: live.tensors[name] == digest for name, digest in found.items()}
     equal = sum(same.values())
     ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTEFACT)
-
-
-def evaluated(live: Live, folder: RunFolder, ledger: RunChecks) -> dict[str, Any]:
-    """The content of eval.json, of a model that is what was trained; weights that don't open are moved aside
-    like those that don't verify.
-
-    What else fails says nothing against the weights: before they are opened, an evaluation's own options.
-    """
-    opened = False
-
-    def same_as_live(reopened: Any) -> None:
-        nonlocal opened
-        opened = True
-        check_reopened(live, reopened, folder, ledger)
-
-    try:
-        return evaluator.run(folder.path, inspect=same_as_live)
-    except UserError as error:
-        if error.code == Exit.ARTEFACT and not opened:
-            set_aside(folder)
-        raise
 
 
 def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: RunChecks) -> None:

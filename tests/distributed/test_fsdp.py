@@ -29,7 +29,7 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Eval, Train
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed.live_model_spec import live_model_spec
-from finetune.training import model_setup, stopping
+from finetune.training import checkpoint_room, step_work, stopping
 from support import fsdp_on_cpus, two_ranks
 from support.paths import QUICKSTART
 from support.runs import digests
@@ -249,12 +249,12 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     no = loader.load(QUICKSTART, ["adapter.type=full", "train.save_strategy=no"])
     where = str(tmp_path / "run")
     for recipe, own in ((loaded, setup), (no, split)):
-        model_setup.check_space(model, recipe, own, where, tmp_path)
+        checkpoint_room.check_space(model, recipe, own, where, tmp_path)
     if fits:
-        model_setup.check_space(model, loaded, split, where, tmp_path)
+        checkpoint_room.check_space(model, loaded, split, where, tmp_path)
         return
     with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
-        model_setup.check_space(model, loaded, split, where, tmp_path)
+        checkpoint_room.check_space(model, loaded, split, where, tmp_path)
     assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
 
 
@@ -264,7 +264,7 @@ def test_checkpoints_that_hold_the_best_weights_are_counted_so(tmp_path, monkeyp
     monkeypatch.setattr(checkpoints, "check_space", lambda place, trained, each, keep: told.append(each))
     for evaluated in (Eval(), Eval(eval_steps=2), Eval(eval_steps=2, load_best_model_at_end=False)):
         recipe = loaded.model_copy(update={"eval": evaluated})
-        model_setup.check_space(model, recipe, setup, str(tmp_path))
+        checkpoint_room.check_space(model, recipe, setup, str(tmp_path))
     assert told == [1200, 1600, 1200], "weights and moments in fp32"
 
 
@@ -280,14 +280,14 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     linear = sum(m.weight.numel() for m in base.modules() if isinstance(m, torch.nn.Linear))
     each = [sum(p.nbytes for p in layer.parameters()) for layer in base.model.layers]
     layers = sum(each[:3]) + whole - sum(each)
-    work = model_setup.work_of(base, loaded, split, 64, 0.0)
+    work = step_work.work_of(base, loaded, split, 64, 0.0)
     assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
-    alone = model_setup.work_of(base, loaded, setup, 64, 0.0)
+    alone = step_work.work_of(base, loaded, setup, 64, 0.0)
     assert (alone.parts, alone.awaited) == (1, 0)
     assert (work.each, alone.each) == (12, 12), "gradient and AdamW's moments"
     for processes, precision, more in ((1, "bf16", 2 * linear), (4, "no", 0), (4, "bf16", 2 * linear)):
         launch = dataclasses.replace(setup.launch, processes=processes, precision=precision)
-        work = model_setup.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
+        work = step_work.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
         assert work.awaited == pytest.approx(more / 2**30), "autocast's copies"
         assert work.each == (16 if processes > 1 else 12), "and the gradients DDP sends"
     spec = live_model_spec(base)
@@ -303,7 +303,7 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     elsewhere = base.to("meta")  # where its head is a copy
     apart = sum(p.nbytes for p in elsewhere.parameters()) - whole
     whole, layers = whole + apart, layers + apart
-    work = model_setup.work_of(elsewhere, loaded, split, 64, 0.0)
+    work = step_work.work_of(elsewhere, loaded, split, 64, 0.0)
     assert work.awaited == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
 
 

@@ -16,7 +16,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.evaluation import reopen
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training import verify_saved
+from finetune.training import saved_evaluation, verify_saved
 
 
 def live_of(model: Any, shapes: dict[str, Any]) -> verify_saved.Live:
@@ -32,12 +32,12 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "ACCELERATE_USE_FSDP": "true"}.items():
         monkeypatch.setenv(name, value)
     assert (
-        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & verify_saved.alone().keys()
-        and "PATH" in verify_saved.alone()
+        not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & saved_evaluation.alone().keys()
+        and "PATH" in saved_evaluation.alone()
     )
     before, ledger = run.read("eval.json"), RunChecks()
     (run.path / "eval.json").unlink()
-    made = verify_saved.evaluate(run, live, ledger)
+    made = saved_evaluation.evaluate(run, live, ledger)
     assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
     assert ledger.receipts[-1].actual == f"all {len(shapes)}"
     other = run_folder.RunFolder(shutil.copytree(run.path, tmp_path / "other"))
@@ -46,12 +46,12 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     next(iter(tensors.values())).view(-1)[0] += 1
     save_file(tensors, path)
     with pytest.raises(UserError, match="saved tensors") as raised:
-        verify_saved.evaluate(run, live, RunChecks())
+        saved_evaluation.evaluate(run, live, RunChecks())
     assert raised.value.code == 4 and not run.adapter.exists()
     config = other.adapter / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 3}))
     with pytest.raises(UserError, match="does not open") as raised:
-        verify_saved.evaluate(other, live, RunChecks())
+        saved_evaluation.evaluate(other, live, RunChecks())
     assert raised.value.code == 4 and not other.adapter.exists()
 
 

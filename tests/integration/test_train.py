@@ -25,7 +25,7 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import activation_offload, apply_to_model
-from finetune.training import pipeline
+from finetune.training import pipeline, recording, saving
 from support import two_ranks
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import metrics, receipts
@@ -324,7 +324,7 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
     tuned.generation_config.temperature = 0.9  # and it does not sample
     tuned.generation_config.eos_token_id = 1
     run = RunFolder(tmp_path)
-    pipeline.save(tuned, tokenizer, run, tmp_path, Console())
+    saving.save(tuned, tokenizer, run, tmp_path, Console())
     said = " ".join(capsys.readouterr().out.split())
     assert "do_sample: true, which the base's temperature 0.9 asks for" in said
     assert "eos_token_id [1, 3], not the base's 1" in said
@@ -339,9 +339,9 @@ def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # no file may grow, as on a full disk
     try:
-        with pytest.raises(UserError, match="no checkpoint"), pipeline.recording(*given, again=False):
+        with pytest.raises(UserError, match="no checkpoint"), recording.recording(*given, again=False):
             raise UserError(Problem("no checkpoint"))
-        with pytest.raises(OSError, match="File too large"), pipeline.recording(*given, again=False):
+        with pytest.raises(OSError, match="File too large"), recording.recording(*given, again=False):
             pass
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

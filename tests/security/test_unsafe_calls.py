@@ -69,14 +69,14 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
     ),
 }
 # Libraries that write by themselves: into a folder of `private_folder` or `replace_folder`, by these names
-SAVERS = {"save_file", "save_pretrained", "save_to_disk", "export_chrome_trace", "_dump_snapshot"}
+SAVERS = {"save_file", "save_pretrained", "save_to_disk", "export_chrome_trace", "write_memory_snapshot"}
 PRIVATE = {
-    "adapters/initialization.py": ("target", "initial"),  # parameters; training/pipeline.py gives `private`
+    "adapters/initialization.py": ("target", "initial"),  # parameters; training/ gives `private`
     "checkpointing/checkpoints.py": ("path",),
     "export/merging.py": ("whole", "packed"),
     "profiling/profiler.py": ("private.path / file.name", "private.path / path.name"),
     "training/nan_detection.py": ("private.path / name",),
-    "training/pipeline.py": ("private",),
+    "training/saving.py": ("private",),
 }
 
 

@@ -15,7 +15,7 @@ from finetune.core.errors import UserError
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import live_model_spec
-from finetune.training import load_data, model_setup, resume_facts, training_arguments
+from finetune.training import load_data, model_setup, resume_facts, speed_setup, step_work, training_arguments
 from support.paths import DATA, QUICKSTART
 from support.trainers import run_context
 
@@ -123,12 +123,12 @@ def test_what_auto_recomputed_is_recomputed_again(tmp_path) -> None:
         found: Any = SimpleNamespace(contract={**asked_for("auto", "auto"), "facts": {"hardware": name}})
         run = run_context(one, setup, found=found)
         model = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, 2)
-        work = model_setup.work_of(model, one, setup, 64, 1.0)
-        fast = model_setup.make_fast(run, model, arguments, work)
+        work = step_work.work_of(model, one, setup, 64, 1.0)
+        fast = speed_setup.make_fast(run, model, arguments, work)
         count = sum(layer.gradient_checkpointing for layer in live_model_spec.decoder_layers(model))
         return count, fast["speed.activation_checkpointing"]
 
-    assert resumed(setup.hardware.name) == (3, run_checks.Choice("full:3", model_setup.AS_BEFORE))
+    assert resumed(setup.hardware.name) == (3, run_checks.Choice("full:3", speed_setup.AS_BEFORE))
     assert resumed("another GPU")[0] == 0, "its memory is another"
     for then, now, kept in (
         (("auto", "auto"), ("auto", "auto"), {"activation_checkpointing", "offload"}),

@@ -21,7 +21,7 @@ from finetune.hardware import detection
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.speed import live_model_spec
-from finetune.training import load_data, model_setup, training_arguments
+from finetune.training import load_data, model_setup, speed_setup, step_work, training_arguments
 from support.paths import QUICKSTART, ROOT
 from support.scripts import module_of
 from support.trainers import run_context
@@ -179,8 +179,8 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     arguments = training_arguments.training_arguments(one.train, one.data, setup, split_batch(one.train, 1))
     tokenizer, prepared = load_data.prepare_data(one)
     model = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, 2)
-    work = model_setup.work_of(model, one, setup, 64, 1.0)
-    fast = model_setup.make_fast(run, model, arguments, work)
+    work = step_work.work_of(model, one, setup, 64, 1.0)
+    fast = speed_setup.make_fast(run, model, arguments, work)
     return {
         "attention": model.config._attn_implementation,
         "dtype": next(p.dtype for p in model.parameters() if not p.requires_grad),

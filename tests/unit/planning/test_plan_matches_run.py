@@ -26,7 +26,7 @@ from finetune.planning import (
 )
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
-from finetune.training import batch_search, model_setup
+from finetune.training import batch_search, batch_setup, step_work
 from support.paths import QUICKSTART, ROOT
 from support.plans import LLAMA_8B, planned
 from support.trainers import run_context
@@ -167,7 +167,7 @@ def test_what_breaks_the_graph_is_not_compiled_by_auto(large, kind: str, why: st
 
 
 def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
-    """As model_setup.work_of: autocast's of the linear layers, and DDP's of all gradients."""
+    """As step_work.work_of: autocast's of the linear layers, and DDP's of all gradients."""
     given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
     loaded = loader.load(large, given)
     machine, _ = planner.planned_machine("b200", 2)
@@ -214,15 +214,13 @@ def test_bytes_of_what_trains_are_those_of_the_run() -> None:
         setup = choice_checks.setup_of(loaded)
         launch = replace(setup.launch, processes=gpus)
         real = attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 100, RunChecks())
-        assert model_setup.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+        assert step_work.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
     for precision, each in (("bf16", 28), ("no", 24)):  # and DeepSpeed's own in fp32
         launch = replace(setup.launch, processes=2, splitter="DeepSpeed", precision=precision)
-        assert model_setup.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
-        assert model_setup.beside(loaded, replace(setup, launch=launch)) == (each - 4) / 2, (
-            "each has its part"
-        )
+        assert step_work.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+        assert step_work.beside(loaded, replace(setup, launch=launch)) == (each - 4) / 2, "each has its part"
     light = loader.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
-    assert model_setup.work_of(real, light, setup, 64, 0.0).each == 4 + 12
+    assert step_work.work_of(real, light, setup, 64, 0.0).each == 4 + 12
 
 
 def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
@@ -238,8 +236,8 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[3].beside) or split)
     run = run_context(loaded, setup)
-    model_setup.search_batch(run, None, split, fast, batch_search.Rows(None, loaded.data, 0))
-    made = model_setup.micro_batches(run, split, fast)
+    batch_setup.search_batch(run, None, split, fast, batch_search.Rows(None, loaded.data, 0))
+    made = batch_setup.micro_batches(run, split, fast)
     assert [*seen, made.needs.args[-1]] == [8 + 4 + 12] * 2
 
 

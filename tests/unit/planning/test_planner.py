@@ -30,7 +30,7 @@ from finetune.planning import (
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
-from finetune.training import model_setup
+from finetune.training import step_work
 from support.four_bit import in_four_bits
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.plans import planned
@@ -239,7 +239,7 @@ def test_compiling_is_planned_for_the_tokens_that_rows_have(large) -> None:
     setup, report = choice_checks.setup_of(loader.load(QUICKSTART)), Report(tokens=500, kept=10)
     for packing, tokens in (("false", 50), ("true", 256)):
         loaded = loader.load(QUICKSTART, [f"data.packing={packing}"])
-        assert model_setup.tokens_of(loaded, setup, Batch(16, 4, 4), report) == (4 * 256, 4 * 4 * tokens)
+        assert step_work.tokens_of(loaded, setup, Batch(16, 4, 4), report) == (4 * 256, 4 * 4 * tokens)
 
 
 def test_a_launch_for_cpus_is_planned_on_one(capsys) -> None:

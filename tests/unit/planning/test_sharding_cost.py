@@ -27,7 +27,7 @@ from finetune.models import architecture
 from finetune.planning import memory_by_phase, plan_report, planner, sharding_cost, suggestions
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
-from finetune.training import model_setup
+from finetune.training import step_work
 from support.four_bit import in_four_bits
 from support.launches import FSDP, H100
 from support.paths import MODEL, QUICKSTART, ROOT
@@ -379,6 +379,6 @@ def test_layers_that_stay_whole_after_forward_are_counted(large, tmp_path) -> No
     loaded, awaited = loader.load(QUICKSTART, ["adapter.type=full"]), []
     for reshards in ("true", "false"):
         with launch_environment.under({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": reshards}):
-            awaited.append(model_setup.work_of(base, loaded, setup, 64, 0.0).awaited)
+            awaited.append(step_work.work_of(base, loaded, setup, 64, 0.0).awaited)
     rest = sum(p.nbytes for layer in base.model.layers[3:] for p in layer.parameters())
     assert awaited[1] - awaited[0] == pytest.approx(rest / 2**30) and rest

@@ -15,7 +15,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.evaluation import evaluator, lm_eval_harness
 from finetune.models import loading
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training import pipeline, verify_saved
+from finetune.training import saved_evaluation
 
 
 def test_weights_that_do_not_verify_are_moved_aside(train, monkeypatch, capsys) -> None:
@@ -47,7 +47,7 @@ def test_weights_stay_where_memory_or_a_device_fails(error: Any, trained, monkey
     run = trained()
     monkeypatch.setattr(loading, "load", Mock(side_effect=error))
     with pytest.raises(RuntimeError):
-        verify_saved.evaluated(cast("Any", None), run, RunChecks())
+        saved_evaluation.evaluated(cast("Any", None), run, RunChecks())
     assert run.finished
 
 
@@ -61,7 +61,7 @@ def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained,
     else:
         monkeypatch.setattr(lm_eval_harness, "check", Mock(side_effect=UserError("no such task")))
     with pytest.raises(UserError) as raised:
-        verify_saved.evaluated(cast("Any", None), run, RunChecks())
+        saved_evaluation.evaluated(cast("Any", None), run, RunChecks())
     assert raised.value.code == code and run.finished is (wrong == "task file")
     said = str(raised.value)
     assert ("size mismatch" in said and f"does not open ({run.adapter})" in said) is (wrong == "adapter")
@@ -79,5 +79,5 @@ def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) ->
     best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
     given: Any = (folder, None, [best], ledger, None, setup)
     with pytest.raises(UserError, match="best weights kept"):
-        pipeline.reopen_and_evaluate(*given)
+        saved_evaluation.reopen_and_evaluate(*given)
     assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()

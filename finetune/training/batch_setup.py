@@ -1,0 +1,94 @@
+"""Set up the batch of a run: its micro-batch, the search for it, and what follows when memory runs out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from finetune.autoconfig import (
+    memory_estimate,
+)
+from finetune.autoconfig.batch_size import with_micro_batch
+from finetune.core import run_checks
+from finetune.distributed import transformer_engine_layers
+from finetune.preflight import choice_checks
+from finetune.speed import live_model_spec
+from finetune.training import auto_correction, batch_search, oom_recovery, step_work
+
+if TYPE_CHECKING:
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.training.run_context import RunContext
+
+
+def settle_batch(run: RunContext, batch: Batch, arguments: SFTConfig) -> Batch:
+    """The batch with the micro-batch of a correction, of this run or of the one that it resumes."""
+    size, share = run.correction.micro_batch, batch.per_device * batch.accumulation
+    if run.found and run.recipe.train.per_device_train_batch_size is None:
+        size = run.found.contract["chosen"].get(auto_correction.MICRO_BATCH)
+    if not size or share % size:
+        return batch
+    smaller = with_micro_batch(batch, size)
+    put_in_arguments(smaller, arguments)
+    return smaller
+
+
+def put_in_arguments(batch: Batch, arguments: SFTConfig) -> None:
+    arguments.per_device_train_batch_size = batch.per_device
+    arguments.gradient_accumulation_steps = batch.accumulation
+
+
+def search_batch(
+    run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice], rows: batch_search.Rows
+) -> Batch:
+    """As many rows at once as fit, or as the checkpoint's run took."""
+    if run.found:
+        return batch_search.as_before(batch, run.found.contract)
+    compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
+    step = batch_search.StepKind(compiled, step_work.beside(run.recipe, run.setup))
+    with run.setup.autocast():
+        return batch_search.search(adapted, rows, batch, step, run.checks)
+
+
+def corrector(
+    run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice]
+) -> auto_correction.Corrector | None:
+    """What starts the run again if its first step runs out of memory; `None`: no `auto` can take less."""
+    layers = live_model_spec.decoder_layers(adapted)
+    level = fast[auto_correction.CHECKPOINTING].value
+    allowed = partial(choice_checks.allows, run.recipe, run.setup)
+    change = auto_correction.next_change(
+        run.recipe,
+        level if layers and not transformer_engine_layers.used() else "full",
+        batch,
+        allowed,
+        fused_mlps=bool(layers) and all(map(live_model_spec.fused_mlps, layers)),
+        offloads=bool(memory_estimate.away(fast["speed.offload"].value, max(1, len(layers)))),
+    )
+    alone = run.setup.launch.processes == 1
+    if change is None or not (alone or run.correction.restarts):
+        return None
+    following = run.correction._replace(changes=(*run.correction.changes, change))
+    return auto_correction.Corrector(following, run.console, alone=alone)
+
+
+def micro_batches(
+    run: RunContext, batch: Batch, fast: dict[str, run_checks.Choice]
+) -> oom_recovery.MicroBatches:
+    """Those of the run, which know what to say where memory runs out."""
+    recipe, setup = run.recipe, run.setup
+    allowed = partial(choice_checks.allows, recipe, setup)
+    graphs = fast["CUDA graphs"].value == "on"
+    level = {"activation_checkpointing": fast["speed.activation_checkpointing"].value}
+    asked = (
+        recipe.speed.model_copy(update=level),
+        recipe.model.quantization,
+        recipe.adapter.type,
+        recipe.data.max_length,
+    )
+    less = oom_recovery.fixes(*asked, allowed, graphs=graphs)
+    tell = partial(oom_recovery.tell, batch.per_device, run.console, run.checks)
+    length = recipe.data.max_length // setup.launch.sharing
+    needs = partial(oom_recovery.needed, length, setup, fast, step_work.beside(recipe, setup))
+    return oom_recovery.MicroBatches(batch.per_device, less, tell, needs)

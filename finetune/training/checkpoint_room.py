@@ -1,0 +1,67 @@
+"""Check that checkpoints fit, and that the base model is the one of the checkpoint that is resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.adapters import initialization, trainable_parameters
+from finetune.autoconfig import (
+    optimizer_choice,
+)
+from finetune.checkpointing import checkpoints, resume_contract, training_state
+from finetune.distributed import collectives, launch_environment, sharded_tensors
+from finetune.models import fingerprint
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.checkpointing.checkpoints import Found
+    from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Recipe
+
+
+def check_space(
+    adapted: Any, recipe: Recipe, setup: Setup, where: str | None, groups: Path = training_state.GROUPS
+) -> None:
+    """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that is split.
+
+    Args:
+        groups: where the limits of this process's container stand.
+    """
+    section, evaluated = recipe.train, recipe.eval  # a checkpoint may hold the best weights so far, too
+    if section.save_strategy == "no" or optimizer_choice.unsaved(section, setup.launch.keeper):
+        return
+    place, weights = (
+        Path(where or "runs") / "checkpoints",
+        trainable_parameters.trainable(adapted).values(),
+    )
+    sizes = [(sharded_tensors.shape(p).numel(), p.element_size()) for p in weights]
+    trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
+    masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
+    low = optimizer_choice.state_bytes(optimizer_choice.asked(section), recipe.speed)
+    kept = round(numbers * ((low or 8) + masters))
+    each = kept + trained * (2 if evaluated.eval_steps and evaluated.load_best_model_at_end else 1)
+    collectives.from_main(lambda: checkpoints.check_space(place, trained, each, section.save_total_limit))
+    if setup.launch.splitter:  # under ZeRO beside a copy of each process's part
+        held = each + (kept if masters else 0)
+        collectives.from_main(lambda: training_state.check_memory(held, training_state.available(groups)))
+
+
+def frozen_fingerprint(adapted: Any, found: Found | None, ledger: RunChecks) -> str:
+    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused, before
+    anything in its folder is changed."""
+
+    def look() -> str:
+        return fingerprint.fingerprint(trainable_parameters.frozen(adapted))
+
+    rebased = initialization.rebases(adapted)  # by rank 0: DDP hands it on
+    if launch_environment.read_by_rank_0() or rebased:
+        frozen = collectives.from_main(look)
+    else:
+        frozen = look()
+        collectives.agree({"weights of the base": frozen})
+    if found:
+        ledger.check()
+        resume_contract.check_base(found.contract, frozen, found.path, decomposed=rebased)
+        training_state.structure(found.path)
+    return frozen

@@ -1,0 +1,116 @@
+"""Evaluate what a run saved, once it is verified."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+
+from finetune.core.errors import Exit
+from finetune.core.run_checks import RunChecks
+from finetune.distributed import (
+    collectives,
+)
+from finetune.evaluation import reopen
+from finetune.run_folder.run_folder import RunFolder
+from finetune.training import (
+    verify_saved,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.recipe.schema import Recipe
+    from finetune.training.eval_callback import Validate
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from finetune.core.errors import Problem, UserError
+from finetune.evaluation import evaluator
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.core.run_checks import RunChecks
+    from finetune.run_folder.run_folder import RunFolder
+
+
+# What a launcher sets for its processes; one that is to be alone must not see it
+_LAUNCHERS = re.compile(
+    "(ACCELERATE|FSDP|PARALLELISM|TORCHELASTIC|TORCH_NCCL|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE"
+)
+
+
+def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> dict[str, Any]:
+    """The content of eval.json. What was saved is compared with what was trained from the file alone.
+
+    Raises:
+        UserError: the file is not what was trained, or does not open, and is moved aside (exit 4); the
+            evaluation's own failure.
+    """
+    if collectives.main():
+        verify_saved.add_saved_receipts(live, folder, ledger)
+        verify_saved.check(folder, ledger)
+        line = [sys.executable, "-m", "finetune", "evaluate", str(folder.path), "--quiet"]
+        done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = " ".join(done.stderr.split())[-500:]
+            fix = f"finetune evaluate {folder.path}; what was trained is saved"
+            problem = Problem("what was saved can't be evaluated", found=said, fix=fix)
+            if done.returncode == Exit.ARTEFACT:
+                problem = Problem("what was saved does not open", where=str(folder.weights), found=said)
+                verify_saved.set_aside(folder)
+            raise UserError(problem, code=Exit.of(done.returncode))
+    collectives.wait()
+    collectives.appears(folder.path / "eval.json")
+    return folder.read("eval.json")
+
+
+def alone() -> dict[str, str]:
+    """The environment of a process outside this launch."""
+    return {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
+
+
+def evaluated(live: verify_saved.Live, folder: RunFolder, ledger: RunChecks) -> dict[str, Any]:
+    """The content of eval.json, of a model that is what was trained; weights that don't open are moved aside
+    like those that don't verify.
+
+    What else fails says nothing against the weights: before they are opened, an evaluation's own options.
+    """
+    opened = False
+
+    def same_as_live(reopened: Any) -> None:
+        nonlocal opened
+        opened = True
+        verify_saved.check_reopened(live, reopened, folder, ledger)
+
+    try:
+        return evaluator.run(folder.path, inspect=same_as_live)
+    except UserError as error:
+        if error.code == Exit.ARTEFACT and not opened:
+            verify_saved.set_aside(folder)
+        raise
+
+
+def reopen_and_evaluate(
+    folder: RunFolder,
+    live: verify_saved.Live,
+    validations: Sequence[Validate],
+    ledger: RunChecks,
+    recipe: Recipe,
+    setup: Setup,
+) -> dict[str, Any]:
+    """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
+    torch.compiler.reset()  # CUDA graphs hold the weights that they read
+    clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
+    if setup.launch.processes > 1 and collectives.from_main(lambda: reopen.too_large(recipe.model, setup)):
+        return evaluate(folder, live, ledger)
+    result = evaluated(live, folder, ledger)
+    for validation in validations:
+        validation.add_receipt(result["tuned"]["loss"], ledger)
+    verify_saved.check(folder, ledger)
+    return result

@@ -1,0 +1,46 @@
+"""Save the adapter or the model of a run, with its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate import PartialState
+
+from finetune.adapters import initialization
+from finetune.core import safe_files
+from finetune.core.console import Console
+from finetune.distributed import (
+    collectives,
+    sharded_tensors,
+    transformer_engine_layers,
+)
+from finetune.evaluation import scoring
+from finetune.models import generation_config
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def save(
+    adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Console
+) -> None:
+    """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
+    processes, tensors = (
+        PartialState(),
+        transformer_engine_layers.weights(adapted)
+        if transformer_engine_layers.used()
+        else sharded_tensors.gathered(adapted),
+    )
+    target = folder.adapter if hasattr(adapted, "peft_config") else folder.model
+    if processes.is_main_process:
+        if target == folder.model:
+            stops = scoring.stop_ids(adapted, tokenizer)
+            for note in generation_config.settle_generation(adapted.generation_config, stops):
+                screen.say(f"note: {note}")
+        with safe_files.replace_folder(folder.path, target.name) as private:
+            initialization.save(adapted, private, initial, tensors)
+            tokenizer.save_pretrained(str(private))
+    processes.wait_for_everyone()
+    collectives.appears(target / "tokenizer_config.json")  # what is saved last

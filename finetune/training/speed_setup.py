@@ -1,0 +1,54 @@
+"""Apply `speed:` to the model of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from finetune.autoconfig import (
+    compilation,
+    packing_support,
+)
+from finetune.checkpointing import resume_contract
+from finetune.core import run_checks
+from finetune.distributed import collectives
+from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
+from finetune.training import auto_correction
+
+if TYPE_CHECKING:
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.training.run_context import RunContext
+
+
+AS_BEFORE = "as in the checkpoint's run"
+
+
+PROOF_TOKENS = 128  # of the row that proves documents apart
+
+
+def make_fast(
+    run: RunContext, adapted: Any, arguments: SFTConfig, work: compilation.Work
+) -> dict[str, run_checks.Choice]:
+    """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
+    recipe, setup, ledger = run.recipe, run.setup, run.checks
+    kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
+    proved = packing_isolation.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
+    with setup.autocast():  # before layers are compiled: they see no other shapes than training's
+        packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
+    name = collectives.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
+    section, before = resume_contract.as_chosen(recipe.speed, run.found, name)
+    corrected = run.correction.choice(auto_correction.CHECKPOINTING)
+    if corrected:
+        section = section.model_copy(update={"activation_checkpointing": corrected.value})
+    fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger).by_option()
+    fast |= {auto_correction.CHECKPOINTING: corrected} if corrected else {}
+    same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
+    fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
+    fast["speed.loss"] = collectives.from_main(
+        lambda: lm_head_loss.choose(recipe.speed.loss, adapted, arguments)
+    )
+    if flat:
+        with setup.autocast():
+            tokens, off = min(PROOF_TOKENS, recipe.data.max_length), packing_support.switch_off(recipe.data)
+            packing_isolation.prove_apart(proved, tokens, kernel, ledger, off)
+    return fast

@@ -1,0 +1,104 @@
+"""Estimate what a process computes and holds in a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.autoconfig import (
+    compilation,
+    cuda_graphs,
+    memory_estimate,
+    mixed_precision,
+    optimizer_choice,
+)
+from finetune.checkpointing import training_state
+from finetune.distributed import launch_environment, sharded_tensors, transformer_engine_layers
+from finetune.recipe import adapter_types
+from finetune.speed import live_model_spec
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.data.audit import Report
+    from finetune.recipe.schema import Recipe
+
+
+def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> compilation.Work:
+    """What a process is to do, and what comes to its GPU when it trains.
+
+    The memory to come depends on the launch:
+
+    - FSDP: the shard of the process, the gathered layers, and the weights outside of layers
+    - ZeRO-3: the buffers of DeepSpeed
+    - full fine-tuning in one process: the copies that autocast makes of linear layers
+
+    Each trainable parameter adds its gradient and its optimizer state.
+    """
+    launch, sharded, awaited = setup.launch, setup.launch.sharded, 0
+    every = list(adapted.parameters())
+    if not launch.splitter and not hasattr(adapted, "peft_config"):
+        linear = (m.weight.numel() for m in adapted.modules() if isinstance(m, torch.nn.Linear))
+        awaited += 2 * sum(linear) if launch.precision != "no" else 0
+    if sharded == "FSDP":
+        layers = [
+            sum(p.nbytes for p in layer.parameters()) for layer in live_model_spec.decoder_layers(adapted)
+        ]
+        whole = sum(p.nbytes for p in every)
+        outside = whole - sum(layers) if layers else 0
+        count = len(layers) if launch_environment.keeps_layers() else memory_estimate.GATHERED_LAYERS
+        awaited = whole // launch.processes + sum(layers[:count]) + outside
+        awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
+    if sharded == "DeepSpeed":
+        awaited = (
+            memory_estimate.zero3_gib(sum(sharded_tensors.shape(p).numel() for p in every))
+            * memory_estimate.GIB
+        )
+    host = training_state.available() / 2 / int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
+    parts = launch.processes if launch.splitter else 1
+    each = 4 + parts * beside(recipe, setup)
+    plain = hasattr(adapted, "peft_config") and setup.storage.value in mixed_precision.STORED
+    eager = launch_environment.eager(plain=plain)
+    kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
+    alone = cuda_graphs.alone(launch.processes)
+    searched = recipe.train.per_device_train_batch_size == "auto"
+    differs = cuda_graphs.differs(recipe, adapted.config, alone=alone, searched=searched, **kinds)
+    return compilation.Work(
+        tokens,
+        flops,
+        sharded=sharded,
+        eager=eager,
+        parts=parts,
+        awaited=awaited / memory_estimate.GIB,
+        host=host / memory_estimate.GIB,
+        each=each,
+        differs=differs,
+        once=transformer_engine_layers.used(),
+    )
+
+
+def beside(recipe: Recipe, setup: Setup) -> float:
+    """Bytes that a process holds of each number that trains, beside weight and gradient.
+
+    The optimizer's state, the copy of the gradient that DDP sends, DeepSpeed's of the weight in fp32, and
+    AdaLoRA's averages; of a state that is split, this process's part.
+    """
+    launch, held = (
+        setup.launch,
+        optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed),
+    )
+    held += 4 if launch.processes > 1 and not launch.splitter else 0
+    held += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
+    held += memory_estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
+    return held / (launch.processes if launch.splitter else 1)
+
+
+def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:
+    """Tokens of a process: of a forward pass, at most; of a step on average, without padding."""
+    data, most = recipe.data, recipe.data.max_length
+    full = data.packing or data.streaming  # as `finetune plan` takes them
+    number = sum(report.lengths["counts"]) if report.lengths else report.kept  # a text's pieces are rows
+    row = most if full else min(most, report.tokens / max(1, number))
+    at_once = batch.per_device / setup.launch.sharing
+    return int(at_once * most), at_once * row * batch.accumulation
