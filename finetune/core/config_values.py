@@ -46,7 +46,8 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
     """Keys of a config whose value has another type, or is a size that is negative, zero or too large."""
     for name, value in entries:
         if expected := _other_type(name, value):
-            yield Problem("a value of another type", key, path, f"{name}: {value!r}"[:200], expected)
+            what, found = "a value of the model's config has the wrong type", f"{name}: {value!r}"[:200]
+            yield Problem(what, key, path, found, expected, code="model-config")
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
@@ -55,8 +56,8 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
             continue
         least = int(name in _POSITIVE)
         if not least <= value <= most:
-            what, expected = "a size that no model has", f"from {least:,} to {most:,}"
-            yield Problem(what, key, path, f"{name}: {value}"[:200], expected)
+            what, expected = "the model's config has a size that no model has", f"from {least:,} to {most:,}"
+            yield Problem(what, key, path, f"{name}: {value}"[:200], expected, code="model-config")
 
 
 def _other_type(name: str, value: Any) -> str:

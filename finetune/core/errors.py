@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 _LABELLED = re.compile(r"  (found|expected|why|help): +(.*)")
+_CODED = re.compile(r"(.*) \[([a-z-]+)\]")
 _PLACE = re.compile(r"(.+):(\d+):(\d+)")
 MOST_PROBLEMS = 100  # that one error shows; it counts the others
 LONGEST_LINE = 120  # characters of a line that is shown
@@ -102,8 +103,8 @@ class UserError(Exception):
     def __init__(self, *said: Problem | str, code: Exit = Exit.INPUT) -> None:
         problems = tuple(_printed(p) if isinstance(p, str) else p for p in said[:MOST_PROBLEMS])
         if more := len(said) - len(problems):
-            last = problems[-1]
-            problems += (Problem(f"{more:,} more problems are not shown", last.key, last.where),)
+            last, what = problems[-1], f"{more:,} more problems are not shown"
+            problems += (Problem(what, last.key, last.where, code=last.code),)
         super().__init__("\n".join(map(str, problems)))
         self.problems = problems
         self.code = code
@@ -114,7 +115,9 @@ def _printed(text: str) -> Problem:
     what, *lines = text.rpartition("UserError: error: ")[2].strip().split("\n")
     labels = {match[1]: match[2] for line in lines if (match := _LABELLED.fullmatch(line))}
     shown = (labels.get(label, "") for label in ("found", "expected", "help"))
-    return Problem(what, "", "", *shown, why=labels.get("why", ""))
+    coded = _CODED.fullmatch(what)
+    what, code = (coded[1], coded[2]) if coded else (what, "")
+    return Problem(what, "", "", *shown, why=labels.get("why", ""), code=code)
 
 
 def first_line(error: BaseException | str) -> str:
@@ -179,13 +182,13 @@ def unexpected(error: Exception, doing: str) -> UserError:
     library, file, line = _raised_in(error)
     library = "a library" if isinstance(error, Panic) else library
     ours = library == "finetune"
-    what = f"{library} failed while finetune {at.doing}"
+    what, kind = f"{library} failed while finetune {at.doing}", "library-error"
     fix = "; ".join(filter(None, [at.fix, "run the command again with --debug to see the traceback"]))
     if ours:
-        what = f"finetune failed while it {at.doing}: this is a bug of finetune"
-        fix = "report it with the traceback that --debug shows"
+        what, kind = f"finetune failed while it {at.doing}", "internal-error"
+        fix = "run the command again with --debug, and report this bug of finetune with the traceback"
     found = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
-    return UserError(Problem(what, at.key, f"{file}:{line}", found, fix=fix), code=at.code)
+    return UserError(Problem(what, at.key, f"{file}:{line}", found, fix=fix, code=kind), code=at.code)
 
 
 def explain(error: Exception, doing: str) -> UserError:
@@ -196,17 +199,18 @@ def explain(error: Exception, doing: str) -> UserError:
     """
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
         at = vars(error).get("finetune_stage") or Stage(doing)
-        what, fix = f"no memory was left while finetune {at.doing}", "a machine or a limit with more memory"
-        return UserError(Problem(what, found=" ".join(str(error).split())[:LONGEST], fix=fix), code=at.code)
+        what, fix = f"the memory was full while finetune {at.doing}", "use a machine with more memory"
+        found = " ".join(str(error).split())[:LONGEST]
+        return UserError(Problem(what, at.key, found=found, fix=fix, code="out-of-memory"), code=at.code)
     if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename:
         key = getattr(vars(error).get("finetune_stage"), "key", "")
-        where = str(error.filename)[:LONGEST_NAME]
-        return UserError(Problem("this path cannot be opened", key, where, os.strerror(error.errno)))
+        where, reason = str(error.filename)[:LONGEST_NAME], os.strerror(error.errno)
+        return UserError(Problem("finetune can't open this path", key, where, reason, code="path"))
     if not isinstance(error, OSError) or error.errno not in FULL:
         return unexpected(error, doing)
-    fix = "room on it, then the same command again; a run goes on with --resume=auto"
-    what, where = "there is no room on the disk", str(error.filename or "")
-    problem = Problem(what, where=where, found=str(error.strerror), fix=fix)
+    fix = "free some space and run the command again; `finetune train --resume=auto` continues a run"
+    what, where = "the disk is full", str(error.filename or "")
+    problem = Problem(what, where=where, found=str(error.strerror), fix=fix, code="disk")
     return UserError(problem, code=Exit.ENVIRONMENT)
 
 

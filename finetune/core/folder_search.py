@@ -45,13 +45,13 @@ class Search:
             with os.scandir(folder) as listed:
                 found = list(islice(listed, self.left + 1))
         except OSError as error:
-            raise UserError(Problem("can't be read", self.key, str(folder), error.strerror or "")) from error
+            what, reason = "finetune can't read this folder", error.strerror or ""
+            raise UserError(Problem(what, self.key, str(folder), reason, code="path")) from error
         self.left -= len(found)
         if self.left < 0:
-            what, fix = "too many files and folders to look through", f"{self.key}: a folder of data alone"
-            raise UserError(
-                Problem(what, self.key, str(folder), expected=f"at most {MOST_ENTRIES:,}", fix=fix)
-            )
+            what, fix = "the folder has too many entries", f"set `{self.key}` to a folder with only the data"
+            expected = f"at most {MOST_ENTRIES:,} files and folders"
+            raise UserError(Problem(what, self.key, str(folder), "", expected, fix, code="data-size"))
         found.sort(key=lambda entry: (entry.is_symlink() and os.path.isdir(entry.path), entry.name))
         return [folder / entry.name for entry in found]
 

@@ -62,7 +62,8 @@ def install_extra(extra: str) -> str:
 def require(package: str, extra: str, what: str) -> None:
     """Raise a UserError (exit 3) if a package of an extra is missing; `what` says who needs it."""
     if not installed(package):
-        raise UserError(Problem(what, fix=install_extra(extra)), code=Exit.ENVIRONMENT)
+        problem = Problem(what, fix=install_extra(extra), code="package-missing")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def source_of(package: str, file: str) -> Path:
@@ -70,7 +71,7 @@ def source_of(package: str, file: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
-            Problem(f"{package} is not installed", fix=install_command(package)),
+            Problem(f"{package} is not installed", fix=install_command(package), code="package-missing"),
             code=Exit.ENVIRONMENT,
         )
     return Path(next(iter(spec.submodule_search_locations))) / file

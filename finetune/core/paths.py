@@ -20,12 +20,12 @@ LFS_POINTER = b"version https://git-lfs"
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A file or folder that can't be written is the user's to mend."""
+    """Report a file or folder that finetune can't write as an error of the user (exit 2)."""
     try:
         yield
     except OSError as error:
-        problem = Problem("can't be written", where=str(path), found=error.strerror or str(error))
-        raise UserError(problem) from error
+        what, reason = "finetune can't write to this path", error.strerror or str(error)
+        raise UserError(Problem(what, where=str(path), found=reason, code="path")) from error
 
 
 def why_not_makeable(path: Path) -> str:
@@ -49,7 +49,8 @@ def refuse_lfs_pointer(path: Path, key: str = "") -> None:
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
     if is_pointer:
-        raise UserError(Problem("a Git LFS pointer in place of the file", key, str(path), fix="git lfs pull"))
+        what, why = "the file is a Git LFS pointer", "Git LFS has not downloaded the file itself"
+        raise UserError(Problem(what, key, str(path), fix="git lfs pull", why=why, code="model-files"))
 
 
 def local_path(name: str) -> bool:
@@ -78,7 +79,7 @@ def similar_files(path: Path) -> str:
     """A file beside `path` with a name like it, for one that is not there; of a folder, its YAML files."""
     if path.is_dir():
         inside = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".yaml", ".yml")]
-        return f"a file in it: {', '.join(inside[:5])}" if inside else ""
+        return f"name a file of this folder: {', '.join(inside[:5])}" if inside else ""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist"
     match = nearest(path.name, {entry.name for entry in path.parent.iterdir()})
@@ -96,8 +97,6 @@ def similar_folder(name: str) -> str:
 def on_the_hub(name: str) -> str:
     """What a name is taken for, that is no path here: said so that a mistyped path is seen."""
     near = similar_folder(name)
-    return (
-        f"{name} is no folder here ({near} is): it is asked for on the Hub"
-        if near
-        else f"{name} is on the Hub"
-    )
+    if near:
+        return f"{name} is not a local folder, so finetune looks for it on the Hub (the folder {near} exists)"
+    return f"{name} is on the Hub"

@@ -33,8 +33,11 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
         if name not in KEYS or declared is None:
             continue
         for field, value, expected in _wrong(declared):
-            what, where = "a value of another type", ".".join(filter(None, (name, field)))
-            yield Problem(what, key, path, f"{where}: {value!r}"[:200], expected)
+            what, name_of = (
+                "a value of the model's config has the wrong type",
+                ".".join(filter(None, (name, field))),
+            )
+            yield Problem(what, key, path, f"{name_of}: {value!r}"[:200], expected, code="model-config")
 
 
 def skipped(declared: dict[str, Any]) -> list[tuple[str, Pattern]]:

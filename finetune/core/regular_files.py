@@ -38,10 +38,16 @@ def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
     """
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
-        raise UserError(Problem("not a regular file", key, str(path), _kind(found.st_mode), "a file"))
+        what, kind, why = (
+            "finetune opens only regular files",
+            _kind(found.st_mode),
+            "reading it may never end",
+        )
+        raise UserError(Problem(what, key, str(path), kind, "a regular file", why=why, code="unsafe-file"))
     if limit is not None and found.st_size > limit:
         size, most = f"{found.st_size:,} bytes", f"at most {limit:,} bytes"
-        raise UserError(Problem("the file is too large to be read", key, str(path), size, most))
+        what = "the file is too large to read into memory"
+        raise UserError(Problem(what, key, str(path), size, most, code="unsafe-file"))
 
 
 def check_folder(folder: Path, key: str) -> None:

@@ -50,9 +50,10 @@ class RunChecks:
         bad = [receipt for receipt in self.receipts[self.checked :] if not receipt.passed]
         self.checked = len(self.receipts)
         if bad:
-            what = "run check failed"
+            what, found = "a run check failed", [f"{check.actual} ({check.how})" for check in bad]
             problems = [
-                Problem(what, r.option, found=f"{r.actual} ({r.how})", expected=r.expected) for r in bad
+                Problem(what, check.option, found=actual, expected=check.expected, code="run-check")
+                for check, actual in zip(bad, found, strict=True)
             ]
             raise UserError(*problems, code=bad[0].code)
 

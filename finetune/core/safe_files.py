@@ -101,7 +101,8 @@ def read_bytes(root: Path, name: str, largest: int = LARGEST) -> bytes:
         with os.fdopen(descriptor, "rb") as file:
             if (size := os.fstat(descriptor).st_size) > largest:
                 found, expected = f"{size:,} bytes", f"at most {largest:,} bytes"
-                raise UserError(Problem("too large", where=str(root / name), found=found, expected=expected))
+                what, where = "the file is too large to read into memory", str(root / name)
+                raise UserError(Problem(what, "", where, found, expected, code="unsafe-file"))
             return file.read()
 
 
@@ -205,7 +206,8 @@ def _parts(root: Path, name: str) -> list[str]:
     """The parts of a relative name that stays below the root."""
     parts = name.split("/")
     if name.startswith("/") or "\0" in name or ".." in parts or not parts[0]:
-        raise UserError(Problem("names a file outside of its folder", where=str(root), found=repr(name)))
+        what = "this name leads out of its folder"
+        raise UserError(Problem(what, where=str(root), found=repr(name), code="unsafe-file"))
     return [part for part in parts[:-1] if part not in ("", ".")] + parts[-1:]
 
 
@@ -220,8 +222,9 @@ def _refuse_link(parent: int, leaf: str, path: Path) -> None:
         return
     if is_link:
         target = os.readlink(leaf, dir_fd=parent)
-        what, fix = "finetune follows no link in a run folder", "delete the link, or put a copy in its place"
-        raise UserError(Problem(what, where=str(path), found=f"a link to {target}", fix=fix))
+        what, fix = "finetune follows no link in this folder", "replace the link with a copy of the file"
+        found, why = f"a link to {target}", "a link can lead out of the folder"
+        raise UserError(Problem(what, "", str(path), found, fix=fix, why=why, code="unsafe-file"))
 
 
 def _has_other_names(parent: int, leaf: str) -> bool:
@@ -235,5 +238,6 @@ def _regular(descriptor: int, path: Path) -> int:
     """The descriptor, if it is of a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise UserError(Problem("not a regular file", where=str(path), expected="a file or nothing"))
+        what, expected = "finetune opens only regular files", "a regular file, or nothing at this path"
+        raise UserError(Problem(what, where=str(path), expected=expected, code="unsafe-file"))
     return descriptor

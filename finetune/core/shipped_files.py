@@ -58,7 +58,7 @@ def text(name: str) -> str:
     known = recipes()
     if name not in known:
         near = named(Path(name)) or nearest(name, known)
-        fix = f"finetune recipes {near}" if near else "finetune recipes, which lists them"
+        fix = f"finetune recipes {near}" if near else "finetune recipes"
         raise UserError(Problem(f"no shipped recipe is called {name}", fix=fix, code="recipe-file"))
     return known[name].read_text(encoding="utf-8")
 
@@ -72,7 +72,10 @@ def copy(name: str, target: Path) -> list[Path]:
     content = text(name)
     destination = target / recipes()[name].name
     if destination.exists():
-        raise UserError(Problem(f"{destination} is there already", fix="another folder, or move it away"))
+        what, where = "finetune does not overwrite an existing file", str(destination)
+        raise UserError(
+            Problem(what, where=where, fix="move the file, or copy to another folder", code="path")
+        )
     target.mkdir(parents=True, exist_ok=True)
     destination.write_text(re.sub(r"(?<=\$schema=)\S+", str(SCHEMA), content), encoding="utf-8")
     written = [destination]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 256 * 1024
 MAX_DEPTH = 16
 LONGEST_NUMBER = 400  # characters
-TWICE = "the same key twice"
+TWICE = "the mapping has the same key twice"
 Keys = tuple[str, ...]
 
 # The core schema of YAML 1.2.2, section 10.3.2.
@@ -54,7 +54,7 @@ def parse(text: str, source: str) -> Document:
     """
     if len(text) > MAX_BYTES:
         found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
-        raise UserError(Problem("too large", where=source, found=found, expected=expected))
+        raise UserError(Problem("the YAML is too large", "", source, found, expected, code="yaml-syntax"))
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     document = Document()
     try:
@@ -65,7 +65,8 @@ def parse(text: str, source: str) -> Document:
         document.value = _node(events, next(events), (), document, source)
         next(events)  # document end
         if not isinstance(extra := next(events), yaml.StreamEndEvent):
-            document.problems.append(Problem("one document a file", where=_mark(source, extra)))
+            what, fix = "the file has a second YAML document", "remove the line `---` and all lines below it"
+            document.problems.append(Problem(what, where=_mark(source, extra), fix=fix, code="yaml-syntax"))
     except yaml.YAMLError as error:
         raise UserError(_syntax_problem(error, source)) from None
     return document
@@ -85,12 +86,18 @@ def text_of(path: pathlib.Path, what: str) -> str:
         check_regular(path)
     if (size := path.stat().st_size) > MAX_BYTES:
         found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
-        raise UserError(Problem(f"too large for {what}", where=str(path), found=found, expected=expected))
+        problem = Problem(
+            f"the file is too large for {what}", "", str(path), found, expected, code="yaml-syntax"
+        )
+        raise UserError(problem)
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         where, found = f"{path}, byte {error.start}", f"0x{error.object[error.start]:02x}"
-        raise UserError(Problem("not UTF-8", where=where, found=found, fix=f"save {what} as UTF-8")) from None
+        problem = Problem(
+            f"{what} is not UTF-8", "", where, found, fix=f"save {what} as UTF-8", code="yaml-syntax"
+        )
+        raise UserError(problem) from None
 
 
 def scalar(text: str) -> Any:
@@ -121,18 +128,18 @@ def _node(events: Iterator[Any], event: Any, path: Keys, document: Document, sou
     document.where.setdefault(path, where)
     key = ".".join(path)
     if len(path) > MAX_DEPTH:
-        raise UserError(Problem("nested too deeply", where=where, expected=f"at most {MAX_DEPTH} levels"))
+        what, expected = "the YAML is nested too deeply", f"at most {MAX_DEPTH} levels"
+        raise UserError(Problem(what, where=where, expected=expected, code="yaml-syntax"))
     if isinstance(event, yaml.AliasEvent):
-        document.problems.append(
-            Problem("aliases are not allowed", key, where, f"*{event.anchor}", fix="write it out")
-        )
+        what, fix = "YAML aliases are not allowed", "write the value itself in place of the alias"
+        document.problems.append(Problem(what, key, where, f"*{event.anchor}", fix=fix, code="yaml-syntax"))
         return None
     if event.anchor:
-        document.problems.append(
-            Problem("anchors are not allowed", key, where, f"&{event.anchor}", fix="write it out")
-        )
+        what, fix = "YAML anchors are not allowed", f"remove `&{event.anchor}`"
+        document.problems.append(Problem(what, key, where, f"&{event.anchor}", fix=fix, code="yaml-syntax"))
     if event.tag:
-        document.problems.append(Problem("tags are not allowed", key, where, event.tag, "a plain value"))
+        what, fix = "YAML tags are not allowed", "remove the tag"
+        document.problems.append(Problem(what, key, where, event.tag, fix=fix, code="yaml-syntax"))
     if isinstance(event, yaml.ScalarEvent):
         return scalar(event.value) if event.implicit[0] else event.value
     if isinstance(event, yaml.SequenceStartEvent):
@@ -153,12 +160,16 @@ def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str)
         where = _mark(source, event)
         name = event.value if isinstance(event, yaml.ScalarEvent) else None
         if name is None:
-            document.problems.append(Problem("a key must be a plain word", ".".join(path), where))
+            what, around = "a list or a mapping can't be a key", ".".join(path)
+            document.problems.append(Problem(what, around, where, expected="a word", code="yaml-syntax"))
             name = str(_node(events, event, (*path, "?"), document, source))
         here = (*path, name)
         if name in items:
             first = document.where[here]
-            document.problems.append(Problem(TWICE, ".".join(here), where, f"first at {first}"))
+            found, fix = f"first at {first}", "remove one of the two"
+            document.problems.append(
+                Problem(TWICE, ".".join(here), where, found, fix=fix, code="yaml-syntax")
+            )
         document.where[here] = where
         items[name] = _node(events, next(events), here, document, source)
     return items
@@ -172,4 +183,4 @@ def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
     said = getattr(error, "problem", None) or first_line(error)
-    return Problem("not valid YAML", where=where, found=said)
+    return Problem("the text is not valid YAML", where=where, found=said, code="yaml-syntax")

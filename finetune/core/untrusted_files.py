@@ -45,11 +45,11 @@ def check_model(folder: Path, key: str) -> None:
     """`check_files`, and that the weights are safetensors of a whole model (exit 2)."""
     check_files(folder, key)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.init_from"
-        raise UserError(Problem(what, key, found=str(folder), fix=fix))
+        raise UserError(_not_a_model(key, str(folder)))
     if (folder / "adapter_config.json").exists():  # transformers would load another base, the adapter's own
-        what, fix = "holds a model and an adapter", "take adapter_config.json out of it"
-        raise UserError(Problem(what, key, found=str(folder / "adapter_config.json"), fix=fix))
+        what, fix = "the folder holds a model and an adapter", "move adapter_config.json to another folder"
+        where, why = str(folder / "adapter_config.json"), "transformers would load the adapter's base model"
+        raise UserError(Problem(what, key, where, fix=fix, why=why, code="model-files"))
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
     if pickles and not find_weight_files(folder, key):
         raise UserError(only_pickles(key, ", ".join(pickles[:6])))
@@ -93,9 +93,17 @@ def check_links(files: Iterable[Path], key: str) -> None:
 
 
 def only_pickles(key: str, found: str) -> Problem:
-    fix = "convert them where you trust them: from_pretrained(...), then save_pretrained(...)"
-    what = "only pickles, which can run code when they are opened"
-    return Problem(what, key, found=found, expected="safetensors", fix=fix)
+    fix = "convert the files where you trust them: from_pretrained(...), then save_pretrained(...)"
+    what, why = "the weights are only in pickles", "a pickle can run code when it is opened"
+    return Problem(what, key, "", found, "safetensors", fix, why=why, code="unsafe-file")
+
+
+def _not_a_model(key: str, found: str) -> Problem:
+    what, fix = (
+        "this is an adapter, not a model",
+        "name the adapter in adapter.init_from, and its base model in model.name",
+    )
+    return Problem(what, key, found=found, fix=fix, code="model-not-found")
 
 
 def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
@@ -106,15 +114,15 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
         # the Hub's cache: snapshots/<commit>/config.json -> ../../blobs/<hash>
         blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
         if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
-            what, fix = "a link that leaves its folder", "a copy of the file in its place"
-            yield Problem(what, key, str(entry), str(target), fix=fix)
+            what, fix = "a link leads out of its folder", "replace the link with a copy of the file"
+            yield Problem(what, key, str(entry), f"a link to {target}", fix=fix, code="unsafe-file")
 
 
 def read_object(path: Path, key: str) -> dict[str, Any]:
     """The content of a JSON file that holds an object (exit 2 where it does not)."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        raise UserError(Problem("not a JSON object", key, str(path)))
+        raise UserError(Problem("the file holds no JSON object", key, str(path), code="model-files"))
     return content
 
 
@@ -122,40 +130,49 @@ def _read(path: Path, key: str) -> Any:
     try:
         return regular_files.read_json(path, key)
     except ValueError as error:
-        raise UserError(Problem("not JSON", key, str(path), found=str(error)[:200])) from None
+        found = str(error)[:200]
+        raise UserError(Problem("the file is not JSON", key, str(path), found, code="model-files")) from None
 
 
 def _index(path: Path, key: str) -> Iterator[Problem]:
-    """The files of an index lie beside it."""
+    """The files of an index are in its folder."""
     content = _read(path, key)
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict):
-        yield Problem("not an index of weights", key, str(path), expected="weight_map: {tensor: file}")
+        what, expected = "the file is not an index of weight files", "weight_map: {tensor: file}"
+        yield Problem(what, key, str(path), expected=expected, code="model-files")
         return
     if not isinstance(content.get("metadata"), dict):  # transformers 5.22 ends in a KeyError
-        what, fix = "an index of weights without metadata", 'add "metadata": {} to the file'
-        yield Problem(what, key, str(path), fix=fix)
+        what, fix = "the index of weight files has no metadata", 'add "metadata": {} to the file'
+        yield Problem(what, key, str(path), fix=fix, code="model-files")
     outside = {str(file): None for file in named.values() if not is_plain_name(file)}
     if outside:
-        what, expected = "names files outside of its folder", "names of safetensors files beside it"
-        yield Problem(what, key, str(path), ", ".join(outside)[:200], expected)
+        what, expected = (
+            "the index names files outside of its folder",
+            "names of safetensors files in its folder",
+        )
+        yield Problem(what, key, str(path), ", ".join(outside)[:200], expected, code="unsafe-file")
 
 
 def _config(path: Path, key: str) -> Iterator[Problem]:
     """Kernels and trust are the recipe's to decide."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        yield Problem("not a config: no JSON object", key, str(path))
+        yield Problem("the config holds no JSON object", key, str(path), code="model-files")
         return
     for name, value in _entries(content):
         if _IMPLEMENTATION.fullmatch(name):
             texts = [text for _, text in _entries({name: value})] if isinstance(value, dict) else [value]
             if any(isinstance(text, str) and "/" in text for text in texts):
-                what, fix = "names a kernel of its own", f"take {name} out; model.attention chooses"
-                yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix)
+                what, fix = "the config names a kernel to download", f"remove {name} from the file"
+                why, found = (
+                    "a kernel can run any code. `model.attention` sets the kernel",
+                    f"{name}: {value}",
+                )
+                yield Problem(what, key, str(path), found[:200], fix=fix, why=why, code="unsafe-file")
         if name == "trust_remote_code" and value:
-            what, fix = "asks to be trusted with code of its own", f"take {name} out of it"
-            yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix)
+            what, fix = "the config asks to run code of the model", f"remove {name} from the file"
+            yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix, code="unsafe-file")
 
 
 def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
@@ -172,8 +189,9 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
         ("megatron_core", str(core), ("megatron.core",)),
     ):
         if not value.startswith(allowed):
-            what, expected = "names a module to be imported", " or ".join(allowed)
-            yield Problem(what, key, str(path), f"{name}: {value}"[:200], f"{expected} ...")
+            what, expected = "the config names a Python module to import", f"{' or '.join(allowed)} ..."
+            found, why = f"{name}: {value}"[:200], "PEFT would run the code of this module"
+            yield Problem(what, key, str(path), found, expected, why=why, code="unsafe-file")
     yield from _other_files(content, path, key)
 
 
@@ -188,14 +206,14 @@ def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Prob
     }
     for name, value in named.items():
         if value:
-            what, fix = "names files outside of its folder", f"take {name} out of it"
-            yield Problem(what, key, str(path), f"{name}: {value}"[:200], fix=fix)
+            what, fix = "the config names files outside of its folder", f"remove {name} from the file"
+            found, why = f"{name}: {value}"[:200], "PEFT would open these files"
+            yield Problem(what, key, str(path), found, fix=fix, why=why, code="unsafe-file")
 
 
 def _redirects(path: Path, key: str) -> Iterator[Problem]:
     """transformers takes a repository with an adapter's config for that, and loads the base it names."""
-    what, fix = "is an adapter, not a model", "its base in model.name, and this in adapter.init_from"
-    yield Problem(what, key, found=path.name, fix=fix)
+    yield _not_a_model(key, path.name)
 
 
 def _entries(value: object) -> Iterator[tuple[str, Any]]:
@@ -242,8 +260,8 @@ def _tokenizer(path: Path, key: str) -> Iterator[Problem]:
 def _too_many_tokens(count: int, path: Path, key: str) -> Iterator[Problem]:
     """A tokenizer looks for each added token in each text, and adds one after another."""
     if count > MOST_ADDED:
-        what, expected = "too many added tokens", f"at most {MOST_ADDED:,}"
-        yield Problem(what, key, str(path), f"{count:,}", expected)
+        what, expected = "the tokenizer has too many added tokens", f"at most {MOST_ADDED:,}"
+        yield Problem(what, key, str(path), f"{count:,}", expected, code="unsafe-file")
 
 
 _LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
-DOWNLOAD = "download it again"
+DOWNLOAD = "download the model again"
 
 
 def find_weight_files(folder: Path, key: str = "model.name") -> list[Path]:
@@ -39,12 +39,13 @@ def _files_of_index(index: Path, key: str) -> list[Path]:
     try:
         names = sorted(set(regular_files.read_json(index, key)["weight_map"].values()))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        problem = Problem("not an index of weights", key, str(index), str(error)[:200], fix=DOWNLOAD)
-        raise UserError(problem) from None
+        what, found = "the file is not an index of weight files", str(error)[:200]
+        raise UserError(Problem(what, key, str(index), found, fix=DOWNLOAD, code="model-files")) from None
     missing = [name for name in names if not (is_plain_name(name) and (index.parent / name).is_file())]
     if missing:
         what = f"{len(missing)} of the {len(names)} weight files are missing"
-        raise UserError(Problem(what, key, str(index), ", ".join(map(str, missing[:5])), fix=DOWNLOAD))
+        found = f"no {', '.join(map(str, missing[:5]))}"
+        raise UserError(Problem(what, key, str(index), found, fix=DOWNLOAD, code="model-files"))
     return [index.parent / name for name in names]
 
 
@@ -61,8 +62,8 @@ def check_weight_files(folder: Path, key: str = "model.name") -> None:
         fix = f"rename the file to {SINGLE}"
     elif any(name.startswith("consolidated") for name in others):
         fix = "use the model's checkpoint in the format of transformers"
-    what = "the folder holds no weights that transformers reads"
-    raise UserError(Problem(what, key, str(folder), found, " or ".join(_expected_names(folder)), fix=fix))
+    what, expected = "the folder has no weights that transformers reads", " or ".join(_expected_names(folder))
+    raise UserError(Problem(what, key, str(folder), found, expected, fix, code="model-files"))
 
 
 def is_plain_name(file: Any) -> bool:

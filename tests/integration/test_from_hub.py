@@ -98,7 +98,7 @@ def test_a_mistyped_folder_is_told_from_a_hub_id(
             f"{key}={name}",
         ]
         assert main.main(["check", *given]) == 0
-        assert f"note: {key}: {name} is no folder here ({near} is)" in capsys.readouterr().out
+        assert f"note: {key}: {name} is not a local folder" in capsys.readouterr().out
         assert main.main(["train", *given, "train.output_dir=run", "--quiet"]) == 3
         said = capsys.readouterr().err
         assert "error: no such" in said.replace(f"{key}: ", "") and "found:     no such folder here" in said

@@ -357,7 +357,7 @@ def test_what_is_no_run_folder(tmp_path: Path, capsys) -> None:
 
 def test_a_page_that_can_t_be_written(folder: RunFolder, tmp_path: Path, capsys) -> None:
     assert main.main(["report", str(folder.path), "--output", str(tmp_path / "no" / "a.html")]) == 2
-    assert "can't be written" in capsys.readouterr().err
+    assert "finetune can't write to this path" in capsys.readouterr().err
 
 
 def test_losses_that_are_not_finite_and_evaluations_in_between(folder: RunFolder) -> None:

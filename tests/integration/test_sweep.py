@@ -164,7 +164,7 @@ def test_a_first_trial_may_be_the_best() -> None:
             "eval.metric_for_best_model",
         ),
         (["--space", "none.yaml"], "can't read the space"),
-        (["--space", "recipes"], "a file in it: "),
+        (["--space", "recipes"], "name a file of this folder: "),
         (["--trials", "0"], ""),
     ],
 )

@@ -113,7 +113,7 @@ def test_cve_2026_4372_a_config_names_no_kernel(entries: dict, weightless, capsy
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
 def test_cve_2026_5241_an_artefact_does_not_trust_itself(file: str, weightless, capsys) -> None:
     edit(weightless / file, inner={"trust_remote_code": True})
-    refused(weightless, capsys, says=("asks to be trusted", file))
+    refused(weightless, capsys, says=("asks to run code of the model", file))
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known type", "unknown type"])
@@ -158,7 +158,7 @@ def test_a_repository_on_the_hub_is_looked_at_like_a_folder(hub: Hub, canary, tm
         ("index", {"config.json": config, untrusted_files.INDEX: index}, "outside of its folder"),
         ("adapter", {"config.json": config, "adapter_config.json": b"{}"}, "is an adapter"),
         ("code", {"config.json": json.dumps(unknown).encode(), "evil.py": b"1/0"}, "code of its own"),
-        ("weights", {"config.json": config, "pytorch_model.bin": bin_file}, "only pickles"),
+        ("weights", {"config.json": config, "pytorch_model.bin": bin_file}, "only in pickles"),
     ):
         hub.add(f"me/{name}", **files)
         asked = Model(name=f"me/{name}")
@@ -174,8 +174,8 @@ def test_a_repository_on_the_hub_is_looked_at_like_a_folder(hub: Hub, canary, tm
 )
 def test_cve_2024_3568_pickled_weights_are_not_opened(name: str, weightless, canary, capsys) -> None:
     poison(weightless / name, canary)
-    refused(weightless, capsys, says=("only pickles", name, "safetensors", "convert"))
-    with pytest.raises(UserError, match="only pickles"):
+    refused(weightless, capsys, says=("only in pickles", name, "safetensors", "convert"))
+    with pytest.raises(UserError, match="only in pickles"):
         opened_by_us(weightless)
 
 
@@ -274,19 +274,24 @@ def test_peft_3085_3090_an_adapter_imports_nothing(
     refused(
         saved_lora,
         capsys,
-        says=("names a module to be imported", "adapter_config.json"),
+        says=("names a Python module to import", "adapter_config.json"),
         key="adapter.init_from",
     )
     (tmp_path / "run" / "adapter").parent.mkdir()
     shutil.copytree(saved_lora, tmp_path / "run" / "adapter")
     (tmp_path / "run" / "recipe.resolved.yaml").write_text(QUICKSTART.read_text())
-    with pytest.raises(UserError, match="names a module"):  # evaluate, merge, chat, publish, compare
+    with pytest.raises(UserError, match="names a Python module"):  # evaluate, merge, chat, publish, compare
         run_folder.open_run(tmp_path / "run")
 
 
 def test_peft_2888_2896_a_tokenizer_of_an_adapter_is_not_trusted(saved_lora, capsys) -> None:
     edit(saved_lora / "adapter_config.json", tokenizer_kwargs={"trust_remote_code": True})
-    refused(saved_lora, capsys, says=("asks to be trusted", "adapter_config.json"), key="adapter.init_from")
+    refused(
+        saved_lora,
+        capsys,
+        says=("asks to run code of the model", "adapter_config.json"),
+        key="adapter.init_from",
+    )
 
 
 def test_transformers_46482_a_model_s_folder_brings_no_adapter(weightless, capsys) -> None:
@@ -302,7 +307,7 @@ def test_cve_2025_53002_a_value_head_is_not_unpickled(name: str, saved_lora, can
     poison(saved_lora / name, canary)
     if name == "adapter_model.bin":
         (saved_lora / "adapter_model.safetensors").unlink()
-        refused(saved_lora, capsys, says=("only pickles", name), key="adapter.init_from")
+        refused(saved_lora, capsys, says=("only in pickles", name), key="adapter.init_from")
     else:
         continue_from.check_weights(saved_lora, str(saved_lora))
         from peft.utils import load_peft_weights

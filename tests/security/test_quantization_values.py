@@ -100,7 +100,7 @@ def test_quantization_with_a_value_of_another_type_is_refused(
         "check", str(QUICKSTART), f"model.name={quantized(tmp_path / 'model', declared, key)}"
     )
     assert not ended.wrong and ended.code == 2, ended
-    assert "a value of another type" in ended.said and key in ended.said
+    assert "has the wrong type" in ended.said and key in ended.said
 
 
 @pytest.mark.parametrize(

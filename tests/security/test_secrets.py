@@ -135,7 +135,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
 def test_a_traceback_of_a_defect_is_masked() -> None:
     command, environment = [sys.executable, "-c", DEFECT], {**os.environ, **CANARIES}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 3 and "this is a bug of finetune" in done.stderr
+    assert done.returncode == 3 and "report this bug of finetune" in done.stderr
     assert "RuntimeError: **** was refused" in done.stderr and TOKEN not in done.stderr
 
 

@@ -9,7 +9,7 @@ import pytest
 from finetune.core.error_codes import CODES
 from support.paths import ROOT
 
-PACKAGES = ("recipe",)  # whose problems have codes
+PACKAGES = ("core", "recipe")  # whose problems have codes
 
 
 def _codes(package: str) -> list[tuple[str, ast.expr | None]]:

@@ -24,7 +24,7 @@ def test_only_user_errors_exception_of_a_library_keeps_its_cause() -> None:
 
 
 def test_only_user_errors_full_disk_is_explained() -> None:
-    with pytest.raises(UserError, match="no room on the disk") as caught, only_user_errors("merged"):
+    with pytest.raises(UserError, match="the disk is full") as caught, only_user_errors("merged"):
         raise OSError(errno.ENOSPC, "No space left on device", "/somewhere")
     assert caught.value.code == Exit.ENVIRONMENT
 

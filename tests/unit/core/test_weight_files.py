@@ -109,7 +109,7 @@ def test_check_files_index_without_metadata_is_an_error(tmp_path: Path) -> None:
     (folder / INDEX).write_text(json.dumps({"weight_map": content["weight_map"]}))
     with pytest.raises(KeyError, match="metadata"):
         _get_resolved_checkpoint_files(str(folder), None, None, True, None, False)
-    with pytest.raises(UserError, match="without metadata"):
+    with pytest.raises(UserError, match="has no metadata"):
         check_files(folder, "model.name")
 
 

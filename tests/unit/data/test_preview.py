@@ -267,10 +267,10 @@ def test_quiet_says_nothing(data, capsys) -> None:
 def test_what_can_t_be_written_is_said(option: str, data, tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("")
     assert data(option, str(tmp_path / "file" / "page.html")) == 2
-    assert "can't be written" in capsys.readouterr().err
+    assert "finetune can't write to this path" in capsys.readouterr().err
     if option == "--html":
         assert data(option, str(tmp_path)) == 2
-        assert f"error: can't be written ({tmp_path})" in capsys.readouterr().err
+        assert f"error: finetune can't write to this path ({tmp_path})" in capsys.readouterr().err
 
 
 def test_a_negative_number_of_rows_is_refused(data, capsys) -> None:

@@ -143,9 +143,11 @@ def test_a_key_that_is_given_twice_is_an_error(tmp_path, capsys) -> None:
     for command in (["train", "recipes/quickstart.yaml", "--dry-run"], ["plan", "recipes/quickstart.yaml"]):
         assert main.main([*command, "--accelerate", str(path)]) == 2
         said = capsys.readouterr().err
-        assert "error: num_processes: the same key twice" in said and f"first at {path}:" in said
+        assert (
+            "error: num_processes: the mapping has the same key twice" in said and f"first at {path}:" in said
+        )
     path.write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n")
-    with pytest.raises(UserError, match=r"fsdp_config\.fsdp_version: the same key twice"):
+    with pytest.raises(UserError, match=r"fsdp_config\.fsdp_version: the mapping has the same key twice"):
         accelerate_config.read(path)
 
 

@@ -256,7 +256,7 @@ def test_a_cache_that_can_t_be_written_is_said_before_anything_is_measured(monke
     monkeypatch.setenv("FINETUNE_CACHE", "/dev/null/x")
     monkeypatch.setattr(measured_rates, "products", lambda *_: pytest.fail("measured"))
     assert main.main(["doctor", str(QUICKSTART), "--measure"]) == 2
-    assert "can't be written" in capsys.readouterr().err
+    assert "finetune can't write to this path" in capsys.readouterr().err
 
 
 def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:

@@ -165,7 +165,7 @@ def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> N
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / "model" / name).write_bytes((MODEL / name).read_bytes())
     train(f"model.name={tmp_path / 'model'}", code=2)
-    assert "holds no weights that transformers reads" in capsys.readouterr().err
+    assert "has no weights that transformers reads" in capsys.readouterr().err
 
 
 @within_a_second

@@ -57,7 +57,7 @@ def test_commands_print_the_warning_once(command: str, small, capsys) -> None:
     printed = " ".join(capsys.readouterr().out.split())
     assert (
         printed.count(
-            "warning: train.learning_rate: the recipe sets 0.004 for lora, and the usual range of ia3 is 0.001"
+            "warning: train.learning_rate: the recipe sets 0.004 for lora, and the usual range of ia3 is"
         )
         == 1
     )
