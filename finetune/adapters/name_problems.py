@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import target_modules
 from finetune.core.errors import Problem, nearest
+from finetune.models import module_lists, module_names
 from finetune.models.module_names import short
 from finetune.recipe import adapter_types, upstream_options
 from finetune.recipe.adapter_types import REBASING_INITS
@@ -57,7 +58,8 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
     found += _heads_and_embeddings(options, names, peft, picked)
     for key in ("exclude_modules", "feedforward_modules"):
         wanted = options.get(key) or ()
-        found += unmatched(wanted, list(names.kinds) if key == "exclude_modules" else adaptable, key)
+        lost = unmatched(wanted, list(names.kinds) if key == "exclude_modules" else adaptable, key)
+        found += [replace(problem, fix=_unless_usual(problem.fix, problem) or "drop it") for problem in lost]
     found += _feedforward(options)
     adapted = picked if picked and not options.get("target_parameters") else adaptable
     for key in ("rank_pattern", "alpha_pattern"):
@@ -74,6 +76,12 @@ def unmatched(
     """A problem for each target that matches nothing, with the nearest name and the names there are."""
     available = list(dict.fromkeys(map(short, names)))
     return [_no_module(target, targets, available, key) for target in _without_match(targets, names)]
+
+
+def _unless_usual(near: str, problem: Problem) -> str:
+    """The nearest name, unless the problem names a module of other families, which is no misspelling."""
+    usual = any(f'"{name}"' in problem.what for name in module_lists.usual_names())
+    return "" if usual else near
 
 
 def _without_match(targets: str | Iterable[str], names: Collection[str]) -> list[str]:
@@ -97,8 +105,8 @@ def _no_module(
 
 
 def _listed(target: str, available: Collection[str]) -> list[str]:
-    """Split a text at commas or spaces into module names; an empty list if a part resembles no name."""
-    parts = [nearest(part, available) for part in re.split(r"[,\s]+", target.strip(" ,[]")) if part]
+    """Split a text at commas, bars or spaces into module names; an empty list if a part resembles no name."""
+    parts = [nearest(part, available) for part in re.split(r"[,|\s]+", target.strip(" ,[]()")) if part]
     return list(dict.fromkeys(parts)) if all(parts) else []
 
 
@@ -211,10 +219,26 @@ def _no_target(
     found, fix = problem.found or "no layer that this type adapts", problem.fix
     if not fix and names.linear and re.fullmatch(r"(all[-_ ]?)?linear", target.strip().lower()):
         fix = f"target_modules: {target_modules.EVERYTHING}"
+    words = set(re.findall(r"[A-Za-z_]\w*", target)) - set(available)
+    if not fix or words & module_lists.usual_names():  # a name of another family is no misspelling
+        fix = _in_place_of(target, options, names, peft)
+        fix += " without feedforward_modules" if options.get("feedforward_modules") else ""
     if experts and _means_experts(target, experts):
         fix = _experts_instead(options, names, peft)
         found += f"; parameters of experts: {', '.join(experts)}"
     return replace(problem, found=found, fix=fix)
+
+
+def _in_place_of(target: str, options: Mapping[str, Any], names: Names, peft: str) -> str:
+    """The change that names layers of this model in place of those of another family."""
+    usable = _usable(peft, names)
+    attention = [name for name in _attention(names) if name in usable]
+    if not attention or not re.search(r"attn|attention|query|qkv|[qkvo]_proj", target):
+        return _suggested(peft, names)
+    targets = options.get("target_modules")
+    listed = [] if isinstance(targets, str) else targets or []
+    kept = [one for one in listed if any(target_modules.match([one], names.kinds).values())]
+    return f"target_modules: [{', '.join(dict.fromkeys([*kept, *attention]))}]"
 
 
 def _means_experts(target: str, experts: list[str]) -> bool:
@@ -251,18 +275,24 @@ def _suggested(peft: str, names: Names) -> str:
     if kinds is None:
         norms = [name for name in names.modules if "norm" in names.kinds[name].lower()]
         return f"target_modules: [{', '.join(dict.fromkeys(map(short, norms)))}]"
-    usable = dict.fromkeys(
-        short(name)
-        for name in names.linear
-        if names.kinds[name] in kinds
-        and name not in names.without_gradient
-        and not short(name).isdecimal()  # as in a Sequential: a decoder layer has such a name too
-        and not _is_read_by_mamba(name, names, peft)
-    )
+    usable = _usable(peft, names)
     if not usable:
         return "adapter.type: lora"
     ia3 = [name for name in usable if name in ("k_proj", "v_proj", "down_proj")]
     return f"target_modules: [{', '.join(ia3 if peft == 'ia3' and ia3 else usable)}]"
+
+
+def _usable(peft: str, names: Names) -> Collection[str]:
+    """The last names of linear layers that the type adapts and that a gradient reaches."""
+    kinds = adapter_types.layer_kinds(peft)
+    return dict.fromkeys(
+        short(name)
+        for name in names.linear
+        if names.kinds[name] in (kinds or module_names.LINEAR)
+        and name not in names.without_gradient
+        and not short(name).isdecimal()  # as in a Sequential: a decoder layer has such a name too
+        and not _is_read_by_mamba(name, names, peft)
+    )
 
 
 def _is_read_by_mamba(name: str, names: Names, peft: str) -> bool:
@@ -364,8 +394,19 @@ def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
             lost = unmatched([target], names.modules, "modules_to_save")
-            found += [replace(problem, key=f"adapter.modules_to_save.{index}") for problem in lost]
+            fix = _end_of(target, names)
+            found += [
+                replace(problem, key=f"adapter.modules_to_save.{index}", fix=fix or problem.fix)
+                for problem in lost
+            ]
     return found
+
+
+def _end_of(target: str, names: Names) -> str:
+    """The name of the embeddings or of the head of this model, if the target is that of another family."""
+    if target in ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings"):
+        return short(names.embedding)
+    return short(names.head) if target in ("lm_head", "embed_out", "output", "head") else ""
 
 
 def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
@@ -388,7 +429,11 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
         for target in given if isinstance(given, dict) else ():
             if not any(name.endswith(target) for name in holders):
                 lost = unmatched([target], holders, key)
-                found += [replace(problem, key=f"adapter.{key}.{target}") for problem in lost]
+                fix = _end_of(target, names)
+                found += [
+                    replace(problem, key=f"adapter.{key}.{target}", fix=fix or problem.fix)
+                    for problem in lost
+                ]
     return found
 
 
@@ -407,8 +452,9 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
     used = {one for matching in hits.values() for one in matching}
     for lost in (one for one in pattern if one not in used):
         what = f'"{lost}" matches no module that gets an adapter'
-        texts = {"found": ", ".join(available), "fix": nearest(lost, available)}
-        problems.append(Problem(what, f"adapter.{key}.{lost}", **texts))
+        problem = Problem(what, f"adapter.{key}.{lost}", found=", ".join(available))
+        fix = _unless_usual(nearest(lost, available), problem) or "drop it"
+        problems.append(replace(problem, fix=fix))
     twice = {(them[0], min(them)): name for name, them in hits.items() if them}
     for (first, saved), name in twice.items():
         if pattern[first] == pattern[saved]:

@@ -187,6 +187,13 @@ def _shipped_families() -> dict[str, Any]:
     return held["families"] if version("transformers").startswith(f"{held['transformers']}.") else {}
 
 
+@cache
+def usual_names() -> frozenset[str]:
+    """The last names of modules of the families that lists are shipped for, such as `q_proj`, `c_attn`."""
+    kinds = (name for family in _shipped_families().values() for name in family["kinds"])
+    return frozenset(map(module_names.short, kinds))
+
+
 def _shipped(config: ModelConfig) -> Names | None:
     """The shipped list with the sizes of a config; `None`: none is shipped for such a config."""
     family = _shipped_families().get(config.model_type)

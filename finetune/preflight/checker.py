@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import continue_from, target_modules
 from finetune.autoconfig import batch_size, compilation, data_loader, optimizer_choice, packing_support
 from finetune.core import packages
-from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import on_the_hub
 from finetune.data import chat_templates, example_errors, prepared_cache, source_loading
 from finetune.distributed import launch_environment
@@ -27,6 +27,7 @@ from finetune.models import (
 from finetune.preflight import adapter_trial, choice_checks, package_checks, publish_target, token_checks
 from finetune.quantization import qat, stored_weights
 from finetune.recipe import adapter_types, upstream_options
+from finetune.recipe.renames import meant
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
 
@@ -321,7 +322,7 @@ def _trackers(recipe: Recipe) -> list[str]:
 
 
 def _unknown_tracker(name: str, known: Collection[str]) -> Problem:
-    near, what = nearest(name, known), "Transformers has no such tracker"
+    near, what = meant("train.report_to", name, known), "Transformers has no such tracker"
     expected = "" if near else "none, all, or a tracker such as tensorboard, wandb or mlflow"
     fix = f"train.report_to: {near}" if near else "train.report_to: none"
     return Problem(what, "train.report_to", found=name, expected=expected, fix=fix, code="value-choice")

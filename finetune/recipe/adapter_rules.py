@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from finetune.core.errors import nearest
 from finetune.core.pattern_time import Pattern
 from finetune.recipe.adapter_types import (
     CONFIGURED_INITS,
@@ -20,6 +19,7 @@ from finetune.recipe.adapter_types import (
     no_rank_steps,
     obstacle,
 )
+from finetune.recipe.renames import meant
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -308,7 +308,7 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, a
     if not isinstance(init, str):
         return found
     if not _INIT.fullmatch(init):
-        near = nearest(init.lower(), INITS)
+        near = meant("adapter.init_lora_weights", init, INITS)
         texts = {
             "found": init,
             "expected": "" if near else f"true, false, {', '.join(INITS)}",

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from finetune.core import paths, shipped_files, strict_yaml
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
 from finetune.recipe import adapter_keys, adapter_types, build, command_line_overrides, recipe_errors, renames
+from finetune.recipe.renames import meant
 from finetune.recipe.schema import Origin, Recipe
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def _adapter_type(raw: dict[str, Any], origin: Origin) -> tuple[str, list[Proble
     name, where = adapter["type"], origin.where.get(("adapter", "type"), "")
     if not isinstance(name, str) or name not in types:
         offered = [name for name, kind in types.items() if not kind.refused]
-        found, near = recipe_errors.show(name), nearest(str(name).lower().replace("-", "_"), offered)
+        found, near = recipe_errors.show(name), meant("adapter.type", str(name).replace("-", "_"), offered)
         expected = "" if near else recipe_errors.choices(str(name), offered)
         fix, what = f"type: {near}" if near else "type: lora", "unknown adapter type"
         return "", [Problem(what, "adapter.type", where, found, expected, fix, code="adapter-type")]

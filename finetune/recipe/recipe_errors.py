@@ -12,7 +12,7 @@ from finetune.core.error_codes import SECRET_IN_RECIPE
 from finetune.core.errors import Problem, nearest
 from finetune.core.privacy import masked
 from finetune.recipe import adapter_keys, adapter_rules, command_line_overrides, qat_rules, train_rules
-from finetune.recipe.renames import KEYS, RENAMED, current, current_value, owner_of
+from finetune.recipe.renames import KEYS, RENAMED, current, current_value, meant, owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -142,7 +142,7 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     best = get("eval.metric_for_best_model")
     if isinstance(best, str) and "/" not in best and best not in METRICS:
         what, expected = "unknown metric", "loss, exact_match, or task/metric such as arc_easy/acc"
-        near = nearest(best, METRICS)
+        near = meant("eval.metric_for_best_model", best, METRICS)
         fix = f"metric_for_best_model: {near}" if near else ""
         problem("eval.metric_for_best_model", what, "eval-setting", found=best, expected=expected, fix=fix)
     elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
@@ -195,7 +195,7 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
     if kind == "literal_error":
         what, code = "not one of the allowed values", "value-choice"
     today = current_value(key, value)
-    near = str(today) if today != value else nearest(str(value), allowed)
+    near = str(today) if today != value else meant(key, value, allowed)
     fix = f"{path[-1]}: {near}" if near and not path[-1].isdecimal() else near
     expected = "" if near else expected
     return Problem(what, key, place_of(path, where), show(value), expected, fix, code=code)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _NO_SUCH_CHECKPOINTS = "remove it: finetune always saves complete checkpoints, once"
 _PRECISION = "remove it, and set `mixed_precision` in the accelerate config"
@@ -101,6 +106,65 @@ VALUES = {  # today's key -> a value of format 1 -> its name today
     "model.quantization": {"bf16": "none"},
     "speed.activation_checkpointing": {"cheap": "norms", "int8": "mlp_int8", "all": "full"},
 }
+# Keys -> values that people carry over from other tools, in lower case and without signs -> the value here
+MEANT: dict[str, dict[str, str]] = {
+    "model.quantization": {
+        **dict.fromkeys(
+            ("4bit", "int4", "bnb4bit", "bnb", "bitsandbytes", "loadin4bit", "q4", "true"), "nf4"
+        ),
+        **dict.fromkeys(("8bit", "bnb8bit", "loadin8bit", "q8", "8"), "int8"),
+        **dict.fromkeys(("float8", "fp8e4m3", "e4m3"), "fp8"),
+        **dict.fromkeys(("false", "off", "fp16", "bfloat16", "float16", "16bit", "fp32"), "none"),
+        **dict.fromkeys(("gptq", "awq", "mxfp4"), "auto"),  # a checkpoint that is stored so says so itself
+    },
+    "model.attention": {
+        **dict.fromkeys(("fa2", "flash2", "flashattention"), "flash_attention_2"),
+        **dict.fromkeys(("fa3", "flash3"), "flash_attention_3"),
+        **dict.fromkeys(("xformers", "math", "memefficient", "paged", "true"), "sdpa"),
+        **dict.fromkeys(("none", "false", "default"), "auto"),
+    },
+    "data.format": {
+        **dict.fromkeys(("chatml", "openai", "chat", "chattemplate"), "messages"),
+        **dict.fromkeys(("instruct", "instruction"), "alpaca"),
+        **dict.fromkeys(("raw", "pretrain", "pretraining"), "text"),
+        **dict.fromkeys(("json", "jsonl", "csv", "parquet"), "auto"),
+        "conversations": "sharegpt",
+    },
+    "data.train_on": {
+        **dict.fromkeys(("answers", "responses", "turns", "assistantonly", "assistants"), "assistant"),
+        **dict.fromkeys(("everything", "inputs", "fullsequence"), "all"),
+    },
+    "data.reasoning": {**dict.fromkeys(("strip", "remove", "drop", "none", "false"), "cut"), "true": "keep"},
+    "data.too_long": {**dict.fromkeys(("cut", "left", "truncate"), "truncate_prompt"), "skip": "drop"},
+    "speed.activation_checkpointing": {
+        **dict.fromkeys(("on", "yes", "true", "unsloth", "offload"), "full"),
+        **dict.fromkeys(("off", "no", "false"), "none"),
+        "selective": "mlp",
+    },
+    "speed.offload": {
+        **dict.fromkeys(("cpu", "true", "on", "yes", "disk", "nvme"), "all"),
+        **dict.fromkeys(("off", "no", "false"), "none"),
+    },
+    "speed.compile": {
+        **dict.fromkeys(("on", "yes", "inductor"), "true"),
+        **dict.fromkeys(("off", "no"), "false"),
+    },
+    "speed.loss": {
+        **dict.fromkeys(("liger", "fused", "cce", "cutcrossentropy", "true"), "chunked"),
+        **dict.fromkeys(("default", "false"), "auto"),
+    },
+    "train.save_strategy": dict.fromkeys(("never", "none"), "no"),
+    "train.report_to": {"wb": "wandb", "tb": "tensorboard", "none": "none", "no": "none"},
+    "train.lr_scheduler_type": {
+        "wsd": "warmup_stable_decay",
+        "cosinewithwarmup": "cosine",
+        "onecycle": "cosine",
+    },
+    "adapter.bias": {"true": "all", "false": "none"},
+    "adapter.init_lora_weights": dict.fromkeys(("kaiming", "none", "zero", "default", "lora"), "true"),
+    "adapter.type": dict.fromkeys(("freeze", "none", "fullfinetune", "finetune", "sft"), "full"),
+    "eval.metric_for_best_model": {"accuracy": "exact_match", "acc": "exact_match", "perplexity": "loss"},
+}
 FILES = {  # today's name of a file in a run folder -> its name in format 1
     "checks.json": "receipts.json",
     "validation.jsonl": "held_out.jsonl",
@@ -185,6 +249,12 @@ RENAMED = {  # a key of older Hugging Face releases or of other tools -> today's
     "fsdp_transformer_layer_cls_to_wrap": "`fsdp_config` in the accelerate config",
     "use_liger": "`speed.loss`",
 }
+
+
+def meant(key: str, value: object, allowed: Iterable[str]) -> str:
+    """Return the value that a misspelled value, or one of another tool, means; empty: none is near."""
+    plain = re.sub(r"[^a-z0-9]", "", str(value).lower())
+    return MEANT.get(key, {}).get(plain) or nearest(str(value), allowed)
 
 
 def owner_of(key: str) -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FAMILIES = {
     "BLOOM": "bloom", "GPT_OSS": "gpt_oss", "GPT2": "gpt2", "NEOX": "gpt_neox", "MIXTRAL": "mixtral",
-    "MAMBA": "mamba", "UNTIED": "llama",
+    "MAMBA": "mamba", "UNTIED": "llama", "TIED": "llama",
 }  # fmt: skip
 ROUNDS = 3  # of advice, each on what the one before it left
 
@@ -350,7 +350,41 @@ REFUSED: list[dict[str, Any]] = [
     {"model.name": "UNTIED", "adapter.trainable_token_indices": {"lm_heads": [1]}},
     {"data.columns": {"mesages": "messages"}},
     {"model.add_tokens": ["<|im_end|>"]},
-]
+    *(
+        {"model.name": model, "adapter.target_modules": targets}
+        for model in ("BLOOM", "NEOX", "GPT2", "MAMBA")
+        for targets in (
+            ["q_proj"], ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"],
+            ".*q_proj", "q_proj|v_proj",
+        )
+    ),
+    *(
+        {"model.name": model, key: value}
+        for model in ("BLOOM", "NEOX", "GPT2")
+        for key, value in (
+            ("adapter.exclude_modules", ["q_proj"]),
+            ("adapter.rank_pattern", {"q_proj": 4}),
+            ("adapter.modules_to_save", ["embed_tokens"]),
+            ("adapter.trainable_token_indices", {"embed_tokens": [1]}),
+        )
+    ),
+    {
+        "model.name": "BLOOM",
+        "adapter.type": "ia3",
+        "adapter.target_modules": ["k_proj", "down_proj"],
+        "adapter.feedforward_modules": ["down_proj"],
+    },
+    {"model.name": "TIED", "adapter.target_modules": ["embed_tokens"], "adapter.ensure_weight_tying": True},
+    {"adapter.type": "adalora", "adapter.init_r": 4, "adapter.target_r": 8},
+    {"adapter.type": "adalora", "adapter.init_r": 8, "adapter.target_r": 8},
+    {"adapter.type": "adalora", "adapter.init_r": 4},
+    {"adapter.type": "adalora", "adapter.tinit": 30},
+    {"adapter.type": "adalora", "adapter.tfinal": 19},
+    {"adapter.type": "adalora", "adapter.tinit": 10, "adapter.tfinal": 10},
+    {"adapter.type": "adalora", "adapter.total_step": 1000},
+    {"adapter.type": "adalora", "adapter.orth_reg_every": 100},
+    {"eval.metric_for_best_model": "eval_los", "eval.eval_steps": 5, "data.validation_fraction": 0.2},
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -362,6 +396,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, family in FAMILIES.items():
         options = {**CONFIGS[family], **tokens}
         options |= {"tie_word_embeddings": False} if name in ("UNTIED", "NEOX") else {}
+        options |= {"tie_word_embeddings": True} if name == "TIED" else {}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **options))
         made[name] = str(tiny_models.save(folder / name, model))
     return made
@@ -437,6 +472,21 @@ def _can_be_mended(raw: dict[str, Any], left: list[Problem], problems: Any, roun
     return any(_can_be_mended(way, problems(way), problems, rounds - 1) for way in ways)
 
 
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [("BLOOM", ["query_key_value", "dense"]), ("NEOX", ["query_key_value", "dense"]),
+     ("GPT2", ["c_attn", "c_proj"])],
+)  # fmt: skip
+def test_advice_on_layers_of_llama_names_those_of_the_model(
+    model: str, attention: list[str], changed, problems
+):
+    """GPT-2's `c_proj` is like `q_proj` in letters only."""
+    for targets in (["q_proj"], ["q_proj", "v_proj"], ".*q_proj"):
+        raw = changed({"model.name": model, "adapter.target_modules": targets})
+        for problem in problems(raw):
+            assert advice.changes(problem, raw) == [{"adapter.target_modules": attention}]
+
+
 @pytest.mark.parametrize("model", ["BLOOM", "GPT_OSS"])
 def test_packing_advice_followed_passes_without_packing(model: str, changed, problems) -> None:
     raw = changed({"model.name": model, "data.packing": True, "data.padding_free": True})
@@ -473,7 +523,7 @@ def test_new_tokens_advice_trains_the_head_of_an_untied_model(
 def test_no_advice_names_the_number_of_a_layer(changed, problems) -> None:
     for key, value in (("exclude_modules", ["w1"]), ("rank_pattern", {"w1": 4})):
         (problem,) = problems(changed({"model.name": "MIXTRAL", f"adapter.{key}": value}))
-        assert not problem.fix and "0" not in problem.found.split(", ")
+        assert problem.fix == "drop it" and "0" not in problem.found.split(", ")
 
 
 def test_an_empty_new_token_is_an_error_of_its_key(changed, problems) -> None:

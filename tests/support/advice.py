@@ -138,7 +138,7 @@ def _pairs(said: str, problem: Problem) -> Iterator[tuple[str, Any]]:
         key = _whole(found[1], problem) if found else ""
         if found and _known(key) and "<" not in found[2]:  # data.validation: <a file>
             value = found[2] if found[2][0] in "[{" else found[2].partition(", ")[0]
-            yield key, yaml.safe_load(value)
+            yield key, value if value == "no" else yaml.safe_load(value)  # `no` is a text there
 
 
 def _known(key: str) -> bool:
