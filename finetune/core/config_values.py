@@ -40,6 +40,8 @@ _POSITIVE = frozenset(
 )  # fmt: skip
 # One number in every config; heads and layers may be given for each part of a model
 _ONE_NUMBER = frozenset({"vocab_size", "hidden_size", "max_position_embeddings", "n_positions"})
+# Sections that transformers reads as the config of the text model
+_SECTIONS = frozenset({"decoder", "generator", "text_config", "text_encoder"})
 
 
 def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
@@ -68,5 +70,7 @@ def _other_type(name: str, value: Any) -> str:
         return "a number"
     if name == "model_type" and not isinstance(value, str):
         return "a string"
+    if name in _SECTIONS and not isinstance(value, dict):
+        return "an object"
     is_names = isinstance(value, list) and all(isinstance(one, str) for one in value)
     return "" if name != "architectures" or is_names else "a list of strings"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.core.errors import Problem, UserError, nearest
-from finetune.core.regular_files import check_regular
+from finetune.core.regular_files import check_regular, is_of_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,11 +36,6 @@ def why_not_makeable(path: Path) -> str:
     if is_of_kernel(above):
         return f"{os.strerror(errno.EPERM)}: a folder of the kernel"
     return "" if os.access(above, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
-
-
-def is_of_kernel(folder: Path) -> bool:
-    """Whether nobody can make a file in a folder, although its permissions allow it."""
-    return any(folder.resolve().is_relative_to(top) for top in ("/proc", "/sys"))
 
 
 def refuse_lfs_pointer(path: Path, key: str = "") -> None:

@@ -29,6 +29,8 @@ READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".yaml", ".yml", ".tiktoken",
 def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
     """Refuse what is no regular file: opening a pipe waits without an end, and a device has none.
 
+    The files of /proc and /sys look like regular files, and some of them wait or have no end too.
+
     Args:
         limit: the most bytes that the file may have.
 
@@ -37,17 +39,20 @@ def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
         OSError: nothing is there.
     """
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        what, kind, why = (
-            "finetune opens only regular files",
-            _kind(found.st_mode),
-            "reading it may never end",
-        )
+    kind = "" if stat.S_ISREG(found.st_mode) else _kind(found.st_mode)
+    kind = kind or ("a file of the kernel" if is_of_kernel(path) else "")
+    if kind:
+        what, why = "finetune opens only regular files", "reading it may never end"
         raise UserError(Problem(what, key, str(path), kind, "a regular file", why=why, code="unsafe-file"))
     if limit is not None and found.st_size > limit:
         size, most = f"{found.st_size:,} bytes", f"at most {limit:,} bytes"
         what = "the file is too large to read into memory"
         raise UserError(Problem(what, key, str(path), size, most, code="unsafe-file"))
+
+
+def is_of_kernel(path: Path) -> bool:
+    """Whether a file or folder is below /proc or /sys, where nobody can make a file."""
+    return any(path.resolve().is_relative_to(top) for top in ("/proc", "/sys"))
 
 
 def check_folder(folder: Path, key: str) -> None:

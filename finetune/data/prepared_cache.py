@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import safe_files, verified_files
 from finetune.core.errors import Problem, UserError
-from finetune.core.paths import is_of_kernel, why_not_makeable
+from finetune.core.paths import why_not_makeable
+from finetune.core.regular_files import is_of_kernel
 from finetune.core.verified_files import Damaged
 from finetune.data import source_loading
 

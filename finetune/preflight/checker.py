@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Model, Publish, Recipe
 
 IA3_RATE = 1e-2  # learning rate at which IA3's factors change by more than the rounding of bf16
+MOST_TRACKERS = 100
 TRACKERS = {  # name in train.report_to -> module, package; other trackers have one name for all three
     "azure_ml": ("azureml", "azureml-core"),
     "comet_ml": ("comet_ml", "comet-ml"),
@@ -305,6 +306,9 @@ def _trackers(recipe: Recipe) -> list[str]:
     asked = asked if isinstance(asked, list) else [asked]
     if asked in (["none"], []):
         return []
+    if len(asked) > MOST_TRACKERS:
+        found, expected = f"{len(asked):,}", f"at most {MOST_TRACKERS}"
+        raise UserError(Problem("has too many entries", key, found=found, expected=expected))
     known = upstream_options.trackers()
     if asked == ["all"]:
         found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))

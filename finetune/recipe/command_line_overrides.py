@@ -8,6 +8,8 @@ from finetune.core import strict_yaml
 from finetune.core.errors import Problem
 from finetune.recipe.schema import Origin
 
+SHOWN = 200  # characters of an override in each message about it
+
 
 def apply_overrides(
     raw: dict[str, Any], overrides: tuple[str, ...] | list[str], origin: Origin
@@ -16,7 +18,7 @@ def apply_overrides(
     for text in overrides:
         key, equals, value = text.partition("=")
         section, dot, name = key.partition(".")
-        where = f"override {text!r}"
+        where = f"override {text!r}" if len(text) <= SHOWN else f"override {text[:SHOWN]!r}..."
         if not (equals and dot and name):
             expected = "section.key=value, such as train.learning_rate=1e-4"
             what = "this text is not an override of a recipe key"

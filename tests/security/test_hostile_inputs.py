@@ -612,3 +612,30 @@ def test_chat_template_that_is_another_file_is_refused_without_its_text(tmp_path
     ended = commands.run("check", str(QUICKSTART), f"data.chat_template={path}")
     assert not ended.wrong and ended.code == 2 and "not a Jinja template" in ended.said, ended
     assert "in-this-file" not in ended.said
+
+
+OF_KERNEL = "/proc/kmsg"  # a regular file to `stat`, from which a read may wait without an end
+
+
+@pytest.mark.skipif(not Path(OF_KERNEL).exists(), reason="Linux alone has it")
+@pytest.mark.parametrize("words", [[OF_KERNEL], [str(QUICKSTART), f"data.chat_template={OF_KERNEL}"]])
+def test_file_of_the_kernel_is_refused(words: list[str], commands) -> None:
+    ended = commands.run("check", *words)
+    assert not ended.wrong and ended.code == 2 and "a file of the kernel" in ended.said, ended
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "yaml", "jinja"])
+def test_link_to_a_file_of_the_kernel_is_refused(suffix: str, tmp_path, commands) -> None:
+    (tmp_path / f"a.{suffix}").symlink_to("/proc/self/environ")
+    keys = {"jsonl": "data.name={}", "yaml": "eval.tasks=[{}]", "jinja": "data.chat_template={}"}
+    ended = commands.run("check", str(QUICKSTART), keys[suffix].format(tmp_path / f"a.{suffix}"))
+    assert not ended.wrong and ended.code == 2 and "a file of the kernel" in ended.said, ended
+
+
+LONG_LIST = ", ".join(f"name{number}" for number in range(5000))
+
+
+@pytest.mark.parametrize("key", ["train.report_to", "eval.tasks", "adapter.target_modules"])
+def test_long_override_is_refused_soon(key: str, commands) -> None:
+    ended = commands.run("check", str(QUICKSTART), f"{key}=[{LONG_LIST}]")
+    assert not ended.wrong and ended.code == 2 and len(ended.said) < 100_000, ended

@@ -63,6 +63,7 @@ ODD = [
     ("config.json", "model_type", {"a": 1}),
     ("config.json", "vocab_size", ["a"]),
     ("config.json", "max_position_embeddings", {"a": 1}),
+    *(("config.json", section, "x") for section in ("text_config", "decoder", "generator", "text_encoder")),
     ("generation_config.json", "", b"[1]"),
     ("generation_config.json", "", b"\xff\xfe{}"),
     ("generation_config.json", "", b"[" * 1000 + b"]" * 1000),
