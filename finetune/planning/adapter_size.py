@@ -97,15 +97,15 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     rows = len(model.add_tokens) * (2 - found.names.tied) * text.hidden_size
     ranks = _parameter_ranks(options, found.names) if kind.peft == "lora" else {}
     experts = sum(rank * _sides(found.names.shapes[name]) for name, rank in ranks.items())
-    unknown = f"what {adapter.type} adds is not counted here; taken as LoRA's of r {RANK}"
+    unknown = f"the plan does not know the size of {adapter.type}, and assumes LoRA with r {RANK}"
     if experts:
         unknown = (
-            f"PEFT adapts the experts' weights too ({experts:,} of the trained numbers); what its forward "
+            f"PEFT also adapts the experts ({experts:,} of the trainable parameters), and the plan does "
         )
-        unknown += "of them takes in memory is not known"
+        unknown += "not know the memory of their forward pass"
     obstacle = _obstacle(kind.peft, options, largest)
     if any(found.names.kinds[name] == "Conv1D" for name in names):
-        obstacle = obstacle or "the base is stored as Conv1D"
+        obstacle = obstacle or "the base model's layers are Conv1D"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS
     fits &= not any(name.endswith("experts") for name in found.names.kinds)
@@ -137,10 +137,10 @@ def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
     `speed.fused_layers.obstacle` applies the same rules to a live layer.
     """
     obstacles = {
-        f"PEFT's {kind} has a forward of its own": kind not in FUSED_TYPES,
-        f"rank {rank} is over {MAX_RANK}": rank > MAX_RANK,
+        f"PEFT's {kind} has its own forward pass": kind not in FUSED_TYPES,
+        f"rank {rank} is larger than {MAX_RANK}": rank > MAX_RANK,
         "lora_bias": options.get("lora_bias"),
-        "DoRA with dropout drops the base's input too": options.get("use_dora")
+        "DoRA with dropout also changes the base layer's input": options.get("use_dora")
         and options.get("lora_dropout"),
     }
     return next((what for what, is_so in obstacles.items() if is_so), "")

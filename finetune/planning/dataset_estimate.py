@@ -74,9 +74,9 @@ def _prepared(data: Data, model: Model, seed: int | None) -> tuple[Path | None, 
         folder = prepared_cache.recall(data, seed, model, tokenizer_files(model))
         return (folder if folder and prepared_cache.reports(folder) else None), ""
     except Damaged as damage:
-        return None, f"the prepared data is not used, because {damage}; train prepares it again"
+        return None, f"the plan ignores the prepared data, because {damage}; train prepares it again"
     except UserError as error:  # the folder belongs to another user
-        return None, f"the prepared data is not used, because {error.problems[0].what}"
+        return None, f"the plan ignores the prepared data, because {error.problems[0].what}"
 
 
 def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | None:
@@ -104,7 +104,7 @@ def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | N
     most = float(data.max_length)
     lengths, how = lengths_in_tokens(data, model, sampled)
     if not lengths:
-        return Rows(0, most, most, most, how="there is nothing in the files")
+        return Rows(0, most, most, most, how="the files are empty")
     texts = can_be_split(data, sampled) if data.too_long == "split" else [False] * len(lengths)
     long = sum(length > most for length in lengths) / len(lengths)
     split = sum(text and length > most for length, text in zip(lengths, texts, strict=True)) / len(lengths)
@@ -145,17 +145,17 @@ def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
     """Describe how a run treats rows longer than `data.max_length`. Also return whether a run would stop."""
     if rows is None or not rows.long:
         return "", False
-    share = f"{rows.long:.0%} of the rows are longer than data.max_length ({data.max_length})"
+    share = f"{rows.long:.0%} of the examples are longer than data.max_length ({data.max_length})"
     if rows.split == rows.long:
-        return f"{share}, and split", False
+        return f"{share}, and finetune splits them", False
     if data.too_long == "truncate_prompt":
-        return f"{share}; their prompts are cut, and what does not fit then is dropped", False
+        return f"{share}; finetune truncates their prompts, and drops examples that are still too long", False
     if data.too_long == "error":
         return f"{share}, and data.too_long is error", True
-    limit, dropped, what = data.expect.dropped, rows.long - rows.split, "and dropped"
+    limit, dropped, what = data.expect.dropped, rows.long - rows.split, "and finetune drops them"
     if data.too_long == "split":
-        what = f"{dropped:.0%} are chats or have prompts, and dropped: plain text alone is split"
-    return f"{share}, {what}; a run lets {limit:.0%} pass (data.expect.dropped)", dropped > limit
+        what = f"and finetune drops {dropped:.0%}, because it splits only plain text"
+    return f"{share}, {what}; data.expect.dropped allows {limit:.0%}", dropped > limit
 
 
 def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
@@ -168,16 +168,18 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
         for path in source_loading.files(source.name, key) or ()
     ]
     if not rows.number and data.validation_fraction is not None:
-        return f"no row would be left to train on (data.validation_fraction: {data.validation_fraction:g})"
+        return (
+            f"no example would be left for training (data.validation_fraction: {data.validation_fraction:g})"
+        )
     if why := _unusable(stamped(paths), data.model_dump_json()):
         return why
     long, refuses = too_long(rows, data)
     if refuses or rows.number >= batch.effective:
         return long if refuses else ""
     if not rows.number:
-        return "there is no row to train on"
-    number = f"{rows.number:,} rows are" if rows.number > 1 else "1 row is"
-    return f"{number} fewer than one step takes (train.effective_batch_size: {batch.effective})"
+        return "there is no example to train on"
+    number = f"{rows.number:,} sequence{'s' * (rows.number > 1)}"
+    return f"the data has {number}, and one step needs {batch.effective} (train.effective_batch_size)"
 
 
 def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -> int | None:
@@ -196,7 +198,7 @@ def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
         example_errors.first_rows(Data.model_validate_json(asked))  # `refused` checks their number
     except UserError as error:
         first = error.problems[0]
-        return f"{first.what} ({first.where or first.key}); `finetune check` says all"
+        return f"{first.what} ({first.where or first.key}); `finetune check` shows all problems"
     return ""
 
 
@@ -319,8 +321,8 @@ def _lengths(
     rows = _rows(paths, counts, asked)
     sizes = list(map(_characters, rows))
     if not tokenizer:
-        why = "the model's tokenizer is not here"
-        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters a token, for {why}"
+        why = "the model's tokenizer is not on this machine"
+        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters per token, because {why}"
     chosen, characters = list[tuple[int, Example]](), 0
     for index, (size, example) in enumerate(zip(sizes, rows, strict=True)):
         if isinstance(example, Example) and characters + size <= TOKENISED:
@@ -328,12 +330,12 @@ def _lengths(
             characters += size
     found = _tokens([example for _, example in chosen], tokenizer, config, template)
     if not found or not any(found):
-        why = "there is no chat template" if found is None else "no row can be tokenised here"
-        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters a token, for {why}"
+        why = "there is no chat template" if found is None else "no example can be tokenized here"
+        return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters per token, because {why}"
     each = sum(found) / max(1, characters)
     known = {index: float(tokens) for (index, _), tokens in zip(chosen, found, strict=True) if tokens}
     made = [known.get(index, size * each) for index, size in enumerate(sizes)]
-    return made, f"by the model's tokenizer and template, from {len(known)} of them"
+    return made, f"by the model's tokenizer and template, from {len(known)} examples"
 
 
 def _tokens(examples: list[Example], tokenizer: str, config: str, template: str) -> list[int] | None:

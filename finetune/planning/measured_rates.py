@@ -29,18 +29,19 @@ ROW = {"cuda": 4096, "cpu": 256}
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes
 LARGEST = 1024  # hidden size of the layer that is timed on a CPU: wider layers run at the same rate
 NAMES = {
-    "product": "products (bf16; fp32 on the CPU)",
-    "fp8": "products in fp8",
-    "forward": "attention, forward",
-    "backward": "attention, backward",
-    "layer": "products of a layer, with all that is between them",
-    "bandwidth": "copies, read and written",
-    "link": "sent by each GPU while all sum a tensor",
+    "product": "matrix multiplications (bf16; fp32 on the CPU)",
+    "fp8": "matrix multiplications in fp8",
+    "forward": "attention, forward pass",
+    "backward": "attention, backward pass",
+    "layer": "a whole transformer layer",
+    "bandwidth": "memory copies (read and write)",
+    "link": "all-reduce, sent by each GPU",
 }
 # Rates in bytes/s. The others are in FLOP/s.
 MOVED = ("bandwidth", "link")
 # Rates that every file must hold. The file of a CPU must also hold `layer`.
 NEEDED = ("product", "forward", "backward", "bandwidth")
+AGAIN = "run `finetune doctor --measure` to write it again"
 # The rates apply to models that are at most this many times wider or narrower.
 ALIKE = 2.0
 
@@ -72,7 +73,7 @@ def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
     for path in paths:
         found, problem = _content(path)
         if problem:
-            wrong.append(f"{path} is not used: {problem}")
+            wrong.append(f"finetune ignores {path}: {problem}")
         elif found:
             there.append((_apart(found["shapes"], one, device), found, path))
     if not there:
@@ -80,8 +81,8 @@ def read_for(device: str, one: Widths) -> tuple[dict[str, Any] | None, str]:
     apart, found, path = min(there, key=lambda each: each[0])
     if apart <= ALIKE:
         return found, ""
-    what = f"measured at {found['shapes']}, this model has {one.hidden} and {one.intermediate}"
-    return None, "; ".join([*wrong, f"{path} is not used: {what}"])
+    what = f"it was measured at {found['shapes']}, and this model has {one.hidden} and {one.intermediate}"
+    return None, "; ".join([*wrong, f"finetune ignores {path}: {what}"])
 
 
 def _apart(shapes: str, one: Widths, device: str) -> float:
@@ -99,16 +100,16 @@ def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
     try:
         held = verified_files.read_signed(path)
     except Damaged as damage:
-        return None, f"{damage}; finetune doctor --measure writes it anew"
+        return None, f"{damage}; {AGAIN}"
     if held.pop("of", None) != path.name:
-        return None, "it was written under another name; finetune doctor --measure writes it anew"
+        return None, f"it was renamed; {AGAIN}"
     rates = {name for name, rate in held.items() if name in NAMES and _positive(rate)}
     wanted = {*NEEDED, *(["layer"] if held.get("device") == "CPU" else []), *(NAMES.keys() & held.keys())}
     wrong = sorted(wanted - rates)
     wrong += [key for key in ("date", "shapes") if not isinstance(held.get(key), str)]
     wrong += ["shapes"] if "shapes" not in wrong and len(re.findall(r"[1-9]\d*", held["shapes"])) != 2 else []
     if wrong:
-        return None, f"no {', '.join(wrong)} in it that can be used; finetune doctor --measure writes it anew"
+        return None, f"it has no usable {', '.join(wrong)}; {AGAIN}"
     return held, ""
 
 

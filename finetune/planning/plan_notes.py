@@ -23,29 +23,32 @@ def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
     """
     found, has, rows, steps = run.model, run.adapter, run.rows, run.steps
     data, train, evaluation = run.recipe.data, run.recipe.train, run.recipe.eval
-    what = f"not known: {found.unknown}; weights are counted, what backward keeps is taken for Llama's"
+    what = f"{found.unknown}, so the plan assumes the saved activations of a Llama"
     said = [what] if found.unknown else []
     said += [has.unknown] if has.unknown else []
     if optimizer_choice.known_bytes(optimizer_choice.asked(train)) is None:
-        said.append(f"the state of {optimizer_choice.asked(train)} is not known here; taken as AdamW's")
+        optimizer = optimizer_choice.asked(train)
+        said.append(f"the plan does not know the state of {optimizer}, and assumes the state of AdamW")
     if steps is None:
-        said.append("not known: how many steps; the rows of the data are counted when it is prepared")
+        said.append("the number of steps is not known before the data is prepared")
     said += short_of_peak(train, steps) if steps is not None else []
     if rows is None:
         why = "are streamed" if data.streaming else "are not on this machine"
-        said.append(f"rows {why}: each is taken for {data.max_length} tokens, data.max_length")
+        said.append(
+            f"the examples {why}, so the plan assumes {data.max_length} tokens each (data.max_length)"
+        )
     else:
-        packed = ", packed" * data.packing
-        said.append(f"rows: {rows.number:,}, of about {rows.tokens:,.0f} tokens{packed} ({rows.how})")
+        kind = "packed sequences" if data.packing else "examples"
+        said.append(f"the data has {rows.number:,} {kind} of about {rows.tokens:,.0f} tokens ({rows.how})")
     said += [long] if (long := dataset_estimate.too_long(rows, data)[0]) else []
     if too_large and evaluates(data, evaluation):
         auto = evaluation.batch_size == "auto"
-        many = "even one row" if auto else f"{evaluation.batch_size} rows at once"
-        remedy = "" if auto else "; eval.batch_size=auto takes what fits"
-        what = f"{many} of {data.max_length} tokens, all of which carry loss{remedy}"
+        many = "even one example" if auto else f"a batch of {evaluation.batch_size} examples"
+        remedy = "" if auto else "; set `eval.batch_size: auto`"
+        what = f"{many} of {data.max_length} tokens needs too much memory{remedy}"
         said.append(f"evaluation would not fit: {what}")
     if has.dropout:
-        said.append("what dropout keeps is computed, not measured")
+        said.append("the memory of dropout masks is computed, not measured")
     return said
 
 
@@ -54,8 +57,8 @@ def of_merge(phases: dict[str, dict[str, float]], usable: float, device: str) ->
     size = sum(phases.get("merge", {}).values())
     if device == "cpu" or size <= usable:
         return []
-    what = f"merging would not fit: its fp32 weights take {size:,.1f} GiB"
-    return [f"{what}; on the CPU: ACCELERATE_USE_CPU=true finetune merge RUN"]
+    what = f"merging would not fit on the GPU, because the fp32 weights need {size:,.1f} GiB"
+    return [f"{what}; on the CPU, run `ACCELERATE_USE_CPU=true finetune merge RUN`"]
 
 
 def of_machine(gone: dict[str, float], room: float | None, processes: int, device: str) -> list[str]:
@@ -67,31 +70,27 @@ def of_machine(gone: dict[str, float], room: float | None, processes: int, devic
     """
     said = []
     if device == "cpu":
-        what = "on a CPU a layer's products alone are timed: passes of few rows and packed ones take longer"
-        said.append(f"{what}, and each process holds about a GiB of libraries beside")
+        said.append("the time on a CPU comes from one layer; packed sequences and small batches take longer")
+        said.append("each process on a CPU needs about 1 GiB more for libraries")
     if processes > IN_A_HOST:
-        what = (
-            f"{processes} GPUs are planned as on one host; between hosts the network is slower than the link"
-        )
-        said.append(f"{what} taken here, and communication longer")
+        what = f"the plan assumes that all {processes} GPUs are in one host"
+        said.append(f"{what}; the network between hosts is slower, so communication takes longer")
     if not gone:
         return said
-    each = "" if processes == 1 else f" of each of {processes} processes"
-    has = "a run takes half of what is free, which of another machine is not known"
-    has = has if room is None else f"{room:,.0f} GiB of it may be taken, half of what is free"
-    said.append(f"{sum(gone.values()):,.1f} GiB{each} go to the CPU's memory; {has}")
+    each = "" if processes == 1 else f" in each of {processes} processes"
+    has = "a run may use half of the free CPU memory, which is not known for another machine"
+    has = has if room is None else f"a run may use {room:,.0f} GiB, half of the free CPU memory"
+    said.append(f"the run offloads {sum(gone.values()):,.1f} GiB{each} to CPU memory; {has}")
     if "optimizer" in gone:
-        rate = f"{step_time.HOST_ADAMW / 1e9:,.0f} GB/s of the CPU's memory"
-        said.append(f"the optimizer on the CPU is planned at {rate}, which is a guess")
+        rate = f"{step_time.HOST_ADAMW / 1e9:,.0f} GB/s"
+        said.append(f"the plan assumes a CPU memory bandwidth of {rate} for the optimizer, a rough guess")
     return said
 
 
 def searched(rows: int, length: int, margin: float) -> str:
     """Return the note on `per_device_train_batch_size: auto`."""
-    what = (
-        f"{rows} row{'s' * (rows > 1)} of {length} tokens at once, the most that {margin:.0%} of memory holds"
-    )
-    return f"train.per_device_train_batch_size=auto: {what} by this plan; a run tries with its longest rows"
+    what = f"the plan expects {rows} of {length} tokens, the largest that fits in {margin:.0%} of memory"
+    return f"train.per_device_train_batch_size=auto: {what}; a run tries its longest examples"
 
 
 def evaluates(data: Data, settings: Eval) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "CUDA graphs")
+WORK = {"products": "GEMMs", "launch gaps": "GPU idle", "to the CPU and back": "CPU transfers"}  # shown as
 
 
 class Asked(NamedTuple):
@@ -110,8 +111,12 @@ def _figures(plan: Plan) -> dict[str, Any]:
 def on_gpus(config: Path) -> None:
     """Refuse a config for the CPU if the plan is for a GPU (exit 2)."""
     if accelerate_config.read(config).get("use_cpu") is True:
-        what, fix = "this launch is for the CPU, and a GPU is to be planned", "ddp_8; or without --gpu"
-        raise UserError(Problem(what, "--accelerate", str(config), found="use_cpu: true", fix=fix))
+        what, fix = (
+            "the config is for the CPU, and --gpu plans for a GPU",
+            "--accelerate ddp_8, or omit --gpu",
+        )
+        texts = {"found": "use_cpu: true", "fix": fix, "code": "launch-config"}
+        raise UserError(Problem(what, "--accelerate", str(config), **texts))
 
 
 def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price: float | None) -> None:
@@ -122,17 +127,15 @@ def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price:
         [name, *(_gib(kinds.get(kind)) for kind in taken), _gib(sum(kinds.values()))]
         for name, kinds in now.phases.items()
     ]
-    screen.table("memory of one device, GiB", ("phase", *taken, "all"), rows)
+    screen.table("memory per device, GiB", ("phase", *taken, "all"), rows)
     screen.table("time", ("what", "planned"), list(times(now, price)))
     chosen = [(name, choice.value, choice.reason) for name, choice in now.choices.items()]
-    screen.table("would be used", ("what", "choice", "why"), chosen)
-    what = "faster" if now.fits else "so that it fits"
-    screen.table(what, ("change", "peak GiB", "tokens/s", "its price"), [_row(one, now) for one in found])
+    screen.table("choices", ("what", "choice", "why"), chosen)
+    what = "faster" if now.fits else "changes that fit"
+    screen.table(what, ("change", "peak GiB", "tokens/s", "trade-off"), [_row(one, now) for one in found])
     if not found:
-        none = (
-            "no single change of this recipe is much faster" if now.fits else "no change found; a larger GPU"
-        )
-        screen.say(none)
+        faster = "no single change of this recipe is much faster"
+        screen.say(faster if now.fits else "no change of this recipe fits; use a larger GPU")
     warned = [line for line in adapter_types.advice(recipe) if line.startswith(WARNING)]
     screen.say(*map(labelled, [*warned, *now.notes]))
 
@@ -142,15 +145,15 @@ def headline(recipe: Recipe, now: Plan) -> str:
     verdict = "fits" if now.fits else "does not fit"
     if now.fits and not suggestions.evaluation_fits(recipe, now):
         verdict = "training fits, evaluation does not"
-    verdict = f"a run would refuse its rows; {verdict}" if now.refused else verdict
+    verdict = f"a run would refuse the data; {verdict}" if now.refused else verdict
     text = (
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
     )
     text += f"{now.peak:.1f} of {now.usable:.1f} GiB"
     if now.peak <= now.usable < now.needed:
-        text += f", of which {now.kept_free:.1f} stay free for NCCL and gaps"
+        text += f", of which {now.kept_free:.1f} are reserved for NCCL and fragmentation"
     if now.machine.host_gib is not None and now.host * now.processes > now.machine.host_gib:
-        text += f", {now.host * now.processes:.1f} of {now.machine.host_gib:.1f} GiB of the CPU's memory"
+        text += f", {now.host * now.processes:.1f} of {now.machine.host_gib:.1f} GiB of CPU memory"
     if now.tokens_per_second:
         text += f"; {now.tokens_per_second:,.0f} tokens/s"
     return f"{text}; {duration(now.seconds)} of training" if now.seconds else text
@@ -159,40 +162,39 @@ def headline(recipe: Recipe, now: Plan) -> str:
 def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
     """Yield the rows of the table of time, energy and cost."""
     batch = now.batch
-    split = f"{batch.effective} sequences: {batch.per_device} at once, {batch.accumulation} passes"
-    yield "a step", f"{split}, {now.processes} process{'es' * (now.processes > 1)}"
-    yield "trained", f"{now.trained:,} numbers"
+    parts = f"micro-batch {batch.per_device} x {batch.accumulation} accumulation x {now.processes} process"
+    yield "batch", f"{batch.effective} sequences per step: {parts}{'es' * (now.processes > 1)}"
+    yield "trainable", f"{now.trained:,} parameters"
     if now.step_seconds is None:
-        yield "seconds a step", "not known"
+        yield "s per step", "not known"
     else:
         shares = ", ".join(
-            f"{name} {value / now.step_seconds:.0%}" for name, value in now.parts.items() if value
+            f"{WORK.get(name, name)} {value / now.step_seconds:.0%}"
+            for name, value in now.parts.items()
+            if value
         )
-        yield "seconds a step", f"{now.step_seconds:.3f} ({shares})"
+        yield "s per step", f"{now.step_seconds:.3f} ({shares})"
         yield "tokens/s", f"{now.tokens_per_second:,.0f}"
     size, link = now.sent
     if link:
         waits = now.parts.get("communication", 0.0)
-        text = f"{size / 1e9:,.3g} GB a step from each, {size / link:.3f} s at {link / 1e9:,.0f} GB/s"
-        name = now.by.name + (f", {now.by.sharing} share each row" if now.by.sharing > 1 else "")
-        yield "between GPUs", f"{name}: {text}; {waits:.3f} s not beside computing"
+        text = f"{size / 1e9:,.3g} GB per step and GPU, {size / link:.3f} s at {link / 1e9:,.0f} GB/s"
+        name = now.by.name + (f", {now.by.sharing} GPUs per sequence" if now.by.sharing > 1 else "")
+        yield "between GPUs", f"{name}: {text}; {waits:.3f} s do not overlap with computation"
     yield "rates", now.source
     yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
     if now.seconds:
-        yield (
-            "training",
-            f"{duration(now.seconds)}, without evaluation and saving, as energy and cost",
-        )
+        yield "training", f"{duration(now.seconds)}; time, energy and cost exclude evaluation and saving"
         hours = now.seconds * now.processes / 3600
         gpu = gpus.of_device(now.machine.name) if now.machine.device == "cuda" else None
         if gpu:
-            yield "energy", f"{hours * gpu.watts / 1000:,.2f} kWh, the GPUs at their limit of {gpu.watts} W"
+            yield "energy", f"{hours * gpu.watts / 1000:,.2f} kWh with GPUs at their limit of {gpu.watts} W"
         if price is not None:
-            yield "cost", f"{hours * price:,.2f}: {hours:,.2f} hours of a device at {price:g}"
+            yield "cost", f"{hours * price:,.2f}: {hours:,.2f} device hours at {price:g}"
     elif price is not None and now.tokens_per_second:
         hours = 1e9 / now.tokens_per_second * now.processes / 3600
-        text = f"{hours * price:,.2f} for a billion tokens, for the steps are not known"
-        yield "cost", f"{text}: {hours:,.2f} hours of a device at {price:g}"
+        text = f"{hours * price:,.2f} per billion tokens (the number of steps is not known)"
+        yield "cost", f"{text}: {hours:,.2f} device hours at {price:g}"
     elif price is not None:
         yield "cost", "not known"
 

@@ -125,7 +125,7 @@ def _obstacle(run: PlannedRun) -> str:
     if run.adapter.fast_experts:
         return ""
     if run.storage in ("int8", "torchao_int8"):
-        return f"the base is stored in {run.storage}"
+        return f"the base model is stored in {run.storage}"
     return run.adapter.obstacle or compilation.fused_obstacle(run.model.config)
 
 

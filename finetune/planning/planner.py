@@ -133,9 +133,8 @@ def planned_machine(name: str | None, count: int | None) -> tuple[Hardware, int]
     if here.device == "cpu":
         if count is not None:
             fix = f"--gpu {next(iter(gpus.GPUS))} --gpus {count}"
-            raise UserError(
-                Problem("there is no GPU here; say which one", "--gpus", found=str(count), fix=fix)
-            )
+            what = "this machine has no GPU, so the plan needs --gpu"
+            raise UserError(Problem(what, "--gpus", found=str(count), fix=fix, code="hardware"))
         return here, 1
     from finetune.checkpointing import training_state  # imports torch, as `detect` did
 
@@ -225,8 +224,15 @@ def under(
     if recipe.train.per_device_train_batch_size != "auto":
         return at_once(recipe, machine, processes, by, cpu_rate)
     if by.weights:
-        what, fix = f"can't be searched: {by.name} splits the weights only later", "a number"
-        raise UserError(Problem(what, "train.per_device_train_batch_size", found="auto", fix=fix))
+        key, what = (
+            "train.per_device_train_batch_size",
+            f"{by.name} does not work with a search for the batch size",
+        )
+        why, fix = (
+            f"the search runs before {by.name} shards the weights",
+            f"set `{key}: 1` or a larger number",
+        )
+        raise UserError(Problem(what, key, found="auto", why=why, fix=fix, code="launch-config"))
 
     def of(rows: int, checkpointing: str, offload: str) -> Plan:
         train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})

@@ -94,7 +94,7 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
         raise UserError(*found)
     count, asked = gpus or int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
     kind, known = str(given.get("distributed_type") or "NO"), {"NO": ONE, "MULTI_GPU": DDP, "FSDP": FSDP2}
-    stage = int((given.get("deepspeed_config") or {}).get("zero_stage", 0))
+    stage, code = int((given.get("deepspeed_config") or {}).get("zero_stage", 0)), "launch-config"
     found = ZERO.get(stage) if kind == "DEEPSPEED" else known.get(kind)
     offloads = "offload_params: true" in str(given.get("fsdp_config")).replace("'", "").lower()
     offloads |= any(value in ("cpu", "nvme") for value in (given.get("deepspeed_config") or {}).values())
@@ -104,24 +104,23 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     ]
     if found is None or offloads or cut or (sizes["cp"] > 1 and found is not FSDP2):
         what, expected = (
-            "such a launch is not planned",
-            "one process, DDP, FSDP2, context parallelism, ZeRO-2 or 3",
+            "finetune can't plan this launch",
+            "DDP, FSDP2, context parallelism, ZeRO-2 or ZeRO-3",
         )
         shown = "offloading" if offloads else ", ".join(cut) or f"{kind} {stage or ''}".strip()
-        raise UserError(Problem(what, "--accelerate", str(path), found=shown, expected=expected))
+        texts = {"found": shown, "expected": expected, "fix": "--accelerate fsdp2_8", "code": code}
+        raise UserError(Problem(what, "--accelerate", str(path), **texts))
     if count < 1:
-        what, said = "the config leaves the number of processes to who launches it", f"num_processes: {count}"
-        raise UserError(Problem(what, "--accelerate", str(path), found=said, fix="--gpus 16"))
+        what, found = "the config has no number of processes", f"num_processes: {count}"
+        raise UserError(Problem(what, "--accelerate", str(path), found=found, fix="--gpus 16", code=code))
     if sizes["cp"] > 1 and count != sizes["cp"] * sizes["dp_shard"]:
-        what, fix = (
-            "the config's parallelism is of another number of processes",
-            "another dp_shard_size or cp_size",
-        )
-        said = f"{count} processes; dp_shard_size {sizes['dp_shard']} x cp_size {sizes['cp']}"
-        raise UserError(Problem(what, "--accelerate", str(path), found=said, fix=fix))
+        what = "the number of processes is not dp_shard_size x cp_size of the config"
+        shown = f"{count} processes; dp_shard_size {sizes['dp_shard']} x cp_size {sizes['cp']}"
+        fix = f"--gpus {sizes['dp_shard'] * sizes['cp']}, or change dp_shard_size or cp_size"
+        raise UserError(Problem(what, "--accelerate", str(path), found=shown, fix=fix, code=code))
     if found is ONE and count > 1:
-        what, fix = "the config starts one process", "--gpus 1, or a config such as ddp_8"
-        raise UserError(Problem(what, "--accelerate", str(path), found=f"{count} GPUs", fix=fix))
+        what, fix = "the config starts one process", f"--gpus 1, or --accelerate ddp_8 --gpus {count}"
+        raise UserError(Problem(what, "--accelerate", str(path), found=f"{count} GPUs", fix=fix, code=code))
     precision = "bf16" if asked == "fp8" else asked
     frozen = asked == "fp8" and not given.get("fp8_config")
     made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)
@@ -256,17 +255,18 @@ def reason(count: int, gib: Sizes, smaller: str, refused: str = "") -> str:
         smaller: settings that need less memory than a sharded base model.
         refused: why the base model can't be sharded.
     """
-    text = f"{count} GPUs: training needs about {gib.whole:.0f} GiB of a GPU's {gib.memory:.0f}"
+    whole = "each GPU holds the whole base model (DDP)"
+    text = f"{count} GPUs: training needs about {gib.whole:.0f} of {gib.memory:.0f} GiB per GPU under DDP"
     if refused:
-        return f"{text}: each holds the whole base (DDP), which may not fit, for FSDP2 is refused: {refused}"
+        return f"{text}; {whole}, which may not fit, because FSDP2 does not work here: {refused}"
     if gib.split is None:
-        return f"{text}, so each holds the whole base (DDP)"
+        return f"{text}, so {whole}"
     if gib.split > gib.usable and gib.split >= gib.whole:
-        text += f", and split (FSDP2) {gib.split:.0f}: each holds the whole base (DDP), which may not fit"
+        text += f" and {gib.split:.0f} GiB under FSDP2; {whole}, which may not fit"
     else:
-        text += f" with the whole base on it, so it is split: {gib.split:.0f} GiB each (FSDP2)"
-        text += "; that may not fit either" if gib.split > gib.usable else ""
-    return f"{text}: {smaller}" if gib.split > gib.usable else text
+        text += f", so FSDP2 shards the base model: {gib.split:.0f} GiB per GPU"
+        text += ", which may not fit either" if gib.split > gib.usable else ""
+    return f"{text}; try {smaller}" if gib.split > gib.usable else text
 
 
 def smaller(storage: str, kind: str, *, fp8: bool) -> str:

@@ -144,8 +144,8 @@ def of_cpu(one: Widths) -> str:
     """Return the source of the rate that `planner.cpu_rate` takes for this CPU."""
     measured, why = measured_rates.read_for("CPU", one)
     if measured:
-        return f"a layer, by `finetune doctor --measure` on {measured['date']}, at {measured['shapes']}"
-    return "; ".join(filter(None, ("a layer timed here", why)))
+        return f"one layer, by `finetune doctor --measure` on {measured['date']}, at {measured['shapes']}"
+    return "; ".join(filter(None, ("one layer, timed now", why)))
 
 
 def shipped(name: str, attention: str, step: Step) -> Rates | None:
@@ -158,7 +158,7 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
     pair = [float(part) for part in text.split("/")] if text else list(MASKED)
     short = (1 + SHORT / 2048) / (1 + SHORT / step.length) if step.flat else 1.0
     forward, backward = (speed * short / H200_PEAK * gpu.bf16 for speed in pair)
-    measured = "measured on an H200" + ("" if "H200" in gpu.device else ", taken over to this GPU")
+    measured = "measured on an H200" + ("" if "H200" in gpu.device else " and assumed for this GPU")
     rates = (
         gpu.bf16 * PRODUCT,
         gpu.fp8 * FP8_PRODUCT,
@@ -168,7 +168,7 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
         gpu.link / 2 * LINK,
         gpu.host * HOST,
     )
-    return Rates(*rates, f"shares of its data sheet's peaks, {measured}")
+    return Rates(*rates, f"fractions of the data sheet's peaks, {measured}")
 
 
 def of_step(
@@ -178,13 +178,13 @@ def of_step(
     found, has, machine = run.model, run.adapter, run.target.machine
     if machine.device == "cpu":
         if cpu_rate is None:
-            return {}, "not known: this CPU has not been timed", 0.0
+            return {}, "not known, because this CPU has not been timed", 0.0
         whole = flops(found, has, step.full) * step.tokens * step.passes
-        made = {"products and the rest": whole / cpu_rate * (1 + step.recomputed / 2)}
+        made = {"computation": whole / cpu_rate * (1 + step.recomputed / 2)}
         return made, of_cpu(memory_estimate.widths(found.config)), 0.0
     rates = rates_of(machine.name, run.attention, step, memory_estimate.widths(found.config))
     if rates is None:
-        return {}, f"not known: {machine.name} is not in the table of GPUs", 0.0
+        return {}, f"not known, because {machine.name} is not in the table of GPUs", 0.0
     made = seconds(found.config, has, found.linear, kept, step, rates)
     return made, rates.source, rates.link
 

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 FASTER = 1.02  # factor by which a suggestion must raise the tokens/s of the whole run
-BY_AUTO = "the same numbers, but where it keeps gate and up in int8 (fp8 bases): gradients a hundredth off"
+SAME = "none: the same results"
+BY_AUTO = (
+    "none, but on fp8 base models auto may store MLP activations in int8 (gradients differ by about 1 %)"
+)
 
 
 class Change(NamedTuple):
@@ -62,16 +65,16 @@ def changes(
 def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
     """Yield the side effects of a change, such as another launch, other steps or the use of CPU memory."""
     if made.by.name != now.by.name:
-        yield f"{made.by.name or 'one process'} in place of {now.by.name or 'one process'}"
+        yield f"{made.by.name or 'one process'} instead of {now.by.name or 'one process'}"
     before, after = (plan.choices["quantization"].value for plan in (now, made))
     if before != after and not any(one.startswith(("model.quantization", "adapter.type")) for one in change):
-        yield f"the base in {after}, not {before}"
+        yield f"the base model in {after} instead of {before}"
     if made.steps != now.steps and made.steps:
         yield f"{made.steps:,} steps"
     elif abs(made.step_tokens / (now.step_tokens or 1) - 1) > 0.02:
-        yield f"a step of {made.step_tokens:,.0f} tokens, not {now.step_tokens:,.0f}"
+        yield f"{made.step_tokens:,.0f} tokens per step instead of {now.step_tokens:,.0f}"
     if made.host > now.host:
-        yield f"{made.host * made.processes:,.0f} GiB of the CPU's memory"
+        yield f"{made.host * made.processes:,.0f} GiB of CPU memory"
 
 
 def evaluation_fits(recipe: Recipe, made: Plan) -> bool:
@@ -95,30 +98,28 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
     speed, kind, per_device = recipe.speed, recipe.adapter.type, now.batch.per_device
     less: list[tuple[str, str]] = []
     if kind == "full":
-        less.append(
-            ("adapter.type=lora", "an adapter is trained, not every weight; its learning rate is higher")
-        )
-        less.append(("train.optim=adamw_torch_8bit", "steps a few percent off those of fp32 state"))
-        less.append(("speed.offload=optimizer", "steps on the CPU"))
+        less.append(("adapter.type=lora", "trains only an adapter, which needs a higher learning rate"))
+        less.append(("train.optim=adamw_torch_8bit", "steps differ by a few percent from fp32 state"))
+        less.append(("speed.offload=optimizer", "the optimizer runs on the CPU"))
     elif now.choices["quantization"].value not in adapter_types.QUANTISED:
-        less.append(("model.quantization=fp8", "weights and products rounded to fp8"))
+        less.append(("model.quantization=fp8", "rounds weights and matrix multiplications to fp8"))
         if (quantised := f"q{kind}") in adapter_types.all_types():
-            less.append((f"adapter.type={quantised}", "the base rounded to 4 bits"))
+            less.append((f"adapter.type={quantised}", "rounds the base model to 4 bits"))
     elif now.choices["quantization"].value == "fp8" and recipe.model.quantization == "fp8":
-        less.append(("model.quantization=nf4", "the base rounded to 4 bits"))
+        less.append(("model.quantization=nf4", "rounds the base model to 4 bits"))
     if now.choices["CUDA graphs"].value == "on":
-        less.append(("speed.compile=default", "the same numbers, without CUDA graphs"))
+        less.append(("speed.compile=default", "the same results, without CUDA graphs"))
     if getattr(recipe.adapter, "lora_dropout", 0.0):
         less.append(("adapter.lora_dropout=0.0", "no dropout"))
     key, again = "speed.activation_checkpointing", speed.activation_checkpointing
     if now.choices["activation checkpointing"].value == "none" or again not in ("auto", "full"):
-        less += [(f"{key}=auto", BY_AUTO), (f"{key}=full", "the same numbers")]
+        less += [(f"{key}=auto", BY_AUTO), (f"{key}=full", SAME)]
     elif again == "auto" and not now.fits:
-        less.append((f"{key}=full", "the same numbers"))
+        less.append((f"{key}=full", SAME))
     if speed.offload in ("auto", "none") and now.machine.device == "cuda":
-        less.append(("speed.offload=activations", "the same numbers"))
+        less.append(("speed.offload=activations", SAME))
     for size in {1, per_device // 2} - {0, per_device} if _may_split(recipe, now) else ():
-        less.append((f"train.per_device_train_batch_size={size}", "the same steps, in more passes"))
+        less.append((f"train.per_device_train_batch_size={size}", "the same steps, with more accumulation"))
     if recipe.data.max_length >= 1024:
         length = recipe.data.max_length // 2
         less.append((f"data.max_length={length}", _shorter(recipe, length)))
@@ -148,8 +149,8 @@ def _shorter(recipe: Recipe, length: int) -> str:
     data = recipe.data.model_copy(update={"max_length": length})
     rows = dataset_estimate.rows_of(data, recipe.model, 1)
     if rows is None:
-        return "rows that are longer are dropped, or their prompts cut; how many is not known"
-    return dataset_estimate.too_long(rows, data)[0] or "no row is longer"
+        return "an unknown number of examples is longer, and dropped or truncated"
+    return dataset_estimate.too_long(rows, data)[0] or "none: no example is longer"
 
 
 def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
@@ -160,18 +161,21 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
     compiles, why = now.choices["compile"]
     if compiles == "off" and now.machine.device == "cuda":
         why = f"; {why.removeprefix('auto: ')}" if "not measured" in why else ""
-        yield "speed.compile=true", f"about {planner.COMPILE_SECONDS} s more at the start{why}"
+        yield "speed.compile=true", f"about {planner.COMPILE_SECONDS} s more before the first step{why}"
     if speed.compile == "default":
-        yield "speed.compile=true", "the same numbers, as CUDA graphs where they pay"
+        yield "speed.compile=true", "the same results, with CUDA graphs if they are faster"
     if now.choices["compile"].value == "on":
-        yield "speed.compile=false", f"{planner.COMPILE_SECONDS} s less at the start"
+        yield "speed.compile=false", f"{planner.COMPILE_SECONDS} s less before the first step"
     if speed.fused is False:
-        yield "speed.fused=auto", "the same numbers"
+        yield "speed.fused=auto", SAME
     if speed.offload not in ("auto", "none"):
         yield "speed.offload=auto", BY_AUTO
     if not recipe.data.packing and not recipe.data.streaming and now.machine.device == "cuda":
-        yield "data.packing=true", "several rows in one"
+        yield "data.packing=true", "fewer steps, each with several examples per sequence"
     if _may_split(recipe, now) and now.batch.accumulation % 2 == 0:
-        yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, in fewer passes"
+        yield f"train.per_device_train_batch_size={2 * per_device}", "the same steps, with less accumulation"
     if adapter_types.find(recipe.adapter.type).sets.get("use_dora"):
-        yield f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}", "no trained magnitudes"
+        yield (
+            f"adapter.type={recipe.adapter.type.replace('dora', 'lora')}",
+            "LoRA instead of DoRA: the magnitudes do not train",
+        )

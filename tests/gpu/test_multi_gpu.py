@@ -296,4 +296,4 @@ def test_the_choice_for_this_machine_is_ddp_for_a_small_base(small: Any, tmp_pat
         text=True, timeout=400, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "each holds the whole base (DDP)" in done.stdout and "ddp_8.yaml" in done.stdout
+    assert "each GPU holds the whole base model (DDP)" in done.stdout and "ddp_8.yaml" in done.stdout

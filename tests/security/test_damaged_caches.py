@@ -192,7 +192,7 @@ def test_plan_does_not_use_prepared_data_of_another_key(data, tokenizer) -> None
     (pointer,) = (Path(data.cache_dir or "") / "recipes").iterdir()
     pointer.write_text(verified_files.signed({"recipe": pointer.name, "key": "../../elsewhere"}))
     rows = dataset_estimate.rows_of(data, model, 1, 0)
-    assert rows and "the prepared data is not used, because" in rows.how
+    assert rows and "the plan ignores the prepared data, because" in rows.how
 
 
 def fill_cache(cache: Path, data: Path) -> dict[str, Callable[[], tuple[Any, str]]]:

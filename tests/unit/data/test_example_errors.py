@@ -308,8 +308,8 @@ def test_check_reads_the_first_rows(tmp_path: Path, capsys) -> None:
     plan = ["plan", str(QUICKSTART), f"data.name={rows}", "data.validation=null", "--gpu", "l4"]
     assert main.main(plan) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "a run would refuse its rows" in said and "note: no such role (" in said
-    assert "`finetune check` says all" in said
+    assert "a run would refuse the data" in said and "note: no such role (" in said
+    assert "`finetune check` shows all problems" in said
     assert main.main([*plan, "data.expect.malformed=0.5"]) == 0
     assert "no such role" not in capsys.readouterr().out
     assert checked(rows, "data.validation=null", "data.expect.malformed=0.5") == 0

@@ -146,4 +146,4 @@ def test_adapters_that_are_not_counted_are_taken_for_what_is_said(large) -> None
     """VeRA's r of 256 is of vectors, not of matrices."""
     vera = planned(large, "adapter.type=vera", "adapter.r=256")
     assert vera.trained == planned(large, "adapter.r=16").trained
-    assert "what vera adds is not counted here; taken as LoRA's of r 16" in vera.notes
+    assert "the plan does not know the size of vera, and assumes LoRA with r 16" in vera.notes

@@ -42,16 +42,16 @@ def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
     assert ("data.max_length=2048",) in [given for given, _ in suggestions.candidates(loaded, now)]
     assert offered and ("data.max_length=2048",) not in offered
     made = planned(large, *slow, "data.max_length=2048")
-    assert made.refused and "100% of the rows are longer than data.max_length (2048)" in made.refused
-    assert plan_report.headline(loaded, made).count("a run would refuse its rows") == 1
+    assert made.refused and "100% of the examples are longer than data.max_length (2048)" in made.refused
+    assert plan_report.headline(loaded, made).count("a run would refuse the data") == 1
     assert not now.refused
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"text": "a row"}\n' * 3, "3 rows are fewer than one step takes"),
-        ('{"text": "a row"}', "1 row is fewer than one step takes"),
+        ('{"text": "a row"}\n' * 3, "the data has 3 sequences, and one step needs 4"),
+        ('{"text": "a row"}', "the data has 1 sequence, and one step needs 4"),
         ("no json\n" * 9, "not valid JSON: Expecting value, in 9 rows"),
         ("", "0 rows in "),
         ('{"text": "a row"}\n' * 3 + '{"text": "the last has no end"}', ""),
@@ -62,7 +62,7 @@ def test_rows_that_are_too_few_for_a_step_are_refused(large, text: str, said: st
     (large.parent / "rows.jsonl").write_text(text)
     made, loaded = planned(large), loader.load(large)
     assert made.refused.startswith(said) and bool(made.refused) is bool(said)
-    assert ("a run would refuse its rows" in plan_report.headline(loaded, made)) is bool(said)
+    assert ("a run would refuse the data" in plan_report.headline(loaded, made)) is bool(said)
     assert not [note for note in made.notes if "not in local jsonl files" in note]
     assert not said or made.refused in made.notes
     counted = dataset_estimate.rows_of(loaded.data, loaded.model, 1)
@@ -86,7 +86,7 @@ def test_rows_that_are_too_long_count_as_a_run_treats_them(
     assert found and found.long == 0.5
     assert (found.number, round(found.tokens)) == (rows, tokens)
     said, no = dataset_estimate.too_long(found, data)
-    assert no is refused and said.startswith("50% of the rows are longer than data.max_length (1500)")
+    assert no is refused and said.startswith("50% of the examples are longer than data.max_length (1500)")
 
 
 def test_chats_are_not_split(tmp_path) -> None:
@@ -101,7 +101,7 @@ def test_chats_are_not_split(tmp_path) -> None:
     found = dataset_estimate.rows_of(data, Model(name="nowhere/model"), 1)
     assert found and found.number == 10 and found.long == 0.5 and found.tokens < 10
     said, refuses = dataset_estimate.too_long(found, data)
-    assert refuses and "50% are chats or have prompts, and dropped: plain text alone is split" in said
+    assert refuses and "finetune drops 50%, because it splits only plain text" in said
 
 
 def test_rows_that_are_all_held_out_are_refused(large) -> None:
@@ -109,7 +109,7 @@ def test_rows_that_are_all_held_out_are_refused(large) -> None:
     (large.parent / "rows.jsonl").write_text('{"text": "a row"}\n')
     given = ("data.validation_fraction=0.05", "train.effective_batch_size=1")
     made = planned(large, *given, "train.max_steps=2")
-    assert made.refused == "no row would be left to train on (data.validation_fraction: 0.05)"
+    assert made.refused == "no example would be left for training (data.validation_fraction: 0.05)"
     (large.parent / "rows.jsonl").write_text('{"text": "a row"}\n{"text": "another"}\n')
     assert not planned(large, *given).refused
 

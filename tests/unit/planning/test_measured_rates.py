@@ -103,11 +103,11 @@ def test_what_was_measured_at_other_widths_is_kept(large) -> None:
     ("content", "said"),
     [
         ([1, 2], "can't be read"),
-        ({}, "no backward, bandwidth, forward, product, date, shapes"),
-        ({key: MEASURED[key] for key in MEASURED if key != "forward"}, "no forward in it"),
-        ({**MEASURED, "fp8": "fast"}, "no fp8 in it"),
-        ({**MEASURED, "product": 0}, "no product in it"),
-        ({**MEASURED, "shapes": "?"}, "no shapes in it"),
+        ({}, "no usable backward, bandwidth, forward, product, date, shapes"),
+        ({key: MEASURED[key] for key in MEASURED if key != "forward"}, "no usable forward"),
+        ({**MEASURED, "fp8": "fast"}, "no usable fp8"),
+        ({**MEASURED, "product": 0}, "no usable product"),
+        ({**MEASURED, "shapes": "?"}, "no usable shapes"),
         ("{", "can't be read"),
     ],
     ids=("a list", "an empty mapping", "a missing rate", "a text", "nothing", "no shapes", "half written"),
@@ -116,7 +116,7 @@ def test_a_broken_file_of_rates_is_said_and_not_used(large, content: Any, said: 
     before = planned(large)
     keep("NVIDIA H200", content)
     after = planned(large)
-    assert said in after.source and "finetune doctor --measure writes it anew" in after.source
+    assert said in after.source and "run `finetune doctor --measure` to write it again" in after.source
     assert after.step_seconds == before.step_seconds
 
 
@@ -131,10 +131,12 @@ def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys)
     assert all(found[name] > 1e8 for name in ("product", "forward", "backward", "bandwidth", "layer"))
     assert planner.cpu_rate(loader.load(QUICKSTART)) == found["layer"]
     said = step_time.of_cpu(one)
-    assert said == f"a layer, by `finetune doctor --measure` on {found['date']}, at {found['shapes']}"
+    assert said == f"one layer, by `finetune doctor --measure` on {found['date']}, at {found['shapes']}"
     write(file, {name: found[name] for name in found if name not in ("layer", "sha256")})
     assert planner.cpu_rate(loader.load(QUICKSTART)) > 1e8  # timed anew
-    assert step_time.of_cpu(one).startswith(f"a layer timed here; {file} is not used: no layer")
+    assert step_time.of_cpu(one).startswith(
+        f"one layer, timed now; finetune ignores {file}: it has no usable layer"
+    )
 
 
 @pytest.mark.parametrize("hidden", [48, 224, 576, 720, 3136, 5120])

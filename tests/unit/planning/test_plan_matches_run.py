@@ -88,14 +88,14 @@ def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
         "model.quantization=none",
     )
     assert planned(large, *SHORT, *stated, gpu="h100-80gb").peak > most
-    assert any(f"=auto: {rows} rows of 1024 tokens at once" in note for note in made.notes)
+    assert any(f"=auto: the plan expects {rows} of 1024 tokens" in note for note in made.notes)
     given = [change for change, _ in suggestions.candidates(loader.load(large, [*SHORT, AUTO]), made)]
     assert not any("per_device" in text for change in given for text in change)
 
 
 def test_no_batch_is_searched_where_weights_are_split(large) -> None:
     loaded, machine = loader.load(large, [*SHORT, AUTO]), planner.planned_machine("h200", 2)
-    with pytest.raises(UserError, match="FSDP2 splits the weights only later"):
+    with pytest.raises(UserError, match="the search runs before FSDP2 shards the weights"):
         planner.make(loaded, *machine, by=sharding_cost.FSDP2)
 
 
@@ -114,28 +114,31 @@ def test_a_merge_that_does_not_fit_is_said_with_what_helps(large) -> None:
     made = planned(large, "data.max_length=1024", "train.per_device_train_batch_size=1", gpu="rtx4090")
     assert made.fits and sum(made.phases["merge"].values()) > made.usable
     (said,) = [note for note in made.notes if "merging" in note]
-    assert said.endswith("GiB; on the CPU: ACCELERATE_USE_CPU=true finetune merge RUN")
+    assert said.endswith("GiB; on the CPU, run `ACCELERATE_USE_CPU=true finetune merge RUN`")
     assert not [note for note in planned(large).notes if "merging" in note]
     assert "merge" not in planned(large, "adapter.lora_bias=true").phases
 
 
 def test_what_the_time_leaves_out_is_said(large) -> None:
     rows = dict(plan_report.times(planned(large), 2.0))
-    assert "without evaluation and saving, as energy and cost" in rows["training"]
+    assert "time, energy and cost exclude evaluation and saving" in rows["training"]
 
 
 def test_more_gpus_than_a_host_has_are_said_to_be_planned_as_one(large) -> None:
     many, eight = (planned(large, "train.effective_batch_size=64", count=count) for count in (64, 8))
-    assert any("64 GPUs are planned as on one host" in note for note in many.notes)
+    assert any("assumes that all 64 GPUs are in one host" in note for note in many.notes)
     assert not any("one host" in note for note in eight.notes)
 
 
 def test_rows_whose_lengths_are_not_known_are_said(large) -> None:
     assert any(
-        "rows: 5, of about 4,096 tokens, packed" in note for note in planned(large, "data.packing=true").notes
+        "the data has 5 packed sequences of about 4,096 tokens" in note
+        for note in planned(large, "data.packing=true").notes
     )
     streamed = planned(large, "data.streaming=true")
-    assert any("rows are streamed: each is taken for 4096 tokens" in note for note in streamed.notes)
+    assert any(
+        "the examples are streamed, so the plan assumes 4096 tokens each" in note for note in streamed.notes
+    )
 
 
 def test_a_warm_up_that_outlasts_the_run_is_said_by_a_plan_too(large) -> None:
@@ -268,6 +271,6 @@ def test_the_cost_of_steps_that_are_not_known_is_of_a_billion_tokens(large) -> N
     made = replace(planned(large, *given, count=8), steps=None)
     hours = 1e9 / (made.tokens_per_second or 0) / 3600 * 8
     cost = dict(plan_report.times(made, 2.5))["cost"]
-    assert cost.startswith(f"{hours * 2.5:,.2f} for a billion tokens") and f"{hours:,.2f} hours" in cost
+    assert cost.startswith(f"{hours * 2.5:,.2f} per billion tokens") and f"{hours:,.2f} device hours" in cost
     assert dict(plan_report.times(replace(made, parts={}), 2.5))["cost"] == "not known"
     assert "cost" not in dict(plan_report.times(made, None))

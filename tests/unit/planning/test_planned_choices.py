@@ -56,7 +56,9 @@ def seventy(large: Path) -> Path:
 def test_auto_starts_no_fsdp2_that_would_be_refused(seventy: Path, given: list[str], said: str) -> None:
     made = planned(seventy, *given, "train.effective_batch_size=8", gpu="h100-80gb", count=8)
     name, reason = made.choices["launch"]
-    assert name == "ddp_8" and not made.fits and "for FSDP2 is refused" in reason and said in reason
+    assert (
+        name == "ddp_8" and not made.fits and "because FSDP2 does not work here" in reason and said in reason
+    )
     split = planned(seventy, "train.effective_batch_size=8", gpu="h100-80gb", count=8)
     assert split.choices["launch"].value == "fsdp2_8" and split.fits
 
@@ -219,16 +221,18 @@ def test_what_comes_with_a_change_is_in_its_price(seventy: Path) -> None:
     for change in found:
         made = change.plan
         assert suggestions.evaluation_fits(loader.load(seventy, short), made)
-        assert made.by.name == now.by.name or f"{made.by.name} in place of" in change.cost
+        assert made.by.name == now.by.name or f"{made.by.name} instead of" in change.cost
         base = made.choices["quantization"].value
         named = change.overrides[0].startswith(("model.quantization", "adapter.type"))
-        assert base == now.choices["quantization"].value or named or f"the base in {base}" in change.cost
-        assert made.host <= now.host or "GiB of the CPU's memory" in change.cost
+        assert (
+            base == now.choices["quantization"].value or named or f"the base model in {base}" in change.cost
+        )
+        assert made.host <= now.host or "GiB of CPU memory" in change.cost
     packed = dict(suggestions.faster(loader.load(seventy, short), now))["data.packing=true"]
     after = planned(seventy, *short, "data.packing=true", gpu="h100-80gb", count=8)
-    assert packed == "several rows in one"
+    assert packed == "fewer steps, each with several examples per sequence"
     (said,) = suggestions.beside(("data.packing=true",), now, after)
-    assert said == f"a step of {8 * 4096:,} tokens, not {8 * 400:,}"
+    assert said == f"{8 * 4096:,} tokens per step instead of {8 * 400:,}"
 
 
 def test_a_change_is_offered_once(large: Path) -> None:

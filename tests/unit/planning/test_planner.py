@@ -244,15 +244,15 @@ def test_compiling_is_planned_for_the_tokens_that_rows_have(large) -> None:
 
 def test_a_launch_for_cpus_is_planned_on_one(capsys) -> None:
     assert main.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2"]) == 0
-    assert "4 at once, 1 passes, 2 processes" in capsys.readouterr().out
+    assert "micro-batch 4 x 1 accumulation x 2 processes" in capsys.readouterr().out
     assert main.main(["plan", str(QUICKSTART), "--accelerate", "cpu_2", "--gpu", "h200"]) == 2
-    assert "this launch is for the CPU" in capsys.readouterr().err
+    assert "the config is for the CPU, and --gpu plans for a GPU" in capsys.readouterr().err
 
 
 def test_a_launch_that_is_not_planned_is_refused(large, capsys) -> None:
     asked = ["plan", str(large), "--gpu", "h200", "--accelerate"]
     assert main.main([*asked, "fsdp2_8_offload"]) == 2
-    assert "such a launch is not planned" in capsys.readouterr().err
+    assert "finetune can't plan this launch" in capsys.readouterr().err
     assert main.main([*asked, "zero2_8", "train.effective_batch_size=8"]) == 0
     assert "ZeRO-2" in " ".join(capsys.readouterr().out.split())
 
@@ -319,9 +319,9 @@ def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
         pytest.skip("there is a GPU")
     assert main.main(["plan", str(QUICKSTART), "--price-per-hour", "2"]) == 0
     text = capsys.readouterr().out
-    assert "1 x CPU" in text and "fits" in text and "a layer timed here" in text and "cost" in text
+    assert "1 x CPU" in text and "fits" in text and "one layer, timed now" in text and "cost" in text
     assert main.main(["plan", str(QUICKSTART), "--gpus", "2"]) == 2
-    assert "there is no GPU here; say which one" in capsys.readouterr().err
+    assert "this machine has no GPU, so the plan needs --gpu" in capsys.readouterr().err
 
 
 def test_packed_attention_is_slower_on_short_documents() -> None:

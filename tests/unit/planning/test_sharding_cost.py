@@ -162,7 +162,7 @@ def test_what_can_not_share_rows_is_refused_as_in_a_run(given: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("num_processes: 4", "num_processes: 6", "of another number of processes"),
+        ("num_processes: 4", "num_processes: 6", "number of processes is not dp_shard_size x cp_size"),
         ("tp_size: 1", "tp_size: 2", "tp_size: 2"),
     ],
 )
@@ -335,7 +335,7 @@ def test_split_weights_leave_room_for_nccl_and_gaps(large, count: int) -> None:
     stated = loader.load(large, [*given, "speed.activation_checkpointing=none"])
     none = planner.make(stated, *planner.planned_machine("h100-80gb", count), by=by)
     assert not none.fits and none.peak < none.usable
-    assert "does not fit" in (said := plan_report.headline(stated, none)) and "stay free for NCCL" in said
+    assert "does not fit" in (said := plan_report.headline(stated, none)) and "are reserved for NCCL" in said
     one = planned(large, *EIGHT_B, "train.effective_batch_size=4", gpu="h100-80gb")
     assert one.choices["activation checkpointing"].value == "none", "one GPU has that room"
 
