@@ -16,7 +16,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils import launch, patch_environment
 
 from finetune.autoconfig import base_quantization, mixed_precision
-from finetune.core.errors import UserError
+from finetune.core.errors import Problem, UserError
 from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config
 from finetune.preflight import launch_conflicts
@@ -99,7 +99,12 @@ def cell(config: Path, kind: str, base: str) -> str:
                 )
     except UserError as error:
         found = list(error.problems)
-    return "; ".join(dict.fromkeys(problem.what for problem in found)) or "trains"
+    return "; ".join(dict.fromkeys(map(reason, found))) or "trains"
+
+
+def reason(problem: Problem) -> str:
+    """Return a problem as the table shows it."""
+    return f"{problem.what}: {problem.why}" if problem.why else problem.what
 
 
 def refused() -> dict[str, str]:
@@ -109,9 +114,9 @@ def refused() -> dict[str, str]:
         asked = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{kind}_SIZE": 2}
         with patch_environment(**asked):
             (problem,) = launch_conflicts.problems(EIGHT, "lora", Model(name="m"), Data(name="d"), Speed())
-        made[f"parallelism_config_{kind.lower()}_size: 2"] = problem.what
+        made[f"parallelism_config_{kind.lower()}_size: 2"] = reason(problem)
     (problem,) = accelerate_config.problems({"distributed_type": "MEGATRON_LM"}, "")
-    return {**made, "distributed_type: MEGATRON_LM": problem.what}
+    return {**made, "distributed_type: MEGATRON_LM": reason(problem)}
 
 
 def table() -> str:
@@ -123,7 +128,7 @@ def table() -> str:
         cells = [cell(config, *column) for column in COLUMNS]
         reasons = list(dict.fromkeys([*reasons, *(c for c in cells if c != "trains")]))
         ran = PROVED.get(config.stem, ())
-        words = ["yes" if head in ran else "unproved" for head in ALL]
+        words = ["yes" if head in ran else "not tested" for head in ALL]
         shown = [
             word if c == "trains" else f"no ({reasons.index(c) + 1})"
             for word, c in zip(words, cells, strict=True)

@@ -249,8 +249,8 @@ def agree(facts: dict[str, str]) -> None:
         held = [f"rank {rank}: {str(found[rank].get(name, 'nothing'))[:LONGEST]}" for rank in (0, odd)]
         values.append(f"{name}: {', '.join(held)}")
     what = f"the processes of this launch differ in {', '.join(differ)}"
-    fix = "the same recipe, command, data, checkout and environment on every machine"
-    raise UserError(Problem(what, found="; ".join(values), fix=fix))
+    fix = "use the same recipe, command, data, checkout and environment on every machine"
+    raise UserError(Problem(what, found="; ".join(values), fix=fix, code="launch-config"))
 
 
 def on_one_disk(folder: Path) -> None:
@@ -271,12 +271,10 @@ def on_one_disk(folder: Path) -> None:
     if main():
         safe_files.remove(folder, SEEN)
     if blind:
-        what, fix = (
-            "not all machines of this launch see the run's folder",
-            "a folder on a disk that all share",
-        )
-        found = f"{folder.absolute()} of rank 0 is not there on {', '.join(blind)}"
-        raise UserError(Problem(what, "train.output_dir", found=found, fix=fix), code=Exit.ENVIRONMENT)
+        what, fix = "some machines of this launch do not see the run folder", "use a folder on a shared disk"
+        found = f"rank 0 wrote to {folder.absolute()}, and {', '.join(blind)} can't read the file"
+        problem = Problem(what, "train.output_dir", found=found, fix=fix, code="run-folder")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def appears(path: Path, holds: str | None = None) -> bool:

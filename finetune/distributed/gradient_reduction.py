@@ -58,7 +58,10 @@ def add_receipt(wrapped: Any, exchanged: int, ledger: RunChecks) -> None:
         return
     if ours(wrapped):
         ledger.add(
-            "gradients exchanged", f"{trained_bytes(wrapped)} bytes", f"{exchanged} bytes", "in one piece"
+            "gradients exchanged",
+            f"{trained_bytes(wrapped)} bytes",
+            f"{exchanged} bytes",
+            "averaged in one buffer",
         )
         return
     data = upstream_private.ddp_account(wrapped)
@@ -67,5 +70,5 @@ def add_receipt(wrapped: Any, exchanged: int, ledger: RunChecks) -> None:
     trained = [p for p in wrapped.parameters() if p.requires_grad]
     asked = f"{sum(p.nbytes for p in trained)} bytes of {len(trained)} trained tensors"
     got = f"{sum(buckets)} bytes of {data['num_parameter_tensors']} trained tensors"
-    how = f"DDP's own account of its buckets: {len(buckets)}"
+    how = f"{len(buckets)} buckets, as DDP reports them"
     ledger.add("gradients exchanged", asked, got, how)

@@ -32,7 +32,7 @@ NCCL_LATER = 60
 # TransformerEngine's fp8 GEMMs need multiples of this number of tokens, as in Accelerate's own script.
 TE_TOKENS = 16
 ONCE = "the backward pass would recompute in bf16, and get other tensors than the forward pass saved"
-GONE = "another process of this launch ended, or did not answer in time"
+GONE = "another process of this launch ended or did not answer in time"
 _WAYS = ("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_FP8_")
 _LOST = re.compile("gloo|NCCL|Connection (closed|reset)|[Tt]imed out|Socket Timeout|recv.*failed|Broken pipe")
 CONFIG = "accelerate config"  # the name of the launch's settings in messages
@@ -85,7 +85,9 @@ def fp8() -> Fp8:
         return Fp8("")
     backend = os.environ.get("ACCELERATE_FP8_BACKEND", "").strip()
     if not backend:
-        return Fp8(FROZEN, "mixed_precision: fp8 means the frozen fp8 base; all else in bf16")
+        return Fp8(
+            FROZEN, "mixed_precision: fp8 means a frozen fp8 base model, and bf16 for the other operations"
+        )
     return Fp8(backend, f"its mixed_precision: fp8 by {BACKENDS.get(backend, backend)}")
 
 
@@ -122,8 +124,8 @@ def eager(*, plain: bool) -> str:
         return "TransformerEngine's delayed scaling breaks the graph at each layer"
     if sharded() == "FSDP" and plain and parallel("CP") == 1 and not on("FSDP_OFFLOAD_PARAMS"):
         return ""
-    only = ", but adapters on a plain base that stays on the GPUs" if sharded() == "FSDP" else ""
-    return f"not measured where {sharded()} splits the weights{only}" if sharded() else ""
+    only = ", except for adapters on an unquantized base model on the GPUs" if sharded() == "FSDP" else ""
+    return f"not measured for weights that {sharded()} shards{only}" if sharded() else ""
 
 
 def zero_stage() -> str:
@@ -186,7 +188,11 @@ def timeout_seconds() -> int:
     """Return the seconds that a process waits for others before it raises an error (default: 1800)."""
     given = said(TIMEOUT, "1800")
     if not given.isdecimal() or int(given) < 1:
-        raise UserError(Problem("a whole number of seconds", TIMEOUT, found=given, fix=f"{TIMEOUT}=600"))
+        what, texts = (
+            "the timeout must be an integer number of seconds",
+            {"found": given, "expected": "1 or more"},
+        )
+        raise UserError(Problem(what, TIMEOUT, **texts, fix=f"{TIMEOUT}=600", code="value-range"))
     return int(given)
 
 
@@ -223,8 +229,8 @@ def lost(error: BaseException) -> Problem | None:
     text = " ".join(str(error).split())
     if int(said("WORLD_SIZE", "1")) < 2 or not _LOST.search(text):
         return None
-    fix = f"what the first process that failed said; {TIMEOUT} is how long one waits ({timeout_seconds()} s)"
-    fix += "; GLOO_SOCKET_IFNAME names the network between machines" if "[127." in text else ""
+    fix = f"read the first error above; {TIMEOUT} sets the timeout ({timeout_seconds()} s)"
+    fix += "; set GLOO_SOCKET_IFNAME to the network between the machines" if "[127." in text else ""
     return Problem(GONE, found=text[:200], fix=fix, code="launch-lost")
 
 

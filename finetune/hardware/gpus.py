@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from finetune.core.errors import Problem, UserError, nearest
+from finetune.recipe.recipe_errors import choices
 
 
 class Gpu(NamedTuple):
@@ -81,8 +82,10 @@ def named(name: str) -> Gpu:
         return GPUS["h100-80gb" if plain == "h100" else family[0]]
     if not family and " " in name and (known := of_device(name)):
         return known
-    fix = " or ".join(family) or nearest(plain, GPUS)
-    raise UserError(Problem("no such GPU", "--gpu", found=name, expected=", ".join(GPUS), fix=fix))
+    near = family or [gpu for gpu in [nearest(plain, GPUS)] if gpu]
+    fix, expected = " or ".join(f"--gpu {gpu}" for gpu in near), "" if near else choices(plain, GPUS)
+    what = "the table of GPUs has no such GPU"
+    raise UserError(Problem(what, "--gpu", found=name, expected=expected, fix=fix, code="value-choice"))
 
 
 def of_device(name: str) -> Gpu | None:

@@ -1,4 +1,4 @@
-"""An accelerate config file, read strictly: Accelerate ignores what it does not know in nested sections."""
+"""Read an accelerate config file strictly. Accelerate itself ignores unknown keys in nested sections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune.core import regular_files, strict_yaml, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.core.packages import install_extra, installed
 
-# Sections of the file, and how their keys begin, which may be left out: `fsdp_version`, or `version` alone
+# Sections of the file, and the optional prefix of their keys: `fsdp_version` or `version`
 PREFIXES = {
     "fp8_config": "fp8_",
     "fsdp_config": "fsdp_",
@@ -24,20 +24,22 @@ PREFIXES = {
     "megatron_lm_config": "",
 }
 
+CODE, UNKNOWN_VALUE = "launch-config", "Accelerate does not know this value"
+MOST_CHOICES = 5  # that a message lists beside the most similar one
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED")
 COUNTS = ("num_processes", "num_machines")
-# Keys that Accelerate writes into a config and passes over when it reads one (1.15, commands/launch.py takes
-# from it only options whose default is None), and what is in force then
+# Keys that Accelerate writes into a config and ignores when it reads one, and their effective values.
+# commands/launch.py of 1.15 reads only options with a default of None.
 COMMAND_LINE = {"rdzv_backend": "static", "enable_cpu_affinity": False}
-# Keys of FSDP1 that Accelerate passes over under version 2, and what that has in their place
+# Keys of FSDP1 that Accelerate ignores under version 2, and the help for each
 FSDP1 = {
-    "fsdp_sharding_strategy": "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
-    "fsdp_forward_prefetch": "drop it: version 2 fetches the next layer by itself",
-    "fsdp_backward_prefetch": "drop it: version 2 fetches the next layer by itself",
-    "fsdp_use_orig_params": "drop it: version 2 always trains the original parameters",
-    "fsdp_sync_module_states": "drop it; fsdp_cpu_ram_efficient_loading: true hands on rank 0's weights",
+    "fsdp_sharding_strategy": "set `fsdp_reshard_after_forward: true` (FULL_SHARD) or false (SHARD_GRAD_OP)",
+    "fsdp_forward_prefetch": "remove the key, because version 2 always prefetches the next layer",
+    "fsdp_backward_prefetch": "remove the key, because version 2 always prefetches the next layer",
+    "fsdp_use_orig_params": "remove the key, because version 2 always trains the original parameters",
+    "fsdp_sync_module_states": "remove the key; `fsdp_cpu_ram_efficient_loading: true` broadcasts weights",
 }
-READ_UNDER = {  # section -> the key and value without which Accelerate passes it over
+READ_UNDER = {  # section -> the key and value without which Accelerate ignores the section
     "fsdp_config": ("distributed_type", "FSDP"),
     "deepspeed_config": ("distributed_type", "DEEPSPEED"),
     "fp8_config": ("mixed_precision", "fp8"),
@@ -49,19 +51,20 @@ FP8_PACKAGES = {
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file as it is written, by Accelerate's own reader of YAML.
+    """Read the file with the YAML reader that Accelerate uses.
 
     Raises:
-        UserError: no such file, no mapping, or a key given twice, of which the last would hold (exit 2).
+        UserError: the file is missing or no mapping, or has a key twice (exit 2).
     """
     try:
         text = regular_files.read_text(path)
         made = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
-        problem = Problem("not an accelerate config", where=str(path), found=" ".join(str(error).split()))
-        raise UserError(problem) from error
+        texts = {"found": " ".join(str(error).split()), "code": "launch-config"}
+        raise UserError(Problem("the file is not an accelerate config", where=str(path), **texts)) from error
     if not isinstance(made, dict):
-        raise UserError(Problem("not an accelerate config", where=str(path), found=type(made).__name__))
+        texts = {"found": type(made).__name__, "expected": "a mapping", "code": "launch-config"}
+        raise UserError(Problem("the file is not an accelerate config", where=str(path), **texts))
     problems = strict_yaml.parse(text, str(path)).problems
     if twice := [problem for problem in problems if problem.what == strict_yaml.TWICE]:
         raise UserError(*twice)
@@ -69,21 +72,21 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def sizes(given: dict[str, Any]) -> int:
-    """How many processes a config's `parallelism_config` is for: the product of its sizes."""
+    """Return the number of processes that a config's `parallelism_config` needs."""
     section = given.get("parallelism_config") or {}
     return math.prod(int(value or 1) for key, value in section.items() if key.endswith("_size"))
 
 
 def environment(path: Path) -> dict[str, str]:
-    """What the launcher should have set and does not: `use_cpu` of several processes."""
+    """Return the variables that the launcher fails to set for `use_cpu` with several processes."""
     return {"ACCELERATE_USE_CPU": "true"} if read(path).get("use_cpu") is True else {}
 
 
 def check(path: Path) -> None:
-    """Refuse what Accelerate would pass over in silence, and what it can't start.
+    """Refuse keys that Accelerate would silently ignore, and launches that it can't start.
 
     Raises:
-        UserError: keys that nothing reads, a backend it will not find (exit 2); no package for fp8 (exit 3).
+        UserError: a key or backend is unknown (exit 2), or the package for fp8 is missing (exit 3).
     """
     given = read(path)
     found, lacking = problems(given, str(path)), _missing_package(given, str(path))
@@ -93,57 +96,59 @@ def check(path: Path) -> None:
 
 
 def _missing_package(given: dict[str, Any], where: str) -> Problem | None:
-    """The package that a launch by this config needs and this environment lacks."""
+    """Return the problem of a package that this launch needs and that is not installed."""
     section = given.get("fp8_config")
     backend = str(section.get("backend")) if isinstance(section, dict) else ""
     package, extra = FP8_PACKAGES.get(backend, ("", ""))
     if given.get("distributed_type") == "DEEPSPEED" and not installed("deepspeed"):
         what, extra = "this launch needs DeepSpeed, which is not installed", "deepspeed"
     elif package and not installed(package):
-        what = f"fp8_config.backend: {backend} needs {package}, which is not installed"
+        what = f"fp8_config.backend: {backend} needs the package {package}, which is not installed"
     elif given.get("mixed_precision") == "fp8" and not any(
         installed(package) for package, _ in FP8_PACKAGES.values()
     ):
-        what = "Accelerate's launcher starts no fp8 launch without torchao or TransformerEngine"
+        what = "mixed_precision: fp8 needs torchao or TransformerEngine, and neither is installed"
         extra = "quantize"
     else:
         return None
-    return Problem(what, where=where, fix=install_extra(extra))
+    return Problem(what, where=where, fix=install_extra(extra), code="package-missing")
 
 
 def problems(given: dict[str, Any], where: str) -> list[Problem]:
-    """What in a config's content Accelerate would ignore, or fail at later."""
+    """Return the parts of a config that Accelerate would ignore, or that would fail later."""
     from accelerate.commands.config.config_args import ClusterConfig
 
     top, found = set(ClusterConfig.__dataclass_fields__), _values("", given, where)
     found += _unread(given, where)
     for key, value in given.items():
         if key not in top:
-            found.append(Problem("no such key in an accelerate config", key, where, fix=nearest(key, top)))
+            fix = nearest(key, top) or "remove the key"
+            found.append(Problem("an accelerate config has no such key", key, where, fix=fix, code=CODE))
         elif key in PREFIXES and value is not None:
             if isinstance(value, dict):
                 found += [*_nested(key, value, where), *_values(key, value, where)]
             else:
-                found.append(Problem("is a section", key, where, found=str(value)))
-    backend = (
-        (given.get("fp8_config") or {}).get("backend") if isinstance(given.get("fp8_config"), dict) else None
-    )
+                what, expected = f"{key} must be a section", "a mapping with keys of its own"
+                texts = {"found": str(value), "expected": expected}
+                found.append(Problem(what, key, where, **texts, code=CODE))
+    section = given.get("fp8_config")
+    backend = section.get("backend") if isinstance(section, dict) else None
     if backend is not None and backend not in ("TE", "AO"):
-        fix = str(backend).upper()
+        near = str(backend).upper()
         texts = {"found": str(backend), "expected": "TE or AO, in upper case"}
-        fix = fix if fix in ("TE", "AO") else ""
-        found.append(
-            Problem("Accelerate finds no such backend", "fp8_config.backend", where, **texts, fix=fix)
-        )
+        fix = f"backend: {near if near in ('TE', 'AO') else 'AO'}"
+        what = "Accelerate has no such fp8 backend"
+        found.append(Problem(what, "fp8_config.backend", where, **texts, fix=fix, code=CODE))
     found += [*_gpus(given, where), *_fsdp(given, where)]
     several = given.get("num_processes", 1) not in (None, 1) and given.get("distributed_type") in (
         "NO",
         "MULTI_CPU",
     )
     if several and not given.get("mpirun_config"):
-        what = "Accelerate starts one process, whatever num_processes says"
-        texts = {"found": str(given["distributed_type"]), "fix": "MULTI_GPU, on CPUs too (use_cpu: true)"}
-        found.append(Problem(what, "distributed_type", where, **texts))
+        what = "with this type, Accelerate starts one process and ignores num_processes"
+        fix = "distributed_type: MULTI_GPU (also on CPUs, with use_cpu: true)"
+        texts = {"found": str(given["distributed_type"]), "fix": fix}
+        found.append(Problem(what, "distributed_type", where, **texts, code=CODE))
     return found
 
 
@@ -151,22 +156,22 @@ _IDS = r"all|(\d+|(GPU|MIG)-[\w-]+)( *, *(\d+|(GPU|MIG)-[\w-]+))*"  # as CUDA_VI
 
 
 def _gpus(given: dict[str, Any], where: str) -> list[Problem]:
-    """`gpu_ids`, which Accelerate takes as text, and several of for several processes."""
+    """Check `gpu_ids`, which must be a string, and must name several GPUs for several processes."""
     ids, found = given.get("gpu_ids"), []
     several = given.get("distributed_type") == "MULTI_GPU" and (given.get("num_machines") or 1) == 1
     if ids is not None and (not isinstance(ids, str) or not re.fullmatch(_IDS, ids)):
-        texts = {"found": str(ids), "expected": 'all, or numbers as text: "0,1"'}
-        found.append(Problem("is no text that names GPUs", "gpu_ids", where, **texts, fix="gpu_ids: all"))
+        texts = {"found": str(ids), "expected": 'all, or a string of numbers such as "0,1"'}
+        what = "gpu_ids must be a string that names GPUs"
+        found.append(Problem(what, "gpu_ids", where, **texts, fix="gpu_ids: all", code=CODE))
     elif several and ids not in (None, "all") and "," not in ids:
-        what, fix = "Accelerate starts no MULTI_GPU launch on one GPU", 'distributed_type: "NO"'
-        found.append(
-            Problem(what, "gpu_ids", where, found=ids, fix=f"{fix} and num_processes: 1, or gpu_ids: all")
-        )
+        what = "a launch of type MULTI_GPU needs several GPUs"
+        fix = 'set `distributed_type: "NO"` and `num_processes: 1`, or `gpu_ids: all`'
+        found.append(Problem(what, "gpu_ids", where, found=ids, fix=fix, code=CODE))
     return found
 
 
 def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
-    """What FSDP2 has not, and how a model can be divided."""
+    """Check for options of FSDP1, and check the wrap policy."""
     from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY
 
     section, found = given.get("fsdp_config"), []
@@ -178,57 +183,55 @@ def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
     for name, fix in FSDP1.items() if two else ():
         if name in held:
             key, value = held[name]
-            what = "is FSDP1's: Accelerate passes it over under fsdp_version: 2"
-            found.append(Problem(what, f"fsdp_config.{key}", where, found=str(value), fix=fix))
+            what = "the key belongs to FSDP1, and Accelerate ignores it with fsdp_version: 2"
+            texts = {"found": str(value), "fix": fix, "code": CODE}
+            found.append(Problem(what, f"fsdp_config.{key}", where, **texts))
     if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
-        texts = {"found": policy, "expected": ", ".join(FSDP_AUTO_WRAP_POLICY)}
-        fix = nearest(policy, FSDP_AUTO_WRAP_POLICY) or "TRANSFORMER_BASED_WRAP"
+        near = nearest(policy, FSDP_AUTO_WRAP_POLICY) or "TRANSFORMER_BASED_WRAP"
         key = held["fsdp_auto_wrap_policy"][0]
-        found.append(Problem("Accelerate knows no such value", f"fsdp_config.{key}", where, **texts, fix=fix))
+        texts = {"found": policy, "expected": ", ".join(FSDP_AUTO_WRAP_POLICY), "fix": f"{key}: {near}"}
+        found.append(Problem(UNKNOWN_VALUE, f"fsdp_config.{key}", where, **texts, code=CODE))
     elif "fsdp_min_num_params" in held and policy.upper() != "SIZE_BASED_WRAP":
         key, value = held["fsdp_min_num_params"]
-        what, fix = (
-            "is read under SIZE_BASED_WRAP alone",
-            "drop it, or fsdp_auto_wrap_policy: SIZE_BASED_WRAP",
-        )
-        found.append(Problem(what, f"fsdp_config.{key}", where, found=str(value), fix=fix))
+        what = "Accelerate reads this key only with the wrap policy SIZE_BASED_WRAP"
+        fix = "remove the key, or set `fsdp_auto_wrap_policy: SIZE_BASED_WRAP`"
+        found.append(Problem(what, f"fsdp_config.{key}", where, found=str(value), fix=fix, code=CODE))
     return found
 
 
 def _unread(given: dict[str, Any], where: str) -> list[Problem]:
-    """Keys and sections that this launch leaves unread; kinds and files that this project does not serve."""
+    """Return the keys that this launch ignores, and types and files that finetune does not support."""
     kind, found = given.get("distributed_type"), []
     for key, value in COMMAND_LINE.items():
         if given.get(key, value) not in (value, None):
-            what, texts = "Accelerate takes it from the command line alone", {"found": str(given[key])}
-            found.append(Problem(what, key, where, **texts, fix=f"drop it, or --{key} when it is launched"))
+            what, texts = "Accelerate reads this key only from the command line", {"found": str(given[key])}
+            fix = f"remove the key, or pass --{key} to accelerate launch"
+            found.append(Problem(what, key, where, **texts, fix=fix, code=CODE))
     if kind not in KINDS:
-        what = (
-            "pipelines by Megatron-LM are not served" if kind == "MEGATRON_LM" else "no such kind of launch"
-        )
-        fix = nearest(str(kind), KINDS) or "accelerate_configs/fsdp2_8.yaml"
+        what = "finetune does not support Megatron-LM" if kind == "MEGATRON_LM" else "no such type of launch"
+        near = nearest(str(kind), KINDS)
+        fix = f"distributed_type: {near}" if near else "use accelerate_configs/fsdp2_8.yaml"
         if kind is False:
-            fix = "distributed_type: 'NO', in quotes: without them NO is YAML's false"
-        texts = {"found": str(kind), "expected": ", ".join(KINDS), "fix": fix}
+            fix = "distributed_type: 'NO' (without quotes, YAML reads NO as false)"
+        texts = {"found": str(kind), "expected": ", ".join(KINDS), "fix": fix, "code": CODE}
         found.append(Problem(what, "distributed_type", where, **texts))
     for section, (key, value) in READ_UNDER.items():
         if given.get(section) and given.get(key) != value and kind in KINDS:
-            what = f"Accelerate reads it under {key}: {value} alone"
-            found.append(
-                Problem(what, section, where, found=f"{key}: {given.get(key)}", fix=f"{key}: {value}")
-            )
+            what, fix = f"Accelerate reads this section only with {key}: {value}", f"{key}: {value}"
+            found.append(Problem(what, section, where, found=f"{key}: {given.get(key)}", fix=fix, code=CODE))
     zero = given.get("deepspeed_config")
     if isinstance(zero, dict) and zero.get("deepspeed_config_file"):
-        what = "settings in a file of their own are not held against the recipe"
-        fix = "zero_stage and what else it says, in this section"
-        found.append(Problem(what, "deepspeed_config.deepspeed_config_file", where, fix=fix))
+        what = "finetune can't compare a separate DeepSpeed config file with the recipe"
+        fix = "move zero_stage and the other settings to this section"
+        key = "deepspeed_config.deepspeed_config_file"
+        found.append(Problem(what, key, where, found=str(zero["deepspeed_config_file"]), fix=fix, code=CODE))
     return found
 
 
 def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
-    """Values that Accelerate's launcher does not know, of keys that it does; its choices and types decide.
+    """Return the values that the options of Accelerate's launcher do not allow.
 
-    -1 leaves a number to the command line.
+    A number of -1 is allowed: the command line then gives the number.
     """
     from accelerate.commands.launch import launch_command_parser
 
@@ -242,39 +245,42 @@ def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
         text = "no" if key == "mixed_precision" and value is False else str(value)
         choices = [] if key in ("backend", "fp8_backend") else [str(one) for one in action.choices or ()]
         if choices and text.lower() not in [one.lower() for one in choices]:
-            texts = {"found": text, "expected": ", ".join(choices), "fix": nearest(text, choices)}
-            found.append(Problem("Accelerate knows no such value", name, where, **texts))
+            near = nearest(text, choices)
+            expected = "" if near and len(choices) > MOST_CHOICES else ", ".join(choices)
+            texts = {"found": text, "expected": expected, "fix": f"{key}: {near}" if near else ""}
+            found.append(Problem(UNKNOWN_VALUE, name, where, **texts, code=CODE))
         elif action.type is int and not (
             (text.isdecimal() and (int(text) or key not in COUNTS)) or text == "-1"
         ):
-            least = "a whole number from 1 up" if key in COUNTS else "a whole number"
-            found.append(Problem("is no number", name, where, found=text, expected=least))
+            least = "an integer of 1 or more" if key in COUNTS else "an integer"
+            what = f"{key} must be {least}"
+            found.append(Problem(what, name, where, found=text, expected=least, code=CODE))
     return found
 
 
 def _nested(section: str, given: dict[str, Any], where: str) -> list[Problem]:
-    """Keys of a section that become no option of Accelerate's launcher: it would not read them."""
+    """Return the keys of a section that are no options of Accelerate's launcher, so that it ignores them."""
     prefix, known = PREFIXES[section], _options(section)
     found = []
     for key in given:
         full = key if key.startswith(prefix) else f"{prefix}{key}"
         if full not in known:
-            what = f"Accelerate would ignore it: {section} has no such key"
+            what = f"{section} has no such key, so Accelerate would ignore it"
             shown = {name.removeprefix(prefix) for name in known}
             ends = [name for name in shown if name.endswith(f"_{key}")]
-            fix = ends[0] if ends else nearest(key.removeprefix(prefix), shown)
-            found.append(Problem(what, f"{section}.{key}", where, fix=fix))
+            fix = ends[0] if ends else nearest(key.removeprefix(prefix), shown) or "remove the key"
+            found.append(Problem(what, f"{section}.{key}", where, fix=fix, code=CODE))
     return found
 
 
 def _options(section: str) -> set[str]:
-    """The keys that a section may have, by Accelerate's own launcher and dataclasses."""
+    """Return the keys that a section may have, from Accelerate's launcher and dataclasses."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import TERecipeKwargs
 
     options, prefix = set(vars(launch_command_parser().parse_args(["script"]))), PREFIXES[section]
     found = {name for name in options if name.startswith(prefix or section.removesuffix("config"))}
-    if section == "deepspeed_config":  # no name of its own
+    if section == "deepspeed_config":  # its keys have no common prefix
         found |= {name for name in options if re.match("zero|offload|gradient", name)}
     if section == "fp8_config":
         found |= {f"fp8_{name.removeprefix('fp8_')}" for name in TERecipeKwargs.__dataclass_fields__}

@@ -1,8 +1,8 @@
-"""One process for each GPU: a command that needs several replaces itself by `accelerate launch` of itself.
+"""Start one process per GPU: a command that needs several processes replaces itself by `accelerate launch`.
 
-`python -m finetune.launch ...` is `accelerate launch ...` that ends with the exit code of the first process
-that failed, and with its message as the last thing said; Accelerate's own ends with 1 and a traceback. A
-signal is passed on and waited for: a run that saves and leaves with 75 does so under a launcher too.
+`python -m finetune.launch ...` works as `accelerate launch ...`, but returns the exit code of the first
+process that failed, and prints its message last. Accelerate's own launcher ends with 1 and a traceback. The
+launcher forwards signals and waits, so that a run can save and exit with 75.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from finetune.autoconfig.batch_size import most_processes
 from finetune.autoconfig.mixed_precision import default_precision
 from finetune.core import shipped_files, signals, standard_streams
 from finetune.core.command_lines import program
-from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import ACCELERATE
 from finetune.hardware.detection import detect
 from finetune.launch import accelerate_config
+from finetune.recipe.recipe_errors import choices
 
 if TYPE_CHECKING:
     import argparse
@@ -36,12 +37,12 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Train
 
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOPPED = "FINETUNE_LAUNCH_STOPPED"  # set for processes that are begun again after a signal
-KILLED_LATER = 20  # seconds; torch's launcher waits 30 before it kills who does not end when told to
+STOPPED = "FINETUNE_LAUNCH_STOPPED"  # set for processes that restart after a signal
+KILLED_LATER = 20  # seconds; torch's launcher kills a process that has not ended 30 s after SIGTERM
 
 
 def launched() -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process."""
+    """Return whether `accelerate launch` or `torchrun` started this process."""
     return any(name in os.environ for name in ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"))
 
 
@@ -50,23 +51,23 @@ def if_needed(
     choose: Callable[[Hardware], Start],
     config: str | None = None,
 ) -> None:
-    """Replace this process by `accelerate launch` where a config was named or several GPUs are visible.
+    """Replace this process by `accelerate launch` if a config was named or several GPUs are visible.
 
-    In a process of a launch nothing is replaced; the config that the launcher read is looked at instead.
+    In a process of a launch, only check the config that the launcher has read.
 
     Args:
-        arguments: of the `finetune` command, its name first.
-        choose: how to start on this machine; called where several GPUs are visible and no config was named.
-        config: an accelerate config: a file, or the name of a shipped one.
+        arguments: the arguments of the `finetune` command, with its name first.
+        choose: chooses the launch for this machine if several GPUs are visible and no config was named.
+        config: an accelerate config: a file, or the name of a shipped config.
 
     Raises:
-        UserError: no such config, or one that Accelerate would not follow as it is written, or one inside
-            a launch (exit 2); what `choose` refuses.
+        UserError: the config does not exist, Accelerate would ignore parts of it, or a launch has started
+            this process already (exit 2); or `choose` raises an error.
     """
     if os.environ.get(STOPPED):
         sys.exit(Exit.STOPPED)
     if launched():
-        signals.end_with_parent()  # a launcher that is killed can tell nobody
+        signals.end_with_parent()  # a killed launcher can't send a signal
         refuse_second(config)
         return check_the_launchers()
     extra: list[str] = []
@@ -92,15 +93,17 @@ def if_needed(
 
 
 def command_line(words: list[str]) -> list[str]:
-    """How a user types a `finetune train` that runs in the same processes: with the launcher of this one."""
+    """Return a `finetune train` command with the launcher of this process, as a user types it."""
     own = sys.argv[1:]
     launcher = _launcher_of(own) if words[0] == "train" else []
     return [*launcher, *(words if own[:1] == ["train"] else words[1:])] if launcher else [*program(), *words]
 
 
 def _launcher_of(own: list[str]) -> list[str]:
-    """The command line of the launcher that started this process, up to `own` arguments; empty: the command
-    launched itself, or nothing did."""
+    """Return the command line of the launcher without `own` arguments.
+
+    The list is empty if the command launched itself, or if no launcher started this process.
+    """
     if ACCELERATE in os.environ or not launched() or not own:
         return []
     try:
@@ -116,24 +119,27 @@ def _launcher_of(own: list[str]) -> list[str]:
 
 
 def data_parallel(train: Train, machine: Hardware) -> Start:
-    """The whole base on each GPU, of as many as a step's rows can be split over."""
+    """Choose data parallelism over as many GPUs as the sequences of a step can be divided among."""
     count, fewer = most_processes(train, machine.count)
     config = "ddp_8" if count > 1 else "single_gpu"
-    return Start(config, fewer or f"{count} GPUs: the whole base on each", count)
+    return Start(config, fewer or f"{count} GPUs, each with the whole base model", count)
 
 
 def refuse_second(config: str | None) -> None:
-    """Refuse a config named inside a launch: the launcher has decided already (exit 2)."""
+    """Refuse a config that is named inside a launch, which has its own config (exit 2)."""
     if config is not None:
         by = "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in os.environ else "torchrun"
-        what = f"starts a launch, and {by} has started this process: the config would not be read"
-        fix = "finetune train RECIPE --accelerate CONFIG, or accelerate launch --config_file CONFIG "
-        raise UserError(Problem(what, "--accelerate", found=config, fix=f"{fix}scripts/train.py RECIPE"))
+        what = f"{by} has started this process already, so finetune would ignore the config"
+        fix = "`finetune train RECIPE --accelerate CONFIG`, or `accelerate launch --config_file CONFIG "
+        fix += "scripts/train.py RECIPE`"
+        raise UserError(Problem(what, "--accelerate", found=config, fix=fix, code="launch-config"))
 
 
 def check_the_launchers() -> None:
-    """Refuse a config that `accelerate launch`, which started this process, passed over parts of: `use_cpu`
-    where there are GPUs too; and its `--multi_gpu` where there is none."""
+    """Check the config of the `accelerate launch` that started this process.
+
+    It ignores `use_cpu` on a machine with GPUs, and accepts `--multi_gpu` on a machine without GPUs.
+    """
     with contextlib.suppress(psutil.Error):
         given = [part for word in psutil.Process(os.getppid()).cmdline() for part in word.split("=", 1)]
         words = [word.replace("-", "_") for word in given]  # Accelerate takes either
@@ -147,7 +153,7 @@ def check_the_launchers() -> None:
 
 
 def default_config(words: list[str]) -> list[str]:
-    """The config that `accelerate launch` reads where none is named, `accelerate config` has written it."""
+    """Return the config that `accelerate launch` reads by default, written by `accelerate config`."""
     from accelerate.commands.config.config_args import default_config_file
 
     starts = {"launch", "accelerate.commands.launch", "finetune.launch"} & {*words}
@@ -156,18 +162,18 @@ def default_config(words: list[str]) -> list[str]:
 
 
 def check(config: Path) -> None:
-    """Refuse a config that Accelerate would not follow as it is written, by what it says or what is here."""
+    """Refuse a config that Accelerate would not follow, because of its content or of this machine."""
     accelerate_config.check(config)
     check_device(config)
 
 
 def check_device(config: Path) -> None:
-    """Refuse a config for GPUs where there is none: Accelerate would take the CPU without a word.
+    """Refuse a config for GPUs on a machine without GPUs, where Accelerate would silently use the CPU.
 
-    DeepSpeed alone trains on CPUs by such a config (`launch_environment.device_options`).
+    Only DeepSpeed trains on CPUs with such a config (`launch_environment.device_options`).
 
     Raises:
-        UserError: there is no GPU, and nothing says that the CPU is meant (exit 3).
+        UserError: there is no GPU, and the config does not ask for the CPU (exit 3).
     """
     given = accelerate_config.read(config)
     meant = given.get("use_cpu") is True or launch_environment.on("ACCELERATE_USE_CPU")
@@ -176,23 +182,24 @@ def check_device(config: Path) -> None:
 
 
 def check_cpu(config: Path) -> None:
-    """Refuse `use_cpu` of several processes that Accelerate's own launcher did not hand on (exit 2)."""
-    if accelerate_config.environment(config) and detect().device == "cuda":  # which looks at the variable
-        what = "Accelerate's launcher hands on no use_cpu of several processes: these would train on GPUs"
-        fix = "python -m finetune.launch in place of accelerate launch, or ACCELERATE_USE_CPU=true"
-        raise UserError(Problem(what, "use_cpu", str(config), found="true, and GPUs are visible", fix=fix))
+    """Refuse `use_cpu` with several processes if Accelerate's own launcher has ignored it (exit 2)."""
+    if accelerate_config.environment(config) and detect().device == "cuda":  # `detect` reads the variable
+        what = "Accelerate's launcher ignores use_cpu for several processes, which would train on GPUs"
+        fix = "use `python -m finetune.launch` instead of `accelerate launch`, or set ACCELERATE_USE_CPU=true"
+        texts = {"found": "true, and GPUs are visible", "fix": fix, "code": "launch-config"}
+        raise UserError(Problem(what, "use_cpu", str(config), **texts))
 
 
 def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
-    """Refuse a number of processes that this machine can't start, or that the config leaves open (exit 2)."""
+    """Refuse a number of processes that is missing or that this machine can't start (exit 2)."""
     given, machine = accelerate_config.read(config), detect()
     count, machines = given.get("num_processes"), given.get("num_machines") or 1
     if count is None and given.get("distributed_type") != "NO":
         count = -1
     few = machine.device == "cuda" and isinstance(count, int) and count > machine.count * machines
-    apart = machines > 1 and not given.get("main_process_ip")  # which a config of one machine's own may say
+    apart = machines > 1 and not given.get("main_process_ip")
     if not extra and (count == -1 or apart or few):
-        what = "the launcher's command line must say how many processes to start, and on which machines"
+        what = "the command line must give the number of processes, and the machines if there are several"
         found = f"num_processes: {count}, num_machines: {machines}"
         found += f"; {machine.count} GPUs here" if machine.device == "cuda" else ""
         here, sizes = max(1, machine.count) * machines, accelerate_config.sizes(given)
@@ -200,45 +207,51 @@ def check_count(config: Path, extra: list[str], arguments: list[str]) -> None:
         words += ["-m", "finetune", *arguments]
         fix = f"accelerate launch --config_file {config} --num_processes {sizes if sizes > 1 else here}"
         fix = " ".join([fix, *words])
-        if sizes > here:  # Accelerate starts as many as the sizes multiply to, or none
-            what = "parallelism_config is for more processes than there are GPUs"
-            found, fix = f"{found}; sizes of {sizes}", f"a copy of it whose sizes multiply to {here}"
-        raise UserError(Problem(what, where=str(config), found=found, fix=fix))
+        if sizes > here:  # Accelerate starts this number of processes, or none
+            what = "parallelism_config needs more processes than there are GPUs"
+            found, fix = (
+                f"{found}; {sizes} by its sizes",
+                f"set sizes that multiply to {here}",
+            )
+        raise UserError(Problem(what, where=str(config), found=found, fix=fix, code="launch-config"))
 
 
 def check_gpu(where: str, found: str) -> None:
-    """What asks for GPUs needs one (exit 3)."""
+    """Refuse a launch for GPUs if no GPU is visible (exit 3)."""
     if detect().device != "cuda":
-        what = "this launch is for GPUs, and no GPU is visible here"
-        fix = "accelerate_configs/cpu.yaml, or cpu_2.yaml for two processes"
-        raise UserError(Problem(what, where=where, found=found, fix=fix), code=Exit.ENVIRONMENT)
+        what = "this launch is for GPUs, and no GPU is visible"
+        fix = "use accelerate_configs/cpu.yaml, or cpu_2.yaml for two processes"
+        problem = Problem(what, where=where, found=found, fix=fix, code="hardware")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def find(config: str) -> Path:
-    """The file that `--accelerate` names.
+    """Return the file that `--accelerate` names.
 
     Raises:
-        UserError: no such file, and no shipped config of that name (exit 2).
+        UserError: there is neither a file nor a shipped config with this name (exit 2).
     """
     if Path(config).is_file():
         return Path(config)
-    own = Path(config).parent.name not in ("", "accelerate_configs")  # a place of the user's
+    own = Path(config).parent.name not in ("", "accelerate_configs")  # a folder of the user
     shelf = shipped_files.folder("accelerate_configs") / f"{Path(config).stem}.yaml"
     if own or not shelf.is_file():
-        known = ", ".join(sorted(path.stem for path in shelf.parent.glob("*.yaml")))
-        expected = f"a file, or one of {known}"
-        raise UserError(Problem("no such accelerate config", found=config, expected=expected))
+        known = [path.stem for path in shelf.parent.glob("*.yaml")]
+        near = nearest(Path(config).stem, known)
+        texts = {"found": config, "expected": f"a file, or {choices(Path(config).stem, known)}"}
+        fix, what = f"--accelerate {near}" if near else "", "finetune can't find this accelerate config"
+        raise UserError(Problem(what, "--accelerate", **texts, fix=fix, code="launch-config"))
     return shelf
 
 
 def main(given: list[str]) -> int:
-    """`accelerate launch` of `given`; the exit code of the first process that failed."""
+    """Run `accelerate launch` with the arguments. Return the exit code of the first failed process."""
     from subprocess import CalledProcessError
 
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # torch's launcher would end with these itself, and kill what is still saving after 30 seconds
+    # At these signals, torch's launcher would end and kill processes that still save after 30 s
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     for number in FORWARDED:
         signal.signal(number, forward)
@@ -255,26 +268,29 @@ def main(given: list[str]) -> int:
         check_shares(asked, config)
         begin_again(asked, config)
         launch_command(asked)
-    except ValueError as error:  # what Accelerate says of its options
-        _say_problems(Problem("Accelerate can't start this launch", found=str(error)))
+    except ValueError as error:  # Accelerate has refused its options
+        what = "Accelerate can't start this launch"
+        _say_problems(Problem(what, found=str(error), code="launch-config"))
         return Exit.INPUT
     except UserError as error:
         _say_problems(*error.problems)
         return error.code
     except ChildFailedError as error:
         rank, failure = first(error.failures)
-        if failure.exitcode == Exit.STOPPED:  # as it was told to, which it has said itself
+        if failure.exitcode == Exit.STOPPED:  # the process has printed why
             return Exit.STOPPED
         if failure.exitcode == -signal.SIGABRT:
-            what = f"rank {rank} was ended by SIGABRT, as NCCL does where another one does not answer in time"
-            _say_problems(Problem(what, fix=f"what stands above; {launch_environment.TIMEOUT}"))
+            what, timeout = f"SIGABRT ended rank {rank}", launch_environment.TIMEOUT
+            why = "NCCL sends it if another rank does not answer in time"
+            fix = f"find the first error above, or set {timeout} to a longer time in seconds"
+            _say_problems(Problem(what, why=why, fix=fix, code="launch-lost"))
             return Exit.TRAINING
         if isinstance(failure.message, str) and not failure.message.startswith("To enable traceback"):
             standard_streams.say(f"rank {rank} failed first:", *failure.message.split("\n"), error=True)
         else:
             standard_streams.say(f"rank {rank} failed first, with the traceback above", error=True)
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-    except CalledProcessError as error:  # one process, which has said why itself
+    except CalledProcessError as error:  # a single process, which has printed why
         return error.returncode if error.returncode > 0 else 128 - error.returncode
     return 0
 
@@ -284,38 +300,41 @@ def _say_problems(*problems: Problem) -> None:
 
 
 def check_shares(asked: argparse.Namespace, config: dict[str, Any]) -> None:
-    """Refuse processes that can't be as many on each machine: Accelerate would start fewer (exit 2)."""
+    """Refuse a number of processes that the number of machines does not divide (exit 2)."""
     given = [getattr(asked, name) or config.get(name) or 1 for name in ("num_processes", "num_machines")]
     count, machines = map(int, given)
     if count > 0 and count % machines:
         low = count // machines * machines
-        what = f"{count} processes can't be as many on each of {machines} machines: {low} would start"
-        fix = f"--num_processes {low or machines} or {low + machines}; torchrun, where machines differ"
-        raise UserError(Problem(what, "--num_processes", found=str(count), fix=fix))
+        what = f"{machines} machines can't share {count} processes equally, so Accelerate would start {low}"
+        fix = f"--num_processes {low or machines} or {low + machines}, or torchrun for unequal machines"
+        raise UserError(Problem(what, "--num_processes", found=str(count), fix=fix, code="launch-config"))
 
 
 def begin_again(asked: Any, config: dict[str, Any]) -> None:
-    """Have `--max_restarts` find its processes anew: as Accelerate starts them, they look for those that are
-    gone (torch 2.13). Of several machines torchrun alone does it (exit 2)."""
+    """Make `--max_restarts` work. By default, restarted processes look for ended processes (torch 2.13).
+
+    Raises:
+        UserError: restarts on several machines, which only torchrun supports (exit 2).
+    """
     if not asked.max_restarts:
         return
     machines = int(asked.num_machines or config.get("num_machines") or 1)
     if machines > 1 and (asked.rdzv_backend or "static") == "static":
-        what = "processes of several machines are begun again by torchrun alone"
-        fix = "--max_restarts 0, or torchrun as scripts/slurm/train.sbatch has it in its last lines"
+        what = "only torchrun can restart processes on several machines"
+        fix = "--max_restarts 0, or torchrun as in the last lines of scripts/slurm/train.sbatch"
         found = f"{asked.max_restarts}, on {machines} machines"
-        raise UserError(Problem(what, "--max_restarts", found=found, fix=fix))
+        raise UserError(Problem(what, "--max_restarts", found=found, fix=fix, code="launch-config"))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     asked.standalone = machines == 1  # torch's c10d rendezvous, on a free port
 
 
 def first(failures: dict[int, Any]) -> tuple[int, Any]:
-    """Rank and failure of the process that the others' ends came of, by torch's account of each."""
+    """Return rank and failure of the process that failed first, by torch's report of each failure."""
     began = min(one.timestamp for one in failures.values())
 
     def order(item: tuple[int, Any]) -> tuple[int, float, int]:
         rank, one = item
-        # the launcher ends the others as soon as one has failed, and kills them if they do not listen
+        # The launcher ends the other processes when one has failed, and kills them if they do not end.
         killed = one.exitcode == -signal.SIGKILL and one.timestamp > began + KILLED_LATER
         told = killed or one.exitcode == -signal.SIGTERM
         lost = (
@@ -328,10 +347,10 @@ def first(failures: dict[int, Any]) -> tuple[int, Any]:
 
 
 def forward(number: int, frame: object) -> None:
-    """Hand a signal to the processes of the launch; they end by themselves, and the launcher after them.
+    """Forward a signal to the processes of the launch. The launcher ends after them.
 
-    Before there are any it ends the launch. Processes that `--max_restarts` begins again end at once. It
-    imports nothing: a second signal would find what is half imported.
+    Without processes, end the launch. Processes that `--max_restarts` restarts end at once. The function
+    imports nothing, because a second signal could interrupt an import.
     """
     os.environ[STOPPED] = "1"
     children = psutil.Process().children()
@@ -343,9 +362,9 @@ def forward(number: int, frame: object) -> None:
 
 
 class Start(NamedTuple):
-    """How a command starts on a machine with several GPUs."""
+    """The launch of a command on a machine with several GPUs."""
 
     config: str
-    """The name of a shipped accelerate config; empty: one process, in place."""
+    """The name of a shipped accelerate config. Empty: one process, without a launch."""
     reason: str
     processes: int

@@ -24,7 +24,7 @@ LENGTH = {"steps": 3, "warm_up": 1, "repeats": 1, "accelerate": None, "baseline_
     [
         (["--steps", "3", "--warm-up", "5"], "--warm-up below --steps"),
         (["--optimized", "recipes/quickstrat.yaml"], "recipes/quickstart.yaml"),
-        (["--optimized", str(QUICKSTART), "--accelerate", "ddp_three"], "no such accelerate config"),
+        (["--optimized", str(QUICKSTART), "--accelerate", "ddp_three"], "can't find this accelerate config"),
         (["--optimized", str(QUICKSTART), "train.optim=nonsense"], "train.optim"),
         (["--optimized", "saves"], "NOT COMPARABLE"),
         (["--optimized", "saves"], "checkpoints: auto against steps 2"),
@@ -102,7 +102,7 @@ def test_a_launch_for_gpus_that_are_not_here_is_exit_3(monkeypatch, tmp_path, ca
     script = module_of("scripts", "validate_optimizations")
     given = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1"]
     assert script.main([*given, "--accelerate", "ddp_2", "--output", str(tmp_path)]) == 3
-    assert "no GPU is visible here" in capsys.readouterr().err
+    assert "no GPU is visible" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("2,3", "2"), ("", "")])

@@ -73,47 +73,53 @@ def test_a_plan_reads_it_as_accelerates_launcher_does(name: str, monkeypatch) ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"fsdp_config": {"fsdp_verison": 2}}, "fsdp_config.fsdp_verison: Accelerate would ignore it"),
+        ({"fsdp_config": {"fsdp_verison": 2}}, "fsdp_config.fsdp_verison: fsdp_config has no such key"),
         ({"fp8_config": {"backend": "AO", "enable_float8": False}}, "fp8_config.enable_float8"),
         ({"deepspeed_config": {"zero_stag": 2}}, "zero_stage"),
         ({"parallelism_config": {"cp_size": 4}}, "parallelism_config_cp_size"),
         ({"dynamo_config": {"dynamo_bakend": "INDUCTOR"}}, "dynamo_config.dynamo_bakend"),
         ({"fp8_config": {"backend": "ao"}}, "AO"),
-        ({"distributed_type": "MULTI_CPU"}, "Accelerate starts one process"),
-        ({"distributed_type": "NO"}, "Accelerate starts one process"),
-        ({"distributed_type": False}, "distributed_type: 'NO', in quotes"),
+        ({"distributed_type": "MULTI_CPU"}, "Accelerate starts one process and ignores num_processes"),
+        ({"distributed_type": "NO"}, "Accelerate starts one process and ignores num_processes"),
+        ({"distributed_type": False}, "distributed_type: 'NO' (without quotes"),
         ({"mixed_precison": "bf16"}, "mixed_precision"),
-        ({"fp8_config": "AO"}, "is a section"),
+        ({"fp8_config": "AO"}, "fp8_config must be a section"),
         ({"mixed_precision": "bf17"}, "bf16"),
         ({"distributed_type": "MULTIGPU"}, "MULTI_GPU"),
-        ({"distributed_type": "MEGATRON_LM"}, "Megatron-LM are not served"),
-        ({"num_processes": "two"}, "from 1 up"),
-        ({"num_processes": 0}, "from 1 up"),
+        ({"distributed_type": "MEGATRON_LM"}, "does not support Megatron-LM"),
+        ({"num_processes": "two"}, "an integer of 1 or more"),
+        ({"num_processes": 0}, "an integer of 1 or more"),
         ({"fsdp_config": {"fsdp_version": 3}}, "1, 2"),
-        ({"fsdp_config": {"fsdp_version": 2}}, "distributed_type: FSDP alone"),
-        ({"fp8_config": {"backend": "AO"}}, "mixed_precision: fp8 alone"),
+        ({"fsdp_config": {"fsdp_version": 2}}, "only with distributed_type: FSDP"),
+        ({"fp8_config": {"backend": "AO"}}, "only with mixed_precision: fp8"),
         ({"fp8_config": {"backend": "TE", "fp8_format": "HYBIRD"}}, "HYBRID"),
-        ({"deepspeed_config": {"zero_stage": "three"}}, "a whole number"),
-        ({"deepspeed_config": {"deepspeed_config_file": "ds.json"}}, "not held against the recipe"),
-        ({"gpu_ids": 0}, 'numbers as text: "0,1"'),
-        ({"gpu_ids": [0, 1]}, 'numbers as text: "0,1"'),
-        ({"gpu_ids": "0"}, "no MULTI_GPU launch on one GPU"),
+        ({"deepspeed_config": {"zero_stage": "three"}}, "zero_stage must be an integer"),
+        (
+            {"deepspeed_config": {"deepspeed_config_file": "ds.json"}},
+            "can't compare a separate DeepSpeed config file with the recipe",
+        ),
+        ({"gpu_ids": 0}, 'a string of numbers such as "0,1"'),
+        ({"gpu_ids": [0, 1]}, 'a string of numbers such as "0,1"'),
+        ({"gpu_ids": "0"}, "type MULTI_GPU needs several GPUs"),
         (
             {**FSDP, "fsdp_config": {**TWO, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}},
             "reshard_after_forward",
         ),
         (
             {**FSDP, "fsdp_config": {**TWO, "forward_prefetch": True}},
-            "fsdp_config.forward_prefetch: is FSDP1's",
+            "fsdp_config.forward_prefetch: the key belongs to FSDP1",
         ),
         ({**FSDP, "fsdp_config": {**TWO, "fsdp_use_orig_params": False}}, "the original parameters"),
         ({**FSDP, "fsdp_config": {**TWO, "fsdp_sync_module_states": True}}, "cpu_ram_efficient_loading"),
-        ({**FSDP, "fsdp_config": {**TWO, "fsdp_min_num_params": 5}}, "SIZE_BASED_WRAP alone"),
+        (
+            {**FSDP, "fsdp_config": {**TWO, "fsdp_min_num_params": 5}},
+            "only with the wrap policy SIZE_BASED_WRAP",
+        ),
         (
             {**FSDP, "fsdp_config": {**TWO, "fsdp_auto_wrap_policy": "TRANSFORMER_WRAP"}},
             "TRANSFORMER_BASED_WRAP",
         ),
-        ({"rdzv_backend": "c10d"}, "from the command line alone"),
+        ({"rdzv_backend": "c10d"}, "only from the command line"),
         ({"enable_cpu_affinity": True}, "--enable_cpu_affinity"),
     ],
 )
@@ -168,11 +174,11 @@ def test_a_config_of_accelerate_launch_itself_is_looked_at(tmp_path, capsys, mon
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
     assert main.main(["train", "recipes/quickstart.yaml"]) == 2
-    assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
+    assert "fsdp_config.fsdp_verison: fsdp_config has no such key" in capsys.readouterr().err
     words[2:4] = []  # then it reads what `accelerate config` wrote
     monkeypatch.setattr("accelerate.commands.config.config_args.default_config_file", str(path))
     assert main.main(["train", "recipes/quickstart.yaml"]) == 2
-    assert "fsdp_config.fsdp_verison: Accelerate would ignore it" in capsys.readouterr().err
+    assert "fsdp_config.fsdp_verison: fsdp_config has no such key" in capsys.readouterr().err
     words[:2] = ["/usr/bin/python", "/usr/bin/accelerate-launch"]
     assert main.main(["train", "recipes/quickstart.yaml"]) == 2
     words[:2] = ["torchrun", "accelerate-launcher"]
@@ -232,7 +238,7 @@ def test_a_config_named_inside_a_launch_is_refused(variable: str, by: str, monke
 def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, said, monkeypatch) -> None:
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", gpus, (9, 0), 79.6, 96)
     monkeypatch.setattr(launcher, "detect", lambda: machine)
-    with pytest.raises(UserError, match="the launcher's command line") as raised:
+    with pytest.raises(UserError, match="the command line must give the number") as raised:
         launcher.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1), name)
     (problem,) = raised.value.problems
     assert raised.value.code == 2 and said in problem.fix and "-m finetune train recipe.yaml" in problem.fix
@@ -248,7 +254,7 @@ def without_a_number(config: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("config", "gpus", "said"),
     [
-        ("context_parallel_4", 2, "a copy of it whose sizes multiply to 2"),
+        ("context_parallel_4", 2, "set sizes that multiply to 2"),
         ("context_parallel_4", 8, "--num_processes 4 "),
         ("ddp_4", 8, "--num_processes 8 "),
     ],
@@ -283,7 +289,7 @@ def test_a_config_may_say_which_of_many_machines_this_is(tmp_path, monkeypatch) 
     path.write_text(yaml.safe_dump(made | {"main_process_ip": "10.0.0.1", "main_process_port": 29500}))
     launcher.check_count(path, [], ["train", "recipe.yaml"])
     path.write_text(yaml.safe_dump(made))
-    with pytest.raises(UserError, match="the launcher's command line"):
+    with pytest.raises(UserError, match="the command line must give the number"):
         launcher.check_count(path, [], ["train", "recipe.yaml"])
 
 
@@ -308,7 +314,7 @@ def test_a_signal_ends_a_launch_for_good(monkeypatch) -> None:
 
 def test_a_place_of_one_s_own_is_not_taken_for_a_shipped_config(tmp_path) -> None:
     assert launcher.find("fsdp2_8").stem == launcher.find("accelerate_configs/fsdp2_8.yaml").stem == "fsdp2_8"
-    with pytest.raises(UserError, match="no such accelerate config"):
+    with pytest.raises(UserError, match="finetune can't find this accelerate config"):
         launcher.find(str(tmp_path / "fsdp2_8.yaml"))
 
 

@@ -122,7 +122,7 @@ def test_a_config_for_gpus_is_refused_where_there_is_none(name: str, on, capsys,
         if name != "multi_node" or "--dry-run" not in command:  # which is not planned
             assert main.main(command) == 3 and not started
             said = capsys.readouterr().err
-            assert "is for GPUs, and no GPU is visible here" in said and "cpu_2.yaml" in said
+            assert "is for GPUs, and no GPU is visible" in said and "cpu_2.yaml" in said
     words = ["accelerate", "launch", "--config_file", str(CONFIGS / f"{name}.yaml"), "scripts/train.py"]
     monkeypatch.setattr("psutil.Process.cmdline", lambda self: words)
     with monkeypatch.context() as process:  # of plain `accelerate launch`
@@ -147,7 +147,7 @@ def test_a_launcher_s_flag_for_gpus_is_refused_where_there_is_none(flag, on, cap
     on(CPU)
     assert main.main(["train", str(QUICKSTART)]) == 3
     said = capsys.readouterr().err
-    assert "this launch is for GPUs, and no GPU is visible here" in said
+    assert "this launch is for GPUs, and no GPU is visible" in said
     assert ("--multi_gpu" if "multi" in flag else "ddp_2.yaml") in said
 
 

@@ -287,7 +287,11 @@ def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
 def test_an_unknown_gpu_is_named_with_the_nearest(name: str, said: str, capsys) -> None:
     assert main.main(["plan", str(QUICKSTART), "--gpu", name]) == 2
     text = capsys.readouterr().err
-    assert "error: --gpu: no such GPU" in text and f"found:     {name}" in text and said in text
+    assert (
+        "error: --gpu: the table of GPUs has no such GPU" in text
+        and f"found:     {name}" in text
+        and said in text
+    )
 
 
 def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
@@ -305,7 +309,7 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
         "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GH200 480GB",
     ):  # fmt: skip
         assert gpus.of_device(device) is None, device
-        with pytest.raises(UserError, match="no such GPU"):
+        with pytest.raises(UserError, match="the table of GPUs has no such GPU"):
             gpus.named(device)
     for name, gpu in gpus.GPUS.items():  # a machine that is planned for is found again by its name
         device = planner.planned_machine(name, 1)[0].name

@@ -178,10 +178,14 @@ def test_parallelism_that_can_not_be_planned(old: str, new: str, said: str, tmp_
     ("config", "given", "why"),
     [
         ("fsdp2_8", (), ""),
-        ("fsdp2_8", ("adapter.type=full",), "but adapters on a plain base"),
-        ("fsdp2_8_quantised", ("model.quantization=fp8",), "but adapters on a plain base"),
-        ("context_parallel_4", ("model.attention=sdpa",), "where FSDP splits"),
-        ("zero3_8", (), "not measured where DeepSpeed splits the weights"),
+        ("fsdp2_8", ("adapter.type=full",), "except for adapters on an unquantized base model"),
+        (
+            "fsdp2_8_quantised",
+            ("model.quantization=fp8",),
+            "except for adapters on an unquantized base model",
+        ),
+        ("context_parallel_4", ("model.attention=sdpa",), "not measured for weights that FSDP shards"),
+        ("zero3_8", (), "not measured for weights that DeepSpeed shards"),
         ("zero2_8", (), ""),
     ],
 )
