@@ -105,7 +105,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         unknown += "not know the memory of their forward pass"
     obstacle = _obstacle(kind.peft, options, largest)
     if any(found.names.kinds[name] == "Conv1D" for name in names):
-        obstacle = obstacle or "the base model's layers are Conv1D"
+        obstacle = obstacle or "the base model is stored as Conv1D"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS
     fits &= not any(name.endswith("experts") for name in found.names.kinds)

@@ -345,7 +345,7 @@ def stacked(layer: nn.Module) -> list[tuple[Any, list[Any]]]:
 def obstacle(module: Any, wrappers: list[Any]) -> str:
     """Return why experts can't run fused. The empty string means that they can."""
     if not hasattr(module, "is_concatenated") or not hasattr(type(module).forward, "__wrapped__"):
-        return f"{type(module).__name__} has a forward of its own"
+        return f"{type(module).__name__} has its own forward pass"
     if module.has_bias or not module.has_gate or module.is_transposed or not module.is_concatenated:
         return "the experts have a bias, no gate, or weights in another order"
     if {name for name, _ in module.named_parameters()} != {FIRST, LAST}:
@@ -372,7 +372,7 @@ def _wrapper_obstacle(wrapper: Any) -> str:
     if "forward" in vars(wrapper):
         return "its forward is another's already"
     rank = wrapper.r[wrapper.active_adapters[0]]
-    return f"rank {rank} is over {MAX_EXPERTS_RANK}" if rank > MAX_EXPERTS_RANK else ""
+    return f"rank {rank} is larger than {MAX_EXPERTS_RANK}" if rank > MAX_EXPERTS_RANK else ""
 
 
 @torch.no_grad()

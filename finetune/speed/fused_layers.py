@@ -269,11 +269,11 @@ def obstacle(layer: Any) -> str:
     """Why a linear layer can't have a fast forward; the empty string if it can."""
     base = base_of(layer)
     if type(base) not in (nn.Linear, fp8_linear.Fp8Linear) and not four_bit.is_four_bit(base):
-        return f"the base is stored as {type(base).__name__}"
+        return f"the base model is stored as {type(base).__name__}"
     if type(base.weight) not in (torch.Tensor, nn.Parameter) and not four_bit.is_four_bit(base):
-        return f"the base is stored as {type(base.weight).__name__}"  # torchao's own tensors
+        return f"the base model is stored as {type(base.weight).__name__}"  # torchao's own tensors
     if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TYPES):
-        return f"{type(layer).__module__.split('.')[-2]} has a forward of its own"
+        return f"{type(layer).__module__.split('.')[-2]} has its own forward pass"
     if four_bit.is_four_bit(base) and (found := four_bit.obstacle(base)):
         return found
     if any(parameter.requires_grad for parameter in base.parameters()):
@@ -290,14 +290,14 @@ def obstacle(layer: Any) -> str:
     adapter: Any = layer
     rank = adapter.r[name]
     if rank > MAX_RANK:
-        return f"rank {rank} is over {MAX_RANK}"
+        return f"rank {rank} is larger than {MAX_RANK}"
     if getattr(adapter, "lora_bias", {}).get(name):
         return "lora_bias"
     variant = getattr(adapter, "lora_variant", {}).get(name)
     if variant is not None and name not in adapter.lora_magnitude_vector:
-        return f"{type(variant).__name__} has a forward of its own"
+        return f"{type(variant).__name__} has its own forward pass"
     if variant is not None and _dropout(adapter):
-        return "DoRA with dropout drops the base's input too"
+        return "DoRA with dropout also changes the base layer's input"
     return ""
 
 

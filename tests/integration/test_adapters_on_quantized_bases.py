@@ -88,7 +88,7 @@ def test_a_quantised_base_trains_through_the_command(storage: str, train, two_la
 def test_torchao_s_tensors_keep_their_own_products(train, two_layers, capsys) -> None:
     """Their layer is torch's own, only the weight is not: no other sign that it can't be laid together."""
     train("model.quantization=torchao_int8", f"model.name={two_layers}", "speed.fused=true", code=3)
-    assert "14 by PEFT: the base is stored as Int8Tensor" in capsys.readouterr().err
+    assert "14 by PEFT: the base model is stored as Int8Tensor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("storage", adapter_types.QUANTISED)

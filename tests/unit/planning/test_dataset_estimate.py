@@ -130,7 +130,7 @@ def test_rows_are_as_long_as_the_tokenizer_and_template_make_them(tmp_path) -> N
     assert found and found.number == report.kept
     assert found.tokens == pytest.approx(report.tokens / report.kept, rel=0.01)
     assert any(
-        "by the model's tokenizer and template, from 500 of them" in note
+        "by the model's tokenizer and template, from 500 examples" in note
         for note in planned(QUICKSTART, f"data.cache_dir={tmp_path}").notes
     )
 
@@ -145,11 +145,11 @@ def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
         QUICKSTART, [f"data.name={path}", "data.format=text", "data.train_on=all", "data.validation=null"]
     )
     rows = load_data.prepare_data(loaded)[1].train
-    assert exact == [len(row["input_ids"]) for row in rows] and "from 2 of them" in how
+    assert exact == [len(row["input_ids"]) for row in rows] and "from 2 examples" in how
     with path.open("a") as file:
         file.write(json.dumps({"text": texts[2]}) + "\n" + "no json\n")
     more, how = dataset_estimate.lengths_in_tokens(data, model, {path: dataset_estimate.SAMPLED})
-    assert more[:2] == exact and more[3] == 0 and "from 2 of them" in how
+    assert more[:2] == exact and more[3] == 0 and "from 2 examples" in how
     assert more[2] == pytest.approx(len(texts[2]) * sum(exact) / sum(map(len, texts[:2])))
 
 
@@ -164,7 +164,7 @@ def test_without_a_tokenizer_or_template_characters_are_counted(tmp_path) -> Non
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "tokenizer.json").write_bytes((MODEL / "tokenizer.json").read_bytes())
     for name, why in (
-        ("nowhere/model", "the model's tokenizer is not here"),
+        ("nowhere/model", "the model's tokenizer is not on this machine"),
         (str(tmp_path / "bare"), "there is no chat template"),
     ):
         found, how = dataset_estimate.lengths_in_tokens(
@@ -222,7 +222,7 @@ def test_rows_of_csv_count_quoted_lines_once(tmp_path: Path) -> None:
     rows = "".join(f'"What is {n}?","a\nb ""{n}"""\n' for n in range(30))
     (tmp_path / "rows.csv").write_text("prompt,completion\n" + rows)
     found = dataset_estimate.rows_of(Data(name=str(tmp_path / "rows.csv")), Model(name=str(MODEL)), 1)
-    assert found and found.number == 30 and "from 30 of them" in found.how
+    assert found and found.number == 30 and "from 30 examples" in found.how
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_rates_of_another_shape_are_not_taken(large) -> None:
     keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 256, intermediate 688", "product": 1e11})
     after = planned(large)
     assert after.step_seconds == before.step_seconds
-    assert "measured at hidden 256, intermediate 688, this model has 4096 and 14336" in after.source
+    assert "measured at hidden 256, intermediate 688, and this model has 4096 and 14336" in after.source
     one = memory_estimate.widths(architecture.read(loader.load(large).model).config)
     machine = planner.planned_machine("h200", 1)[0]
     assert profiler.peaks(machine, one)[2] == "of its data sheet", "nor is a profile's roofline of them"

@@ -75,7 +75,7 @@ def test_advice_of_a_launch_is_not_refused(seventy: Path, kind: str, gpu: str, a
     full, fp8 = 900.0, gpu != "a100-40gb"
     smaller = sharding_cost.smaller("fp32" if kind == "full" else "bf16", kind, fp8=fp8)
     said = sharding_cost.reason(2, sharding_cost.Sizes(80, 70, full, full / 2), smaller)
-    assert f"may not fit either: {advice}" in said
+    assert f"may not fit either; try {advice}" in said
     change = advice.split()[0].rstrip(",")
     if not change.startswith("--"):
         planned(seventy, f"adapter.type={kind}", change, gpu=gpu)
@@ -181,7 +181,7 @@ def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
     )
     layer = next(m for m in adapted.modules() if getattr(m, "lora_magnitude_vector", None))
     has = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 9)
-    assert fused_layers.obstacle(layer) == has.obstacle == "DoRA with dropout drops the base's input too"
+    assert fused_layers.obstacle(layer) == has.obstacle == "DoRA with dropout also changes the base layer's input"
     speed = loaded.speed.model_copy(update={"compile": True})
     with pytest.raises(UserError, match=r"speed\.compile: PEFT's forward of DoRA breaks the graph"):
         apply_to_model.apply(adapted, speed, Work(64, None), detection.detect(), RunChecks())

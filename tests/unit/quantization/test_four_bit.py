@@ -111,4 +111,4 @@ def test_what_cannot_be_read_is_left_with_its_reason() -> None:
     assert "is stored as (128, 64)" in obstacle(other)
     other.weight.quant_state = None
     assert "not in bitsandbytes' own layout" in obstacle(other)
-    assert obstacle(nn.Linear8bitLt(64, 64)) == "the base is stored as Linear8bitLt"
+    assert obstacle(nn.Linear8bitLt(64, 64)) == "the base model is stored as Linear8bitLt"
