@@ -27,5 +27,5 @@ def explain(options: argparse.Namespace) -> dict[str, Any]:
         near = nearest(code, CODES)
         fix = f"finetune explain {near}" if near else "finetune explain, which lists all codes"
         raise UserError(Problem("no such error code", found=options.code, fix=fix, code="command-line"))
-    standard_streams.say(code, *textwrap.wrap(CODES[code], WIDTH))
+    standard_streams.say(code, *textwrap.wrap(CODES[code], WIDTH, break_on_hyphens=False))
     return {"codes": {code: CODES[code]}}

@@ -9,7 +9,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import finetune
 from finetune.cli import (
     ablate,
     arguments,
@@ -20,6 +19,7 @@ from finetune.cli import (
     doctor,
     evaluate,
     explain,
+    import_recipe,
     init,
     inputs,
     json_output,
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from finetune.core.errors import Problem
 
 RANK_0_FIRST = 3  # seconds
+VERSION = sys.modules["finetune"].__version__  # an import of the package would be upwards
+NAMES = {"import_recipe": "import"}  # a function -> its command, where the name is a keyword of Python
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -60,7 +62,7 @@ def main(given: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         outcome = guarded(options.command, options)
     if os.environ.get("RANK", "0") == "0":
-        name = options.command.__name__
+        name = NAMES.get(options.command.__name__, options.command.__name__)
         standard_streams.say(json_output.render(name, outcome.code, outcome.result, outcome.problems))
     return outcome.code
 
@@ -120,12 +122,13 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     text = "print one JSON object on standard output, and all other text on standard error"
     common.add_argument("--json", action="store_true", help=text)
     top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
-    top.add_argument("--version", action="version", version=f"finetune {finetune.__version__}")
+    top.add_argument("--version", action="version", version=f"finetune {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def add(function: Any, *its: tuple[str, dict[str, Any]]) -> None:
         text = (function.__doc__ or "").strip()
-        command = commands.add_parser(function.__name__, help=text, description=text, parents=[common])
+        name = NAMES.get(function.__name__, function.__name__)
+        command = commands.add_parser(name, help=text, description=text, parents=[common])
         for name, settings in its:
             made = command.add_argument(name, **settings)
             made.required = made.required and settings.get("nargs") != "*"  # argparse asks for one
@@ -149,6 +152,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add(sweep.sweep, arguments.RECIPE, arguments.OVERRIDES, *sweep.SWEEP)
     add(chat.chat, arguments.RUN, arguments.OF_RUN, *chat.CHAT)
     add(init.init, *init.INIT)
+    add(import_recipe.import_recipe, *import_recipe.IMPORT)
     add(recipes.recipes, *recipes.RECIPES)
     add(explain.explain, *explain.EXPLAIN)
     add(doctor.doctor, arguments.MAYBE_RECIPE, arguments.OVERRIDES, doctor.MEASURE)

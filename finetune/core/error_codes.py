@@ -48,6 +48,10 @@ CODES = {
         "reads secrets only from the environment. Set HF_TOKEN or run `hf auth login`. If you "
         "have shared the recipe, revoke the secret."
     ),
+    "import": (
+        "finetune can't translate the file of another tool. It imports supervised fine-tuning of axolotl, "
+        "LLaMA-Factory and TRL."
+    ),
     # Data
     "data-not-found": (
         "finetune can't find the data. Relative paths start at the working directory, then at the "

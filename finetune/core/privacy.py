@@ -73,8 +73,8 @@ _GIVEN = re.compile(  # a name that says what its value is, as it stands in JSON
     r"\w{0,20}\W{1,6})(?P<value>[A-Za-z0-9+/=._-]{16,})"
 )
 _SECRET_KEY = re.compile(
-    r"(?i)(?<![a-z_])(?:token|password|passwd|secret|credentials?|(?:hub|hf|auth|access|api|wandb|private|secret)"
-    r"_?(?:token|key))[\"']?\s*:"
+    r"(?i)(?:(?<![a-z_])token|\b\w{0,40}(?:passwd|password|secret|credentials?"
+    r"|(?:hub|hf|auth|access|api|wandb|private)_?(?:token|key)))[\"']?\s*:"
 )
 _RUN = re.compile(r"[A-Za-z0-9]{20,}")  # letters and digits without anything between
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")

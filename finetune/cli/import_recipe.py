@@ -1,0 +1,58 @@
+"""`finetune import`: translate a config of axolotl, LLaMA-Factory or TRL into a recipe."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from finetune.cli import arguments
+from finetune.core import safe_files, standard_streams
+from finetune.core.command_lines import command
+from finetune.core.errors import Problem, UserError
+
+IMPORT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("file", {"metavar": "FILE", "help": "a YAML config, or a shell script with `trl sft ...`"}),
+    (
+        "--from",
+        {
+            "dest": "tool",
+            "choices": ("axolotl", "llamafactory", "trl"),
+            "help": "the tool that the file is for (default: found by its keys)",
+        },
+    ),
+    (
+        "--gpus",
+        {
+            "metavar": "N",
+            "type": arguments.at_least_one,
+            "default": 1,
+            "help": "GPUs that the tool trained on",
+        },
+    ),
+    ("--output", {"metavar": "FILE", "default": "recipe.yaml", "help": "the recipe (default: recipe.yaml)"}),
+)
+
+
+def import_recipe(options: argparse.Namespace) -> dict[str, Any]:
+    """Translate a config of axolotl, LLaMA-Factory or TRL into a recipe."""
+    from finetune.importers import reading, recipe_text
+
+    path = Path(options.output)
+    if path.exists():
+        raise UserError(Problem(f"{path} exists", fix="--output with another name", code="path"))
+    state = reading.import_recipe(options.file, options.tool, options.gpus)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    safe_files.write_text(path.parent, path.name, recipe_text.write(state, options.file))
+    launched = ["--accelerate", state.accelerate] if state.accelerate else []
+    if not options.quiet:
+        standard_streams.say(f"wrote {path}, translated from {state.tool}", *recipe_text.summary(state))
+        standard_streams.say(
+            f"next: {command('check', str(path))}", f"then: {command('train', str(path), *launched)}"
+        )
+    return {
+        "recipe": path,
+        "tool": state.tool,
+        "accelerate": state.accelerate or None,
+        "keys": state.entries,
+    }

@@ -1,0 +1,57 @@
+"""The YAML text of an imported recipe, with the fate of every key as comments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from finetune.core.privacy import masked, names_a_secret
+from finetune.core.visible_text import visible
+from finetune.importers.translation import DIFFERS, KINDS, NOT_SUPPORTED, Entry, Translation
+
+SECTIONS = ("model", "data", "adapter", "speed", "train", "eval", "publish")
+LONGEST = 100  # characters of a value in a comment
+
+
+def write(state: Translation, source: str) -> str:
+    """Return the recipe and the four lists of keys."""
+    lines = [f"# Imported from {state.tool}: {_line(source)}"]
+    for kind in KINDS:
+        entries = [entry for entry in state.entries if entry.kind == kind]
+        lines += ["#", f"# {kind} ({len(entries)}):"] if entries else []
+        lines += [f"#   {entry.key}: {_short(entry)} -> {_line(entry.text)}" for entry in entries]
+    for section in SECTIONS:
+        values = {
+            key.partition(".")[2]: value
+            for key, value in state.recipe.items()
+            if key.startswith(f"{section}.")
+        }
+        if values:
+            lines += ["", f"{section}:", *(f"  {key}: {_yaml(value)}" for key, value in values.items())]
+    return "\n".join(lines) + "\n"
+
+
+def summary(state: Translation) -> list[str]:
+    """Return the counts, and each key that finetune does not support or that has another default."""
+    counts = {kind: sum(entry.kind == kind for entry in state.entries) for kind in KINDS}
+    lines = [", ".join(f"{count} {kind}" for kind, count in counts.items())]
+    for kind in (DIFFERS, NOT_SUPPORTED):
+        lines += [f"{kind}: {entry.key}: {entry.text}" for entry in state.entries if entry.kind == kind]
+    return lines
+
+
+def _line(text: object) -> str:
+    """Return a text of another tool's file as one line without secrets."""
+    return visible(masked(" ".join(str(text).split())))
+
+
+def _short(entry: Entry) -> str:
+    if names_a_secret(f"{entry.key}:"):
+        return "****"
+    text = _line(entry.value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def _yaml(value: Any) -> str:
+    """Return a value in YAML's flow style, which JSON is a part of."""
+    return json.dumps(value, ensure_ascii=False)

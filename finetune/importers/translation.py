@@ -1,0 +1,98 @@
+"""The translation of another tool's settings into a recipe, with a record of every key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+TRANSLATED = "translated"
+SAME = "same as finetune's default"
+DIFFERS = "differs by default"
+NOT_SUPPORTED = "not supported"
+KINDS = (TRANSLATED, SAME, DIFFERS, NOT_SUPPORTED)
+
+
+class Entry(NamedTuple):
+    """What became of one key."""
+
+    kind: str
+    key: str
+    """The tool's key, dotted, or finetune's key if the tool's default was written into the recipe."""
+    value: Any
+    text: str
+    """The finetune key and value, or the reason."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What to do with a key of a tool."""
+
+    target: str = ""
+    """The finetune key that takes the value."""
+    convert: Callable[[Any], Any] | None = None
+    same: str = ""
+    """Why the key needs no setting."""
+    reason: str = ""
+    """Why finetune does not support the key."""
+    off: tuple[Any, ...] = (None, False, "", 0)
+    """Values that switch the key off, so that nothing is lost."""
+
+
+@dataclass
+class Translation:
+    """A recipe under construction."""
+
+    tool: str
+    source: dict[str, Any]
+    """The tool's settings that are not translated yet."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """Dotted finetune key -> value."""
+    entries: list[Entry] = field(default_factory=list)
+    accelerate: str = ""
+    """A shipped accelerate config that fits the tool's launch."""
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Remove a key from the source and return its value; the default if it is missing or null."""
+        value = self.source.pop(key, None)
+        return default if value is None else value
+
+    def set(self, target: str, value: Any, key: str, given: Any) -> None:
+        """Set a finetune key, and record the key that it comes from."""
+        self.recipe[target] = value
+        self.record(TRANSLATED, key, given, f"{target}: {value}")
+
+    def record(self, kind: str, key: str, value: Any, text: str) -> None:
+        self.entries.append(Entry(kind, key, value, text))
+
+    def unsupported(self, key: str, value: Any, reason: str) -> None:
+        self.record(NOT_SUPPORTED, key, value, reason)
+
+    def apply(self, rules: dict[str, Rule]) -> None:
+        """Translate every key of the source that has a rule."""
+        for key in [key for key in self.source if key in rules]:
+            self.apply_rule(key, self.source.pop(key), rules[key])
+
+    def apply_rule(self, key: str, value: Any, rule: Rule) -> None:
+        if rule.target and value is not None:
+            self.set(rule.target, rule.convert(value) if rule.convert else value, key, value)
+        elif rule.reason and value not in rule.off:
+            self.unsupported(key, value, rule.reason)
+        else:
+            self.record(SAME, key, value, rule.same or "it is not set")
+
+    def keep_default(self, target: str, theirs: Any, ours: Any, why: str = "") -> None:
+        """Write the tool's default into the recipe if the recipe has no value for the key."""
+        if target not in self.recipe:
+            self.recipe[target] = theirs
+            if theirs == ours:
+                self.record(SAME, target, theirs, why or f"{self.tool} has the same default")
+                return
+            text = f"the default of {self.tool} is {theirs}, the default of finetune is {ours}; kept {theirs}"
+            self.record(DIFFERS, target, theirs, f"{text}{'; ' if why else ''}{why}")
+
+    def finish(self) -> None:
+        """Record the keys that no rule knows."""
+        for key, value in self.source.items():
+            self.unsupported(key, value, f"finetune does not know this key of {self.tool}")
+        self.source = {}

@@ -1,0 +1,325 @@
+"""Each key of another tool ends in one of four lists, and the recipe loads."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli import main
+from finetune.core.errors import UserError
+from finetune.importers import reading, recipe_text, trl
+from finetune.importers.translation import DIFFERS, KINDS, NOT_SUPPORTED, SAME, Translation
+from finetune.recipe import loader
+from support.paths import DATA, MODEL
+
+AXOLOTL = {
+    "base_model": str(MODEL),
+    "datasets": [{"path": str(DATA / "train.jsonl"), "type": "chat_template"}],
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": 2e-4,
+    "adapter": "lora",
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_target_linear": True,
+}
+LLAMA_FACTORY = {
+    "model_name_or_path": str(MODEL),
+    "stage": "sft",
+    "do_train": True,
+    "dataset": "mine",
+    "template": "llama3",
+    "finetuning_type": "lora",
+    "cutoff_len": 512,
+}
+TRL = {"model_name_or_path": str(MODEL), "dataset_name": str(DATA / "train.jsonl"), "use_peft": True}
+BASES = {"axolotl": AXOLOTL, "llamafactory": LLAMA_FACTORY, "trl": TRL}
+INFO = {
+    "mine": {"file_name": "rows.jsonl"},
+    "chats": {
+        "file_name": "chats.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "turns", "system": "sys"},
+        "tags": {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "bot"},
+    },
+    "hub": {"hf_hub_url": "someone/rows", "subset": "en", "split": "train"},
+    "pairs": {"file_name": "pairs.json", "ranking": True},
+}
+
+
+def imported(tmp_path: Path, tool: str, **more: Any) -> Translation:
+    given = {key: value for key, value in (BASES[tool] | more).items() if value != "ABSENT"}
+    (tmp_path / "data").mkdir(exist_ok=True)
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(INFO))
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(given))
+    return reading.import_recipe(path)
+
+
+def kind_of(state: Translation, key: str) -> set[str]:
+    return {entry.kind for entry in state.entries if entry.key.split(".")[0] == key or entry.key == key}
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "value", "expected"),
+    [
+        ("axolotl", "sequence_len", 4096, {"data.max_length": 4096}),
+        ("axolotl", "sample_packing", True, {"data.packing": True}),
+        ("axolotl", "batch_flattening", "auto", {"data.padding_free": True}),
+        ("axolotl", "num_epochs", 2, {"train.num_train_epochs": 2.0}),
+        ("axolotl", "max_steps", 100, {"train.max_steps": 100}),
+        ("axolotl", "optimizer", "adamw_bnb_8bit", {"train.optim": "adamw_bnb_8bit"}),
+        ("axolotl", "lr_scheduler", "constant", {"train.lr_scheduler_type": "constant"}),
+        ("axolotl", "warmup_ratio", 0.1, {"train.warmup_steps": 0.1}),
+        ("axolotl", "warmup_steps", 10, {"train.warmup_steps": 10}),
+        ("axolotl", "val_set_size", 0.05, {"data.validation_fraction": 0.05}),
+        ("axolotl", "train_on_inputs", True, {"data.train_on": "all"}),
+        ("axolotl", "excess_length_strategy", "raise", {"data.too_long": "error"}),
+        ("axolotl", "gradient_checkpointing", True, {"speed.activation_checkpointing": "full"}),
+        ("axolotl", "adapter", "qlora", {"adapter.type": "qlora"}),
+        ("axolotl", "load_in_8bit", True, {"adapter.type": "lora", "model.quantization": "int8"}),
+        ("axolotl", "adapter", None, {"adapter.type": "full"}),
+        ("axolotl", "peft_use_dora", True, {"adapter.type": "dora"}),
+        ("axolotl", "peft_use_rslora", True, {"adapter.type": "rslora"}),
+        ("axolotl", "lora_modules_to_save", ["lm_head"], {"adapter.modules_to_save": ["lm_head"]}),
+        ("axolotl", "chat_template", "chatml", {"data.chat_template": "chatml"}),
+        ("axolotl", "saves_per_epoch", 4, {"train.save_steps": 0.25}),
+        ("axolotl", "saves_per_epoch", 1, {"train.save_strategy": "epoch"}),
+        ("axolotl", "tokens", ["<a>"], {"model.add_tokens": ["<a>"]}),
+        ("axolotl", "cosine_min_lr_ratio", 0.1, {"train.lr_scheduler_type": "cosine_with_min_lr"}),
+        ("axolotl", "neftune_noise_alpha", 5, {"train.neftune_noise_alpha": 5}),
+        ("axolotl", "hub_model_id", "me/mine", {"publish.repo": "me/mine"}),
+        ("llamafactory", "cutoff_len", 2048, {"data.max_length": 2048}),
+        ("llamafactory", "lora_rank", 4, {"adapter.r": 4, "adapter.lora_alpha": 8}),
+        ("llamafactory", "lora_alpha", 64, {"adapter.lora_alpha": 64}),
+        ("llamafactory", "lora_target", "q_proj,v_proj", {"adapter.target_modules": ["q_proj", "v_proj"]}),
+        ("llamafactory", "quantization_bit", 4, {"adapter.type": "qlora"}),
+        ("llamafactory", "finetuning_type", "full", {"adapter.type": "full"}),
+        ("llamafactory", "use_rslora", True, {"adapter.type": "rslora"}),
+        ("llamafactory", "loraplus_lr_ratio", 16.0, {"adapter.loraplus_lr_ratio": 16.0}),
+        ("llamafactory", "val_size", 0.1, {"data.validation_fraction": 0.1}),
+        ("llamafactory", "learning_rate", "1.0e-4", {"train.learning_rate": 1e-4}),
+        ("llamafactory", "train_on_prompt", True, {"data.train_on": "all"}),
+        ("llamafactory", "mask_history", True, {"data.train_on": "last_turn"}),
+        ("llamafactory", "neat_packing", True, {"data.packing": True}),
+        ("llamafactory", "disable_gradient_checkpointing", True, {"speed.activation_checkpointing": "none"}),
+        ("llamafactory", "pissa_init", True, {"adapter.init_lora_weights": "pissa_niter_16"}),
+        ("trl", "max_length", 2048, {"data.max_length": 2048}),
+        ("trl", "packing", True, {"data.packing": True}),
+        ("trl", "assistant_only_loss", True, {"data.train_on": "assistant"}),
+        ("trl", "completion_only_loss", True, {"data.train_on": "completion"}),
+        ("trl", "lora_r", 64, {"adapter.r": 64}),
+        ("trl", "use_peft", False, {"adapter.type": "full"}),
+        ("trl", "load_in_4bit", True, {"adapter.type": "qlora"}),
+        ("trl", "lora_target_modules", "all-linear", {"adapter.target_modules": "all-linear"}),
+        ("trl", "dataset_config", "en", {"data.subset": "en"}),
+        ("trl", "gradient_checkpointing", False, {"speed.activation_checkpointing": "none"}),
+    ],
+)
+def test_key_is_translated(tool, key, value, expected, tmp_path) -> None:
+    state = imported(tmp_path, tool, **{key: value})
+    assert {name: state.recipe.get(name) for name in expected} == expected
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_text.write(state, "theirs.yaml"))
+    loader.load(path)
+
+
+@pytest.mark.parametrize(
+    ("tool", "key", "value", "kind"),
+    [
+        ("axolotl", "loss_watchdog_threshold", 5.0, NOT_SUPPORTED),
+        ("axolotl", "evals_per_epoch", 4, NOT_SUPPORTED),
+        ("axolotl", "evals_per_epoch", 0, None),
+        ("axolotl", "wandb_project", "mine", NOT_SUPPORTED),
+        ("axolotl", "wandb_project", None, SAME),
+        ("axolotl", "special_tokens", {"pad_token": "<pad>"}, SAME),
+        ("axolotl", "special_tokens", {"eos_token": "<end>"}, NOT_SUPPORTED),
+        ("axolotl", "attn_implementation", "xformers", NOT_SUPPORTED),
+        ("axolotl", "micro_bacth_size", 1, NOT_SUPPORTED),
+        ("llamafactory", "use_galore", True, NOT_SUPPORTED),
+        ("llamafactory", "use_galore", False, SAME),
+        ("llamafactory", "max_samples", 1000, NOT_SUPPORTED),
+        ("llamafactory", "plot_loss", True, SAME),
+        ("llamafactory", "finetuning_type", "freeze", NOT_SUPPORTED),
+        ("trl", "eos_token", "<end>", NOT_SUPPORTED),
+        ("trl", "packing_strategy", "wrapped", NOT_SUPPORTED),
+        ("trl", "loss_type", "dft", NOT_SUPPORTED),
+    ],
+)
+def test_key_is_in_its_list_with_a_text(tool, key, value, kind, tmp_path) -> None:
+    state = imported(tmp_path, tool, **{key: value})
+    assert kind_of(state, key) == ({kind} if kind else set())
+    assert all(entry.kind in KINDS and entry.text for entry in state.entries)
+
+
+@pytest.mark.parametrize("tool", BASES)
+def test_every_key_is_in_a_list(tool, tmp_path) -> None:
+    state = imported(tmp_path, tool)
+    named = {entry.key.split(".")[0] for entry in state.entries}
+    ours = {"model", "data", "adapter", "train", "speed"}
+    assert set(BASES[tool]) - {"do_train"} <= named | ours | {"do_train"} and not state.source
+
+
+@pytest.mark.parametrize("tool", BASES)
+def test_defaults_of_the_tool_are_kept(tool, tmp_path) -> None:
+    state = imported(tmp_path, tool, max_length="ABSENT", cutoff_len="ABSENT", lora_alpha="ABSENT")
+    kept = {entry.key: entry.value for entry in state.entries if entry.kind == DIFFERS}
+    assert all(state.recipe[key] == value for key, value in kept.items() if key in state.recipe)
+    assert kept["model.quantization"] == "none"
+    expected = {
+        "axolotl": {"data.max_length": 512, "train.num_train_epochs": 1.0},
+        "llamafactory": {"data.max_length": 2048, "train.learning_rate": 5e-5, "adapter.lora_alpha": 16},
+        "trl": {"data.train_on": "all", "train.learning_rate": 2e-5, "adapter.lora_dropout": 0.05},
+    }[tool]
+    assert {key: kept.get(key) for key in expected} == expected
+
+
+def test_defaults_of_trl_are_those_of_the_installed_trl(tmp_path) -> None:
+    from trl import ModelConfig, SFTConfig
+
+    installed = {
+        field.name: field.default for kind in (SFTConfig, ModelConfig) for field in dataclasses.fields(kind)
+    }
+    recipe = imported(tmp_path, "trl").recipe
+    for name in ("learning_rate", "num_train_epochs", "warmup_steps"):
+        assert recipe[f"train.{name}"] == installed[name], name
+    assert str(installed["lr_scheduler_type"]) == recipe["train.lr_scheduler_type"]
+    for name in ("lora_r", "lora_alpha", "lora_dropout"):
+        assert recipe[f"adapter.{trl.ADAPTER[name]}"] == installed[name], name
+    assert recipe["train.effective_batch_size"] == installed["per_device_train_batch_size"]
+    assert installed["assistant_only_loss"] is False and recipe["data.train_on"] == "all"
+    assert installed["gradient_checkpointing"] and recipe["speed.activation_checkpointing"] == "full"
+
+
+def test_batch_size_counts_gpus(tmp_path) -> None:
+    imported(tmp_path, "axolotl")
+    state = reading.import_recipe(tmp_path / "theirs.yaml", gpus=4)
+    assert state.recipe["train.effective_batch_size"] == 2 * 4 * 4
+    assert state.recipe["train.per_device_train_batch_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "config"),
+    [
+        ("axolotl", {"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, "zero3_8_offload"),
+        ("axolotl", {"deepspeed": "deepspeed_configs/zero2.json"}, "zero2_8"),
+        ("axolotl", {"fsdp_version": 2, "fsdp_config": {"offload_params": False}}, "fsdp2_8_offload"),
+        ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z3_config.json"}, "zero3_8"),
+        ("trl", {"fsdp": "full_shard auto_wrap"}, "fsdp2_8"),
+    ],
+)
+def test_launch_files_name_an_accelerate_config(tool, given, config, tmp_path) -> None:
+    state = imported(tmp_path, tool, **given)
+    assert state.accelerate == config
+
+
+def test_dataset_info_gives_paths_columns_and_roles(tmp_path) -> None:
+    state = imported(tmp_path, "llamafactory", dataset="mine, hub, absent")
+    assert state.recipe["data.name"] == [
+        str(tmp_path / "data" / "rows.jsonl"),
+        {"name": "someone/rows", "subset": "en", "split": "train"},
+        "absent",
+    ]
+    assert NOT_SUPPORTED in kind_of(state, "dataset")
+    chats = imported(tmp_path, "llamafactory", dataset="chats").recipe
+    assert chats["data.columns"] == {"conversations": "turns", "system": "sys"}
+    assert chats["data.role_map"] == {"human": "user", "bot": "assistant"}
+
+
+def test_axolotl_sources_keep_files_splits_and_columns(tmp_path) -> None:
+    sources = [
+        {
+            "path": "a/b",
+            "name": "en",
+            "split": "train[:5%]",
+            "type": "chat_template",
+            "field_messages": "turns",
+        },
+        {"path": "json", "data_files": ["x.jsonl"], "type": "completion", "roles": {"assistant": ["bot"]}},
+        {"path": "c", "type": "jeopardy", "train_on_eos": "all", "shards": 4},
+    ]
+    state = imported(tmp_path, "axolotl", datasets=sources)
+    assert state.recipe["data.name"] == [
+        {"name": "a/b", "subset": "en", "split": "train[:5%]"},
+        "json/x.jsonl",
+        "c",
+    ]
+    assert state.recipe["data.columns"] == {"messages": "turns"}
+    assert state.recipe["data.role_map"] == {"bot": "assistant"} and state.recipe["data.train_on"] == "all"
+    unsupported = {entry.key for entry in state.entries if entry.kind == NOT_SUPPORTED}
+    assert {"datasets.2.type", "datasets.2.train_on_eos", "datasets.2.shards"} <= unsupported
+
+
+@pytest.mark.parametrize(
+    ("tool", "given"),
+    [
+        ("axolotl", {"rl": "dpo"}),
+        ("axolotl", {"reward_model": True}),
+        ("axolotl", {"pretraining_dataset": [{"path": "c4"}]}),
+        ("axolotl", {"processor_type": "AutoProcessor"}),
+        ("axolotl", {"datasets": [{"path": "a", "type": "bradley_terry.chat_template"}]}),
+        ("llamafactory", {"stage": "dpo"}),
+        ("llamafactory", {"stage": "pt"}),
+        ("llamafactory", {"dataset": "pairs"}),
+    ],
+)
+def test_other_training_is_refused_and_names_the_tool(tool, given, tmp_path) -> None:
+    with pytest.raises(UserError) as raised:
+        imported(tmp_path, tool, **given)
+    (problem,) = raised.value.problems
+    assert (
+        "supervised fine-tuning only" in problem.what
+        and problem.fix == f"train it with {reading.TOOLS[tool].TOOL}"
+    )
+
+
+def test_command_line_of_trl(tmp_path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "#!/bin/sh\n# a comment\naccelerate launch --num_processes 2 trl sft \\\n"
+        f"  --model_name_or_path {MODEL} --dataset_name {DATA / 'train.jsonl'} \\\n"
+        "  --learning_rate 2.0e-4 --use_peft --lora_target_modules q_proj v_proj --packing\n"
+    )
+    state = reading.import_recipe(script)
+    assert state.tool == "TRL" and state.recipe["train.learning_rate"] == 2e-4
+    assert state.recipe["adapter.target_modules"] == ["q_proj", "v_proj"]
+    assert state.recipe["data.packing"] is True
+    script.write_text("trl dpo --model_name_or_path a\n")
+    with pytest.raises(UserError, match="supervised fine-tuning only"):
+        reading.import_recipe(script)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("from unsloth import FastLanguageModel\n", "can't import a script of Unsloth"),
+        ("model:\n  _component_: torchtune.models.llama3\n", "can't import a torchtune config"),
+        ("a: 1\n", "can't tell which tool"),
+        ("- a\n", "no mapping of settings"),
+        ("a: [\n", "not valid YAML"),
+        ("stage: sft\nfinetuning_type: lora\n", "names no model"),
+    ],
+)
+def test_other_files_are_errors(text, said, tmp_path) -> None:
+    path = tmp_path / "other.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=said):
+        reading.import_recipe(path)
+
+
+def test_command_writes_a_recipe_that_passes_check(tmp_path, capsys) -> None:
+    secrets = {"wandb_api_key": "abc", "hub_token": "hf_abcdefghijklmnopqrstuv"}
+    imported(tmp_path, "axolotl", sequence_len=512, **secrets)
+    recipe = tmp_path / "new" / "recipe.yaml"
+    words = ["import", str(tmp_path / "theirs.yaml"), "--output", str(recipe)]
+    assert main.main(words) == 0
+    said = capsys.readouterr().out
+    assert "translated from axolotl" in said and f"check {recipe}" in said
+    text = recipe.read_text()
+    assert "hf_abc" not in text and ": abc" not in text and "# not supported" in text
+    assert main.main(["check", str(recipe)]) == 0, capsys.readouterr().err
+    assert main.main(words) == 2 and "exists" in capsys.readouterr().err
+    assert main.main(["import", str(tmp_path / "absent.yaml"), "--output", f"{recipe}2"]) == 2
