@@ -22,8 +22,7 @@ WIDE_FORWARD = {"BN": 32, "STAGES": 2, "WARPS": 4}  # for ranks above THIN, whos
 BACKWARD = {"BN": 32, "STAGES": 3, "WARPS": 4}
 WIDE_BACKWARD = {"BN": 32, "STAGES": 2, "WARPS": 4}
 PLAIN_BACKWARD = {"BN": 64, "STAGES": 2, "WARPS": 8}  # without adapters
-PRODUCT = {"ROWS": 64, "BN": 256, "STAGES": 3, "WARPS": 4}  # 0.10 ms for 2,048 columns
-WIDE_PRODUCT = {"ROWS": 64, "BN": 128, "STAGES": 3, "WARPS": 4}
+PRODUCT = {"ROWS": 64, "BN": 128, "STAGES": 3, "WARPS": 4}
 THIN = 32
 TILE = 64  # `expert_ops.TILE`
 
@@ -243,7 +242,7 @@ def activate_backward(z, b, a, grad, weights, order, tiles, size, act):
 @on_its_gpu
 def product_of_experts(left, right, ends, order, each):
     rank, columns = left.shape[1], right.shape[1]
-    tile = PRODUCT if rank <= THIN else WIDE_PRODUCT
+    tile = PRODUCT
     out = torch.empty(len(ends), rank, columns, device=left.device)
     _product_of_experts[(len(ends), triton.cdiv(columns, tile["BN"]))](
         left, right, ends, order, out, columns, left.stride(0), right.stride(0), rank, each,

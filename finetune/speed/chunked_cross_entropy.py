@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+triton_loss: Any = None
+if torch.cuda.is_available():
+    from finetune.kernels import triton_loss
+
 IGNORED = -100
 FEW = 64  # of which one row without a label is computed along: cheaper than picking the others out
 
@@ -136,14 +140,15 @@ class _OutputHead(torch.autograd.Function):
         ctx.dtypes = [one if one is None else one.dtype for one in (weight, bias)]
         weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
         sizes = {"narrow": hidden.element_size(), "wide": wide.itemsize}
-        held = logit_bytes(compiled=compiled, capped=softcap is not None, **sizes)
+        one_kernel = hidden.is_cuda and softcap is None and wide == torch.float32
+        held = logit_bytes(compiled=compiled or one_kernel, capped=softcap is not None, **sizes)
         size = chunk_rows(rows, CHUNK_BYTES // (vocabulary * held))
         logits = hidden.new_empty(size, vocabulary)
         gradient = hidden.new_empty(rows if differentiate else 0, hidden.shape[1])
         nll = hidden.new_zeros(rows, dtype=wide)
         entropy = torch.zeros_like(nll) if differentiate and bias is None and softcap is None else None
         correct = labels.new_zeros(rows, dtype=torch.bool)
-        step = _compiled() if compiled else softmax_in_place
+        step = _in_one_kernel if one_kernel else _compiled() if compiled else softmax_in_place
         for start in range(0, rows, size):
             part = slice(start, min(start + size, rows))
             source = hidden[part] if picked is None else hidden[picked[part]]
@@ -151,7 +156,9 @@ class _OutputHead(torch.autograd.Function):
             if bias is not None:
                 chunk.add_(bias)
             wanted = labels[part]
-            for one in (chunk, wanted) if compiled else ():  # rows with a label are never as many
+            for one in (
+                (chunk, wanted) if compiled and not one_kernel else ()
+            ):  # rows with a label are never as many
                 upstream_private.mark_dynamic(one)
             nll[part], correct[part] = step(chunk, wanted, softcap, wide, differentiate)
             if differentiate:
@@ -231,6 +238,13 @@ def softmax_in_place(
             p *= 1 - (capped / softcap).square()
         logits.copy_(p)
     return nll[:, 0], best[:, 0] == labels
+
+
+def _in_one_kernel(
+    logits: Tensor, labels: Tensor, softcap: object, wide: object, differentiate: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute `softmax_in_place` without a softcap in one Triton kernel, in float32."""
+    return triton_loss.softmax_in_place(logits, labels, differentiate)
 
 
 @functools.cache

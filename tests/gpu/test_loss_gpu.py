@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, linear
 from finetune.autoconfig import memory_estimate
 from finetune.speed import chunked_cross_entropy
 from finetune.speed.chunked_cross_entropy import Head
+from support.kernel_steps import error
 from support.runs import metrics, receipts
 from support.soak import soak_except
 from support.trainers import trainer_of
@@ -147,3 +148,30 @@ def test_a_run_follows_trl_s(options: list[str], train) -> None:
 def test_a_step_that_is_not_finite_ends_the_run_on_a_gpu_too(train, capsys) -> None:
     run = train("train.learning_rate=1e30", "train.max_steps=6", "train.logging_steps=100", code=5)
     assert "not finite" in capsys.readouterr().err and not run.adapter.exists()
+
+
+@pytest.mark.parametrize("vocabulary", [99, 8192, 151_936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_makes_the_loss_and_its_gradient(vocabulary: int, dtype: torch.dtype) -> None:
+    """Also of a row without a label, of ties, and of logits that are far apart."""
+    torch.manual_seed(0)
+    logits, labels = (torch.randn(70, vocabulary) * 5).to(dtype), torch.randint(vocabulary, (70,))
+    labels[2], labels[3], labels[4] = -100, logits[3].argmax(), 0
+    logits[4], logits[5] = 0.0, -1e4
+    logits[5, 3] = 1e4
+    exact = logits.double()
+    wanted, right = chunked_cross_entropy.softmax_in_place(exact, labels, None, torch.float64, True)
+    for differentiate in (False, True):
+        made = logits.cuda()
+        nll, correct = chunked_cross_entropy.triton_loss.softmax_in_place(made, labels.cuda(), differentiate)
+        assert torch.allclose(nll.cpu().double(), wanted, atol=1e-4)
+        assert torch.equal(correct.cpu(), right)
+        assert error(made, exact if differentiate else logits) < (1e-6 if dtype == torch.float32 else 3e-3)
+    made[1, 5] = float("nan")
+    assert (
+        chunked_cross_entropy.triton_loss.softmax_in_place(made, labels.cuda(), True)[0]
+        .isnan()
+        .tolist()
+        .count(True)
+        == 1
+    )
