@@ -182,6 +182,6 @@ def _apply(decode: Decoder | None, value: object) -> Any:
 
 
 def _not_read(kind: str, name: str, column: str) -> UserError:
-    what = f"the column {column} has the Arrow {kind}, which is not read"
-    fix = f'take the column away, or cast it to text: table.drop_columns(["{column.partition(".")[0]}"])'
-    return UserError(Problem(what, where=name, fix=fix))
+    what = f"finetune can't read the Arrow {kind} of the column {column}"
+    fix = f'remove the column: table.drop_columns(["{column.partition(".")[0]}"])'
+    return UserError(Problem(what, where=name, fix=fix, code="data-format"))

@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Data, Expect
 
 BINS = 24
-SAID = {  # kind of outcome -> its text after "N of M rows"
+SAID = {  # kind of outcome -> its text after "N of M examples"
     "unreadable": "can't be read",
     "malformed": "are malformed",
-    "role_order": "have roles out of order",
+    "role_order": "have roles in the wrong order",
     "unanswered": "have no answer at the end",
     "too_long": "are longer than data.max_length",
     "nothing_trained": "have no token to train on",
-    "duplicates": "repeat an earlier row",
-    "in_validation": "that are held out also stand in the training data",
+    "duplicates": "repeat an earlier example",
+    "in_validation": "of the validation set are also in the training data",
     "same_conversation": "share a conversation with a validation example (an id or the first turn)",
     "no_end_of_turn": "don't end with the end of a turn",
-    "shortened": "had prompts cut (too_long: truncate_prompt)",
-    "doubled_bos": "brought a second BOS, which was taken away",
-    "merged": "have a token that is half prompt, half answer",
-    "special_in_content": "have special tokens written in a content",
-    "reasoning": "hold reasoning",
-    "reasoning_left_out": "hold reasoning of earlier turns that the chat template leaves out",
-    "name_left_out": "name a speaker in `name`, which the chat template leaves out",
+    "shortened": "have a shortened prompt (too_long: truncate_prompt)",
+    "doubled_bos": "have a second BOS token, which finetune removes",
+    "merged": "have a token that belongs to the prompt and to the answer",
+    "special_in_content": "have special tokens in the content of a message",
+    "reasoning": "have reasoning",
+    "reasoning_left_out": "have reasoning in earlier turns, which the chat template ignores",
+    "name_left_out": "have a speaker's `name`, which the chat template ignores",
 }
 BAD = ("unreadable", "malformed", "role_order")
 DROPPED = ("too_long", "nothing_trained", "unanswered")
@@ -114,7 +114,7 @@ class Report:
 
     def noted(self) -> list[tuple[str, str]]:
         """Return each kind of outcome that occurred, with a line of text about it."""
-        of = f"of {self.rows} rows"
+        of = f"of {self.rows} examples"
         why = {kind: f": {'; '.join(reasons)}" for kind, reasons in self.reasons.items()}
         said = self.said()
         found = [
@@ -128,10 +128,10 @@ class Report:
                     column if count == of_all else f"{column} (in {count} of {of_all} examples)"
                     for column, count in sorted(columns.items())
                 ]
-                found.append(("unused", f"columns not used: {', '.join(said)} ({name})"))
+                found.append(("unused", f"finetune ignores these columns of {name}: {', '.join(said)}"))
         for folder, names in self.passed_by.items():
             more = f" ... ({len(names)})" if len(names) > MAX_SHOWN else ""
-            found.append(("passed_by", f"not read: {', '.join(names[:MAX_SHOWN])}{more} (in {folder})"))
+            found.append(("passed_by", f"finetune ignores {', '.join(names[:MAX_SHOWN])}{more} in {folder}"))
         found += [("folders", note) for note in self.folders]
         return [*found, *(("template", note) for note in self.notes)]
 
@@ -343,18 +343,19 @@ class Audit:
             f"{n} {self.report.said()[kind]} ({shown(self.report.places[kind], n)})"
             for kind, n in counts.items()
         )
-        fix = self._remedies().get(next(iter(counts)), "mend them")
-        share = f"data.expect.{limit}={_enough(total, of):g}"
-        fix += f", or allow it: {share}" if self.report.kept else ": no row would be left without them"
-        what = f"{total} of {of} rows ({total / of:.1%}) are not as expected"
-        return [*details, Problem(what, f"data.expect.{limit}", "", said, f"at most {allowed:.1%}", fix)]
+        fix = self._remedies().get(next(iter(counts)), "correct these examples")
+        fix += f", or set data.expect.{limit}: {_enough(total, of):g}" if self.report.kept else ""
+        why = "" if self.report.kept else "no example is left without them"
+        what = f"{total} of {of} examples ({total / of:.1%}) exceed this limit"
+        key, expected = f"data.expect.{limit}", f"at most {allowed:.1%}"
+        return [*details, Problem(what, key, "", said, expected, fix, why=why, code="data-expect")]
 
     def _beyond(self) -> list[Problem]:
         if not self.beyond:
             return []
-        what, found = "token ids past the model's vocabulary", ", ".join(self.beyond)
-        fix, expected = "the tokenizer must be the model's own", f"< {self.vocabulary}"
-        return [Problem(what, "model.name", found=found, expected=expected, fix=fix)]
+        what, found = "the tokenizer gives token ids that the model does not have", ", ".join(self.beyond)
+        fix, expected = "use the tokenizer of this model", f"a token id < {self.vocabulary}"
+        return [Problem(what, "model.name", "", found, expected, fix, code="token-limit")]
 
     def _nothing_left(self, key: str, said: bool) -> list[Problem]:
         """Return the problem that no example is trained on, with each reason.
@@ -371,14 +372,13 @@ class Audit:
         found = ", ".join(f"{n} {report.said()[kind]}" for kind, n in report.counts.items())
         remedies = self._remedies()
         if not report.positions:
-            more = f"raise data.max_length (the longest row has {report.longest} tokens)"
-            remedies["too_long"] = f"{more}, or for plain text too_long: split"
+            remedies["too_long"] = f"data.max_length: {report.longest}, or for plain text too_long: split"
         fix = "; ".join(remedies[kind] for kind in causes if kind in remedies)
         details = [problem for kind in causes for problem in self.bad_rows.problems(kind)]
-        what = f"0 of {report.rows} rows keep a trained token"
+        what = f"none of the {report.rows} examples has a token to train on"
         if causes == ["unanswered"]:
-            what = f"none of {report.rows} rows has an answer to train on"
-        return [*details, Problem(what, key, found=found, fix=fix)]
+            what = f"none of the {report.rows} examples has an answer to train on"
+        return [*details, Problem(what, key, found=found, fix=fix, code="data-empty")]
 
     def _remedies(self) -> dict[str, str]:
         """Return the advice for each kind of outcome.
@@ -388,30 +388,31 @@ class Audit:
         if not self.report.positions:
             return dict(REMEDIES)
         longest = self.report.longest
-        longer = f"data.too_long: truncate_prompt (for plain text: split), or a model of {longest} positions"
+        longer = (
+            f"data.too_long: truncate_prompt (for plain text: split), or use a model with {longest} positions"
+        )
         return {**REMEDIES, "too_long": longer}
 
     def _too_long(self, data: Data) -> Problem:
         report = self.report
         count, places = report.counts["too_long"], report.places["too_long"]
-        what = f"{count} rows are too long"
-        found = f"{shown(places, count)}; the longest has {report.longest}"
+        what = f"{count} example{'s are' if count != 1 else ' is'} too long"
+        found = f"{shown(places, count)}; the longest has {report.longest} tokens"
         limit = (
-            f"{report.positions} tokens, the model's positions"
-            if report.positions
-            else f"{data.max_length} tokens"
+            f"the model's {report.positions} positions" if report.positions else f"{data.max_length} tokens"
         )
-        expected = f"at most {limit}, or too_long: drop"
-        return Problem(what, "data.max_length", found=found, expected=expected)
+        fix = "" if report.positions else f"max_length: {report.longest}, or too_long: drop"
+        fix, expected = fix or "too_long: drop", f"at most {limit}"
+        return Problem(what, "data.max_length", "", found, expected, fix, code="token-limit")
 
 
 REMEDIES = {
     "too_long": "raise data.max_length, or too_long: truncate_prompt (for plain text: split)",
     "unanswered": "end each chat with the assistant's answer",
-    "nothing_trained": "let an answer carry loss: the messages' own train or weight, and data.train_on",
-    "duplicates": "remove them",
-    "in_validation": "remove them from one of the two",
-    "no_end_of_turn": "a chat_template whose turns end with a special token of this tokenizer",
+    "nothing_trained": "train on an answer: check data.train_on, and `train` and `weight` of the messages",
+    "duplicates": "remove the repeated examples",
+    "in_validation": "remove these examples from one of the two sets",
+    "no_end_of_turn": "use a chat_template whose turns end with a special token of this tokenizer",
 }
 
 

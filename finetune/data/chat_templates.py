@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     Tools = list[dict[str, Any]] | None
 
+KEY = "data.chat_template"
 A_TOOL = {"name": "qzlook", "description": "qz", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -69,16 +70,18 @@ def read_template(name: str) -> str:
         try:
             text = regular_files.read_text(path, "data.chat_template", "utf-8-sig")
         except UnicodeDecodeError:
-            raise UserError(Problem("not UTF-8", "data.chat_template", found=name)) from None
+            what, fix = "the file is not UTF-8", "save the file as UTF-8"
+            raise UserError(Problem(what, KEY, found=name, fix=fix, code="chat-template")) from None
         if "{{" not in text and "{%" not in text:  # another file, whose text no message may show
-            raise UserError(Problem("not a Jinja template", "data.chat_template", found=name))
+            what, expected = "the file is not a Jinja template", "a file with {{ ... }} or {% ... %}"
+            raise UserError(Problem(what, KEY, found=name, expected=expected, code="chat-template"))
         return text
     known = bundled()
     if name not in known:
-        expected = f"a Jinja file, or one of {', '.join(known)}"
-        fix = nearest(name, known)
-        problem = Problem("no such template", "data.chat_template", found=name, expected=expected, fix=fix)
-        raise UserError(problem)
+        near = nearest(name, known)
+        expected = "" if near else f"a Jinja file, or a bundled template: {', '.join(known)}"
+        fix, what = f"chat_template: {near}" if near else "", "unknown chat template"
+        raise UserError(Problem(what, KEY, found=name, expected=expected, fix=fix, code="chat-template"))
     return known[name]
 
 
@@ -93,10 +96,12 @@ def other_prompt(own: ChatTemplate, template: ChatTemplate, tools: Tools) -> tup
         (prompt,) = render(own, [(turns[:count], tools)], prompt=True)
         (text,) = render(template, [(turns[: count + 1], tools)])
         if prompt.error and not text.error:
-            what, fix = "the chat template makes no prompt to answer", "a tokenizer with the tokens it names"
-            raise UserError(Problem(what, "data.chat_template", found=prompt.error, fix=f"{fix}, or another"))
+            what, fix = "the chat template can't render a prompt", "set `chat_template` to another template"
+            raise UserError(Problem(what, KEY, found=prompt.error, fix=fix, code="chat-template"))
         if not (prompt.error or text.error or text.text.startswith(prompt.text)):
-            notes.append(f"the prompt of the {which} answer is not at inference what it is in training")
+            notes.append(
+                f"the chat template writes the prompt of the {which} answer differently at inference"
+            )
     return tuple(notes)
 
 
@@ -105,10 +110,11 @@ def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict
     user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
     (asked,) = render(template, [([user], tools)])
     if asked.error.startswith(BROKEN):
-        raise UserError(Problem("the chat template is broken", "data.chat_template", found=asked.error))
+        what, fix = "the chat template is not valid", "chat_template: chatml"
+        raise UserError(Problem(what, KEY, found=asked.error, fix=fix, code="chat-template"))
     if not asked.error and user["content"] not in asked.text:
-        what = "the chat template leaves contents out; is it one for images?"
-        raise UserError(Problem(what, "data.chat_template", found=asked.text[:200]))
+        what, why = "the chat template ignores the content of messages", "it may be a template for images"
+        raise UserError(Problem(what, KEY, found=asked.text[:200], why=why, code="chat-template"))
     (with_prompt,) = render(template, [([user], tools)], prompt=True)
     function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
     call = {"id": "callqz001", "type": "function", "function": function}

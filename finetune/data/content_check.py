@@ -27,16 +27,17 @@ SHORT = 24
 # Character comparisons that take less than a moment
 LONG = 20_000_000
 NAMES = {  # kind of part -> its name in errors
-    "system": "a system message",
-    "user": "a text of the user",
-    "assistant": "a text of the assistant",
-    "tool": "a tool's result",
+    "system": "system messages",
+    "user": "content of the user",
+    "assistant": "content of the assistant",
+    "tool": "results of tools",
     "reasoning": "reasoning",
-    "call": "a tool call",
-    "argument": "an argument of a tool call",
-    "tools": "a tool",
-    "name": "the name of a speaker",
+    "call": "tool calls",
+    "argument": "arguments of tool calls",
+    "tools": "tools",
+    "name": "names of speakers",
 }
+LOST = "the model would be trained on an incomplete example"
 # Kinds that a template can omit. It can omit reasoning only in earlier turns.
 OPTIONAL = ("name", "reasoning")
 
@@ -148,10 +149,10 @@ def refuse(example: Example, missing: list[Part]) -> Part:
     for part in missing:
         if part.kind not in OPTIONAL or (part.kind == "reasoning" and part.message > asked):
             where = example.where + (f", message {part.message}" if part.message >= 0 else "")
-            fix = "another data.chat_template (qwen3 renders all of them), or examples without it"
+            fix = "data.chat_template: qwen3"
             fix = f"reasoning: cut, or {fix}" if part.kind == "reasoning" else fix
-            what = f"the chat template leaves {NAMES[part.kind]} out"
-            raise BadRow("malformed", what, where, short(part.text), fix=fix)
+            what = f"the chat template ignores {NAMES[part.kind]}"
+            raise BadRow("malformed", what, where, short(part.text), fix=fix, why=LOST, code="data-lost")
     return missing[0]
 
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError
 from finetune.data import chat_templates, content_check, loss_mask
-from finetune.data.chat_templates import A_TOOL, bundled, look_at, marked_twin, other_prompt
+from finetune.data.chat_templates import A_TOOL, KEY, bundled, look_at, marked_twin, other_prompt
+from finetune.data.content_check import LOST
 from finetune.data.examples import BadRow, Example
 from finetune.data.messages import REASONING_KEYS, THINKING
 from finetune.data.template_sandbox import STOPPED, ChatTemplate, Rendered, render
@@ -218,8 +219,12 @@ class Encoder:
             texts = render(ChatTemplate(encoder.own, special, encoder.date), asked, prompt=True)
             for index, text in zip(chosen, texts, strict=True):
                 if text.error:
-                    where, fix = examples[index].where, "another data.chat_template"
-                    raise UserError(Problem("no prompt can be made", "", where, text.error, fix=fix))
+                    what, fix = (
+                        "the chat template can't render a prompt",
+                        "set `chat_template` to another one",
+                    )
+                    where = examples[index].where
+                    raise UserError(Problem(what, KEY, where, text.error, fix=fix, code="chat-template"))
                 found[index] = text.text
         return [found[index] for index in sorted(found)]
 
@@ -300,21 +305,25 @@ class Encoder:
 
     def _chat(self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Any) -> Encoded:
         if text.error.startswith(STOPPED):
-            what, fix = "the chat template takes too long", "another data.chat_template"
-            raise UserError(Problem(what, "data.chat_template", example.where, text.error, fix=fix))
+            what, fix = "the chat template takes too long", "set `chat_template` to another one"
+            raise UserError(Problem(what, KEY, example.where, text.error, fix=fix, code="chat-template"))
         if text.error:
-            raise BadRow("malformed", "the chat can't be rendered", example.where, found=text.error)
+            what = "the chat template can't render this chat"
+            raise BadRow("malformed", what, example.where, found=text.error, code="chat-template")
         if self.leaves_out:
             self._check_left_out(example)
         if example.tools and not any(str(t["function"].get("name")) in text.text for t in example.tools):
-            fix = "a chat_template that renders tools (qwen3, mistral ...), or no tools column"
-            raise BadRow("malformed", "the chat template leaves the tools out", example.where, fix=fix)
+            what, fix = (
+                "the chat template ignores tools",
+                "chat_template: qwen3, or remove the column `tools`",
+            )
+            raise BadRow("malformed", what, example.where, fix=fix, why=LOST, code="data-lost")
         rest = encoding.ids
         ids = shared + rest
         if self.train_on == "all":
             if not all(example.trained):
-                what, fix = "a message says train: false, and train_on: all", "train_on: assistant"
-                raise BadRow("malformed", what, example.where, fix=fix)
+                what, fix = "`train: false` of a message excludes `train_on: all`", "data.train_on: assistant"
+                raise BadRow("malformed", what, example.where, fix=fix, code="recipe-conflict")
             return Encoded(ids, [(0, len(ids))])
         found, merged, tail = [], False, text.text[head:]
         for start, end in loss_mask.trained_spans(example, text, self.train_on, self.tokenizer.eos_token):
@@ -330,10 +339,10 @@ class Encoder:
     def _check_left_out(self, example: Example) -> None:
         for message in example.messages or ():
             for kind in sorted(self.leaves_out.intersection((message["role"], *message))):
-                fix = "a chat_template that renders them (qwen3 ...)"
+                fix = "data.chat_template: qwen3"
                 fix = f"reasoning: cut, or {fix}" if kind in REASONING_KEYS else fix
-                what = f"the chat template leaves {LEFT_OUT[kind]} out"
-                raise BadRow("malformed", what, example.where, fix=fix)
+                what = f"the chat template ignores {LEFT_OUT[kind]}"
+                raise BadRow("malformed", what, example.where, fix=fix, why=LOST, code="data-lost")
 
 
 def make_encoder(
@@ -350,7 +359,8 @@ def make_encoder(
     """
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise UserError(Problem("the tokenizer has no tokenizer.json", "model.name"))
+        what, fix = "the tokenizer has no tokenizer.json", "save the tokenizer again with transformers"
+        raise UserError(Problem(what, "model.name", fix=fix, code="tokenizer"))
     backend.no_truncation()
     backend.no_padding()
     known: dict[str, Any] = {"opening": _opening(backend)}
@@ -363,12 +373,20 @@ def make_encoder(
     if not chats:
         return Encoder(tokenizer, data.train_on, **known)
     if not tokenizer.chat_template:
-        fix = f"chat_template: {' | '.join(['chatml', *bundled()][:8])} ..., or a Jinja file"
-        raise UserError(Problem("the tokenizer has no chat template", "data.chat_template", fix=fix))
+        what, expected = (
+            "the tokenizer has no chat template",
+            f"a Jinja file, or one of {', '.join(bundled())}",
+        )
+        raise UserError(
+            Problem(what, KEY, expected=expected, fix="chat_template: chatml", code="chat-template")
+        )
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if named and "default" not in named:
-        what, fix = "the tokenizer has no default among its chat templates", "one of them, as a Jinja file"
-        raise UserError(Problem(what, "data.chat_template", found=", ".join(sorted(named)), fix=fix))
+        what, fix = (
+            "none of the tokenizer's chat templates is the default",
+            "save one of them as a Jinja file",
+        )
+        raise UserError(Problem(what, KEY, found=", ".join(sorted(named)), fix=fix, code="chat-template"))
     encoder = _of_template(tokenizer, str(tokenizer.get_chat_template()), data, known, None)
     if "tool_use" not in named:
         return encoder
@@ -391,9 +409,7 @@ def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], to
         known = {**known, "date": date}
     seen = look_at(ChatTemplate(template, special, date), re.compile("|".join(ends) or "(?!)"), tools)
     notes = other_prompt(ChatTemplate(own, special, date), ChatTemplate(template, special, date), tools)
-    notes += (f"the chat template asks for the date: {date} in this run (data.template_date)",) * (
-        "date" in known
-    )
+    notes += (f"the chat template uses the date {date} (data.template_date)",) * ("date" in known)
     return Encoder(tokenizer, data.train_on, own, template, way, notes=notes, **known, **seen)
 
 

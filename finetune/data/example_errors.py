@@ -71,7 +71,7 @@ class BadRows:
             elif few or count == 1:
                 found += [bad.problem for bad in first]
             else:
-                found.append(replace(first[0].problem, what=f"{key[1]}, in {count} rows"))
+                found.append(replace(first[0].problem, what=f"{key[1]} (in {count} examples)"))
         return found[:MAX_KINDS]
 
     def _roles(self, first: Problem) -> Problem:
@@ -81,13 +81,13 @@ class BadRows:
         named = [role for role, _ in self.roles.most_common(MAX_NAMED)]
         places = {role: shown([first.where, self.role_places[role]], 2) for role in named}
         found = [
-            f"{role} in {self.roles[role]} rows (first {places[role].removeprefix(first.where + ', ')})"
+            f"{role} in {self.roles[role]} examples (first {places[role].removeprefix(first.where + ', ')})"
             for role in named
         ]
         found += [f"{len(self.roles) - MAX_NAMED} more"] if len(self.roles) > MAX_NAMED else []
-        what = f"{len(self.roles)} roles that are not known" if len(self.roles) > 1 else "no such role"
-        texts = {"found": "; ".join(found), "expected": ", ".join(ROLES), "fix": hints.role_map(named)}
-        return Problem(what, where=first.where, **texts)
+        what = f"{len(self.roles)} unknown roles" if len(self.roles) > 1 else "unknown role"
+        expected, fix = " or ".join(ROLES), hints.role_map(named)
+        return Problem(what, "", first.where, "; ".join(found), expected, fix, code="data-example")
 
     def _formats(self) -> list[Problem]:
         """Return a problem for each source whose rows have several formats, with counts and first rows."""
@@ -96,14 +96,20 @@ class BadRows:
             if len(formats) == 1:
                 continue
             wanted, said = next(iter(formats)), {name: rows for name, rows in formats.items() if rows[0]}
-            counts = "; ".join(f"{n} rows are {name} (first {where})" for name, (n, where) in said.items())
+            counts = "; ".join(
+                f"{n} examples are {name} (first {where})" for name, (n, where) in said.items()
+            )
             _, first = min(said.values())
-            what = f"rows of {len(said)} formats in {source}"
-            expected = f"one: {wanted}, that of its first row"
-            fix = "a file for each format; data.name takes a list of them"
+            what = f"{source} has examples of {len(said)} formats"
+            expected = f"one format: {wanted}, as in the first example"
+            fix = "write one file for each format, and list the files in data.name"
             if wanted not in said:
-                what, expected, fix = "no row has the format that is asked for", wanted, "data.format: auto"
-            found.append(Problem(what, "", first, counts, expected, fix))
+                what, expected, fix = (
+                    "no example has the format that the recipe sets",
+                    wanted,
+                    "data.format: auto",
+                )
+            found.append(Problem(what, "", first, counts, expected, fix, code="data-format"))
         return found
 
 

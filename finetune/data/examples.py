@@ -31,7 +31,8 @@ class BadRow(Exception):
         self.kind = kind  # unreadable | malformed | role_order | unanswered
         # A terminal would interpret control characters
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in found)
-        self.problem = Problem(what, where=where, found=shown, **texts)
+        code = texts.pop("code", "data-example")
+        self.problem = Problem(what, where=where, found=shown, code=code, **texts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,9 +111,11 @@ def detect(row: Row, data: Data) -> str:
     if seen := _seen(value):
         return seen
     expected = "messages | conversations | prompt, completion | instruction, output | text"
-    more, fix = hints.columns([str(name) for name in value], value, row.where.rpartition(":")[0])
-    found, what = ", ".join(map(str, value)), f"no columns to train on{more}"
-    raise UserError(Problem(what, "data.columns", row.where, found, expected, fix))
+    why, fix = hints.columns([str(name) for name in value], value, row.where.rpartition(":")[0])
+    found, what = ", ".join(map(str, value)), "the columns match no known format"
+    raise UserError(
+        Problem(what, "data.columns", row.where, found, expected, fix, why=why, code="data-format")
+    )
 
 
 def _seen(value: dict[str, Any]) -> str:
@@ -139,7 +141,8 @@ def of_another_format(bad: BadRow, row: Row, data: Data, format: str) -> BadRow:
         another = bool(seen) and any(column not in value for column in COLUMNS[format])
     if not another or seen == format:
         return bad
-    other = BadRow("malformed", "a row of another format", row.where, f"{seen}, not {format}")
+    what = "this example has another format than the first one"
+    other = BadRow("malformed", what, row.where, seen, expected=format, code="data-format")
     other.format = seen
     return other
 
@@ -233,10 +236,8 @@ def _history(value: dict[str, Any], row: Row) -> list[Message]:
     turns: list[Message] = []
     for pair in pairs:
         if not (isinstance(pair, list | tuple) and len(pair) == 2):
-            expected = "pairs of an instruction and its answer"
-            raise BadRow(
-                "malformed", "history must be a list of pairs", row.where, short(pair), expected=expected
-            )
+            what, expected = "`history` must be a list of pairs", "[instruction, answer]"
+            raise BadRow("malformed", what, row.where, short(pair), expected=expected)
         turns += [
             {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
@@ -257,13 +258,18 @@ def _check_columns(row: Row, data: Data) -> None:
     problems = []
     for ours, theirs in data.columns.items():
         if ours not in known:
-            what, expected = "no such column here", ", ".join(sorted(known))
-            fix = nearest(ours, known)
-            problems.append(Problem(what, f"data.columns.{ours}", expected=expected, fix=fix))
+            key, what, near = (
+                f"data.columns.{ours}",
+                "finetune has no column of this name",
+                nearest(ours, known),
+            )
+            expected, fix = "" if near else ", ".join(sorted(known)), f"rename it to `{near}`" if near else ""
+            problems.append(Problem(what, key, expected=expected, fix=fix, code="unknown-key"))
         elif theirs not in row.value and ours not in OPTIONAL:
-            found, fix = ", ".join(map(str, row.value)), nearest(theirs, row.value)
-            what = f'the row has no column "{theirs}"'
-            problems.append(Problem(what, f"data.columns.{ours}", row.where, found, fix=fix))
+            found, near = ", ".join(map(str, row.value)), nearest(theirs, row.value)
+            key, what = f"data.columns.{ours}", f'the example has no column "{theirs}"'
+            fix = f"{ours}: {near}" if near else ""
+            problems.append(Problem(what, key, row.where, found, fix=fix, code="data-format"))
     if problems:
         raise UserError(*problems)
 
@@ -271,10 +277,10 @@ def _check_columns(row: Row, data: Data) -> None:
 def _text(value: dict[str, Any], column: str, row: Row, empty: bool = False) -> str:
     text = value.get(column)
     if not isinstance(text, str):
-        fix = f'write it as text: "{text}"' if type(text) in (int, float) and text == text else ""
-        raise BadRow("malformed", f"{column} must be text", row.where, short(text), fix=fix)
+        fix = f'write it as a string: "{text}"' if type(text) in (int, float) and text == text else ""
+        raise BadRow("malformed", f"`{column}` must be a string", row.where, short(text), fix=fix)
     if not (empty or text.strip()):
-        raise BadRow("malformed", f"{column} is empty", row.where)
+        raise BadRow("malformed", f"`{column}` is empty", row.where)
     return text
 
 
@@ -283,6 +289,6 @@ def _list(value: dict[str, Any], column: str, row: Row) -> list[Any]:
     if isinstance(turns, str) and turns.lstrip().startswith("["):  # as in a column of a CSV file
         turns = json_of(turns, column, row.where)
     if not isinstance(turns, list) or not turns:
-        kinds = "text or a list of messages" if column == "prompt" else "a list of messages"
-        raise BadRow("malformed", f"{column} must be {kinds}", row.where, found=short(turns))
+        kinds = "a string or a list of messages" if column == "prompt" else "a list of messages"
+        raise BadRow("malformed", f"`{column}` must be {kinds}", row.where, found=short(turns))
     return turns

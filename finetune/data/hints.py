@@ -35,26 +35,26 @@ def role_map(names: Iterable[str]) -> str:
 def columns(names: Sequence[str], value: dict[str, Any], file: str) -> tuple[str, str]:
     """Return an additional explanation and a suggestion for columns that match no format."""
     if file.endswith(".csv") and any(map(_like_data, names)):
-        fix = "write the names of the columns into a first line: prompt,completion"
-        return "; the first line looks like data, not like names of columns", fix
+        fix = "add a first line with the names of the columns: prompt,completion"
+        return "the first line looks like data, not like names of columns", fix
     by_name = {name.strip().lower(): name for name in names}
     if {"chosen", "rejected"} <= by_name.keys():
         chosen = by_name["chosen"]
         ours = "messages" if isinstance(value.get(chosen), list) else "completion"
         more = ", prompt: ..." if ours == "completion" and "prompt" not in value else ""
-        fix = f"train on the chosen answers alone: columns: {{{ours}: {_quoted(chosen)}{more}}}"
-        return "; these are preferences", fix
+        fix = f"columns: {{{ours}: {_quoted(chosen)}{more}}} trains on the chosen answers only"
+        return "the data holds preferences, and finetune has no preference tuning", fix
     lists = [name for name in names if isinstance(value.get(name), list) and any(map(_is_row, value[name]))]
     if lists:
-        return "", f'the rows seem to be the list under "{lists[0]}": make that list alone the file'
+        return "", f'write a file with only the list under "{lists[0]}"'
     asked = next((by_name[name] for name in ASKED if name in by_name), next(iter(names), "question"))
     answered = next((by_name[name] for name in ANSWERED if by_name.get(name, asked) != asked), "")
     if len(names) == 1:
-        fix = f"an answer in each row; columns: {{text: {_quoted(asked)}}} trains on all of the text"
-        return "; a row needs an answer too", fix
+        fix = f"add a column with answers, or train on all of the text: columns: {{text: {_quoted(asked)}}}"
+        return "an example needs an answer", fix
     answer = _quoted(answered) if answered else "..."
     ours = ("prompt", "completion") if asked.strip().lower() == "prompt" else ("instruction", "output")
-    return "", f"say which is which: columns: {{{ours[0]}: {_quoted(asked)}, {ours[1]}: {answer}}}"
+    return "", f"columns: {{{ours[0]}: {_quoted(asked)}, {ours[1]}: {answer}}}"
 
 
 def separator(header: Sequence[str]) -> tuple[str, str, str] | None:
@@ -64,44 +64,44 @@ def separator(header: Sequence[str]) -> tuple[str, str, str] | None:
         return None
     mark, name = found[0], SEPARATORS[found[0]]
     shown = "a tab" if mark == "\t" else f'"{mark}"'
-    what = f"one column, whose name holds {shown}: is the file separated by {name}?"
+    what = f"the file has one column, and its name contains {shown}"
     how = f"pandas.read_csv(..., sep={json.dumps(mark)}).to_csv(..., index=False)"
-    return what, "fields separated by commas", f"save it with commas: {how}"
+    return what, f"fields separated by commas, not {name}", f"save the file with commas: {how}"
 
 
 def line(text: str) -> str:
     """Return a suggestion for a line that is not JSON, or an empty string."""
     text = text.strip()
     if "\0" in text:
-        return "save it as UTF-8 (it looks like UTF-16)"
+        return "save the file as UTF-8 (it looks like UTF-16)"
     if "\r" in text:
-        return r"end lines by \n or \r\n, not by \r alone"
+        return r"end lines with \n or \r\n"
     if text.startswith("{'"):
-        return "write it by json.dumps(row): this is how Python prints a dict"
+        return "write each example with json.dumps (this line is a printed Python dict)"
     if text in ("{", "["):
-        return "one row a line; an array of rows, which may go over many lines, belongs into a .json file"
+        return "write one example per line, or write an array to a .json file"
     if text.endswith("},"):
-        return "take the comma after each row away, or write an array into a .json file"
+        return "remove the comma at the end of each line, or write an array to a .json file"
     if re.match(r"[^\W\d]", text) and not re.match("true|false|null|NaN|Infinity", text):
-        return 'plain text? Write each row as {"text": ...}; a .txt file is one row'
+        return 'write each example as {"text": ...}, or save the whole text as a .txt file'
     return ""
 
 
 def value(found: Any) -> str:
     """Return a suggestion for a line that is JSON but not an object, or an empty string."""
     if isinstance(found, str):
-        return 'write it as {"text": ...}'
+        return 'write the example as {"text": ...}'
     if isinstance(found, list) and found and isinstance(found[0], dict):
         turns = "role" in found[0] or "from" in found[0]
-        return 'write it as {"messages": [...]}' if turns else "an array of rows belongs into a .json file"
+        return 'write the example as {"messages": [...]}' if turns else "write an array to a .json file"
     return ""
 
 
 def file(suffix: str) -> str:
     """Return a suggestion for a file type that finetune cannot read, or an empty string."""
     if suffix.lower() in PACKED:
-        return "unpack it first"
-    return "save it as .csv, with commas, or as .jsonl" if suffix.lower() in TABLES else ""
+        return "unpack the file"
+    return "save the file as .csv, with commas, or as .jsonl" if suffix.lower() in TABLES else ""
 
 
 def of_columns(found: dict[str, Any]) -> bool:

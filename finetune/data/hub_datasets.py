@@ -53,11 +53,11 @@ def load(
 def check_name(name: str, key: str = "data.name", where: str = "") -> None:
     """Raise a UserError for names of readers in `datasets`, addresses and storage buckets (exit 2)."""
     if name in _packaged_readers():  # `datasets` would read the files of the working directory
-        what, fix = f"{name} is a reader of `datasets`, not a dataset", "a file, a folder or a Hub id"
-        raise UserError(Problem(what, key, where, name, fix=fix))
+        what, expected = f"{name} is a reader of `datasets`, not a dataset", "a file, a folder or a Hub id"
+        raise UserError(Problem(what, key, where, name, expected, code="data-not-found"))
     if not NAME.fullmatch(name) or ".." in name or len(name) > LONGEST_NAME or name.startswith("buckets/"):
-        expected = "the id of a dataset, such as owner/name"
-        raise UserError(Problem("not a dataset on the Hub", key, where, name[:200], expected))
+        what, expected = "this is not the id of a dataset on the Hub", "an id such as owner/name"
+        raise UserError(Problem(what, key, where, name[:200], expected, code="data-not-found"))
 
 
 @cache
@@ -75,8 +75,10 @@ def check_builder(builder: Any, name: str) -> None:
     allowed = [f"datasets.packaged_modules.{one}.{one}" for one in READERS]
     if reader not in allowed:
         found = reader.removeprefix("datasets.packaged_modules.").partition(".")[0]
-        what, fix = f"{name} needs a reader that can run code or reach other files", "its plain data files"
-        raise UserError(Problem(what, "data.name", found=found, expected=", ".join(READERS[:5]), fix=fix))
+        what, expected = f"finetune does not allow the reader of the dataset {name}", ", ".join(READERS[:5])
+        why, fix = "it can run code or open other files", "download the dataset's plain data files"
+        key = "data.name"
+        raise UserError(Problem(what, key, "", found, expected, fix, why=why, code="unsafe-file"))
     files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
     outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
     if outside and not reader.endswith(".cache"):
@@ -102,8 +104,8 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
         except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
             continue  # loading the dataset reports the reason
         except (ValueError, yaml.YAMLError) as error:
-            said = str(error)[:200]
-            raise UserError(Problem(f"the card of {name} can't be read", "data.name", file, said)) from error
+            what, said = f"finetune can't read the dataset card of {name}", str(error)[:200]
+            raise UserError(Problem(what, "data.name", file, said, code="data-format")) from error
     return found
 
 
@@ -116,8 +118,9 @@ def _check_inside(named: Any, name: str) -> None:
 
 
 def _outside(name: str, found: str) -> Problem:
-    what, fix = f"{name} names files outside of its repository", "download them where you trust them"
-    return Problem(what, "data.name", found=found, expected="paths in the repository", fix=fix)
+    what, fix = f"the dataset {name} names files outside of its repository", "download files that you trust"
+    expected = "paths in the repository"
+    return Problem(what, "data.name", "", found, expected, fix, code="unsafe-file")
 
 
 def _texts(value: object) -> Iterator[str]:

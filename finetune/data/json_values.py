@@ -18,7 +18,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f'two values of the key "{twice}"')
+        raise ValueError(f'the key "{twice}" has two values')
     return found
 
 
@@ -41,7 +41,8 @@ def has_too_many_values(value: object) -> bool:
 
 def too_many_values(where: str) -> BadRow:
     """Return the error for an example that would take long to render and to compare."""
-    return BadRow("unreadable", "too many values in one example", where, expected=f"at most {MOST_VALUES:,}")
+    what, expected = "the example has too many values", f"at most {MOST_VALUES:,}"
+    return BadRow("unreadable", what, where, expected=expected, code="data-size")
 
 
 def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED + 1) -> Row | BadRow:
@@ -55,14 +56,15 @@ def checked_row(value: object, where: str, escapes: bool, size: int = UNCOUNTED 
         return too_many_values(where)
     if not isinstance(value, dict):
         fix, found = hints.value(value), json.dumps(value) if not isinstance(value, list) else "an array"
-        return BadRow("unreadable", "a row must be a JSON object", where, found[:60], fix=fix)
+        return BadRow("unreadable", "an example must be a JSON object", where, found[:60], fix=fix)
     if escapes:
         try:
             # columns of Arrow tables can hold values and keys that JSON cannot represent
             json.dumps(value, ensure_ascii=False, default=str, skipkeys=True).encode()
         except UnicodeEncodeError as error:
             found = ascii(error.object[error.start])
-            return BadRow("unreadable", "half of a surrogate pair, which is no character", where, found=found)
+            what = "the example has half of a surrogate pair, which is not a character"
+            return BadRow("unreadable", what, where, found=found)
     return Row(value, where)
 
 

@@ -51,8 +51,7 @@ def system_text(column: Any, where: str) -> str:
         column, reasoning, calls = _parts(column, where)
         column = None if reasoning or calls else column
     if not isinstance(column, str):
-        expected = "a text in system"
-        raise BadRow("malformed", "content must be text", where, short(column), expected=expected)
+        raise BadRow("malformed", "`system` must be a string", where, short(column))
     return column
 
 
@@ -69,10 +68,10 @@ def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
         isinstance(tool, dict) and isinstance(tool.get("function", tool), dict) for tool in found
     )
     if not good:
-        raise BadRow("malformed", "tools must be a list of mappings", where, found=short(found))
+        raise BadRow("malformed", "`tools` must be a list of mappings", where, found=short(found))
     nameless = [tool for tool in found if not _is_text(tool.get("function", tool).get("name"))]
     if nameless:
-        raise BadRow("malformed", "a tool needs a name", where, found=short(nameless[0]))
+        raise BadRow("malformed", "a tool has no name", where, found=short(nameless[0]))
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
 
 
@@ -86,7 +85,7 @@ def json_of(value: object, what: str, where: str) -> Any:
         if "\\ud" in value.lower():  # half of a surrogate pair is not a character
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):
-        raise BadRow("malformed", f"{what} must be JSON", where, found=short(value)) from None
+        raise BadRow("malformed", f"{what} must be valid JSON", where, found=short(value)) from None
     if len(value) > json_values.UNCOUNTED and json_values.has_too_many_values(found):
         raise json_values.too_many_values(where)
     return found
@@ -122,7 +121,7 @@ def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str)
             return turn  # the fast path for most messages
     where = f"{row}, message {number}"
     if not isinstance(turn, dict):
-        fix = "one list of messages, not a list of such lists" if isinstance(turn, list) else ""
+        fix = "write one list of messages, not a list of lists" if isinstance(turn, list) else ""
         raise BadRow("malformed", "a message must be a mapping", where, short(turn), fix=fix)
     named = role_of(turn)
     role = roles.get(str(named), named)
@@ -130,7 +129,7 @@ def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str)
         what, found = "a message has no role", ", ".join(map(str, turn))
         raise BadRow("malformed", what, where, found, expected="role and content, or from and value")
     if role not in ROLES:
-        bad = BadRow("malformed", "no such role", where, short(named), expected=", ".join(ROLES))
+        bad = BadRow("malformed", "unknown role", where, short(named), expected=" or ".join(ROLES))
         bad.roles = (str(named),)
         raise bad
     message: Message = {"role": role}
@@ -146,20 +145,21 @@ def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str)
     for key in BESIDE:
         if turn.get(key):
             if not isinstance(turn[key], str):
-                raise BadRow("malformed", f"{key} must be text", where, found=short(turn[key]))
+                raise BadRow("malformed", f"`{key}` must be a string", where, found=short(turn[key]))
             message[key] = turn[key]
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
         content = content or ""
     if not isinstance(content, str):
-        raise BadRow("malformed", "content must be text", where, found=short(content))
+        raise BadRow("malformed", "`content` must be a string", where, found=short(content))
     if role == "assistant" and cut:
         content = THINKING.sub("", content) if "</think>" in content else content
         if content.lstrip().startswith("<think>"):
-            raise BadRow("malformed", "reasoning without an end can't be cut", where, found=short(content))
+            what, fix = "`reasoning: cut` needs the end of the reasoning", "add `</think>` to the message"
+            raise BadRow("malformed", what, where, found=short(content), fix=fix)
         message = {key: part for key, part in message.items() if key not in REASONING_KEYS}
     if not content.strip() and not calls and role in ("user", "assistant"):
-        raise BadRow("malformed", "content is empty", where)
+        raise BadRow("malformed", "`content` is empty", where)
     return {**message, "content": content}
 
 
@@ -169,11 +169,11 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
     for part in parts:
         kind = str(part.get("type")) if isinstance(part, dict) else "text"
         if kind not in found:
-            what, expected = "no such part of a content", ", ".join(found)
+            what, expected = "unknown type of a content part", " or ".join(found)
             raise BadRow("malformed", what, where, found=short(kind), expected=expected)
         found[kind].append(part.get("text", part.get("value")) if isinstance(part, dict) else part)
     if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
-        raise BadRow("malformed", "content must be text", where, found=short(parts))
+        raise BadRow("malformed", "`content` must be a string", where, found=short(parts))
     return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]
 
 
@@ -189,7 +189,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     call = json_of(call, "a tool call", where)
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not _is_text(function.get("name")):
-        raise BadRow("malformed", "a tool call needs a name", where, found=short(call))
+        raise BadRow("malformed", "a tool call has no name", where, found=short(call))
     arguments = function.get("arguments", function.get("parameters"))
     arguments = json_of(arguments or {}, "a tool call's arguments", where) or {}
     if not isinstance(arguments, dict):
@@ -213,7 +213,7 @@ def _wanted(turn: Message, where: str) -> bool:
         return True
     flag = next((turn[key] for key in ("train", "weight", "loss_weight") if turn.get(key) is not None), True)
     if flag not in (0, 1):
-        what, expected = "a message is trained on or not", "true or false, 1 or 0"
+        what, expected = "the flag to train on a message has a wrong value", "true or false, 1 or 0"
         raise BadRow("malformed", what, where, found=short(flag), expected=expected)
     return bool(flag)
 
@@ -226,8 +226,10 @@ def _check_order(messages: list[Message], where: str) -> None:
     shown = ", ".join(roles)
     for before, role in zip(["", *roles], roles, strict=False):
         if role not in after[before]:
-            what = f"roles out of order: the {role} " + (f"after the {before}" if before else "begins")
+            what = f"the role {role} is not allowed " + (
+                f"after {before}" if before else "in the first message"
+            )
             expected = "user and assistant in turn, after at most one system message"
             raise BadRow("role_order", what, where, found=shown, expected=expected)
     if roles[-1:] != ["assistant"]:
-        raise BadRow("unanswered", "the last message must be the assistant's", where, found=shown)
+        raise BadRow("unanswered", "the last message is not from the assistant", where, found=shown)

@@ -141,10 +141,10 @@ def _read_back(folder: Path) -> dict[str, Any]:
     except Damaged as damage:
         found, why = None, str(damage)
     else:
-        why = "it is not there any more"
+        why = "the folder is gone"
     if found is None:
-        what, fix = "data that was prepared just now does not verify", "data.cache_dir on another disk"
-        problem = Problem(what, "data.cache_dir", str(folder), why, fix=fix)
+        what, fix = "the cache can't read back the data that it stored", "set data.cache_dir to another disk"
+        problem = Problem(what, "data.cache_dir", str(folder), why, fix=fix, code="cache")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return found
 
@@ -357,7 +357,8 @@ def sequences(data: Data, audit: Audit, times: list[NDArray[np.int64]]) -> Seque
     """
     order = np.repeat(np.arange(len(audit.lengths)), np.concatenate(times))
     if not len(order):
-        raise UserError(Problem("no row is used", "data.name", fix="larger weights"))
+        what, fix = "the weights of the sources select no example", "weight: 1"
+        raise UserError(Problem(what, "data.name", fix=fix, code="data-empty"))
     if not data.packing:
         return Sequences(order, np.ones_like(order), 1.0)
     lengths = np.frombuffer(audit.lengths, np.int32)[order]

@@ -61,8 +61,8 @@ def check_makeable(data: Data) -> None:
 
 def not_makeable(folder: Path, reason: str) -> Problem:
     """Return the problem of a cache folder that cannot be written."""
-    fix = "data.cache_dir: a folder that can be written, or FINETUNE_CACHE"
-    return Problem(f"nothing can be kept in {folder}", "data.cache_dir", found=reason, fix=fix)
+    what, fix = f"finetune can't write to the cache {folder}", "set data.cache_dir or $FINETUNE_CACHE"
+    return Problem(what, "data.cache_dir", found=reason, fix=f"{fix} to a folder of yours", code="cache")
 
 
 @cache
@@ -108,10 +108,10 @@ def read(folder: Path) -> dict[str, Any] | None:
     except OSError as error:
         raise Damaged(f"{folder.name} can't be read ({error.strerror})") from None
     if not stat.S_ISDIR(owner.st_mode):
-        raise Damaged(f"{folder.name} is no folder")
+        raise Damaged(f"{folder.name} is not a folder")
     found = verified_files.read_signed(folder / REPORT)
     if found.pop("key", None) != folder.name:
-        raise Damaged(f"{REPORT} is of other data")
+        raise Damaged(f"{REPORT} belongs to other data")
     verified_files.verify(folder / ROWS, found.pop("files")[ROWS])
     _refuse_strangers(folder, owner.st_uid)
     return found
@@ -125,9 +125,10 @@ def owner_of(folder: Path) -> str:
 
 def _refuse_strangers(folder: Path, owner: int) -> None:
     if owner not in (os.geteuid(), 0) and folder.parent.stat().st_mode & stat.S_IWOTH:
-        what = f"{folder} belongs to user {owner}, in a folder to which everybody may write"
-        fix = "data.cache_dir: a folder to which only users you trust may write, or FINETUNE_CACHE"
-        raise UserError(Problem(what, "data.cache_dir", fix=fix))
+        what, found = f"finetune does not trust the cache {folder}", f"the folder belongs to user {owner}"
+        why, fix = "everybody can write to the folder above it", "set data.cache_dir or $FINETUNE_CACHE"
+        fix, key = f"{fix} to a folder of yours", "data.cache_dir"
+        raise UserError(Problem(what, key, found=found, fix=fix, why=why, code="cache"))
 
 
 def publish(building: Path, folder: Path) -> None:
@@ -158,9 +159,9 @@ def _remove(folder: Path) -> None:
     except FileNotFoundError:  # another process was faster
         return
     except OSError as error:
-        what = "damaged prepared data can't be replaced"
-        fix = f"delete {folder}, or data.cache_dir: a folder that can be written"
-        raise UserError(Problem(what, "data.cache_dir", str(folder), str(error.strerror), fix=fix)) from None
+        what, fix = "finetune can't replace damaged data in the cache", f"rm -r {folder}"
+        key, reason = "data.cache_dir", str(error.strerror)
+        raise UserError(Problem(what, key, str(folder), reason, fix=fix, code="cache")) from None
     if aside.is_symlink() or not aside.is_dir():
         aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)
@@ -188,7 +189,7 @@ def recall(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> 
         return None
     noted = verified_files.read_signed(pointer)
     if noted.get("recipe") != pointer.name or not _KEY.fullmatch(str(noted.get("key"))):
-        raise Damaged(f"{pointer.name} is of another recipe")
+        raise Damaged(f"{pointer.name} belongs to another recipe")
     folder = cache_folder(data) / str(noted["key"])
     return folder if os.path.lexists(folder) else None
 

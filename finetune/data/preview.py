@@ -57,8 +57,9 @@ class Token(NamedTuple):
     def title(self) -> str:
         """Return the token ids and the loss information for the page."""
         name = "token" if len(self.ids) == 1 else "tokens"
-        part = "" if self.trained in (0, len(self.ids)) else f" on {self.trained} of {len(self.ids)}"
-        return f"{name} {' '.join(map(str, self.ids))}, {'with' if self.trained else 'no'} loss{part}"
+        part = "" if self.trained in (0, len(self.ids)) else f": {self.trained} of {len(self.ids)}"
+        loss = f"in the loss{part}" if self.trained else "not in the loss"
+        return f"{name} {' '.join(map(str, self.ids))}, {loss}"
 
 
 class Piece(NamedTuple):
@@ -142,16 +143,17 @@ def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared
     console, rows = screen.console, chosen(prepared, count)
     coloured = console.color_system is not None and not console.no_color
     if rows:
-        legend = [("with loss", "trained"), ("no loss", "masked"), ("special token", "special-masked")]
+        legend = [("in the loss", "trained"), ("not in the loss", "masked")]
+        legend.append(("special token", "special-masked"))
         named = [_painted([Piece(name, kind, [])], coloured) for name, kind in legend]
         line = Text("  ").join([Text(f"\n{_extent(prepared, len(rows))}:"), *named, Text("↵ line break")])
         console.print(line, soft_wrap=True)
     for number, row in enumerate(rows, start=1):
         if "seq_lengths" in row:
-            size = f"{len(row['input_ids']):,} tokens, documents: {len(row['seq_lengths'])}"
-            console.print(Text(f"\nrow {number}: {size}", style="bold"), soft_wrap=True)
+            size = f"{len(row['input_ids']):,} tokens, examples: {len(row['seq_lengths'])}"
+            console.print(Text(f"\nsequence {number}: {size}", style="bold"), soft_wrap=True)
         for document in documents(tokenizer, row):
-            counts = f"{document.tokens:,} tokens, {document.trained:,} with loss"
+            counts = f"{document.tokens:,} tokens, {document.trained:,} in the loss"
             rule = f"── {visible(document.where)}: {counts} ".ljust(console.width, "─")
             console.print(Text(f"\n{rule}", style="cyan"), soft_wrap=True)
             if document.cut:
@@ -162,9 +164,9 @@ def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared
 
 def _extent(prepared: Prepared, shown: int) -> str:
     if prepared.path is None:
-        return f"rows of the stream, the first {shown:,}"
+        return f"the first {shown:,} sequences of the stream"
     rows: Any = prepared.train
-    return f"{shown:,} of {len(rows):,} rows" + (", spread evenly" if shown < len(rows) else "")
+    return f"{shown:,} of {len(rows):,} sequences" + (", spread evenly" if shown < len(rows) else "")
 
 
 def _painted(pieces: list[Piece], coloured: bool) -> Text:
@@ -181,22 +183,22 @@ def _painted(pieces: list[Piece], coloured: bool) -> Text:
 
 def cut(tokens: int) -> str:
     """Return the note on a prompt without its beginning."""
-    return f"... {tokens:,} token{'s' * (tokens > 1)} of the prompt {'were' if tokens > 1 else 'was'} cut"
+    return f"... finetune removed {tokens:,} token{'s' * (tokens > 1)} of the prompt"
 
 
 def summary(screen: Console, prepared: Prepared) -> None:
     """Print the audit as a table, and one line for each note."""
-    screen.table("data", ("what", "value", ""), facts(prepared))
+    screen.table("data", ("name", "value", "details"), facts(prepared))
     remarked = remarks(prepared.report)
-    screen.say("", *(f"{'left out' if left_out else 'note'}: {said}" for left_out, said in remarked))
+    screen.say("", *(f"{'skipped' if is_skipped else 'note'}: {said}" for is_skipped, said in remarked))
     if not remarked:
-        screen.say("fine: every row is trained on as it is")
+        screen.say("fine: finetune trains on every example without a change")
 
 
 def remarks(reports: dict[str, Report]) -> list[tuple[bool, str]]:
     """Return each note and whether it is about skipped examples. Skipped examples come first."""
     found = [
-        (kind in LEFT_OUT, remark if split == "train" else f"held out: {remark}")
+        (kind in LEFT_OUT, remark if split == "train" else f"validation set: {remark}")
         for split, report in reports.items()
         for kind, remark in report.noted()
     ]
@@ -208,8 +210,8 @@ def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
     report, found = prepared.report["train"], described(prepared.report)
     if prepared.path is None:
         seen = f"the first {report.seen:,}" if report.seen else "all"
-        return [*found, ("prepared", "while training", f"{seen} rows were looked at")]
-    when = "found in the cache, made in" if prepared.cached else "just now, in"
+        return [*found, ("prepared", "during training", f"audited {seen} examples")]
+    when = "earlier (cached), in" if prepared.cached else "now, in"
     return [*found, ("prepared", f"{when} {report.seconds:.1f} s", str(prepared.path))]
 
 
@@ -218,27 +220,27 @@ def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
     report, held_out = reports["train"], reports["validation"]
     by = ", ".join(f"{who} {tokens:,}" for who, tokens in report.trained_by.items())
     found = [
-        ("rows", f"{report.kept:,} of {report.rows:,}", f"{report.dropped:,} left out"),
+        ("examples", f"{report.kept:,} of {report.rows:,}", f"{report.dropped:,} skipped"),
         ("tokens", f"{report.tokens:,}", ""),
-        ("with loss", f"{report.trained_tokens:,} ({share(report)})", by),
+        ("tokens in the loss", f"{report.trained_tokens:,} ({share(report)})", by),
     ]
     if report.lengths:
-        named = zip(("1 %", "25 %", "50 %", "75 %", "99 %"), report.lengths["percentiles"], strict=True)
+        named = zip(("1%", "25%", "50%", "75%", "99%"), report.lengths["percentiles"], strict=True)
         low, *_, high = report.lengths["edges"]
         histogram = f"{low:,.0f} {_histogram(report.lengths['counts'])} {high:,.0f}"
         found.append(("lengths", histogram, ", ".join(f"{name} {value:,.0f}" for name, value in named)))
     if report.cut_tokens:
-        found.append(("cut", f"{report.cut_tokens:,} tokens of prompts", ""))
+        found.append(("shortened", f"{report.cut_tokens:,} tokens of prompts removed", ""))
     if packed := report.packing:
-        rows = f"{packed['rows']:,.0f} rows of {packed['budget']:,.0f} tokens"
+        rows = f"{packed['rows']:,.0f} sequences of {packed['budget']:,.0f} tokens"
         found.append(("packing", rows, f"{packed['fill']:.1%} full"))
     for name, part, source in mix(report):
-        rows = f"{source['rows']:,} rows, weight {source['weight']:g}"
+        rows = f"{source['rows']:,} examples, weight {source['weight']:g}"
         found.append(("source", name, f"{part:.1%} of the tokens: {rows}"))
     found += [("format", name, source) for source, name in report.formats.items()]
-    more = f"{held_out.tokens:,} tokens, {held_out.trained_tokens:,} with loss ({share(held_out)})"
-    more = more if held_out.rows else "nothing to evaluate on"
-    return [*found, ("held out", f"{held_out.kept:,} of {held_out.rows:,} rows", more)]
+    more = f"{held_out.tokens:,} tokens, {held_out.trained_tokens:,} in the loss ({share(held_out)})"
+    more = more if held_out.rows else "no validation set"
+    return [*found, ("validation set", f"{held_out.kept:,} of {held_out.rows:,} examples", more)]
 
 
 def mix(report: Report) -> list[tuple[str, float, dict[str, float]]]:

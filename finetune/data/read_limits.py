@@ -89,15 +89,16 @@ def check_size(path: Path, limits: Limits) -> None:
 def too_long(where: str, limits: Limits) -> UserError:
     """Return the error for an example with too many bytes."""
     expected = f"at most {limits.example:,} bytes"
-    fix = f"data.max_example_bytes: {2 * limits.example}, if the file is meant to be so"
-    return UserError(Problem("an example is too long to be read", where=where, expected=expected, fix=fix))
+    fix, what = f"data.max_example_bytes: {2 * limits.example}", "an example is too large to read into memory"
+    why = "a damaged or harmful file can have an example of any size"
+    return UserError(Problem(what, where=where, expected=expected, fix=fix, why=why, code="data-size"))
 
 
 def expands(path: Path, limit: int) -> UserError:
     """Return the error for a file that expands to too many bytes."""
-    what, expected = "the file expands to too many bytes", f"at most {limit:,} bytes"
-    fix = f"data.max_uncompressed_bytes: {10 * limit}, if the file is meant to be so"
-    return UserError(Problem(what, where=str(path), expected=expected, fix=fix))
+    what, expected = "the uncompressed file is too large", f"at most {limit:,} bytes"
+    fix, why = f"data.max_uncompressed_bytes: {10 * limit}", "a small harmful file can expand without end"
+    return UserError(Problem(what, where=str(path), expected=expected, fix=fix, why=why, code="data-size"))
 
 
 class XzFile:

@@ -81,9 +81,9 @@ def _json(path: Path, limits: Limits) -> Rows:
         line = lines[number - 1] + "\n" * (number < len(lines))
         raise UserError(_not_json(path, number, line, error).problem) from None
     if isinstance(values, dict) and hints.of_columns(values):
-        what, fix = "one object of columns, or of rows by name", "an array of rows, each of them an object"
-        fix += '; of pandas: to_json(..., orient="records")'
-        raise UserError(Problem(what, where=str(path), found=", ".join(values)[:60], fix=fix))
+        what, expected = "the file is one JSON object of columns", "an array of objects, one for each example"
+        found, fix = ", ".join(values)[:60], 'with pandas: to_json(..., orient="records")'
+        raise UserError(Problem(what, "", str(path), found, expected, fix, code="data-format"))
     escapes, rows = may_hold_surrogates(content), values if array else [values]
     for index, value in enumerate(rows):
         yield checked_row(value, f"{path}[{index}]" if array else f"{path}:1", escapes, len(content))
@@ -112,12 +112,13 @@ def _large_json(path: Path, limits: Limits) -> Rows:
                 continue
             if fault:
                 what, where = f"not valid JSON: {fault}", f"{path}[{index}]"
-                raise UserError(Problem(what, where=where, found=text[at : at + 60]))
+                raise UserError(Problem(what, where=where, found=text[at : at + 60], code="data-format"))
             yield checked_row(value, f"{path}[{index}]", True, end - at)
             at, index = end, index + 1
         rest = (text[at:] + file.read(_CHUNK)).strip()
         if rest:
-            raise UserError(Problem("more text after the array", where=str(path), found=rest[:60]))
+            what = "the file has more text after the JSON array"
+            raise UserError(Problem(what, where=str(path), found=rest[:60], code="data-format"))
 
 
 def _next_of_array(text: str, at: int) -> tuple[Any, int, str, str]:
@@ -159,7 +160,7 @@ def _csv(path: Path, limits: Limits) -> Rows:
                     yield Row(dict(zip(names, fields, strict=True)), where)
                 elif fields:
                     expected, found = f"{len(names)} fields", str(len(fields))
-                    what = "a row of another length"
+                    what, found = "the line has another number of fields than the header", f"{found} fields"
                     yield BadRow("unreadable", what, where, expected=expected, found=found)
         except UnicodeDecodeError:
             raise UserError(_where_not_utf8(path).problem) from None
@@ -173,14 +174,16 @@ def _header(reader: Any, path: Path) -> list[str]:
         with path.open(encoding="utf-8-sig") as file:
             names = [file.readline(_CHUNK).rstrip()]
         what, expected, fix = hints.separator(names) or (f"not valid CSV: {error}", "", "")
-        raise UserError(Problem(what, "", f"{path}:1", names[0][:60], expected, fix)) from None
+        where, found = f"{path}:1", names[0][:60]
+        raise UserError(Problem(what, "", where, found, expected, fix, code="data-format")) from None
     if len(set(names)) < len(names):
-        raise UserError(Problem("two columns of one name", where=f"{path}:1", found=", ".join(names)))
+        what, found = "two columns have the same name", ", ".join(names)
+        raise UserError(Problem(what, where=f"{path}:1", found=found, code="data-format"))
     if len(names) > MOST_VALUES:
         raise UserError(too_many_values(f"{path}:1").problem)
     if wrong := hints.separator(names):
         what, expected, fix = wrong
-        raise UserError(Problem(what, "", f"{path}:1", names[0], expected, fix))
+        raise UserError(Problem(what, "", f"{path}:1", names[0], expected, fix, code="data-format"))
     return names
 
 
@@ -207,9 +210,9 @@ def _columnar_errors(path: Path) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         found = (str(error).splitlines() or [""])[0]
-        kind = "a parquet" if path.suffix == ".parquet" else "an arrow"
-        what = f"not {kind} file, or a damaged one"
-        raise UserError(Problem(what, where=str(path), found=found)) from error
+        kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
+        what = f"the file is damaged or is not {kind} file"
+        raise UserError(Problem(what, where=str(path), found=found, code="data-format")) from error
 
 
 def _tar(path: Path, limits: Limits) -> Rows:
@@ -223,15 +226,15 @@ def _tar(path: Path, limits: Limits) -> Rows:
             for name, group in groupby(_members(archive, path, limits), key=itemgetter(0)):
                 yield _sample(group, f"{path}!{name}")
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RecursionError) as error:
-        raise UserError(
-            Problem("not a tar file, or a damaged one", where=str(path), found=str(error))
-        ) from error
+        what = "the file is damaged or is not a tar file"
+        raise UserError(Problem(what, where=str(path), found=str(error), code="data-format")) from error
     # Tarfile accepts an archive that ends after a header, so check for the final zero block
     with path.open("rb") as file:
         plain = file.read(262)[257:] == b"ustar"
         file.seek(-min(512, path.stat().st_size), 2)
         if plain and any(file.read()):
-            raise UserError(Problem("the file looks cut off", where=str(path)))
+            what, fix = "the tar file is cut off", "copy or download the file again"
+            raise UserError(Problem(what, where=str(path), fix=fix, code="data-format"))
 
 
 MOST_WITHOUT_CONTENT = 10_000  # folders and links in a row, without a file between them
@@ -245,8 +248,9 @@ def _members(archive: Any, path: Path, limits: Limits) -> Iterator[tuple[str, st
         opened = archive.extractfile(member) if member.isfile() else None
         others = 0 if opened else others + 1
         if others > MOST_WITHOUT_CONTENT:
-            what = f"more than {MOST_WITHOUT_CONTENT:,} folders and links, and no file between them"
-            raise UserError(Problem(what, where=str(path)))
+            what = "the tar file has too many folders and links without a file between them"
+            expected = f"at most {MOST_WITHOUT_CONTENT:,}"
+            raise UserError(Problem(what, where=str(path), expected=expected, code="data-size"))
         if opened:
             stem, _, kind = Path(member.name).name.partition(".")
             name = str(Path(member.name).parent / stem)
@@ -266,7 +270,7 @@ def _sample(members: Iterable[tuple[str, str, bytes]], where: str) -> Row | BadR
             value = DECODER.decode(text) if kind == "json" else text
             row |= value if isinstance(value, dict) else {"text" if kind == "txt" else kind: value}
         except (ValueError, RecursionError):
-            bad = bad or f"not text, or not JSON: .{kind}"
+            bad = bad or f"the member .{kind} is not UTF-8 text or not JSON"
     return BadRow("unreadable", bad, where) if bad else checked_row(row, where, escapes=True)
 
 
@@ -332,13 +336,13 @@ def _where_not_utf8(path: Path) -> BadRow:
             except UnicodeDecodeError as error:
                 return _not_utf8(path, number, offset + error.start, line)
             offset += len(line)
-    return BadRow("unreadable", "not UTF-8", str(path))
+    return BadRow("unreadable", "the file is not UTF-8", str(path))
 
 
 def _not_utf8(path: Path, line: int, offset: int, content: bytes) -> BadRow:
     like = "UTF-16" if content.startswith(UTF_16) or b"\0" in content[:80] else "Windows-1252"
-    fix = f"save it as UTF-8 (it looks like {like})"
-    return BadRow("unreadable", "not UTF-8", f"{path}:{line}, byte {offset}", fix=fix)
+    fix = f"save the file as UTF-8 (it looks like {like})"
+    return BadRow("unreadable", "the line is not UTF-8", f"{path}:{line}, byte {offset}", fix=fix)
 
 
 def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionError) -> BadRow:
@@ -346,13 +350,13 @@ def _not_json(path: Path, number: int, line: str, error: ValueError | RecursionE
     if not isinstance(error, json.JSONDecodeError):
         # The parser gives no line for an item of an array
         where = f"{path}:{number}" if number else str(path)
-        return BadRow("unreadable", f"not JSON that can be read: {error}", where)
+        return BadRow("unreadable", f"finetune can't read this JSON: {error}", where)
     column, shown = error.colno, line.rstrip("\r\n")
     start, rest = max(0, column - 31), shown[column - 1 :].strip()
     cut = error.msg.startswith("Unterminated") or ("escape" in error.msg and len(rest) < len("\\u0000"))
     # The file may also end inside one of these values
     cut |= any(word.startswith(rest) for word in ("true", "false", "null", "-"))
-    what = "the file looks cut off" if cut and not line.endswith("\n") else "not valid JSON"
+    what = "the file is cut off" if cut and not line.endswith("\n") else "not valid JSON"
     where, found = f"{path}:{number}:{column}", shown[start : start + 60]
     fix = "" if "cut off" in what else hints.line(shown)
     return BadRow("unreadable", f"{what}: {error.msg}", where, found, fix=fix)

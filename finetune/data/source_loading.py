@@ -84,8 +84,20 @@ def check_of_the_hub(data: Data) -> None:
             more = {"revision": item.revision, "subset": item.subset, "split": item.split}
             wrong += [("data.name", f"{key}: {value} of {item.name}") for key, value in more.items() if value]
     if wrong:
-        what = "is for a Hub data set: files have no such parts"
-        raise UserError(*(Problem(what, key, found=found, fix="drop it") for key, found in wrong))
+        what, code = "this key is only for a dataset on the Hub", "recipe-conflict"
+        fix = "remove `{}`"
+        raise UserError(
+            *(
+                Problem(
+                    what,
+                    key,
+                    found=found,
+                    fix=fix.format(key.rpartition(".")[2] if key != "data.name" else found.partition(":")[0]),
+                    code=code,
+                )
+                for key, found in wrong
+            )
+        )
 
 
 def training(data: Data, source: Source, held_out: set[int], seed: int) -> Rows:
@@ -140,9 +152,9 @@ def draw_held_out(data: Data, seed: int) -> set[int]:
         for source in sources(data):
             for row in islice((row for row in read(source, "data.name") if isinstance(row, Row)), 1):
                 detect(row, by_columns)
-        what, number = "no row would be left to train on", len(set(digests))
-        found = f"{number} different row{'s' * (number != 1)}"
-        raise UserError(Problem(what, "data.validation_fraction", found=found, fix=_one_text(data)))
+        what, number = "the validation set would take all examples", len(set(digests))
+        found, fix = f"{number} different example{'s' * (number != 1)}", _one_text(data)
+        raise UserError(Problem(what, "data.validation_fraction", found=found, fix=fix, code="data-empty"))
     return drawn
 
 
@@ -164,7 +176,8 @@ def note_on_share(data: Data, rows: int, held_out: int) -> list[str]:
     if abs(held_out - asked) <= FAR * asked:
         return []
     why = "examples of one conversation or of equal content stay together"
-    return [f"data.validation_fraction asks for {asked:,} validation examples, and {held_out:,} are: {why}"]
+    said = f"the validation set has {held_out:,} examples in place of {asked:,}"
+    return [f"data.validation_fraction: {said}, because {why}"]
 
 
 def _groups(owners: array[int], keys: array[int], many: int) -> dict[int, set[int]]:
@@ -234,8 +247,7 @@ def _one_text(data: Data) -> str:
     paths = [path for source in sources(data) for path in files(source.name, "data.name") or ()]
     if [path.suffix for path in paths] != [".txt"]:
         return ""
-    instead = "data.validation: another file, or the text in several files"
-    return f"a .txt file is one example, which can't be split: {instead}"
+    return "set data.validation to another file, because a .txt file is one example and can't be split"
 
 
 def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
@@ -262,8 +274,13 @@ def check_disjoint(data: Data) -> None:
         return
     held_out = files(data.validation, "data.validation")
     if held_out is None:
-        what, fix = "the validation set comes from a file", "a file, or data.validation_fraction"
-        raise UserError(Problem(what, "data.validation", found=data.validation, fix=fix))
+        what, fix = (
+            "the validation set must be a local file",
+            "data.validation_fraction: 0.1, and remove `validation`",
+        )
+        expected = "a file or a folder"
+        found, code = data.validation, "data-not-found"
+        raise UserError(Problem(what, "data.validation", "", found, expected, fix, code=code))
     trained = set()
     for source in sources(data):
         # Reading the sources reports missing files. A run folder that was moved does not need them.
@@ -271,9 +288,12 @@ def check_disjoint(data: Data) -> None:
             trained |= {path.resolve() for path in files(source.name, "data.name") or ()}
     both = trained & {path.resolve() for path in held_out}
     if both:
-        what, found = "a file is both trained on and held out", ", ".join(map(str, sorted(both)))
-        fix = "name the training files one by one"
-        raise UserError(Problem(what, "data.validation", found=found, fix=fix))
+        what, found = (
+            "a file is in the training set and in the validation set",
+            ", ".join(map(str, sorted(both))),
+        )
+        fix = "list the training files one by one in data.name"
+        raise UserError(Problem(what, "data.validation", found=found, fix=fix, code="recipe-conflict"))
 
 
 def files(name: str, key: str) -> list[Path] | None:
@@ -288,7 +308,8 @@ def files(name: str, key: str) -> list[Path] | None:
     if not (local_path(name) or in_a_folder):
         return None
     if not can_be_path(str(path)):
-        raise UserError(Problem("not the name of a file", key, found=name[:200]))
+        what = "this text can't be a path"
+        raise UserError(Problem(what, key, found=name[:200], code="data-not-found"))
     matches = [path]
     if any(mark in name for mark in "*?[") and not os.path.exists(
         path
@@ -296,8 +317,10 @@ def files(name: str, key: str) -> list[Path] | None:
         matches = match_paths(os.path.expanduser(name), Path(), key)
     missing = [entry for entry in matches if not os.path.exists(entry)]
     if missing or not matches:
-        found = f"looked in {Path.cwd()} and beside the recipe"
-        raise UserError(Problem(f"no such file: {name}", key, found=found, fix=similar_files(path)))
+        what, found = f"the file {name} does not exist", f"looked in {Path.cwd()} and in the recipe's folder"
+        near = similar_files(path)
+        fix = f"{key}: {near}" if os.path.exists(near) else near
+        raise UserError(Problem(what, key, found=found, fix=fix, code="data-not-found"))
     paths = matches
     if all(map(os.path.isdir, matches)):
         paths = list(chain.from_iterable(choose_files(folder, key).read for folder in matches))
@@ -306,10 +329,10 @@ def files(name: str, key: str) -> list[Path] | None:
     for entry in paths:
         check_regular(entry, key)
         if entry.suffix not in READERS:
-            runs_code = "; such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
-            expected, what = ", ".join(READERS), f"can't read {entry.name}{runs_code}"
-            fix = hints.file(entry.suffix)
-            raise UserError(Problem(what, key, found=entry.suffix, expected=expected, fix=fix))
+            why = "such a file can run code when it is opened" if entry.suffix in RUNS_CODE else ""
+            expected, what = ", ".join(READERS), f"finetune can't read the type of {entry.name}"
+            fix, found = hints.file(entry.suffix), entry.suffix
+            raise UserError(Problem(what, key, "", found, expected, fix, why=why, code="data-format"))
     return paths
 
 
@@ -317,8 +340,9 @@ def _nothing_to_read(folder: Path, key: str) -> Problem:
     below = islice(folder.rglob("*"), LOOKED_AT) if folder.is_dir() else ()
     others = [path.name for path in sorted(below) if os.path.isfile(path)]
     fix = next((fix for name in others if (fix := hints.file(Path(name).suffix))), "")
-    what, found = f"no {', '.join(READERS)} file in {folder}", ", ".join(others[:MAX_SHOWN])
-    return Problem(what, key, found=found or "an empty folder", fix=fix)
+    what, found = f"the folder {folder} has no data file", ", ".join(others[:MAX_SHOWN])
+    expected = ", ".join(READERS)
+    return Problem(what, key, "", found or "an empty folder", expected, fix, code="data-not-found")
 
 
 def passed_by(data: Data) -> dict[str, list[str]]:
@@ -354,7 +378,7 @@ def notes_on_folders(data: Data) -> list[str]:
         if not others:
             continue
         counts = [f"{split or 'no split'}: {_counted(paths)}" for split, paths in others.items()]
-        note = f"{folder}: data files that are not read: {'; '.join(counts)}"
+        note = f"finetune ignores these data files of {folder}: {'; '.join(counts)}"
         if "validation" in others and not has_validation:
             note += f". To evaluate on them, set data.validation: {as_name(others['validation'])}"
         notes.append(note)
@@ -393,8 +417,12 @@ def read(source: Source, key: str) -> Rows:
             yield row
     if empty:
         header = any(path.suffix == ".csv" and path.stat().st_size for path in paths)
-        found = "of a csv file the first line names the columns" if header else ""
-        raise UserError(Problem(f"0 rows in {', '.join(map(str, paths))}", key, found=found))
+        what, why = (
+            "the data has no example",
+            "the first line of a csv file names the columns" if header else "",
+        )
+        found = ", ".join(map(str, paths))
+        raise UserError(Problem(what, key, found=found, why=why, code="data-empty"))
 
 
 def examples(
@@ -467,11 +495,11 @@ def _not_loaded(source: Source, error: Exception) -> UserError:
     cause = error.__cause__ if type(error).__name__ == "DatasetGenerationError" and error.__cause__ else error
     said = " ".join(str(cause).split())[:300]  # the following lines list the choices
     if isinstance(cause, OSError) or "Couldn't find cache" in said:
-        code, fix = Exit.ENVIRONMENT, "check name, revision and network; without one: pin data.revision to a"
-        fix += " commit, and prepare it elsewhere with finetune data RECIPE --prepare DIR"
+        code, fix = Exit.ENVIRONMENT, "check the name, the revision and the network. Without a network: set"
+        fix += " data.revision to a commit, and run finetune data RECIPE --prepare DIR elsewhere"
     else:
-        code, fix = Exit.INPUT, "subset and split as the data set has them, or files of it"
+        code, fix = Exit.INPUT, "set data.subset and data.split to a subset and a split of the dataset"
         if "scripts" in said:
-            fix = "revision: refs/convert/parquet, where the Hub has made one; or files of it"
-    what = "the data set can't be loaded from the Hub"
-    return UserError(Problem(what, "data.name", found=f"{hub_name(source)}: {said}", fix=fix), code=code)
+            fix = "data.revision: refs/convert/parquet"
+    what, found = "finetune can't load the dataset from the Hub", f"{hub_name(source)}: {said}"
+    return UserError(Problem(what, "data.name", found=found, fix=fix, code="hub"), code=code)

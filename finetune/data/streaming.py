@@ -119,25 +119,27 @@ def check_shares(rows: IterableDataset, block: Callable[..., Any], ranks: int) -
         own = rows.shard(ranks, index)
         encoded = own.map(block, batched=True, batch_size=1, remove_columns=RAW)
         if next(iter(encoded), None) is None:
-            what = f"rank {index} of {ranks} gets no row to train on"
-            fix = "data.streaming: false, more rows, or fewer processes"
-            raise UserError(Problem(what, "data.name", fix=fix))
+            what = f"process {index} of {ranks} gets no example to train on"
+            fix = "data.streaming: false, or start fewer processes"
+            raise UserError(Problem(what, "data.name", fix=fix, code="data-empty"))
 
 
 def check(data: Data) -> None:
     """Raise a UserError for settings that streaming does not support, before anything is read (exit 2)."""
     problems = []
     if data.validation_fraction is not None:
-        what, fix = "a share of the rows can't be drawn while streaming", "data.validation: <a file>"
-        problems.append(Problem(what, "data.validation_fraction", fix=fix))
+        what, why = "this key excludes `data.streaming: true`", "the number of examples is not known"
+        found, fix = f"{data.validation_fraction:g}", "data.validation: <a file>, or data.streaming: false"
+        key, code = "data.validation_fraction", "recipe-conflict"
+        problems.append(Problem(what, key, found=found, fix=fix, why=why, code=code))
     for source in source_loading.sources(data):
         if source.weight % 1:
-            what, fix = "streaming uses a row a whole number of times", "a whole number"
-            problems.append(Problem(what, "data.name", found=f"weight {source.weight:g}", fix=fix))
+            what, found = "streaming needs weights that are integers", f"weight {source.weight:g}"
+            fix = f"weight: {max(1, round(source.weight))}"
+            problems.append(Problem(what, "data.name", found=found, fix=fix, code="recipe-conflict"))
         if source_loading.files(source.name, "data.name") is None:
-            what = "a Hub data set is not streamed in this version"
-            fix = "data.streaming: false, or its files"
-            problems.append(Problem(what, "data.name", found=source.name, fix=fix))
+            what, fix = "finetune can't stream datasets of the Hub", "data.streaming: false"
+            problems.append(Problem(what, "data.name", found=source.name, fix=fix, code="recipe-conflict"))
     if problems:
         raise UserError(*problems)
 

@@ -44,7 +44,7 @@ LONGEST = 16 * 2**20  # characters of a rendered chat
 PORTION = 4 * 2**20
 EXACT_TURNS = 8  # assistant turns that are rendered with their whole prefix; later turns use nearby messages
 STOPPED = "the template was stopped"
-BROKEN = ("the template is broken", "the template took more", STOPPED)
+BROKEN = ("the template is not valid", "the template took more", STOPPED)
 """Prefixes of errors that do not depend on the chat."""
 
 
@@ -427,11 +427,11 @@ def _answer(one: Any, chat: Any) -> tuple[Any, Any, str]:
     except MemoryError:
         error = TOO_LARGE
     except TemplateSyntaxError as broken:
-        error = f"the template is broken: {broken.message} (its line {broken.lineno})"
+        error = f"the template is not valid: {broken.message} (line {broken.lineno} of the template)"
     except _Refused as refused:
         error = str(refused)
     except Exception as other:  # a template can raise any exception
-        error = f"the template refuses it: {other}"
+        error = f"the template raised an error: {other}"
     return "", (), error[:300]
 
 

@@ -55,7 +55,8 @@ def conflicts(raw: Mapping[str, Any]) -> list[Found]:
         taken = {one: given[one] for one in given if one in known[1]}
         found += [*_of_schedule(str(name), given, *known), *_of_rates(taken, peak)]
     if isinstance(given, str):  # SFTConfig's annotation allows a string
-        texts = {"found": given, "expected": "a mapping, such as {num_cycles: 0.5}", "code": "value-type"}
+        texts = {"found": given, "expected": "a mapping", "code": "value-type"}
+        texts |= {"fix": "lr_scheduler_kwargs: {num_cycles: 0.5}"}
         found.append(("train.lr_scheduler_kwargs", "a string in place of a mapping", texts))
     data = raw.get("data")
     streamed = isinstance(data, dict) and data.get("streaming")

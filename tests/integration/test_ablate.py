@@ -86,7 +86,7 @@ def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
     assert row["nothing"]["status"] == "no-op" and row["nothing"]["why"] == "there is nothing to switch"
     assert (row["faster_than_light"]["status"], row["faster_than_light"]["why"]) == ("skipped", "no GPU here")
     assert row["refused"]["status"] == "refused" and "is not a multiple" in row["refused"]["why"]
-    assert row["broken"]["status"] == "error" and "no row has the format" in row["broken"]["why"]
+    assert row["broken"]["status"] == "error" and "no example has the format" in row["broken"]["why"]
     assert row["no_recompute"]["status"] in ("kept", "dropped")
     assert row["no_recompute"]["alone"]["apart"] < 1e-3, "recomputing changes no loss"
     packed = loader.load(
@@ -334,7 +334,7 @@ def test_held_out_rows_are_those_of_all_files_that_are_named(tmp_path, capsys) -
     for name in (f"{tmp_path}/*.jsonl", str(tmp_path)):
         kept = measured_run.cut_held_out(name, tmp_path / "out", 9, Console(quiet=False))
         assert Path(str(kept)).read_text() == '{"text": "a"}\n{"text": "b"}\n'
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="does not exist"):
         measured_run.cut_held_out(f"{tmp_path}/c*.jsonl", tmp_path / "out", 9, Console(quiet=False))
     assert capsys.readouterr().out == ""
     (tmp_path / "c.csv").touch()

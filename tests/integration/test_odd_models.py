@@ -247,7 +247,7 @@ def test_check_and_train_forgetting_text_with_unknown_ids_refuse_alike(tmp_path,
     texts.write_text('{"text": "plain"}\n{"text": "an <odd> one"}\n')
     codes, said = both(recipe(tmp_path, odd_model(tmp_path), eval={"forgetting": str(texts)}), capsys)
     assert codes == [2, 2] and said[0] == said[1]
-    assert "eval.forgetting: token ids past the model's vocabulary" in said[0] and "text 2 (id" in said[0]
+    assert "eval.forgetting: token ids that the model does not have" in said[0] and "text 2 (id" in said[0]
 
 
 CHOICES = (
@@ -283,7 +283,7 @@ def test_check_and_train_task_text_with_unknown_ids_refuse_alike(
     path = recipe(tmp_path, odd_model(tmp_path), eval={"tasks": [str(tmp_path / "asked.yaml")]})
     codes, said = both(path, capsys)
     assert codes == [2, 2] and said[0] == said[1]
-    assert "eval.tasks: token ids past the model's vocabulary" in said[0] and "asked, row 2 (id" in said[0]
+    assert "eval.tasks: token ids that the model does not have" in said[0] and "asked, row 2 (id" in said[0]
 
 
 def test_check_and_train_task_of_a_tokenizer_with_unused_ids_pass(tmp_path, capsys) -> None:
@@ -306,7 +306,7 @@ def test_check_and_train_prompt_with_unknown_ids_refuse_alike(tmp_path, capsys) 
     held = rows(tmp_path / "held.jsonl", [("Say hi", "Hi, and hello.")])
     asked = {"eval": {"generate": True}, "data": {"validation": str(held)}}
     codes, said = both(recipe(tmp_path, odd_model(tmp_path, template), **asked), capsys)
-    assert codes == [2, 2] and said[0] == said[1] and "token ids past the model's vocabulary" in said[0]
+    assert codes == [2, 2] and said[0] == said[1] and "token ids that the model does not have" in said[0]
 
 
 def test_evaluate_other_validation_examples_with_unknown_ids_is_refused(tmp_path, capsys) -> None:
@@ -315,7 +315,7 @@ def test_evaluate_other_validation_examples_with_unknown_ids_is_refused(tmp_path
     capsys.readouterr()
     assert main.main(["evaluate", str(tmp_path / "run"), f"data.validation={held}"]) == 2
     said = capsys.readouterr().err
-    assert "token ids past the model's vocabulary" in said and "other.jsonl:2 (id" in said
+    assert "token ids that the model does not have" in said and "other.jsonl:2 (id" in said
 
 
 def test_check_vocabulary_beyond_the_embedding_refuses_as_train(tmp_path, capsys) -> None:
@@ -323,7 +323,7 @@ def test_check_vocabulary_beyond_the_embedding_refuses_as_train(tmp_path, capsys
     config = transformers.LlamaConfig(**{**sizes(), "vocab_size": 300})
     model = save(tmp_path / "model", causal(config))
     codes, said = both(recipe(tmp_path, model), capsys)
-    assert codes == [2, 2] and said[0] == said[1] and "token ids past the model's vocabulary" in said[0]
+    assert codes == [2, 2] and said[0] == said[1] and "token ids that the model does not have" in said[0]
 
 
 def test_check_and_train_count_forgetting_texts_that_are_cut(tmp_path, capsys) -> None:

@@ -168,9 +168,9 @@ def test_a_row_whose_one_column_has_no_name_is_a_row(files, tokenizer, monkeypat
 @pytest.mark.parametrize(
     ("more", "phrase"),
     [
-        ({"validation_fraction": 0.1}, "a share of the rows can't be drawn"),
-        ({"name": [{"name": str(DATA / "test.jsonl"), "weight": 0.5}]}, "a whole number of times"),
-        ({"name": "HuggingFaceH4/no_robots"}, "is not streamed"),
+        ({"validation_fraction": 0.1}, "the number of examples is not known"),
+        ({"name": [{"name": str(DATA / "test.jsonl"), "weight": 0.5}]}, "weights that are integers"),
+        ({"name": "HuggingFaceH4/no_robots"}, "can't stream datasets of the Hub"),
     ],
 )
 def test_what_streaming_can_t_do(more: dict, phrase: str, tokenizer) -> None:
@@ -220,7 +220,10 @@ def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
     ("streaming", "says"),
     soak_except(
         ["true"],
-        [("true", "rank 0 of 2 gets no row to train on"), ("false", "1 rows are fewer than one step takes")],
+        [
+            ("true", "process 0 of 2 gets no example to train on"),
+            ("false", "1 rows are fewer than one step takes"),
+        ],
     ),
 )
 def test_a_rank_without_a_row_is_an_error_of_all(streaming: str, says: str, tmp_path, two_layers) -> None:
@@ -243,7 +246,7 @@ def test_a_row_for_each_rank_is_enough(files, tokenizer, tmp_path, monkeypatch) 
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert len(list(opened(files, tokenizer)))
     (tmp_path / "one.jsonl").write_text(LINES[0] + "\n")
-    with pytest.raises(UserError, match="of 2 gets no row") as raised:
+    with pytest.raises(UserError, match="of 2 gets no example") as raised:
         opened([str(tmp_path / "one.jsonl")], tokenizer)
     assert raised.value.code == 2
 

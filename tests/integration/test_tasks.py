@@ -152,7 +152,7 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
         (CHOICE.replace("right", "question"), ("none of the choices",)),
         (CHOICE + "chioces: a\n", ("unknown key", "choices")),
         (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
-        ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is broken",)),
+        ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is not valid",)),
         ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
         ("kind: json_match\nprompt: a\nanswer: yes {{ right }}\n", ("'yes 0', not a JSON object or list",)),
         ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),

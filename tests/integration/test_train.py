@@ -373,7 +373,7 @@ def test_a_dry_run_says_what_would_be_done_and_leaves_nothing(small, two_layers,
     words = [str(QUICKSTART), *small, f"model.name={two_layers}", f"train.output_dir={run}", "--dry-run"]
     assert main.main(["train", *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "with loss" in said and "memory per device" in said and "activation checkpointing" in said
+    assert "in the loss" in said and "memory per device" in said and "activation checkpointing" in said
     assert "dry run: nothing was trained; next: finetune train" in said and not run.exists()
     run.mkdir()
     (run / "notes.txt").touch()

@@ -49,7 +49,7 @@ def tar_of_pickles() -> bytes:
 
 
 OUTSIDE = "names files outside of its repository"
-READER = "needs a reader that can run code or reach other files"
+READER = "does not allow the reader of the dataset"
 ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
     "a card with an address": ({"README.md": card(data_files="http://127.0.0.1:9/x.jsonl")}, OUTSIDE),
     "a card with an address of a split": (

@@ -118,15 +118,15 @@ def _dropped(names: str, problem: Problem, raw: dict[str, Any]) -> Change:
     if names.startswith(("it", "one of")):
         return {problem.key: DROP}
     said, items = re.split(r", | and ", names), value_of(raw, problem.key)
-    if isinstance(items, list) and set(said) <= set(items):
+    if isinstance(items, list) and all(one in items for one in said):
         return {problem.key: [item for item in items if item not in said]}
     return {_whole(name, problem): DROP for name in said}
 
 
 def _whole(name: str, problem: Problem) -> str:
     """A key with the sections that it stands in, those of the problem's key unless it names its own."""
-    if "." in name:
-        return name
+    if "." in name or name == problem.key.rpartition(".")[2]:
+        return name if "." in name else problem.key
     around, section = problem.key.rpartition(".")[0], problem.key.partition(".")[0]
     nested = build.known_keys().get(around, frozenset()) if around else frozenset()
     return f"{around if name in nested else section}.{name}"
@@ -136,7 +136,7 @@ def _pairs(said: str, problem: Problem) -> Iterator[tuple[str, Any]]:
     for part in _AND.split(said):
         found = _PAIR.fullmatch(part)
         key = _whole(found[1], problem) if found else ""
-        if found and _known(key) and "<" not in found[2]:  # data.validation: <a file>
+        if found and _known(key) and "<a " not in found[2]:  # data.validation: <a file>
             value = found[2] if found[2][0] in "[{" else found[2].partition(", ")[0]
             yield key, value if value == "no" else yaml.safe_load(value)  # `no` is a text there
 

@@ -51,7 +51,9 @@ def test_install_command_without_pip_uses_uv(activated, monkeypatch) -> None:
 
 def test_require_names_the_command_and_exits_with_3(monkeypatch) -> None:
     packages.require("json", "eval", "needs json")
-    with pytest.raises(packages.UserError, match=r"needs no_such_module \[package-missing\]\n.*pip install") as raised:
+    with pytest.raises(
+        packages.UserError, match=r"needs no_such_module \[package-missing\]\n.*pip install"
+    ) as raised:
         packages.require("no_such_module", "eval", "needs no_such_module")
     assert raised.value.code == 3
 

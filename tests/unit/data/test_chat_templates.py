@@ -411,6 +411,6 @@ def test_loss_begins_where_the_prompt_ends_with_every_bundled_template() -> None
                 assert [start for start, _ in encoded.trained] == [len(prompt)], name
                 begun.add(name)
         if name not in begun:
-            assert "the prompt of the first answer is not at inference" in encoder.notes[0]
+            assert "writes the prompt of the first answer differently at inference" in encoder.notes[0]
             other.add(name)
     assert refused == {"idefics3", "llava_next", "smolvlm"} and other == {"deepseekv3"}

@@ -50,7 +50,7 @@ def encoded(template: str, *messages: Any, tools: Any = None) -> encoding.Encode
 def refused(template: str, *messages: Any, tools: Any = None) -> str:
     found = encoded(template, *messages, tools=tools)
     assert isinstance(found, BadRow), "nothing was missed"
-    what = found.problem.what.removeprefix("the chat template leaves ").removesuffix(" out")
+    what = found.problem.what.removeprefix("the chat template ignores ")
     return f"{what}: {found.problem.found} ({found.problem.where})"
 
 
@@ -75,27 +75,27 @@ def refused(template: str, *messages: Any, tools: Any = None) -> str:
                 said("tool", "x"),
                 ANSWER,
             ],
-            "a tool call: clock (a:1, message 1)",
+            "tool calls: clock (a:1, message 1)",
         ),
         (
             f"({CALLS}) if m.tool_calls else m.content",
             [USER, calling(call("weather", city="Oslo"), content="I look."), said("tool", "x"), ANSWER],
-            "a text of the assistant: I look. (a:1, message 1)",
+            "content of the assistant: I look. (a:1, message 1)",
         ),
         (
             f"m.content ~ ({CALLS} | replace('where', '') if m.tool_calls)",
             [USER, calling(call("weather", where={"towns": [{"name": "Oslo"}]})), said("tool", "x"), ANSWER],
-            "an argument of a tool call: where (a:1, message 1)",
+            "arguments of tool calls: where (a:1, message 1)",
         ),
         (
             "m.content if not loop.first and m.content != messages[loop.index0 - 1].content else ''",
             [said("user", "Hi"), said("assistant", "Hi"), said("user", "Hi there"), ANSWER],
-            "a text of the assistant: Hi (a:1, message 1)",
+            "content of the assistant: Hi (a:1, message 1)",
         ),
         (
             "m.content if loop.last else ''",
             [USER, said("assistant", "user"), USER, ANSWER],
-            "a text of the assistant: user (a:1, message 1)",
+            "content of the assistant: user (a:1, message 1)",
         ),
     ],
 )
@@ -115,14 +115,14 @@ def test_a_tool_result_and_a_system_message_that_are_left_out_are_errors() -> No
         said("tool", "rain"),
         ANSWER,
     ]
-    assert "a system message: Be rainy." in refused(template.replace("X", rare), *chat)
-    assert "a tool's result: rain" in refused(template.replace("X", rare), *chat[1:])
+    assert "system messages: Be rainy." in refused(template.replace("X", rare), *chat)
+    assert "results of tools: rain" in refused(template.replace("X", rare), *chat[1:])
     assert isinstance(encoded(template.replace("X", "m.content"), *chat), encoding.Encoded)
 
 
 def test_a_tool_that_is_left_out_is_an_error() -> None:
     template = "{% if tools %}{{ tools[0] | tojson }}{% endif %}" + CHATML.replace("BODY", ALL)
-    assert "a tool: clock" in refused(template, USER, ANSWER, tools=TOOLS)
+    assert "tools: clock" in refused(template, USER, ANSWER, tools=TOOLS)
     assert isinstance(encoded(template, USER, ANSWER, tools=TOOLS[:1]), encoding.Encoded)
 
 

@@ -138,7 +138,7 @@ def test_choose_files_without_a_training_split_is_an_error_that_names_one(
     folder = write(tmp_path / "rows", *names)
     with pytest.raises(ValueError, match="Unknown split"):
         read_by_datasets(folder)
-    with pytest.raises(UserError, match="holds no training split") as error:
+    with pytest.raises(UserError, match="has no training split") as error:
         read(folder)
     key, _, name = error.value.problems[0].fix.partition(": ")
     assert key == "data.name" and read(Path(name)) == [names[0]]
@@ -147,7 +147,7 @@ def test_choose_files_without_a_training_split_is_an_error_that_names_one(
 def test_choose_files_of_several_kinds_in_folders_below_is_an_error(tmp_path: Path) -> None:
     """As in a project's folder, whose configs are no examples."""
     folder = write(tmp_path / "rows", "corpus/a.jsonl", "corpus/b.jsonl", "model/tokenizer.json")
-    with pytest.raises(UserError, match="files of several kinds") as error:
+    with pytest.raises(UserError, match="files of several types") as error:
         read(folder)
     assert error.value.problems[0].found == "2 .jsonl, 1 .json"
     assert read(Path(error.value.problems[0].fix.removeprefix("data.name: "))) == [
@@ -164,7 +164,7 @@ def test_notes_on_folders_count_what_is_not_read(tmp_path: Path) -> None:
     assert "no split: 1 file with 1 example (extra.jsonl)" in note and "test: 1 file with 1 example" in note
     assert f"set data.validation: {folder / 'validation.jsonl'}" in note
     (note,) = source_loading.notes_on_folders(Data(name=str(folder), validation=str(folder)))
-    assert "validation" not in note.partition("not read")[2]
+    assert "validation" not in note.partition("ignores")[2]
     both = Data(name=[str(folder / "train.jsonl"), str(folder / "extra.jsonl")])
     assert source_loading.notes_on_folders(both) == []
     assert source_loading.notes_on_folders(Data(name=str(write(tmp_path / "one", "train.jsonl")))) == []
@@ -208,7 +208,7 @@ def test_saved_dataset_dict_reads_its_train_split(names: list[str], tmp_path: Pa
 def test_saved_dataset_dict_without_train_names_its_splits(tmp_path: Path) -> None:
     saved = DatasetDict({name: Dataset.from_list([text(name)]) for name in ("train_sft", "test_sft")})
     saved.save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(UserError, match="holds no training split") as error:
+    with pytest.raises(UserError, match="has no training split") as error:
         read(tmp_path / "saved")
     problem = error.value.problems[0]
     assert "train_sft (1 file), test_sft (1 file)" in problem.found
@@ -319,7 +319,7 @@ def test_card_without_configs_leaves_it_to_the_names(content: str, tmp_path: Pat
 def test_repository_of_compressed_files_says_to_unpack_them(tmp_path: Path) -> None:
     (tmp_path / "repo" / "data").mkdir(parents=True)
     (tmp_path / "repo" / "data" / "train.jsonl.gz").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"no \.jsonl") as error:
+    with pytest.raises(UserError, match=r"has no data file") as error:
         read(tmp_path / "repo")
     assert "train.jsonl.gz" in error.value.problems[0].found and "unpack" in error.value.problems[0].fix
 
@@ -347,7 +347,8 @@ def test_check_and_data_say_what_of_a_folder_is_not_read(tmp_path: Path, recipe_
         assert main.main([command, str(recipe_file(recipe))]) == 0
         said = capsys.readouterr().out
         assert (
-            f"note: {folder}: data files that are not read: test: 1 file with 1 example (test.jsonl)" in said
+            f"note: finetune ignores these data files of {folder}: test: 1 file with 1 example (test.jsonl)"
+            in said
         )
 
 

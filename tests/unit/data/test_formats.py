@@ -87,7 +87,7 @@ def test_alpaca_puts_input_under_the_instruction() -> None:
     for nothing in ("", " ", None):
         found = read(row(**{**value, "input": nothing, "system": nothing}))
         assert found.messages and [m["content"] for m in found.messages] == ["Sort:", "a b"]
-    assert bad(row(**{**value, "input": 5})).problem.what == "input must be text"
+    assert bad(row(**{**value, "input": 5})).problem.what == "`input` must be a string"
 
 
 def test_sharegpt_with_calls_observations_and_tools() -> None:
@@ -125,37 +125,37 @@ def test_an_unknown_column_is_named_with_the_nearest() -> None:
     with pytest.raises(UserError) as raised:
         read(row(question="a", anser="b"), columns={"instruction": "question", "output": "answer"})
     text = str(raised.value)
-    assert 'data.columns.output: the row has no column "answer" (rows.jsonl:7)' in text
-    assert "found:     question, anser" in text and "help:      anser" in text
+    assert 'data.columns.output: the example has no column "answer" (rows.jsonl:7)' in text
+    assert "found:     question, anser" in text and "help:      output: anser" in text
     with pytest.raises(UserError) as raised:
         read(row(question="a"), columns={"instrction": "question"})
-    assert "data.columns.instrction: no such column here" in str(raised.value)
-    assert "help:      instruction" in str(raised.value)
+    assert "data.columns.instrction: finetune has no column of this name" in str(raised.value)
+    assert "help:      rename it to `instruction`" in str(raised.value)
 
 
 def test_a_later_row_without_a_column_is_that_row_s_fault_alone() -> None:
     recipe = Data(name="-", columns={"instruction": "question", "output": "answer"})
     assert detect(row(question="a", answer="b"), recipe) == "alpaca"
-    with pytest.raises(BadRow, match="output must be text"):
+    with pytest.raises(BadRow, match="`output` must be a string"):
         convert(row(question="a"), recipe, "alpaca")
 
 
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        ({"prompt": "a", "completion": ""}, "completion is empty"),
-        ({"prompt": "a", "completion": CHAT}, "completion must be text"),
-        ({"prompt": [USER], "completion": "a"}, "completion must be a list of messages"),
-        ({"prompt": b"a", "completion": "a"}, "prompt must be text or a list of messages"),
-        ({"instruction": None, "output": "b"}, "instruction must be text"),
-        ({"instruction": "a", "output": 5}, "output must be text"),
-        ({"text": "  "}, "text is empty"),
-        ({"conversations": None}, "conversations must be a list of messages"),
-        ({"messages": CHAT, "tools": "look"}, "tools must be JSON"),
-        ({"messages": CHAT, "tools": '{"name": "look"}'}, "tools must be a list of mappings"),
-        ({"messages": CHAT, "tools": [5]}, "tools must be a list of mappings"),
-        ({"messages": CHAT, "tools": [{"function": 5}]}, "tools must be a list of mappings"),
-        ({"messages": CHAT, "system": 5}, "content must be text"),
+        ({"prompt": "a", "completion": ""}, "`completion` is empty"),
+        ({"prompt": "a", "completion": CHAT}, "`completion` must be a string"),
+        ({"prompt": [USER], "completion": "a"}, "`completion` must be a list of messages"),
+        ({"prompt": b"a", "completion": "a"}, "`prompt` must be a string or a list of messages"),
+        ({"instruction": None, "output": "b"}, "`instruction` must be a string"),
+        ({"instruction": "a", "output": 5}, "`output` must be a string"),
+        ({"text": "  "}, "`text` is empty"),
+        ({"conversations": None}, "`conversations` must be a list of messages"),
+        ({"messages": CHAT, "tools": "look"}, "tools must be valid JSON"),
+        ({"messages": CHAT, "tools": '{"name": "look"}'}, "`tools` must be a list of mappings"),
+        ({"messages": CHAT, "tools": [5]}, "`tools` must be a list of mappings"),
+        ({"messages": CHAT, "tools": [{"function": 5}]}, "`tools` must be a list of mappings"),
+        ({"messages": CHAT, "system": 5}, "`system` must be a string"),
     ],
 )
 def test_a_malformed_row_of_each_other_format(value: dict[str, Any], what: str) -> None:
@@ -241,7 +241,7 @@ def test_the_history_of_alpaca_rows_is_read() -> None:
     assert len(read(row(**{**value, "history": []})).messages or ()) == 2
     assert (
         bad(row(**{**value, "history": ["Add 1 and 2", "3"]})).problem.what
-        == "history must be a list of pairs"
+        == "`history` must be a list of pairs"
     )
 
 
@@ -284,6 +284,7 @@ def test_a_system_column_in_parts_is_text_as_the_content_of_a_message() -> None:
     for column in (5, [5], [{"type": "image_url"}], [{"type": "reasoning", "text": "hm"}]):
         wrong = bad(row(messages=CHAT, system=column))
         assert wrong.kind == "malformed" and wrong.problem.what in (
-            "content must be text",
-            "no such part of a content",
+            "`system` must be a string",
+            "`content` must be a string",
+            "unknown type of a content part",
         )

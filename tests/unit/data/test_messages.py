@@ -91,9 +91,9 @@ def test_reasoning_is_kept_or_cut_by_choice(said: str, left: str) -> None:
 
 def test_reasoning_that_never_ends_can_t_be_cut() -> None:
     found = bad_chat(USER, {"role": "assistant", "content": "<think>\nTwo names"}, reasoning="cut")
-    assert found.kind == "malformed" and "reasoning without an end" in found.problem.what
+    assert found.kind == "malformed" and "needs the end of the reasoning" in found.problem.what
     only = bad_chat(USER, {"role": "assistant", "content": "<think>Two names</think>\n"}, reasoning="cut")
-    assert only.problem.what == "content is empty"
+    assert only.problem.what == "`content` is empty"
 
 
 @pytest.mark.parametrize("flag", [{"train": False}, {"weight": 0}, {"weight": 0.0}, {"loss_weight": 0}])
@@ -105,19 +105,23 @@ def test_a_message_may_say_that_it_is_not_trained_on(flag: dict[str, Any]) -> No
     ("messages", "place", "what"),
     [
         (["Who?"], ", message 0", "a message must be a mapping"),
-        ([{"role": "human", "content": "a"}], ", message 0", "no such role"),
+        ([{"role": "human", "content": "a"}], ", message 0", "unknown role"),
         ([USER, {"content": "a"}], ", message 1", "a message has no role"),
-        ([USER, {"role": ["user"], "content": "a"}], ", message 1", "no such role"),
-        ([USER, {"role": "assistant", "content": None}], ", message 1", "content must be text"),
-        ([USER, {"role": "assistant", "content": 5}], ", message 1", "content must be text"),
-        ([{"role": "user", "content": " \n"}, ANSWER], ", message 0", "content is empty"),
-        ([USER, {"role": "assistant", "content": []}], ", message 1", "content is empty"),
-        ([USER, {**ANSWER, "content": [{"type": "image"}]}], ", message 1", "no such part of a content"),
-        ([USER, {**ANSWER, "content": [{"type": ["text"]}]}], ", message 1", "no such part of a content"),
-        ([USER, {**ANSWER, "content": [{"type": "text"}]}], ", message 1", "content must be text"),
-        ([USER, {**ANSWER, "tool_calls": ["{"]}], ", message 1", "a tool call must be JSON"),
-        ([USER, {**ANSWER, "tool_calls": 5}], ", message 1", "a tool call needs a name"),
-        ([USER, {**ANSWER, "tool_calls": [{"name": 5}]}], ", message 1", "a tool call needs a name"),
+        ([USER, {"role": ["user"], "content": "a"}], ", message 1", "unknown role"),
+        ([USER, {"role": "assistant", "content": None}], ", message 1", "`content` must be a string"),
+        ([USER, {"role": "assistant", "content": 5}], ", message 1", "`content` must be a string"),
+        ([{"role": "user", "content": " \n"}, ANSWER], ", message 0", "`content` is empty"),
+        ([USER, {"role": "assistant", "content": []}], ", message 1", "`content` is empty"),
+        ([USER, {**ANSWER, "content": [{"type": "image"}]}], ", message 1", "unknown type of a content part"),
+        (
+            [USER, {**ANSWER, "content": [{"type": ["text"]}]}],
+            ", message 1",
+            "unknown type of a content part",
+        ),
+        ([USER, {**ANSWER, "content": [{"type": "text"}]}], ", message 1", "`content` must be a string"),
+        ([USER, {**ANSWER, "tool_calls": ["{"]}], ", message 1", "a tool call must be valid JSON"),
+        ([USER, {**ANSWER, "tool_calls": 5}], ", message 1", "a tool call has no name"),
+        ([USER, {**ANSWER, "tool_calls": [{"name": 5}]}], ", message 1", "a tool call has no name"),
         (
             [USER, {**ANSWER, "tool_calls": [{"name": "x", "arguments": "5"}]}],
             ", message 1",
@@ -126,14 +130,18 @@ def test_a_message_may_say_that_it_is_not_trained_on(flag: dict[str, Any]) -> No
         (
             [USER, {**ANSWER, "tool_calls": [{"name": "x", "arguments": {"a": b"1"}}]}],
             ", message 1",
-            "be JSON",
+            "be valid JSON",
         ),
-        ([USER, {**ANSWER, "reasoning_content": ["a"]}], ", message 1", "reasoning_content must be text"),
-        ([USER, {**ANSWER, "weight": 0.5}], "", "trained on or not"),
-        ("Who?", "", "messages must be a list of messages"),
-        ([], "", "messages must be a list of messages"),
-        ('[{"role": ', "", "messages must be JSON"),
-        (r'[{"role": "user", "content": "\ud83d"}]', "", "messages must be JSON"),
+        (
+            [USER, {**ANSWER, "reasoning_content": ["a"]}],
+            ", message 1",
+            "`reasoning_content` must be a string",
+        ),
+        ([USER, {**ANSWER, "weight": 0.5}], "", "train on a message has a wrong value"),
+        ("Who?", "", "`messages` must be a list of messages"),
+        ([], "", "`messages` must be a list of messages"),
+        ('[{"role": ', "", "messages must be valid JSON"),
+        (r'[{"role": "user", "content": "\ud83d"}]', "", "messages must be valid JSON"),
     ],
 )
 def test_a_malformed_row_is_named_with_its_message(messages: Any, place: str, what: str) -> None:
@@ -154,17 +162,21 @@ def test_an_unknown_role_comes_with_the_role_map_that_mends_it() -> None:
 @pytest.mark.parametrize(
     ("roles", "kind", "what"),
     [
-        (["assistant"], "role_order", "the assistant begins"),
-        (["tool"], "role_order", "the tool begins"),
-        (["user", "user", "assistant"], "role_order", "the user after the user"),
-        (["user", "assistant", "assistant"], "role_order", "the assistant after the assistant"),
-        (["user", "tool", "assistant"], "role_order", "the tool after the user"),
-        (["user", "system", "assistant"], "role_order", "the system after the user"),
-        (["system", "system", "user"], "role_order", "the system after the system"),
-        (["system", "assistant"], "role_order", "the assistant after the system"),
-        (["user", "assistant", "user"], "unanswered", "the last message must be the assistant's"),
-        (["user"], "unanswered", "the last message must be the assistant's"),
-        (["system"], "unanswered", "the last message must be the assistant's"),
+        (["assistant"], "role_order", "the role assistant is not allowed in the first message"),
+        (["tool"], "role_order", "the role tool is not allowed in the first message"),
+        (["user", "user", "assistant"], "role_order", "the role user is not allowed after user"),
+        (
+            ["user", "assistant", "assistant"],
+            "role_order",
+            "the role assistant is not allowed after assistant",
+        ),
+        (["user", "tool", "assistant"], "role_order", "the role tool is not allowed after user"),
+        (["user", "system", "assistant"], "role_order", "the role system is not allowed after user"),
+        (["system", "system", "user"], "role_order", "the role system is not allowed after system"),
+        (["system", "assistant"], "role_order", "the role assistant is not allowed after system"),
+        (["user", "assistant", "user"], "unanswered", "the last message is not from the assistant"),
+        (["user"], "unanswered", "the last message is not from the assistant"),
+        (["system"], "unanswered", "the last message is not from the assistant"),
     ],
 )
 def test_roles_stand_in_order(roles: list[str], kind: str, what: str) -> None:

@@ -60,7 +60,7 @@ def write(path: Path, chats) -> None:
 def shown_as_trained(text: str) -> list[str]:
     """What stands in the brackets of a row, its signs taken back."""
     found = [part.partition("】")[0] for part in text.split("【")[1:]]
-    return [unsigned(part) for part in found if part != "with loss"]  # which is the legend's
+    return [unsigned(part) for part in found if part != "in the loss"]  # which is the legend's
 
 
 def unsigned(text: str) -> str:
@@ -108,22 +108,22 @@ def test_a_row_shows_exactly_what_is_trained_on(data, capsys, chats) -> None:
         assert question in shown and f"── {chats}:{number}: " in shown
     start, end = map(preview.SPECIAL.format, ("<|im_start|>", "<|im_end|>"))
     assert f"{start}user↵\nWho came?{end}↵\n" in shown
-    assert "4 of 4 rows" in shown and "fine: every row" in shown
+    assert "4 of 4 sequences" in shown and "fine: finetune trains on every example" in shown
 
 
 def test_packed_rows_are_shown_document_by_document(data, capsys, chats) -> None:
     assert data("--show", "1", "data.packing=true", "data.max_length=512") == 0
     shown = capsys.readouterr().out
     assert sorted(shown_as_trained(shown)) == sorted(f"{answer}<|im_end|>" for answer in ANSWERS)
-    assert "documents: 4" in shown and f"── {chats}:3: " in shown
-    assert "1 rows of 512 tokens" in shown
+    assert "examples: 4" in shown and f"── {chats}:3: " in shown
+    assert "1 sequences of 512 tokens" in shown
 
 
 def test_fewer_rows_are_spread_over_all(data, capsys, chats) -> None:
     assert data("--show", "2") == 0
     shown = capsys.readouterr().out
     assert f"{chats}:1: " in shown and f"{chats}:3: " in shown and f"{chats}:2: " not in shown
-    assert "2 of 4 rows, spread evenly" in shown
+    assert "2 of 4 sequences, spread evenly" in shown
     assert data("--show", "0") == 0
     assert "【" not in capsys.readouterr().out
 
@@ -133,10 +133,10 @@ def test_a_cut_prompt_is_said_where_it_was_cut(data, capsys, chats) -> None:
     assert data("data.too_long=truncate_prompt", "data.max_length=64", "--show", "1") == 0
     shown = capsys.readouterr().out
     (line,) = [line for line in shown.splitlines() if line.startswith("...")]
-    cut = int(line.split()[1])
-    assert line == f"... {cut} tokens of the prompt were cut" and cut > 200
+    cut = int(line.split()[3])
+    assert line == f"... finetune removed {cut} tokens of the prompt" and cut > 200
     assert "end?" in shown and shown_as_trained(shown) == ["yes<|im_end|>"]
-    assert "note: 1 of 2 rows had prompts cut" in shown
+    assert "note: 1 of 2 examples have a shortened prompt" in shown
 
 
 def test_every_token_can_be_told_and_none_is_lost(tokenizer) -> None:
@@ -162,7 +162,7 @@ def test_a_character_s_title_says_which_of_its_tokens_carry_loss(tokenizer) -> N
     ids = tokenizer("😀 so")["input_ids"]
     row = {"input_ids": ids, "labels": [-100, *ids[1:]], "where": ["a"], "cut": [0]}
     first = preview.documents(tokenizer, row)[0].pieces[0].tokens[0]
-    assert first.title == f"tokens {' '.join(map(str, first.ids))}, with loss on 3 of 4"
+    assert first.title == f"tokens {' '.join(map(str, first.ids))}, in the loss: 3 of 4"
     row["labels"] = [-100] * len(ids)
     assert preview.documents(tokenizer, row)[0].pieces[0].tokens[-1].title.endswith("no loss")
 
@@ -206,8 +206,8 @@ def test_the_page_holds_the_rows_and_loads_nothing(data, tmp_path, chats, capsys
     assert page.loaded.count("script") == 1 and ">&lt;</i>" in text and "><</i>" not in text
     assert sorted(unsigned("".join(page.loss)).split("<|im_end|>")[:-1]) == sorted(ANSWERS)
     assert all(question in page.text for question in QUESTIONS) and f"{chats}:4" in page.text
-    assert any(title.startswith("token ") and title.endswith("with loss") for title in page.titles)
-    assert "Nothing is wrong" in text and "512" in text
+    assert any(title.startswith("token ") and title.endswith(", in the loss") for title in page.titles)
+    assert "without a change" in text and "512" in text
     assert "【" not in capsys.readouterr().out  # rows are on the page
 
 
@@ -230,8 +230,10 @@ def test_the_page_says_every_remark(data, tmp_path, chats, capsys) -> None:
     remarks = [*reports["train"].remarks(), *reports["validation"].remarks()]
     assert len(remarks) == 6
     assert all(remark in page.text and remark in shown for remark in remarks)
-    assert "held out: 1 of 1 rows hold reasoning" in page.text and "Nothing is wrong" not in page.text
-    assert shown.count("left out: ") == 3 and shown.index("left out: ") < shown.index("note: ")
+    assert (
+        "validation set: 1 of 1 examples have reasoning" in page.text and "without a change" not in page.text
+    )
+    assert shown.count("skipped: ") == 3 and shown.index("skipped: ") < shown.index("note: ")
     assert str(more) in page.text and "weight 2" in page.text and "weight 2" in shown
 
 
@@ -247,7 +249,7 @@ def test_prepare_fills_a_folder_that_training_finds(data, tmp_path, capsys) -> N
     _, prepared = load_data.prepare_data(recipe)
     assert prepared.cached and prepared.path.parent == folder
     assert data(f"data.cache_dir={folder}", "--show", "0") == 0
-    assert "found in the cache" in capsys.readouterr().out
+    assert "earlier (cached)" in capsys.readouterr().out
 
 
 def test_streamed_rows_can_be_looked_at(data, capsys) -> None:

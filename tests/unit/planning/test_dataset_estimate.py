@@ -52,8 +52,8 @@ def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
     [
         ('{"text": "a row"}\n' * 3, "the data has 3 sequences, and one step needs 4"),
         ('{"text": "a row"}', "the data has 1 sequence, and one step needs 4"),
-        ("no json\n" * 9, "not valid JSON: Expecting value, in 9 rows"),
-        ("", "0 rows in "),
+        ("no json\n" * 9, "not valid JSON: Expecting value (in 9 examples)"),
+        ("", "the data has no example"),
         ('{"text": "a row"}\n' * 3 + '{"text": "the last has no end"}', ""),
     ],
     ids=("three", "one", "bad lines", "empty", "four"),

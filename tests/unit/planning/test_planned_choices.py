@@ -181,7 +181,11 @@ def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
     )
     layer = next(m for m in adapted.modules() if getattr(m, "lora_magnitude_vector", None))
     has = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 9)
-    assert fused_layers.obstacle(layer) == has.obstacle == "DoRA with dropout also changes the base layer's input"
+    assert (
+        fused_layers.obstacle(layer)
+        == has.obstacle
+        == "DoRA with dropout also changes the base layer's input"
+    )
     speed = loaded.speed.model_copy(update={"compile": True})
     with pytest.raises(UserError, match=r"speed\.compile: PEFT's forward of DoRA breaks the graph"):
         apply_to_model.apply(adapted, speed, Work(64, None), detection.detect(), RunChecks())

@@ -262,7 +262,11 @@ def test_a_launch_is_planned_with_as_many_processes_as_it_starts(large, capsys) 
     asked = ["plan", str(large), "train.effective_batch_size=16", "--gpu", "h200", "--accelerate"]
     assert main.main([*asked, "multi_node"]) == 2
     said = capsys.readouterr().err
-    assert "the config has no number of processes" in said and "num_processes: -1" in said and "--gpus 16" in said
+    assert (
+        "the config has no number of processes" in said
+        and "num_processes: -1" in said
+        and "--gpus 16" in said
+    )
     assert main.main([*asked, "multi_node", "--gpus", "16"]) == 0
     assert "DDP:" in capsys.readouterr().out
     assert main.main([*asked, "single_gpu", "--gpus", "8"]) == 2

@@ -68,7 +68,7 @@ def test_34_too_long_is_a_policy(tmp_path) -> None:
     text = tokenizer.decode(first["input_ids"])
     assert text.startswith("<|im_start|>user") and "end?<|im_end|>" in text
     assert text.endswith("<|im_start|>assistant\nb<|im_end|>\n"), "the answer is whole"
-    with pytest.raises(UserError, match="1 rows are too long"):
+    with pytest.raises(UserError, match="1 example is too long"):
         prepared(content, tmp_path, max_length=64, too_long="error")
 
 
@@ -172,16 +172,16 @@ def test_model_folder_without_weights(recipe_file, tmp_path, train, capsys) -> N
 @pytest.mark.parametrize(
     ("old", "new", "phrases"),
     [
-        ("r: 8", "target_modules: '(q_proj'", ["not a regular expression"]),
+        ("r: 8", "target_modules: '(q_proj'", ["not a valid regular expression"]),
         ("r: 8", "target_modules: q_proj", ["[q_proj]"]),
-        ('"{data}"', "'~nobodyx/a.jsonl'", ["no such file"]),
+        ('"{data}"', "'~nobodyx/a.jsonl'", ["does not exist"]),
         (
             '"{data}"',
             str(DATA) + "\n  validation: " + str(DATA / "train.jsonl"),
-            ["both trained on and held out"],
+            ["in the training set and in the validation set"],
         ),
-        ('"{data}"', '"{data}"\n  validation: org/name', ["the validation set comes from a file"]),
-        ('"{data}"', str(ROOT / "accelerate_configs"), ["no .jsonl, .json, .csv"]),
+        ('"{data}"', '"{data}"\n  validation: org/name', ["the validation set must be a local file"]),
+        ('"{data}"', str(ROOT / "accelerate_configs"), ["has no data file"]),
     ],
 )
 def test_more_of_what_check_sees(old: str, new: str, phrases: list[str], recipe_file, capsys) -> None:
