@@ -439,6 +439,9 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+LIBRARY = "default of the library"  # of a line of recipe.resolved.yaml: SFTConfig's or PEFT's value
+
+
 class Setting(NamedTuple):
     """A line of recipe.resolved.yaml."""
 
@@ -451,12 +454,14 @@ class Setting(NamedTuple):
 
 
 def settings(resolved: str, format_version: int = FORMAT_VERSION) -> list[Setting]:
-    """The lines of recipe.resolved.yaml, under today's names."""
+    """The lines of recipe.resolved.yaml under today's names, without defaults of SFTConfig and PEFT."""
     found, section = list[Setting](), ""
     for line in resolved.split("\n"):
         if match := _SETTING.fullmatch(line):
             value, _, who = match["rest"].rpartition("  (" if match["note"] else "  # ")
             who = who.removesuffix(")") if match["note"] else who
+            if who == LIBRARY:
+                continue
             line_of = Setting(section, match["key"], value or match["rest"], who if value else "")
             found.append(_current(line_of) if format_version == 1 else line_of)
         elif line.endswith(":") and not line.startswith(("#", " ")):

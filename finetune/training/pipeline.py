@@ -199,7 +199,7 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
         run.correction.add_receipts(ledger)
         initial = folder.staging / "initial"
         if setup.launch.main:
-            resolved_recipe.write_start(run, choices, data_report, arguments)
+            resolved_recipe.write_start(run, choices, data_report, adapted, arguments)
             repeats = launch_checks.notes_on_repeats(
                 recipe.train, rows, batch, setup.launch.rows_apart, steps
             )

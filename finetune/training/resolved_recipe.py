@@ -13,6 +13,7 @@ from finetune.autoconfig import optimizer_choice
 from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
+from finetune.recipe.schema import Train
 from finetune.run_folder import run_folder
 from finetune.training.auto_correction import MICRO_BATCH, SET_BY
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from finetune.core.run_checks import Choice
     from finetune.data.audit import Report
     from finetune.hardware.detection import Hardware
+    from finetune.recipe.schema import Recipe
     from finetune.training.run_context import RunContext
 
 
@@ -115,12 +117,32 @@ def choices(
     }
 
 
+def library_defaults(recipe: Recipe, adapted: nn.Module, arguments: TrainingArguments) -> run_folder.Choices:
+    """Return the values of recipe keys that neither the recipe nor finetune sets: SFTConfig's and PEFT's."""
+    values = {"train": arguments.to_sanitized_dict()}
+    if configs := getattr(adapted, "peft_config", None):
+        values["adapter"] = configs["default"].to_dict()
+    found: run_folder.Choices = {}
+    for section, upstream in values.items():
+        content = getattr(recipe, section)
+        shown = content.model_fields_set | Train.model_fields.keys()
+        for key in (type(content).model_fields.keys() & upstream.keys()) - shown:
+            if upstream[key] is not None:
+                found[f"{section}.{key}"] = upstream[key], run_folder.LIBRARY
+    return dict(sorted(found.items()))
+
+
 def write_start(
-    run: RunContext, chosen: run_folder.Choices, data: dict[str, Report], arguments: TrainingArguments
+    run: RunContext,
+    chosen: run_folder.Choices,
+    data: dict[str, Report],
+    adapted: nn.Module,
+    arguments: TrainingArguments,
 ) -> None:
-    """recipe.resolved.yaml, data_report.json and environment.json."""
+    """Write recipe.resolved.yaml, data_report.json and environment.json."""
     folder = run.folder
-    folder.write_text(folder.recipe.name, run_folder.resolved_yaml(run.recipe, chosen))
+    values = {**library_defaults(run.recipe, adapted, arguments), **chosen}
+    folder.write_text(folder.recipe.name, run_folder.resolved_yaml(run.recipe, values))
     load_recipe(folder.recipe)  # what later commands read must load: better to know now
     folder.write("data_report.json", {name: asdict(split) for name, split in data.items()})
     environment = describe_environment(run.setup.hardware, run.setup.launch)

@@ -23,6 +23,7 @@ from finetune.models import tokenizer_setup
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
+from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import activation_offload, apply_to_model
 from finetune.training import pipeline, recording, saving
@@ -398,3 +399,14 @@ def test_a_warm_up_that_outlasts_the_run_is_said(train) -> None:
     run = train("train.max_steps=3", "train.warmup_steps=2", "train.logging_steps=1", name="long")
     assert said not in (run.path / "log.txt").read_text()
     assert max(line["learning_rate"] for line in metrics(run)) == 4e-3
+
+
+def test_resolved_recipe_has_the_defaults_of_the_libraries_as_comments(train) -> None:
+    run = train("train.weight_decay=0.1")
+    lines = (run.path / "recipe.resolved.yaml").read_text().splitlines()
+    for default in ("max_grad_norm: 1.0", "lora_dropout: 0.0"):
+        assert f"  # {default}  (default of the library)" in lines
+    assert "  weight_decay: 0.1  # override" in lines
+    kept = {f"{setting.section}.{setting.key}" for setting in run_folder.settings("\n".join(lines))}
+    assert "train.weight_decay" in kept and "train.max_grad_norm" not in kept
+    assert loader.load(run.recipe).train.passed_on()["weight_decay"] == 0.1
