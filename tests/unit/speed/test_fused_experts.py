@@ -294,7 +294,7 @@ def test_what_is_not_served_says_why() -> None:
     assert said in fused.summary() and not experts_of(model)
     model = mixture(r=200, parameters=BOTH[:1])
     fused = Fused(model, decoder_layers(model))
-    assert "rank 200 is over 128" in fused.summary() and live_model_spec.breaking(model) == {
+    assert "rank 200 is larger than 128" in fused.summary() and live_model_spec.breaking(model) == {
         "experts' adapters"
     }
 

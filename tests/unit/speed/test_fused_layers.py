@@ -244,7 +244,7 @@ def test_an_mlp_that_is_not_its_own_forward_is_refused_and_its_layers_are_served
     ("config", "reason"),
     [
         (lambda: ranked(use_dora=True, lora_dropout=0.1), "DoRA with dropout"),
-        (lambda: LoraConfig(r=300, target_modules=LINEAR), "rank 300 is over 256"),
+        (lambda: LoraConfig(r=300, target_modules=LINEAR), "rank 300 is larger than 256"),
     ],
 )
 def test_what_is_left_has_its_reason(config: Callable[[], Any], reason: str) -> None:
