@@ -31,33 +31,33 @@ def choose_activation_checkpointing(asked: str, plan: Memory, hardware: Hardware
     """
     layers = plan.layers
     if asked.startswith("mlp") and not plan.mlps:
-        what = "makes gate and up of fused MLPs again, and this model's are not fused whole"
+        what = f"{asked} recomputes only fused MLPs, and the MLPs of this model are not fused"
         found = f"{asked}, with {plan.unfused}" if plan.unfused else asked
-        key = "speed.activation_checkpointing"
-        problem = Problem(what, key, found=found, fix=f"{key}: auto, or full")
+        key, fix = "speed.activation_checkpointing", "set `speed.activation_checkpointing: auto`, or full"
+        problem = Problem(what, key, found=found, fix=fix, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if plan.away and asked == "auto":
         leaves = (plan.kept - plan.norms - plan.mlps) * plan.away * plan.pinned
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
-            return Choice("mlp", f"auto: {leaves:.0f} GiB of what else layers keep go to the CPU's memory")
-        return Choice("full", "speed.offload keeps recomputed layers' inputs")
+            return Choice("mlp", f"auto: {leaves:.0f} GiB of other activations are offloaded to CPU memory")
+        return Choice("full", "speed.offload offloads the inputs of recomputed layers")
     if asked != "auto":
         kind, _, count = asked.partition(":")
         every = "full" if kind == "full" else "mlp"  # `mlp_int8:N` of all N layers is `mlp`
         return Choice(every if count and int(count) >= layers else asked, "asked for")
     if hardware.device == "cpu":
-        return Choice("none", "auto: on the CPU memory is not what is short")
+        return Choice("none", "auto: CPU memory is large enough")
     free = max(0.0, plan.room)
-    text = f"auto: activations need about {plan.kept:.0f} GiB, {free:.0f} GiB are free for them"
+    text = f"auto: activations need about {plan.kept:.0f} GiB, and {free:.0f} GiB are free for them"
     if plan.kept <= plan.room:
         return Choice("none", text)
     kept = plan.kept - plan.norms
     if kept <= plan.room:
-        return Choice("norms", f"{text}; without what norms make {kept:.0f} GiB")
+        return Choice("norms", f"{text}; recomputing norms leaves {kept:.0f} GiB")
     rounded, one = _rounded(plan, text), plan.norms / layers  # the norms of the running layer
     if plan.mlps and (count := math.ceil((kept + one - plan.room) / plan.mlps * layers)) < layers:
         kept -= count * plan.mlps / layers
-        again = Choice(f"mlp:{count}", f"{text}; without gate and up of {count} MLPs {kept:.0f} GiB")
+        again = Choice(f"mlp:{count}", f"{text}; also recomputing {count} MLPs leaves {kept:.0f} GiB")
         return rounded if rounded and _cost(rounded.value, plan) < _cost(again.value, plan) else again
     kept -= plan.mlps * (layers - 1) / layers  # the running layer holds its own
     saved = kept / layers - plan.entry
@@ -89,25 +89,23 @@ def choose(
     over = at_once(plan, "mlp_int8")[1] + passing - plan.room
     count = max(1, math.ceil(over / each) + IN_FLIGHT)
     if again.value in ("none", "norms", "mlp_int8"):
-        why = "no need"
+        why = "not needed"
     elif not plan.beside:
-        why = "only beside compiled layers with fused MLPs on fp8"
+        why = "only with compiled layers and fused MLPs on fp8"
     elif cheap:
-        why = "less is made again than int8 would cost"
+        why = "recomputing these MLPs is cheaper than int8"
     elif count > layers:
-        why = "all layers would not be enough"
+        why = "offloading all layers would not be enough"
     elif count > plan.beside * layers:
-        why = "copies would take longer than layers"
+        why = "copies would be slower than the layers"
     elif count * each * plan.pinned > plan.host:
-        why = f"the CPU has no room for {count * each * plan.pinned:.0f} GiB"
+        why = f"{count * each * plan.pinned:.0f} GiB do not fit in CPU memory"
     else:
         why = ""
     if why:
         return again, Choice("none", f"auto: {why}"), plan
-    half = Choice(
-        "mlp_int8", f"{again.reason}; no more, as {count} layers leave what else they keep to the CPU"
-    )
-    text = f"auto: {count * each:.0f} GiB on the CPU, so that no MLP is made again"
+    half = Choice("mlp_int8", f"{again.reason}; not more, because {count} layers offload other activations")
+    text = f"auto: {count * each:.0f} GiB in CPU memory, so that no MLP is recomputed"
     return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
 
 
@@ -141,8 +139,8 @@ def _rounded(plan: Memory, text: str) -> Choice | None:
     if count >= plan.layers or plan.rounding == math.inf:
         return None
     value = f"mlp_int8:{count}" if count else "mlp_int8"
-    text += f"; with gate and up in int8 {kept - count * INT8 * one:.0f} GiB"
-    return Choice(value, text + f", those of {count} made again" * bool(count))
+    text += f"; MLP activations in int8 leave {kept - count * INT8 * one:.0f} GiB"
+    return Choice(value, text + f", with {count} MLPs recomputed" * bool(count))
 
 
 def _cost(checkpointing: str, plan: Memory) -> float:

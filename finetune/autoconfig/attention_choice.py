@@ -81,13 +81,13 @@ def read(config: Any) -> Attends:
     windows = not kinds or "sliding_attention" in kinds
     special = ""
     if getattr(config, "attention_chunk_size", None) or "chunked_attention" in kinds:
-        special = "attends in chunks"
+        special = "has chunked attention"
     elif kinds - {"full_attention", "sliding_attention"}:
         special = f"has layers of {', '.join(sorted(kinds - {'full_attention', 'sliding_attention'}))}"
     elif getattr(config, "use_bidirectional_attention", None) or not getattr(config, "is_causal", True):
-        special = "is not causal"
+        special = "has bidirectional attention"
     elif getattr(config, "kv_lora_rank", None):
-        special = "has values of another size than its keys"
+        special = "has values and keys of different sizes"
     return Attends(
         family=family,
         head_size=size,
@@ -127,19 +127,20 @@ def choose(
     if asked != "auto":
         found = obstacle(asked, hardware, dtype, attends, rows, installed=hardware.here)
         if found:
-            fix = f"attention: {'eager' if asked in attends.lacks else 'auto'}"
-            problem = Problem("can't be had here", "model.attention", found=found, fix=fix)
+            fix = f"set `model.attention: {'eager' if asked in attends.lacks else 'auto'}`"
+            what, code = f"{asked} does not run this model on this machine", "attention-kernel"
+            problem = Problem(what, "model.attention", found=asked, why=found, fix=fix, code=code)
             raise UserError(problem, code=Exit.ENVIRONMENT)
         return asked, "asked for"
     passed_over: list[str] = []
     for name in candidates(hardware, rows):
         why_not = obstacle(name, hardware, dtype, attends, rows)
         if not why_not and name in kernel_limits.IMPLEMENTATIONS and attends.family not in FAMILIES:
-            why_not = f"{name} is not proved on {attends.family}"
+            why_not = f"{name} is not tested with {attends.family}"
         if not why_not:
             return name, _reason(name, hardware, rows, passed_over)
         passed_over.append(why_not)
-    return _masked(attends), "auto: with a mask of every token against every other: " + "; ".join(passed_over)
+    return _masked(attends), "auto: with a full attention mask, because " + "; ".join(passed_over)
 
 
 def candidates(hardware: Hardware, rows: Rows) -> tuple[str, ...]:
@@ -162,10 +163,10 @@ def for_evaluation(asked: str, attends: Attends) -> tuple[str, str]:
     if asked == "eager":
         return "eager", "asked for"
     if attends.softcap or attends.sinks:
-        return "eager", "evaluation: the only one that has this model's softcap or sinks and takes a mask"
+        return "eager", "evaluation: only eager supports a mask and this model's softcap or sinks"
     if _masked(attends) == "eager":
         return "eager", f"evaluation: transformers has no sdpa for {attends.family}"
-    return "sdpa", "asked for" if asked == "sdpa" else "evaluation: takes padding on the left and a cache"
+    return "sdpa", "asked for" if asked == "sdpa" else "evaluation: supports left padding and a KV cache"
 
 
 def obstacle(
@@ -191,15 +192,15 @@ def missing(name: str, hardware: Hardware, *, installed: bool = True) -> str:
         return ""
     lowest, _ = kernel_limits.LIMITS[name]
     if hardware.capability < lowest:
-        return f"{name} needs compute capability {lowest[0]}.{lowest[1]}, {hardware.name} is older"
+        return f"{name} needs compute capability {lowest[0]}.{lowest[1]}, and {hardware.name} is older"
     if name == "flash_attention_3" and hardware.capability >= (10, 0):
-        return f"{name} is for compute capability 9.0, {hardware.name} is newer"
+        return f"{name} is for compute capability 9.0, and {hardware.name} is newer"
     if name == "varlen" and not packages.installed("torch.nn.attention.varlen"):
-        return "this torch has no torch.nn.attention.varlen"
+        return "the installed torch has no torch.nn.attention.varlen"
     if name not in kernel_limits.FLASH or not installed:
         return ""
     how = not_installed(name)
-    return f"{name} is not installed: {how}" if how else broken(name)
+    return f"{name} is not installed ({how})" if how else broken(name)
 
 
 def not_installed(name: str) -> str:
@@ -216,7 +217,7 @@ def broken(name: str) -> str:
     try:
         importlib.import_module(kernel_limits.FLASH_MODULES[name])
     except Exception as error:  # a compiled extension may raise any error, for example under another torch
-        return f"{name} is installed and can't be imported: {first_line(error)}"
+        return f"{name} is installed but can't be imported ({first_line(error)})"
     return ""
 
 
@@ -231,28 +232,28 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
     if name in attends.lacks:
         return f"transformers has no {name} for {attends.family}"
     if attends.softcap and name == "flash_attention_4" and hardware.capability >= (10, 0):
-        return f"{name} has a softcap on compute capability 9.0 alone"
+        return f"{name} has a softcap only on compute capability 9.0"
     if attends.dropout and name != "sdpa":
-        return f"{name} has no dropout, the model's attention_dropout is {attends.dropout:g}"
+        return f"{name} has no dropout, and the model's attention_dropout is {attends.dropout:g}"
     if name in ("sdpa", "flex_attention"):
         return ""
     if attends.special:
-        return f"{attends.family} {attends.special}, which {name} does not"
+        return f"{attends.family} {attends.special}, which {name} does not support"
     if rows.prompts:
-        return f"{name} takes no vectors before the row, which this adapter trains"
+        return f"{name} does not support virtual tokens, which this adapter trains"
     if dtype == "float32":
-        return f"{name} has no float32"
+        return f"{name} does not support float32"
     if name == "cudnn" and rows.packed:
-        return "cudnn does not keep the documents of a packed row apart"
+        return "cudnn does not separate packed examples"
     if name == "cudnn" and attends.window is not None and attends.window < _padded(rows.longest):
-        return f"cudnn has no sliding window; {attends.family}'s of {attends.window} is shorter than rows"
+        return f"cudnn has no sliding window, and {attends.family} has one of {attends.window} tokens"
     if name == "flash_attention_3" and hardware.here and (left := left_out(dtype, attends, rows)):
-        return f"this build of flash_attention_3 has no {left}"
+        return f"this build of flash_attention_3 does not support {left}"
     size, (_, largest) = attends.head_size, kernel_limits.LIMITS[name]
     if name == "flash_attention_4" and hardware.capability >= (10, 0):
         largest = 256 if size == 256 and hardware.capability < (12, 0) else 128
     if size % 8 or size > largest:
-        return f"{name} has no heads of size {size}"
+        return f"{name} does not support heads of size {size}"
     return ""
 
 
@@ -275,11 +276,11 @@ def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
     off = {flag.rpartition("DISABLE_")[2] for flag, is_off in flags if is_off}
     largest = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in off), default=0)
     asked = {
-        "backward": "BACKWARD" in off,
-        "packed rows": "VARLEN" in off and rows.packed,
+        "the backward pass": "BACKWARD" in off,
+        "packed sequences": "VARLEN" in off and rows.packed,
         "float16": "FP16" in off and dtype == "float16",
-        "softcap": "SOFTCAP" in off and attends.softcap,
-        "sliding window": "LOCAL" in off and attends.window is not None and attends.window < rows.longest,
+        "a softcap": "SOFTCAP" in off and attends.softcap,
+        "a sliding window": "LOCAL" in off and attends.window is not None and attends.window < rows.longest,
         f"heads of size {attends.head_size}": attends.head_size > largest,
     }
     return next((what for what, is_so in asked.items() if is_so), "")
@@ -288,15 +289,15 @@ def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
 def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -> str:
     kind = "packed" if rows.packed else "padded"
     if hardware.device != "cuda":
-        text = f"auto: the CPU has no other fused kernel for {kind} rows"
+        text = f"auto: the only fused kernel for {kind} sequences on the CPU"
         return f"{text} ({'; '.join(passed_over)})" if passed_over else text
     measured = SPEED.get(name, ("", ""))[rows.packed]
-    text = f"auto: the fastest here for {kind} rows"
+    text = f"auto: the fastest on this machine for {kind} sequences"
     if measured:
-        text += f" ({measured} TFLOP/s forward / backward measured on an H200)"
+        text += f" ({measured} TFLOP/s forward / backward, measured on an H200)"
     if multiple := kernel_limits.LENGTH_MULTIPLES.get(name):
-        text += f"; each new length costs {name} 0.1 s or more, so train.pad_to_multiple_of is {multiple} "
-        text += "by default"
+        text += f"; {name} needs 0.1 s or more for each new length, so the default of "
+        text += f"train.pad_to_multiple_of is {multiple}"
     return f"{text}; {'; '.join(passed_over)}" if passed_over else text
 
 

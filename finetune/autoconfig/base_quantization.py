@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from finetune.quantization.stored_weights import Stored
 
 
+NO_FP8 = "this machine can't train on an fp8 base model"
+
+
 def whole_base(started: Launch) -> str:
     """Return why `auto` must not quantize the base model under this launch; the empty string if it may."""
     if started.sharded:
-        return f"{started.sharded} splits the weights, which fast forwards want whole"
-    return "DeepSpeed casts the weights, and fp8's are codes" if started.splitter == "DeepSpeed" else ""
+        return f"{started.sharded} shards the weights, and fp8 layers need whole weights"
+    return "DeepSpeed casts the weights, and can't cast fp8" if started.splitter == "DeepSpeed" else ""
 
 
 def choose_base(
@@ -55,7 +58,7 @@ def choose_base(
     if stored:
         choice = choose_base(asked, adapter_type, precision, machine, against_fp8)
         if choice.value not in QUANTISED:
-            choice = choice._replace(reason=f"{choice.reason}; dequantized from {stored} while it loads")
+            choice = choice._replace(reason=f"{choice.reason}; dequantized from {stored} while loading")
         return choice
     meant = adapter_types.find(adapter_type).storage
     storage = asked if asked in QUANTISED else meant
@@ -65,7 +68,9 @@ def choose_base(
         problem = missing_package(storage)
         if problem:
             raise UserError(problem, code=Exit.ENVIRONMENT)
-        return Choice(storage, "asked for" if asked in QUANTISED else f"{adapter_type} means a 4-bit base")
+        return Choice(
+            storage, "asked for" if asked in QUANTISED else f"{adapter_type} means a 4-bit base model"
+        )
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
     plain = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
@@ -82,20 +87,20 @@ def choose_base(
 def _as_stored(stored: Stored, asked: str) -> Choice:
     """Choose the storage of a checkpoint that bitsandbytes has quantized."""
     if asked in QUANTISED and asked != stored.storage:
-        what, fix = f"contradicts the checkpoint, which is stored in {stored}", "model.quantization: auto"
-        raise UserError(Problem(what, "model.quantization", found=asked, fix=fix))
+        what, fix = f"the checkpoint is stored in {stored}, not {asked}", "set `model.quantization: auto`"
+        raise UserError(Problem(what, "model.quantization", found=asked, fix=fix, code="quantization"))
     if problem := missing_package(stored.storage):
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return Choice(stored.storage, f"the checkpoint is stored so: {stored_weights.DECLARED}")
+    return Choice(stored.storage, f"as the checkpoint is stored ({stored_weights.DECLARED})")
 
 
 def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:
     if not missing:
         return Choice("fp8", "asked for")
     if reopened:
-        return Choice("fp8", f"as in training, its products in float32: {missing}")
-    fix = "model.quantization=auto; for memory adapter.type=qlora"
-    problem = Problem("the fp8 base can't be trained on here", "model.quantization", found=missing, fix=fix)
+        return Choice("fp8", f"as in training, with matrix multiplications in float32, because {missing}")
+    fix, what = "set `model.quantization: auto`, or `adapter.type: qlora` to save memory", NO_FP8
+    problem = Problem(what, "model.quantization", found="fp8", why=missing, fix=fix, code="hardware")
     raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
@@ -106,5 +111,5 @@ def missing_package(storage: str) -> Problem | None:
     package, extra = ("torchao", "quantize") if storage.startswith("torchao") else ("bitsandbytes", "bnb")
     if installed(package):
         return None
-    what = f"a base in {storage} needs {package}, which is not installed"
-    return Problem(what, "model.quantization", fix=install_extra(extra))
+    what = f"a base model in {storage} needs the package {package}, which is not installed"
+    return Problem(what, "model.quantization", fix=install_extra(extra), code="package-missing")

@@ -39,10 +39,13 @@ def split_batch(train: Train, processes: int) -> Batch:
     unit = processes * (stated or 1)
     if effective % unit:
         low, high = effective // unit * unit, (effective // unit + 1) * unit
-        by = "process" if processes == 1 else "processes (num_processes of the launch)"
-        what = f"can't be split over {processes} {by} x {stated or 1} rows"
+        by = "process" if processes == 1 else "processes"
+        key, what = "train.effective_batch_size", f"{effective} is no multiple of {processes} {by}"
+        what += f" x micro-batch size {stated}" if stated else ""
         expected = f"{low} or {high}" if low else str(high)
-        raise UserError(Problem(what, "train.effective_batch_size", found=str(effective), expected=expected))
+        why = "each process needs the same number of sequences per step"
+        texts = {"found": str(effective), "expected": expected, "why": why, "fix": f"{key}: {low or high}"}
+        raise UserError(Problem(what, key, **texts, code="batch-size"))
     share = effective // processes
     per_device = stated or max(size for size in range(1, 9) if share % size == 0)
     return Batch(effective, per_device, share // per_device)
@@ -73,8 +76,11 @@ def most_processes(train: Train, devices: int) -> tuple[int, str]:
     found = max((n for n in range(1, devices + 1) if effective % (n * rows) == 0), default=1)
     if found == devices:
         return devices, ""
-    by = f"{devices} x {rows} rows" if rows > 1 else str(devices)
-    return found, f"auto: {found} of {devices} GPUs: effective_batch_size {effective} does not divide by {by}"
+    by = f"{devices} x {rows}" if rows > 1 else str(devices)
+    return (
+        found,
+        f"auto: {found} of {devices} GPUs, because {by} does not divide effective_batch_size {effective}",
+    )
 
 
 def sizes(share: int, most: int) -> list[int]:
@@ -94,11 +100,13 @@ def steps_of_stream(train: Train) -> int:
         UserError: the recipe has no `max_steps`, or saves at the end of epochs (exit 2).
     """
     if train.save_strategy == "epoch":
-        what, fix = "streamed data has no known end of an epoch", "train.save_strategy: steps, or auto"
-        raise UserError(Problem(what, "train.save_strategy", found="epoch", fix=fix))
+        what, fix = "the end of an epoch of streamed data is not known", "train.save_strategy: steps"
+        texts = {"found": "epoch", "expected": "steps, auto or no", "fix": fix, "code": "recipe-conflict"}
+        raise UserError(Problem(what, "train.save_strategy", **texts))
     if train.max_steps is None:
-        what, fix = "streamed data has no known number of rows", "train.max_steps: 1000"
-        raise UserError(Problem(what, "train.max_steps", fix=fix))
+        what, fix = "a run on streamed data needs a number of steps", "train.max_steps: 1000"
+        why = "the number of examples is not known before the stream ends"
+        raise UserError(Problem(what, "train.max_steps", why=why, fix=fix, code="missing-key"))
     return train.max_steps
 
 
@@ -131,18 +139,17 @@ def check_warm_up(train: Train, steps: int | None) -> None:
     """
     warm_up = _warm_up(train)
     if steps == 1 and warm_up:
-        what, fix = "the only step is the warm-up's first, whose learning rate is 0", "train.warmup_steps=0"
-        raise UserError(Problem(what, "train.warmup_steps", found=f"{warm_up:g}, with one step", fix=fix))
+        what, fix = "the only step is a warm-up step with learning rate 0", "train.warmup_steps: 0"
+        found = f"{warm_up:g} in a run of one step"
+        raise UserError(Problem(what, "train.warmup_steps", found=found, fix=fix, code="recipe-conflict"))
 
 
 def too_few(rows: int, effective: int) -> Problem:
     """Return the problem of data that does not fill one step."""
     fits = next((size for size in range(rows, 0, -1) if effective % size == 0), 1)
-    what = f"{rows} rows are fewer than one step takes"
-    fix = (
-        f"train.effective_batch_size: {fits}, or more rows" if rows else "more rows, or less validation data"
-    )
-    return Problem(what, "train.effective_batch_size", found=str(effective), fix=fix)
+    what = f"one step needs {effective} sequences, and the training data has {rows}"
+    fix = f"train.effective_batch_size: {fits}" if rows else "add examples, or lower data.validation_fraction"
+    return Problem(what, "train.effective_batch_size", found=str(effective), fix=fix, code="batch-size")
 
 
 def short_of_peak(train: Train, steps: int) -> list[str]:
@@ -152,13 +159,13 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
     """
     asked = _warm_up(train)
     if not asked and train.passed_on().get("warmup_steps"):
-        return ["train.warmup_steps: constant has no warm-up; constant_with_warmup has"]
+        return ["train.warmup_steps: the schedule constant has no warm-up; use constant_with_warmup"]
     warm_up = int(asked) if asked >= 1 else math.ceil(asked * steps)  # as the Trainer counts
     if warm_up < steps:
         decay = _decay(train)
-        said = f"{warm_up:,} warm-up steps and {decay:,} of decay, of {steps:,}"
+        said = f"the run has {steps:,} steps, of which {warm_up:,} are warm-up and {decay:,} are decay"
         return [f"the learning rate never reaches its peak: {said}"] if warm_up + decay > steps else []
-    return [f"the learning rate never reaches its peak: {warm_up:,} warm-up steps of {steps:,}"]
+    return [f"the learning rate never reaches its peak: {warm_up:,} of {steps:,} steps are warm-up"]
 
 
 def _warm_up(train: Train) -> float:

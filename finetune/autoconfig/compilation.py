@@ -56,7 +56,7 @@ class Work(NamedTuple):
     """GiB of CPU memory that this process may fill by offloading."""
     each: float = 12.0
     """Bytes of gradient and optimizer state per trainable parameter."""
-    differs: str = "not known to be alike"
+    differs: str = "the steps are not known to be alike"
     """Why `auto` must not record passes as CUDA graphs."""
     usable: float = 0.0
     """GiB that training may fill in addition to the weights and the adapter."""
@@ -79,17 +79,18 @@ def choose_fused(
     """
     if not adapted:
         if asked is True:
-            what, fix = "there is no adapter to fuse: every parameter trains", "speed.fused: auto"
-            raise UserError(Problem(what, "speed.fused", found="adapter.type: full", fix=fix))
-        return Choice("off", "no adapter: every parameter trains")
+            what, fix = "speed.fused needs an adapter, and full fine-tuning has none", "speed.fused: auto"
+            texts = {"found": "true, with adapter.type: full", "fix": fix, "code": "recipe-conflict"}
+            raise UserError(Problem(what, "speed.fused", **texts))
+        return Choice("off", "full fine-tuning has no adapter to fuse")
     if asked != "auto":
         return Choice("on" if asked else "off", "asked for")
     if hardware.device == "cpu":
-        return Choice("off", "auto: it is for GPUs; on the CPU PEFT's own forward runs")
+        return Choice("off", "auto: on the CPU, PEFT's own forward pass runs")
     if dtype != "bfloat16":
-        return Choice("off", f"auto: its kernels are measured in bf16, the model is in torch.{dtype}")
+        return Choice("off", f"auto: measured only in bf16, and the model is in torch.{dtype}")
     if rounding:
-        return Choice("off", "auto: quantization-aware training has forwards of its own")
+        return Choice("off", "auto: quantization-aware training has its own forward pass")
     return Choice("on", "auto")
 
 
@@ -110,10 +111,10 @@ def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
         name.rpartition(".")[0] for name, size in shapes.items() if name.endswith(STACKED) and len(size) == 3
     }
     if not holders:
-        return "it has no stacked experts"
+        return "the model has no stacked experts"
     others = [n for n in shapes if n.rpartition(".")[0] in holders and n.rpartition(".")[2] not in STACKED]
     if others or text.model_type in OTHER_EXPERTS:
-        return f"the experts of {text.model_type} have a forward of their own"
+        return f"the experts of {text.model_type} have their own forward pass"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     return "" if act in FUSED_ACTIVATIONS else f"the experts' activation is {act}"
 
@@ -130,16 +131,16 @@ def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
     if asked != "auto":
         return Choice("on" if asked else "off", "asked for")
     if hardware.device == "cpu":
-        return Choice("off", "auto: on the CPU it does not pay")
+        return Choice("off", "auto: compilation is not faster on the CPU")
     if work.eager:
         return Choice("off", f"auto: {work.eager}")
     if work.flops is None:
-        text = f"auto: for more than {PAYS_FROM} s of products at {PRODUCTS:.0%} of the peak"
-        return Choice("on", f"{text}, decided when the model is loaded")
+        text = f"auto: if the run has more than {PAYS_FROM} s of matrix multiplications"
+        return Choice("on", f"{text}, which finetune decides when it loads the model")
     seconds = work.flops / (PRODUCTS * (hardware.peak_flops or 100e12))
-    text = f"auto: about {seconds:,.0f} s of products at {PRODUCTS:.0%} of the peak"
+    text = f"auto: the run has about {seconds:,.0f} s of matrix multiplications at {PRODUCTS:.0%} of the peak"
     if seconds < PAYS_FROM:
-        return Choice("off", f"{text}, it pays from {PAYS_FROM} s up")
+        return Choice("off", f"{text}, and compilation is worth it from {PAYS_FROM} s")
     return Choice("on", text)
 
 
@@ -147,7 +148,8 @@ def check_compile(asked: str | bool, hardware: Hardware) -> None:
     """Refuse CUDA graphs on a machine without a GPU (exit 3)."""
     if asked in GRAPHS and hardware.device == "cpu":
         what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
-        raise UserError(Problem(what, "speed.compile", found=str(asked), fix=fix), code=Exit.ENVIRONMENT)
+        problem = Problem(what, "speed.compile", found=str(asked), fix=fix, code="hardware")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def against_breaks(compile: str | bool, broken: str) -> Problem | None:
@@ -158,7 +160,8 @@ def against_breaks(compile: str | bool, broken: str) -> Problem | None:
     """
     if not broken or compile in ("auto", False):
         return None
-    return Problem(broken, "speed.compile", found=str(compile).lower(), fix="speed.compile: auto")
+    texts = {"found": str(compile).lower(), "fix": "speed.compile: auto", "code": "speed-option"}
+    return Problem(broken, "speed.compile", **texts)
 
 
 def against_graphs(
@@ -170,18 +173,19 @@ def against_graphs(
     - Sharded weights: a graph reads the weights at fixed addresses, and sharding moves them.
     - Offloaded activations: a graph reads them at fixed addresses on the GPU.
     """
+    code = "recipe-conflict"
     if compile in GRAPHS and sharded:
-        what, fix = (
-            f"CUDA graphs hold weights where they were, and {sharded} moves them",
-            "speed.compile: true",
-        )
-        return Problem(what, "speed.compile", found=str(compile), fix=fix)
+        what, fix = f"CUDA graphs do not work with {sharded}", "speed.compile: true"
+        why = f"a CUDA graph reads weights at fixed addresses, and {sharded} moves them"
+        return Problem(what, "speed.compile", found=str(compile), why=why, fix=fix, code=code)
     if compile in GRAPHS and memory_estimate.away(offload, 1):
-        what = f"layers whose activations leave the GPU can't be CUDA graphs (speed.compile: {compile})"
-        fix = "speed.offload: none; or speed.compile: true"
-        return Problem(what, "speed.offload", found=offload, fix=fix)
+        what = f"speed.compile: {compile} does not work with offloaded activations"
+        why = "a CUDA graph reads activations at fixed addresses on the GPU"
+        fix = "set `speed.offload: none`, or `speed.compile: true`"
+        return Problem(what, "speed.offload", found=offload, why=why, fix=fix, code=code)
     if compile not in GRAPHS or not checkpointing.startswith("full"):
         return None
-    what = f"layers that run again in backward can't be CUDA graphs, as speed.compile: {compile} makes them"
-    fix = "speed.activation_checkpointing: mlp, norms or none; or speed.compile: true"
-    return Problem(what, "speed.activation_checkpointing", found=checkpointing, fix=fix)
+    what = f"speed.compile: {compile} does not work with layers that the backward pass recomputes"
+    key, why = "speed.activation_checkpointing", "layers run as CUDA graphs, which can't be recomputed whole"
+    fix = f"set `{key}: mlp`, or `speed.compile: true`"
+    return Problem(what, key, found=checkpointing, why=why, fix=fix, code=code)

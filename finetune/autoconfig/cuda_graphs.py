@@ -36,7 +36,7 @@ ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")
 ADAPTERS = ("", "lora", "adalora", "ia3")
 STORED = ("fp32", "bf16", "fp8", "nf4")
 FAMILIES = ("llama",)
-MADE_AGAIN = "layers are made again whole, or what they keep leaves the GPU, where no graph would find it"
+RECOMPUTED = "layers are recomputed or offload their activations, which CUDA graphs do not support"
 
 
 def alone(processes: int) -> bool:
@@ -62,26 +62,28 @@ def differs(
     """
     data, adapter, speed = recipe.data, recipe.adapter, recipe.speed
     if not (data.packing or data.padding_free):
-        return "rows are padded to lengths of their own"
+        return "padded batches have different lengths"
     if data.streaming:
-        return "batches of a stream are of lengths of their own"
+        return "streamed batches have different lengths"
     if searched:
-        return "how many rows a pass has is searched for"
+        return "a search finds the micro-batch size"
     if not alone:
-        return "not tried on several GPUs, nor under a launch that changes layers"
+        return "not tested on several GPUs or under a launch that changes layers"
     text = config.get_text_config()
     drops = [getattr(text, key, 0) for key in ("resid_pdrop", "embd_pdrop", "hidden_dropout")]
     if adapter.options().get("lora_dropout") or any(drops):
-        return "dropout would draw other numbers in the passes that record"
+        return "recording the graphs would change the random numbers of dropout"
     tried = {
         text.model_type: text.model_type in FAMILIES,
         attention: attention in ATTENTION,
         f"adapter.type: {adapter.type}": adapter_types.find(adapter.type).peft in ADAPTERS,
-        f"a base in {storage}": storage in STORED,
+        f"a base model in {storage}": storage in STORED,
         "quantization-aware training": speed.qat is None,
     }
-    asked = f"speed.compile: {compilation.GRAPHS[0]} makes them"
-    return next((f"not tried with {what}; {asked}" for what, proved in tried.items() if not proved), "")
+    asked = f"set `speed.compile: {compilation.GRAPHS[0]}` to use them"
+    return next(
+        (f"not tested with {what}; {asked}" for what, is_tested in tried.items() if not is_tested), ""
+    )
 
 
 def choose(asked: str | bool, compile: Choice, *, differs: str, products: float, kind: str) -> Choice:
@@ -98,12 +100,12 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
         return Choice("off", "layers are not compiled")
     if asked not in ("auto", True):
         return Choice("on" if asked in compilation.GRAPHS else "off", "asked for")
-    launched, text = LAUNCHED[kind], f"{products * 1e3:.1f} ms of products in each layer of a pass"
+    launched, text = LAUNCHED[kind], f"a layer takes the GPU {products * 1e3:.1f} ms"
     if differs:
         return Choice("off", f"auto: {differs}")
     if products >= launched:
-        return Choice("off", f"auto: the GPU has {text}, it is not Python that is waited for")
-    return Choice("on", f"auto: {text}, which Python takes about {launched * 1e3:.1f} ms to launch")
+        return Choice("off", f"auto: {text}, so the GPU does not wait for Python")
+    return Choice("on", f"auto: {text}, and Python needs about {launched * 1e3:.1f} ms to launch it")
 
 
 def beside(
@@ -127,8 +129,8 @@ def beside(
         if fits and not against:
             return again, offload, chosen, left
         if speed.compile not in compilation.GRAPHS:
-            room = f"memory has no room for the {plan.graphs:.2g} GiB that they take"
-            chosen = Choice("off", f"auto: {MADE_AGAIN if against else room}")
+            room = f"the {plan.graphs:.2g} GiB of CUDA graphs do not fit in memory"
+            chosen = Choice("off", f"auto: {RECOMPUTED if against else room}")
     again, offload, plan = activation_checkpointing.choose(*asked, plan, hardware)
     return again, offload, chosen, plan
 

@@ -33,8 +33,9 @@ def loader(
     workers = own if asked is None else asked
     for name in OF_WORKERS:  # torch raises this error only after the model is loaded
         if given.get(name) and not workers:
-            what, fix = "there are no data loader workers here", "dataloader_num_workers: 2"
-            raise UserError(Problem(what, f"train.{name}", found=str(given[name]).lower(), fix=fix))
+            what, fix = f"{name} needs data loader workers", "train.dataloader_num_workers: 2"
+            texts = {"found": f"{str(given[name]).lower()}, with 0 workers", "fix": fix}
+            raise UserError(Problem(what, f"train.{name}", **texts, code="recipe-conflict"))
     if hardware.device == "cpu":
         return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}
     # Without workers, transformers refuses the prefetch factor and torch refuses persistent workers.

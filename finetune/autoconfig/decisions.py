@@ -104,10 +104,10 @@ def decide_fused(spec: ModelSpec, asked: str | bool, hardware: Hardware, sharded
     if not spec.layers:
         return Choice("off", _unknown(spec))
     if sharded and spec.adapted:
-        reason = f"{sharded} splits the weights that fast forwards hold whole"
+        reason = f"{sharded} shards the weights, and fused layers need whole weights"
         if asked is True:
-            problem = Problem(reason, "speed.fused", found=sharded, fix="speed.fused: auto")
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+            texts = {"found": f"true, with {sharded}", "fix": "speed.fused: auto", "code": "speed-option"}
+            raise UserError(Problem(reason, "speed.fused", **texts), code=Exit.ENVIRONMENT)
         return Choice("off", reason if asked == "auto" else "asked for")
     chosen = compilation.choose_fused(
         asked, hardware, adapted=spec.adapted, dtype=spec.dtype, rounding=spec.rounding
@@ -122,7 +122,8 @@ def decide_fused(spec: ModelSpec, asked: str | bool, hardware: Hardware, sharded
 def none_fused(reason: str) -> UserError:
     """Return the error of `speed.fused: true` on an adapter that can't be fused."""
     what, fix = "none of the adapter's layers can be fused", "speed.fused: auto"
-    return UserError(Problem(what, "speed.fused", found=reason, fix=fix), code=Exit.ENVIRONMENT)
+    problem = Problem(what, "speed.fused", found="true", why=reason, fix=fix, code="speed-option")
+    return UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused: Choice) -> Decisions:
@@ -137,7 +138,8 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     """
     if not spec.layers:
         return _with_unknown_layers(spec, speed, work, fused)
-    broken = f"PEFT's forward of {', '.join(sorted(spec.breaks))} breaks the graph" if spec.breaks else ""
+    names = ", ".join(sorted(spec.breaks))
+    broken = f"PEFT's forward pass of {names} breaks the graph of torch.compile" if names else ""
     _refuse(compilation.against_breaks(speed.compile, broken))
     compile = compilation.choose_compile(speed.compile, work._replace(eager=work.eager or broken), hardware)
     products = cuda_graphs.products(spec.config, work.tokens, hardware.peak_flops, kind=spec.kind)
@@ -195,7 +197,7 @@ def _refuse(problem: Problem | None) -> None:
 
 
 def _unknown(spec: ModelSpec) -> str:
-    return f"the layers of {spec.config.get_text_config().model_type} are not known"
+    return f"finetune does not know the decoder layers of {spec.config.get_text_config().model_type}"
 
 
 def _with_unknown_layers(spec: ModelSpec, speed: Speed, work: Work, fused: Choice) -> Decisions:
@@ -207,7 +209,13 @@ def _with_unknown_layers(spec: ModelSpec, speed: Speed, work: Work, fused: Choic
     reason, off = _unknown(spec), (False, "none", "auto")
     options = ("fused", "compile", "activation_checkpointing", "offload")
     problems = [
-        Problem(reason, f"speed.{name}", found=getattr(speed, name), fix=f"speed.{name}: {fix}")
+        Problem(
+            reason,
+            f"speed.{name}",
+            found=str(getattr(speed, name)).lower(),
+            fix=f"speed.{name}: {fix}",
+            code="speed-option",
+        )
         for name, fix in zip(options, ("auto", "auto", "auto", "none"), strict=True)
         if getattr(speed, name) not in off and getattr(speed, name) != "optimizer"
     ]
@@ -224,5 +232,5 @@ def _with_gain(offload: Choice, spec: ModelSpec) -> Choice:
     if offload.value not in ("optimizer", "all"):
         return offload
     state = 8 * spec.trained / memory_estimate.GIB
-    little = ", which is little: an adapter's" if spec.adapted else ""
-    return Choice(offload.value, f"AdamW's state takes {state:.2g} GiB{little}")
+    little = ", which is little because only the adapter trains" if spec.adapted else ""
+    return Choice(offload.value, f"AdamW's state needs {state:.2g} GiB{little}")

@@ -96,9 +96,11 @@ def choose(
         and hardware.device == "cpu"
         and "use_dora" in adapter_types.find(adapter_type).sets
     ):
-        what = "bitsandbytes' int8 weights can't be unpacked on the CPU, which DoRA needs"
-        fix = "adapter.type: lora" if stored else "quantization: nf4"
-        raise UserError(Problem(what, "model.quantization", found="int8", fix=fix), code=Exit.ENVIRONMENT)
+        what = "DoRA does not work with an int8 base model on the CPU"
+        why = "DoRA needs dequantized weights, and bitsandbytes can't dequantize int8 weights on the CPU"
+        fix = "adapter.type: lora" if stored else "model.quantization: nf4"
+        problem = Problem(what, "model.quantization", found="int8", why=why, fix=fix, code="hardware")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     dtype = mixed_precision.compute_dtype(started.precision, storage.value)
     chosen = Choice(*attention_choice.choose(attention, hardware, dtype, attends, rows))
     return Setup(hardware, started, chosen, storage)

@@ -99,8 +99,10 @@ def launch(hardware: Hardware) -> Launch:
     if fp8.kind:
         precision, reason = fp8.precision, fp8.reason
         if missing := fp8_missing(hardware, "bf16"):  # Accelerate would fall back to fp16 with a warning
-            what, fix = "an fp8 launch needs fp8 GEMMs", "mixed_precision: bf16 in the accelerate config"
-            raise UserError(Problem(what, found=missing, fix=fix), code=Exit.ENVIRONMENT)
+            what, found = "an fp8 launch needs a GPU with fp8 GEMMs", "mixed_precision: fp8"
+            fix = "set `mixed_precision: bf16` in the accelerate config"
+            problem = Problem(what, found=found, why=missing, fix=fix, code="hardware")
+            raise UserError(problem, code=Exit.ENVIRONMENT)
     check_precision(precision, hardware)
     by = "launch" if asked else "hardware"
     split = launch_environment.sharded(), fp8.kind, launch_environment.splitter()
@@ -111,30 +113,32 @@ def check_precision(precision: str, machine: Hardware) -> None:
     """Refuse a precision in which the machine can't train (exit 3)."""
     if precision == "bf16" and machine.device == "cuda" and machine.capability < (8, 0):
         found = f"{machine.name}, compute capability {machine.capability[0]}.{machine.capability[1]}"
-        fix = "mixed_precision: fp16 in the accelerate config"
-        raise UserError(Problem("this GPU has no bf16", found=found, fix=fix), code=Exit.ENVIRONMENT)
+        what, fix = "this GPU does not support bf16", "set `mixed_precision: fp16` in the accelerate config"
+        texts = {"found": found, "expected": "compute capability 8.0 or more", "fix": fix, "code": "hardware"}
+        raise UserError(Problem(what, **texts), code=Exit.ENVIRONMENT)
     if precision == "fp16" and machine.device == "cpu":
-        what = "fp16 can't be trained in on the CPU: Accelerate has neither autocast nor a loss scaler for it"
-        fix = 'mixed_precision: "no" or bf16 in the accelerate config'
-        raise UserError(Problem(what, found="mixed_precision: fp16", fix=fix), code=Exit.ENVIRONMENT)
+        what, why = "the CPU can't train in fp16", "Accelerate has no fp16 autocast or loss scaler for CPUs"
+        fix = 'set `mixed_precision: "no"` or bf16 in the accelerate config'
+        problem = Problem(what, found="mixed_precision: fp16", why=why, fix=fix, code="hardware")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def default_precision(hardware: Hardware) -> Choice:
     if hardware.device == "cpu":
-        return Choice("no", "no GPU: fp32 on the CPU")
+        return Choice("no", "fp32, because there is no GPU")
     if hardware.capability >= (8, 0):
-        return Choice("bf16", f"{hardware.name} has bf16")
+        return Choice("bf16", f"{hardware.name} supports bf16")
     return Choice(
         "fp16",
-        f"{hardware.name} has no bf16 (compute capability below 8.0): fp16 with a loss scaler",
+        f"fp16 with a loss scaler, because {hardware.name} has no bf16 (compute capability below 8.0)",
     )
 
 
 def fp8_missing(machine: Hardware, precision: str) -> str:
     """Return why an fp8 base model can't use fp8 GEMMs on this machine; the empty string if it can."""
     if machine.device != "cuda" or machine.capability < kernel_limits.FP8_CAPABILITY:
-        return f"{machine.name} has no fp8 GEMMs (compute capability 8.9 has: Ada, Hopper or newer)"
-    return "" if precision == "bf16" else f"fp8 GEMMs give bf16, and the launch's precision is {precision}"
+        return f"{machine.name} has no fp8 GEMMs, which need compute capability 8.9 (Ada, Hopper or newer)"
+    return "" if precision == "bf16" else f"fp8 GEMMs return bf16, and the launch's precision is {precision}"
 
 
 def check_tf32(asked: bool | None, hardware: Hardware) -> None:
@@ -145,5 +149,5 @@ def check_tf32(asked: bool | None, hardware: Hardware) -> None:
     """
     if asked and hardware.capability < (8, 0):
         what = "TF32 needs a GPU of compute capability 8.0 or more"
-        problem = Problem(what, "train.tf32", found=hardware.name, fix="drop it")
+        problem = Problem(what, "train.tf32", found=hardware.name, fix="remove `train.tf32`", code="hardware")
         raise UserError(problem, code=Exit.ENVIRONMENT)

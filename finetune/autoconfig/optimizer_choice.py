@@ -78,12 +78,13 @@ def missing_packages(optim: str, speed: Speed) -> list[Problem]:
     distributions = {module: pip for _, module, pip in _OF_OTHERS}
     return [
         Problem(
-            f"needs {module}, which is not installed",
+            f"{found} needs the package {module}, which is not installed",
             key,
             found=found,
             fix=install_extra(_EXTRAS[module])
             if module in _EXTRAS
             else install_command(distributions[module]),
+            code="package-missing",
         )
         for key, found, module in needs
         if not installed(module)
@@ -98,14 +99,14 @@ def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
     """
     found, optim = [], asked(train)
     if train.learning_rate == 0:
-        expected = "{:g} to {:g} is usual".format(*usual) if usual else ""
-        fix = f"learning_rate: {(usual[0] * usual[1]) ** 0.5 if usual else 2e-4:.0e}"
-        what = "nothing is learnt at a rate of 0"
-        found.append(Problem(what, "train.learning_rate", found="0", expected=expected, fix=fix))
+        expected = "a value such as {:g} to {:g}".format(*usual) if usual else "a value larger than 0"
+        key, what = "train.learning_rate", "a learning rate of 0 trains nothing"
+        fix = f"{key}: {(usual[0] * usual[1]) ** 0.5 if usual else 2e-4:.0e}"
+        found.append(Problem(what, key, found="0", expected=expected, fix=fix, code="value-range"))
     if train_rules.PROJECTS.fullmatch(optim) and not train.passed_on().get("optim_target_modules"):
-        what = f"{optim} needs to know which modules' gradients it projects"
+        what = f"{optim} needs train.optim_target_modules, the modules whose gradients it projects"
         fix = "train.optim_target_modules: all-linear"
-        found.append(Problem(what, "train.optim", found=optim, fix=fix))
+        found.append(Problem(what, "train.optim", found=optim, fix=fix, code="missing-key"))
     return found
 
 
@@ -119,24 +120,27 @@ def check(train: Train, speed: Speed, setup: Setup) -> None:
     problems = missing_packages(optim, speed)
     cpu, offload = setup.hardware.device == "cpu", speed.offload
     if offload not in ("auto", "none") and cpu:
-        what = "there is no GPU here to take memory off: everything is in the CPU's memory already"
-        problems.append(Problem(what, "speed.offload", found=offload, fix="speed.offload: none"))
+        what, fix = "offloading needs a GPU, and this machine has none", "speed.offload: none"
+        problems.append(Problem(what, "speed.offload", found=offload, fix=fix, code="hardware"))
     elif offload in ("optimizer", "all"):
-        without = "activations" if offload == "all" else "none"
+        fix = f"speed.offload: {'activations' if offload == 'all' else 'none'}"
         if launch.processes > 1:
-            what, found = "torchao's offloaded optimizer is for one process", f"{launch.processes} processes"
-            problems.append(Problem(what, "speed.offload", found=found, fix=f"speed.offload: {without}"))
+            what = "torchao's offloaded optimizer works only in one process"
+            found = f"{offload}, in a launch of {launch.processes} processes"
+            problems.append(Problem(what, "speed.offload", found=found, fix=fix, code="speed-option"))
         if launch.precision == "fp16":
-            what = "fp16's loss scaler does not see gradients that are in the CPU's memory"
-            problems.append(Problem(what, "speed.offload", found=offload, fix=f"speed.offload: {without}"))
+            what = "the loss scaler of fp16 does not see gradients in CPU memory"
+            problems.append(Problem(what, "speed.offload", found=offload, fix=fix, code="speed-option"))
     split = launch.splitter == "FSDP" and not _OF_TORCHAO.fullmatch(optim)
     if split and _OF_BITSANDBYTES.search(optim):  # under ZeRO it gets plain tensors
-        what = "FSDP of the launch splits tensors that bitsandbytes' kernels take whole"
+        what, why = f"{optim} does not work with FSDP", "bitsandbytes' kernels need whole tensors"
         low = "adamw_torch_8bit" if LOW_BITS.search(optim) else train_rules.DEFAULT
-        problems.append(Problem(what, "train.optim", found=optim, fix=f"optim: {low}; or ddp_8.yaml"))
+        fix = f"set `train.optim: {low}`, or use accelerate_configs/ddp_8.yaml"
+        problem = Problem(what, "train.optim", found=optim, why=why, fix=fix, code="launch-config")
+        problems.append(problem)
     if "paged" in optim and cpu:
-        what = "there is no GPU here whose memory could be paged"
-        problems.append(Problem(what, "train.optim", found=optim, fix=optim.replace("paged_", "")))
+        what, fix = "a paged optimizer needs a GPU", f"train.optim: {optim.replace('paged_', '')}"
+        problems.append(Problem(what, "train.optim", found=optim, fix=fix, code="hardware"))
     if problems:
         raise UserError(*problems, code=Exit.ENVIRONMENT)
 

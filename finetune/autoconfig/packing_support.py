@@ -36,19 +36,21 @@ def check(config: ModelConfig, data: Data, train: Train, attention: str, process
     if not (data.packing or data.padding_free):
         return
     if reason := obstacle(config, attention):
-        what = "this model can't keep the examples of a packed sequence apart here"
-        problem = Problem(what, _keys(data)[0], found=reason, fix=switch_off(data))
+        what, key = "this model can't separate the examples of a packed sequence", _keys(data)[0]
+        problem = Problem(what, key, found="true", why=reason, fix=switch_off(data), code="model-unsupported")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
     searched = train.per_device_train_batch_size == "auto"
     rows = train.effective_batch_size if searched else batch_size.split_batch(train, processes).per_device
     if longest and rows * data.max_length > longest and upstream_options.fixed_mask(text.model_type):
-        what = f"the attention mask of {text.model_type} has {longest} positions for a whole forward pass"
+        what = f"the attention mask of {text.model_type} has only {longest} positions for one forward pass"
         found = f"{rows} sequences of {data.max_length} tokens"
         one = ["train.per_device_train_batch_size: 1"] if data.max_length <= longest else []
         fix = " or ".join([*one, switch_off(data)])
-        raise UserError(Problem(what, _keys(data)[0], found=found, fix=fix))
+        expected = f"{longest} tokens or fewer per forward pass"
+        texts = {"found": found, "expected": expected, "fix": fix, "code": "batch-size"}
+        raise UserError(Problem(what, _keys(data)[0], **texts))
 
 
 def switch_off(data: Data) -> str:
@@ -71,10 +73,10 @@ def obstacle(config: ModelConfig, attention: str) -> str:
             name, package = next(iter(lacking.items()))
             return f"`{name}` of {family}'s layers needs the package {DISTRIBUTIONS.get(package, package)}"
         if not needed:
-            return f"layers of {family} carry a state from one example to the next"
+            return f"the layers of {family} carry a state from one example to the next"
     by_mask = attention in MASKED or (attention == "auto" and family not in attention_choice.FAMILIES)
     if by_mask and upstream_options.masks_without_positions(family):
-        return f"transformers gives the attention mask of {family} no borders between examples"
+        return f"the attention mask that transformers makes for {family} does not separate examples"
     return ""
 
 

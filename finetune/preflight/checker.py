@@ -182,7 +182,7 @@ def _machine(recipe: Recipe) -> list[str]:
 def refused_here(error: UserError) -> list[str]:
     """Return notes on the problems for which `train` would stop here."""
     place = "on this machine" if error.code == Exit.ENVIRONMENT else "under this launch"
-    shown = [(one.key, f"{one.what} ({one.found or one.fix})") for one in error.problems]
+    shown = [(one.key, f"{one.what} ({one.why or one.found or one.fix})") for one in error.problems]
     return [f"train would stop {place}: {': '.join(filter(None, texts))}" for texts in shown]
 
 

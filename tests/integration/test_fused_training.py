@@ -219,7 +219,7 @@ def test_layers_that_are_not_found() -> None:
     model = AutoModelForCausalLM.from_config(made)
     assert decoder_layers(model) == []
     chosen = apply_to_model.apply(model, Speed(), WORK, CPU, RunChecks())
-    assert chosen.compile.reason == "the layers of falcon are not known"
+    assert chosen.compile.reason == "finetune does not know the decoder layers of falcon"
     with pytest.raises(UserError) as error:
         apply_to_model.apply(
             model, Speed(compile=True, activation_checkpointing="full"), WORK, CPU, RunChecks()
@@ -303,8 +303,8 @@ def test_sharded_weights_are_not_held_whole(monkeypatch: pytest.MonkeyPatch) -> 
     model = adapted(ranked())
     spec = live_model_spec.live_model_spec(model)
     chosen = decisions.decide_fused(spec, "auto", CPU, sharded())
-    assert chosen.value == "off" and "FSDP splits the weights" in chosen.reason
-    with pytest.raises(UserError, match="FSDP splits the weights"):
+    assert chosen.value == "off" and "FSDP shards the weights" in chosen.reason
+    with pytest.raises(UserError, match="FSDP shards the weights"):
         decisions.decide_fused(spec, True, CPU, sharded())
 
 

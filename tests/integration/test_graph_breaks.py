@@ -79,7 +79,7 @@ def test_what_decides_on_compiling_is_not_called_the_time_of_training() -> None:
     for seconds, value in ((77, "off"), (500, "on")):
         chosen = compilation.choose_compile("auto", compilation.Work(4096, seconds * 0.4 * peak), H100)
         assert chosen.value == value and "training" not in chosen.reason
-        assert f"about {seconds} s of products at 40% of the peak" in chosen.reason
+        assert f"about {seconds} s of matrix multiplications at 40% of the peak" in chosen.reason
 
 
 def test_dora_breaks_nothing_where_it_is_fused() -> None:
@@ -93,7 +93,7 @@ def test_dora_breaks_nothing_where_it_is_fused() -> None:
 
 @pytest.mark.parametrize(
     "reason",
-    soak_except(["auto: about 900 s of products"], ["asked for", "auto: about 900 s of products"]),
+    soak_except(["auto: the run has about 900 s"], ["asked for", "auto: the run has about 900 s"]),
 )
 def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatch) -> None:
     """Under `auto` what it did not know of is a receipt."""

@@ -148,8 +148,12 @@ def test_a_package_that_is_missing_is_known_before_anything_loads(
         ("train.optim=schedule_free_adamw", 2, "does not support schedule-free optimizers"),
         ("train.optim=stable_adamw", 3, "pip install torch-optimi"),
         ("train.optim=adalomo", 3, "pip install lomo-optim"),
-        ("train.learning_rate=0", 2, "nothing is learnt at a rate of 0"),
-        ("train.learning_rate=0", 2, "expected:  1e-05 to 0.01 is usual\n  help:      learning_rate: 3e-04"),
+        ("train.learning_rate=0", 2, "a learning rate of 0 trains nothing"),
+        (
+            "train.learning_rate=0",
+            2,
+            "a value such as 1e-05 to 0.01\n  help:      train.learning_rate: 3e-04",
+        ),
     ],
 )
 def test_what_can_train_nothing_is_known_before_anything_loads(

@@ -210,7 +210,7 @@ def test_a_step_on_packed_rows_is_a_step_on_the_same_documents(train, small, tmp
 
 def test_too_few_packed_rows_for_a_step_say_so(train, capsys) -> None:
     train("data.packing=true", "data.max_length=1024", "train.effective_batch_size=64", code=2)
-    assert "rows are fewer than one step takes" in capsys.readouterr().err
+    assert "one step needs 64 sequences, and the training data has" in capsys.readouterr().err
 
 
 def test_similar_lengths_together(train) -> None:

@@ -193,10 +193,10 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
 def test_streaming_needs_a_number_of_steps(train, capsys) -> None:
     asked = ["data.streaming=true", "train.max_steps=null", "train.num_train_epochs=1"]
     train("data.streaming=true", "train.save_strategy=epoch", code=2)
-    assert "train.save_strategy: streamed data has no known end of an epoch" in capsys.readouterr().err
+    assert "train.save_strategy: the end of an epoch of streamed data is not known" in capsys.readouterr().err
     train(*asked, code=2)
     said = capsys.readouterr().err
-    assert "train.max_steps: streamed data has no known number of rows" in said
+    assert "train.max_steps: a run on streamed data needs a number of steps" in said
     assert main.main(["check", str(QUICKSTART), *asked]) == 2
     assert capsys.readouterr().err == said
 
@@ -222,7 +222,7 @@ def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
         ["true"],
         [
             ("true", "process 0 of 2 gets no example to train on"),
-            ("false", "1 rows are fewer than one step takes"),
+            ("false", "the training data has 1"),
         ],
     ),
 )

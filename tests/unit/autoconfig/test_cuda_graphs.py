@@ -24,9 +24,9 @@ ON, OFF = Choice("on", "asked for"), Choice("off", "asked for")
 @pytest.mark.parametrize(
     ("asked", "compile", "differs", "products", "found"),
     [
-        (True, ON, "", 1e-3, ("on", "which Python takes")),
-        ("auto", Choice("on", "auto"), "", 1e-3, ("on", "which Python takes")),
-        (True, ON, "", 9e-3, ("off", "it is not Python that is waited for")),
+        (True, ON, "", 1e-3, ("on", "Python needs about")),
+        ("auto", Choice("on", "auto"), "", 1e-3, ("on", "Python needs about")),
+        (True, ON, "", 9e-3, ("off", "the GPU does not wait for Python")),
         (True, ON, "rows differ", 1e-3, ("off", "rows differ")),
         ("auto", OFF, "", 1e-3, ("off", "layers are not compiled")),
         ("default", ON, "", 1e-3, ("off", "asked for")),
@@ -45,16 +45,24 @@ def test_layers_are_graphs_where_it_pays(
     [
         ([], 30.0, ("none", "none", "on", "auto")),
         ([], 21.0, ("norms", "none", "on", "auto")),  # graphs take two of it
-        ([], 18.5, ("norms", "none", "off", "made again whole")),  # beside them layers would be
-        (["speed.activation_checkpointing=full:8"], 30.0, ("full:8", "none", "off", "made again whole")),
+        ([], 18.5, ("norms", "none", "off", "layers are recomputed")),  # beside them layers would be
+        (["speed.activation_checkpointing=full:8"], 30.0, ("full:8", "none", "off", "layers are recomputed")),
         (
             ["speed.activation_checkpointing=full", "speed.offload=activations"],
             30.0,
-            ("full", "activations", "off", "leaves the GPU"),
+            ("full", "activations", "off", "offload their activations"),
         ),
         (["speed.activation_checkpointing=none"], 30.0, ("none", "none", "on", "auto")),
-        (["speed.activation_checkpointing=none"], 20.5, ("none", "none", "off", "no room for the 2 GiB")),
-        (["speed.activation_checkpointing=norms"], 19.5, ("norms", "none", "off", "no room for the 2 GiB")),
+        (
+            ["speed.activation_checkpointing=none"],
+            20.5,
+            ("none", "none", "off", "the 2 GiB of CUDA graphs do not fit"),
+        ),
+        (
+            ["speed.activation_checkpointing=norms"],
+            19.5,
+            ("norms", "none", "off", "the 2 GiB of CUDA graphs do not fit"),
+        ),
         (
             ["speed.activation_checkpointing=none", "speed.compile=reduce-overhead"],
             20.5,
@@ -79,10 +87,13 @@ def test_by_themselves_graphs_fit_and_no_layer_is_made_again_whole(
     [
         (["data.packing=true"], ""),
         (["data.padding_free=true"], ""),
-        ([], "rows are padded"),
-        (["data.packing=true", "train.per_device_train_batch_size=auto"], "searched for"),
+        ([], "padded batches"),
+        (
+            ["data.packing=true", "train.per_device_train_batch_size=auto"],
+            "a search finds the micro-batch size",
+        ),
         (["data.packing=true", "adapter.lora_dropout=0.1"], "dropout"),
-        (["data.packing=true", "adapter.type=oft"], "not tried with adapter.type: oft"),
+        (["data.packing=true", "adapter.type=oft"], "not tested with adapter.type: oft"),
     ],
 )
 def test_passes_have_to_be_alike(changes: list[str], why: str) -> None:
@@ -134,6 +145,6 @@ def test_a_plan_has_their_time_and_their_memory(large) -> None:
     assert sum(made.phases["step"].values()) > sum(without.phases["step"].values())
     assert made.phases["evaluation"]["CUDA graphs"] > made.phases["step"]["CUDA graphs"] > 0
     found = planned(large, *small, "speed.compile=true", "train.per_device_train_batch_size=auto", gpu="h200")
-    assert "searched for" in found.choices["CUDA graphs"].reason
+    assert "a search finds the micro-batch size" in found.choices["CUDA graphs"].reason
     devices = [kinds for name, kinds in made.phases.items() if name != memory_by_phase.HOST]
     assert {kind for kinds in devices for kind in kinds} <= set(plan_report.KINDS), "each has a column"

@@ -9,7 +9,17 @@ import pytest
 from finetune.core.error_codes import CODES
 from support.paths import ROOT
 
-PACKAGES = ("core", "data", "distributed", "hardware", "launch", "planning", "preflight", "recipe")
+PACKAGES = (
+    "autoconfig",
+    "core",
+    "data",
+    "distributed",
+    "hardware",
+    "launch",
+    "planning",
+    "preflight",
+    "recipe",
+)
 
 
 def _codes(package: str) -> list[tuple[str, ast.expr | None]]:

@@ -100,11 +100,11 @@ def test_the_launch_owns_precision(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert mixed_precision.launch(H100).precision == "no"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(UserError, match="no bf16") as raised:
+    with pytest.raises(UserError, match="does not support bf16") as raised:
         mixed_precision.launch(T4)
     assert raised.value.code == 3
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(UserError, match="needs fp8 GEMMs") as raised:
+    with pytest.raises(UserError, match="needs a GPU with fp8 GEMMs") as raised:
         mixed_precision.launch(T4)
     assert raised.value.code == 3
 
@@ -184,7 +184,7 @@ def test_recompute_is_planned_from_memory() -> None:
     for short in ({"room": 2.5}, {"room": 3.0, "host": 17.0}, {"room": 3.0, "mlps": 0.0}):
         assert choose_activation_checkpointing("auto", leaving._replace(**short), H100).value == "full"
     assert max(at_once(leaving._replace(away=0.5), "mlp")) == 9 + 3 * 18 / 32 + 36 / 32  # half of them leaves
-    with pytest.raises(UserError, match="are not fused whole"):
+    with pytest.raises(UserError, match="the MLPs of this model are not fused"):
         choose_activation_checkpointing("mlp", plan, H100)
 
 
@@ -201,18 +201,18 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
         assert made.away == away(leaves.value, 32) * (offload == "auto")
         return again.value, leaves.value, leaves.reason
 
-    only = "auto: only beside compiled layers with fused MLPs on fp8"
-    assert chosen(room=45.0) == ("mlp:2", "none", "auto: less is made again than int8 would cost")
+    only = "auto: only with compiled layers and fused MLPs on fp8"
+    assert chosen(room=45.0) == ("mlp:2", "none", "auto: recomputing these MLPs is cheaper than int8")
     for room, again in ((60.0, "none"), (46.0, "norms"), (33.0, "mlp_int8")):
-        assert chosen(room=room) == (again, "none", "auto: no need")
+        assert chosen(room=room) == (again, "none", "auto: not needed")
     count = math.ceil((18 + 28 * 33 / 64 + 2 * 0.25 - 30) / (18 / 32)) + 3  # each tensor of 1 / 8 GiB
     again, leaves, reason = chosen(room=30.0)
     assert (again, leaves) == ("mlp_int8", f"activations:{count}")
-    assert reason == f"auto: {count * 18 / 32:.0f} GiB on the CPU, so that no MLP is made again"
+    assert reason == f"auto: {count * 18 / 32:.0f} GiB in CPU memory, so that no MLP is recomputed"
     assert max(at_once(plan._replace(away=count / 32), "mlp_int8")) <= 29.75
     assert max(at_once(plan._replace(away=(count - 1) / 32), "mlp_int8")) > 29.75
-    assert chosen(room=30.0, host=2.0) == ("mlp_int8:6", "none", "auto: the CPU has no room for 5 GiB")
-    assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would take longer than layers")
+    assert chosen(room=30.0, host=2.0) == ("mlp_int8:6", "none", "auto: 5 GiB do not fit in CPU memory")
+    assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would be slower than the layers")
     assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", only)
     assert chosen(room=30.0, at=CPU) == ("none", "none", "auto: no GPU")
     given = {"usable": 27.6, "offload": "auto"}
@@ -228,9 +228,9 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
         "none",
         "auto: speed.activation_checkpointing is asked for",
     )
-    assert chosen(room=15.0) == ("full:10", "none", "auto: all layers would not be enough")
+    assert chosen(room=15.0) == ("full:10", "none", "auto: offloading all layers would not be enough")
     assert chosen(room=30.0, host=5.1) == ("mlp_int8", "activations:9", reason)
-    assert chosen(room=30.0, host=5.1, pinned=1.6)[2] == "auto: the CPU has no room for 8 GiB"
+    assert chosen(room=30.0, host=5.1, pinned=1.6)[2] == "auto: 8 GiB do not fit in CPU memory"
     assert chosen(offload="none", room=30.0) == ("mlp_int8:6", "none", "not asked for")
 
 

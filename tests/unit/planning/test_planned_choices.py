@@ -138,7 +138,7 @@ def test_what_can_t_run_fused_is_not_planned_so(large: Path, given: list[str], g
     assert "mlp" not in made.choices["activation checkpointing"].value
     if "dora" in given[0]:
         assert "breaks the graph" in made.choices["compile"].reason
-        with pytest.raises(UserError, match="PEFT's forward of DoRA breaks the graph") as caught:
+        with pytest.raises(UserError, match="PEFT's forward pass of DoRA breaks the graph") as caught:
             planned(large, *given, "speed.compile=true", gpu=gpu)
         assert caught.value.code == Exit.ENVIRONMENT
         offered = suggestions.changes(loader.load(large, given), given, made)
@@ -187,7 +187,7 @@ def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
         == "DoRA with dropout also changes the base layer's input"
     )
     speed = loaded.speed.model_copy(update={"compile": True})
-    with pytest.raises(UserError, match=r"speed\.compile: PEFT's forward of DoRA breaks the graph"):
+    with pytest.raises(UserError, match=r"speed\.compile: PEFT's forward pass of DoRA breaks the graph"):
         apply_to_model.apply(adapted, speed, Work(64, None), detection.detect(), RunChecks())
 
 

@@ -281,7 +281,7 @@ def test_a_launch_is_planned_with_as_many_processes_as_it_starts(large, capsys) 
 def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
     made = planned(large, "model.quantization=auto", gpu="t4")
     assert made.choices["quantization"].value == "fp16" and not made.fits
-    with pytest.raises(UserError, match="fp8 base can't be trained on here"):
+    with pytest.raises(UserError, match="can't train on an fp8 base model"):
         planned(large, "model.quantization=fp8", gpu="a100-80gb")
 
 

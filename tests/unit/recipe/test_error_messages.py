@@ -215,11 +215,11 @@ def test_what_is_not_all_of_a_safetensors_file_is_said(
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("train.effective_batch_size=1000", "96 rows are fewer than one step takes"),
+        ("train.effective_batch_size=1000", "one step needs 1000 sequences, and the training data has 96"),
         ("adapter.rank_pattern={q_prj: 4}", "q_proj"),
         ("adapter.exclude_modules=[q_prj]", "q_proj"),
-        ("train.dataloader_prefetch_factor=2", "there are no data loader workers here"),
-        ("train.dataloader_persistent_workers=true", "there are no data loader workers here"),
+        ("train.dataloader_prefetch_factor=2", "needs data loader workers"),
+        ("train.dataloader_persistent_workers=true", "needs data loader workers"),
         ("train.router_aux_loss_coef=0.1", "a mixture of experts, and the base is none"),
     ],
 )

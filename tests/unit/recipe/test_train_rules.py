@@ -139,7 +139,7 @@ def test_a_decay_that_begins_in_the_warm_up_is_said() -> None:
     given = ["train.lr_scheduler_type=warmup_stable_decay", "train.warmup_steps=1"]
     asked = loader.load(QUICKSTART, [*given, f"{KWARGS}={{num_decay_steps: 10}}"]).train
     (said,) = batch_size.short_of_peak(asked, 4)
-    assert said.endswith("its peak: 1 warm-up steps and 10 of decay, of 4")
+    assert said.endswith("its peak: the run has 4 steps, of which 1 are warm-up and 10 are decay")
     assert not batch_size.short_of_peak(asked, 11)
 
 
