@@ -9,10 +9,16 @@ from typing import Any
 from finetune.cli.inputs import load, located
 
 ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--optimizations", {"metavar": "FILE", "help": "the optimizations (default: recipes/ablation.yaml)"}),
+    (
+        "--optimizations",
+        {"metavar": "FILE", "help": "file of the optimizations (default: recipes/ablation.yaml)"},
+    ),
     (
         "--output",
-        {"metavar": "DIR", "help": "runs/ablate-RECIPE; started again, it goes on there"},
+        {
+            "metavar": "DIR",
+            "help": "output folder (default: runs/ablate-RECIPE); an interrupted ablation continues there",
+        },
     ),
 )
 

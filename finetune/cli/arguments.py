@@ -132,12 +132,21 @@ def go_on(options: argparse.Namespace, folder: str) -> list[str]:
 # Arguments that several commands take
 RECIPE = (
     "recipe",
-    {"metavar": "RECIPE", "help": "a recipe file, or the name of a shipped one: quickstart"},
+    {"metavar": "RECIPE", "help": "a recipe file, or the name of a shipped recipe such as quickstart"},
 )
 MAYBE_RECIPE = ("recipe", {**RECIPE[1], "nargs": "?"})
-RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organisation/name@revision on the Hub"})
-OVERRIDES = ("overrides", {"metavar": "key=value", "nargs": "*", "help": "such as adapter.type=ia3"})
-OF_RUN = ("overrides", {**OVERRIDES[1], "help": "such as model.name=FOLDER, where the base lies now"})
+RUN = ("run", {"metavar": "RUN", "help": "a run folder, or organization/name@revision on the Hub"})
+OVERRIDES = (
+    "overrides",
+    {"metavar": "key=value", "nargs": "*", "help": "recipe keys to override, such as adapter.type=ia3"},
+)
+OF_RUN = (
+    "overrides",
+    {
+        **OVERRIDES[1],
+        "help": "recipe keys to override, such as model.name=FOLDER if the base model has moved",
+    },
+)
 
 
 def flags(options: argparse.Namespace) -> list[str]:

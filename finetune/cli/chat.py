@@ -11,20 +11,30 @@ from finetune.cli.inputs import opened
 from finetune.core.errors import Problem, UserError
 
 CHAT: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--prompt", {"metavar": "TEXT", "help": "ask this, and end"}),
+    ("--prompt", {"metavar": "TEXT", "help": "print the answers to this prompt and exit"}),
     (
         "--max-new-tokens",
-        {"metavar": "N", "type": arguments.at_least_one, "default": 512, "help": "longest answer: 512"},
+        {
+            "metavar": "N",
+            "type": arguments.at_least_one,
+            "default": 512,
+            "help": "largest number of tokens in an answer (default: 512)",
+        },
     ),
     (
         "--temperature",
-        {"metavar": "T", "type": arguments.at_least_zero, "default": 0.0, "help": "0, which is greedy"},
+        {
+            "metavar": "T",
+            "type": arguments.at_least_zero,
+            "default": 0.0,
+            "help": "sampling temperature (default: 0, greedy decoding)",
+        },
     ),
 )
 
 
 def chat(options: argparse.Namespace) -> dict[str, Any]:
-    """Talk to a run's base and tuned model side by side."""
+    """Chat with a run's base model and fine-tuned model side by side."""
     from rich.console import Console
 
     from finetune.core.console import quieten_libraries

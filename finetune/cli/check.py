@@ -20,14 +20,14 @@ CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
         "--verify-resume",
         {
             "action": "store_true",
-            "help": "train a few steps, stop, resume, and compare bit for bit: a minute",
+            "help": "train a few steps, stop, resume, and compare the results bit by bit (about a minute)",
         },
     ),
     (
         "--rehearse",
         {
             "action": "store_true",
-            "help": "a run's whole life in three steps: kill, resume, evaluate, publish",
+            "help": "train three steps, kill the run, resume, evaluate and publish to a local folder",
         },
     ),
 )
@@ -53,7 +53,7 @@ def _decided(recipe: Recipe) -> list[str]:
 
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
-    """Check a recipe, its files, its module names and the first rows of its data."""
+    """Check a recipe, its files, its module names and the first examples of its data."""
     from finetune.data import template_sandbox
 
     template_sandbox.start()  # it gets ready beside the imports and the other checks

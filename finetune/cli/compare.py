@@ -51,26 +51,50 @@ def compare_again(options: argparse.Namespace) -> list[str]:
 
 
 COMPARE: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or a run folder"}),
+    ("what", {"metavar": "RECIPE | RUN_A", "help": "a recipe file, or the first of two run folders"}),
     (
         "overrides",
-        {"metavar": "key=value | RUN_B", "nargs": "*", "help": "or the other run folder"},
+        {
+            "metavar": "key=value | RUN_B",
+            "nargs": "*",
+            "help": "recipe keys to override, or the second run folder",
+        },
     ),
     (
         "--adapters",
         {
             "metavar": "TYPES",
             "type": arguments.names,
-            "help": "such as lora,dora,ia3; ia3@0.1 has a learning rate of its own",
+            "help": "adapter types, such as lora,dora,ia3; ia3@0.1 sets a learning rate for one type",
         },
     ),
-    ("--seeds", {"metavar": "N", "type": arguments.at_least_one, "help": "runs of each type: 3"}),
+    (
+        "--seeds",
+        {
+            "metavar": "N",
+            "type": arguments.at_least_one,
+            "help": "runs per type, each with its own seed (default: 3)",
+        },
+    ),
     (
         "--budget",
-        {"metavar": "TIME", "type": arguments.seconds, "help": "for all runs: 30m, 2h, shared evenly"},
+        {
+            "metavar": "TIME",
+            "type": arguments.seconds,
+            "help": "time for all runs, shared evenly, such as 30m or 2h",
+        },
     ),
-    ("--output", {"metavar": "DIR", "help": "runs/compare-RECIPE; started again, it goes on there"}),
-    ("--assert-equal", {"action": "store_true", "help": "exit 4 unless both runs learnt the same"}),
+    (
+        "--output",
+        {
+            "metavar": "DIR",
+            "help": "output folder (default: runs/compare-RECIPE); an interrupted comparison continues there",
+        },
+    ),
+    (
+        "--assert-equal",
+        {"action": "store_true", "help": "exit with 4 unless both runs learned the same weights"},
+    ),
 )
 
 

@@ -16,14 +16,24 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
 
 DATA: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--show", {"metavar": "N", "type": arguments.count, "help": "rows to show: 3; with --html 20"}),
-    ("--html", {"metavar": "FILE", "help": "write a page with the audit, plots and rows"}),
-    ("--prepare", {"metavar": "DIR", "help": "keep the prepared data there: data.cache_dir=DIR"}),
+    (
+        "--show",
+        {
+            "metavar": "N",
+            "type": arguments.count,
+            "help": "number of examples to show (default: 3, or 20 with --html)",
+        },
+    ),
+    ("--html", {"metavar": "FILE", "help": "write an HTML page with the audit, plots and examples"}),
+    (
+        "--prepare",
+        {"metavar": "DIR", "help": "store the prepared data in this folder, as data.cache_dir=DIR does"},
+    ),
 )
 
 
 def data(options: argparse.Namespace) -> dict[str, Any]:
-    """Show what will be trained on, token by token."""
+    """Show the training data token by token, with the tokens that contribute to the loss."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker
     from finetune.training import load_data

@@ -60,24 +60,25 @@ class Optimisation(NamedTuple):
 
 
 def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -> dict[str, Any]:
-    """Print five tables; with a recipe they speak of that run, else of the defaults.
+    """Print five tables about a run of the recipe, or about the defaults without a recipe.
 
     Args:
-        measured: time this machine first, in about a minute on a GPU, and keep the rates for `finetune plan`.
+        measured: first time this machine, which takes about a minute on a GPU, and store the rates for
+            `finetune plan`.
     """
     screen, machine = Console(quiet=quiet), detection.detect()
     rates = dict(_ceilings(recipe, machine)) if measured else {}
     if measured:
-        screen.table("measured here", ("what", "rate"), list(rates.items()))
+        screen.table("measured on this machine", ("what", "rate"), list(rates.items()))
     found = {"python": platform.python_version(), **packages()}
     rows = [(name, version or "-", _problem(name, version)) for name, version in found.items()]
     screen.table("versions", ("package", "version", "note"), rows)
     hardware, choices = list(_machine(machine)), list(_choices(recipe, machine))
     listed, extras = optimisations(recipe, machine), list(_extras())
     screen.table("machine", ("what", "found"), hardware)
-    screen.table("would be used", ("what", "choice", "why"), choices)
+    screen.table("choices", ("what", "choice", "why"), choices)
     screen.table("optimizations", Optimisation._fields, listed)
-    screen.table("extras", ("extra", "installed", "how to get it"), extras)
+    screen.table("extras", ("extra", "installed", "install command"), extras)
     return {
         "versions": found,
         "machine": dict(hardware),
@@ -89,7 +90,7 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
 
 
 def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]:
-    """Products, attention and copies at the model's shapes; without a recipe, at those of an 8B Llama."""
+    """Time GEMMs, attention and copies at the model's shapes, or at the shapes of an 8B Llama."""
     one = memory_estimate.widths(architecture.read(recipe.model).config) if recipe else LLAMA_8B
     fp8 = not mixed_precision.fp8_missing(machine, "bf16")
     rates = measured_rates.run(machine.device, machine.name, one, fp8=fp8, cards=machine.count)
@@ -99,11 +100,11 @@ def _ceilings(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, str]]
             rows.append(
                 (text, f"{rates[name] / 1e12:,.3g} {'TB/s' if name in measured_rates.MOVED else 'TFLOP/s'}")
             )
-    return [*rows, ("kept in", str(measured_rates.file_of(machine.name, one)))]
+    return [*rows, ("stored in", str(measured_rates.file_of(machine.name, one)))]
 
 
 def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
-    """The state of every optimization this project knows, for this recipe on this machine."""
+    """Return the state of every optimization for this recipe on this machine."""
     train = recipe.train if recipe else Train()
     given = train.passed_on()
     speed, data = (recipe.speed, recipe.data) if recipe else (Speed(), Data(name="-"))
@@ -122,21 +123,19 @@ def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice
     launch = "mixed_precision in the accelerate config"
     bf16 = Optimisation("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
     if not gpu:
-        why = "fp32 is the default on a CPU; a launch with mixed_precision: bf16 has it"
+        why = "fp32 is the default on a CPU; set mixed_precision: bf16 in the accelerate config"
         bf16 = Optimisation("bf16 autocast", launch, "off", why)
     tf32 = Optimisation("TF32", "train.tf32", "not possible", "no GPU with TF32", "sm_80")
     if gpu and ampere:
-        bf16 = bf16._replace(state="active", why="the default where the GPU has it")
+        bf16 = bf16._replace(state="active", why="the default on GPUs that support bf16")
         asked = bool(given.get("tf32"))
-        why = "asked for" if asked else "little is left in fp32 under bf16 autocast; train.tf32=true"
+        why = "asked for" if asked else "bf16 autocast leaves little in fp32; set train.tf32=true"
         tf32 = tf32._replace(state="active" if asked else "off", why=why)
     fp8 = "active" if base.value == "fp8" else "off"
     missing = mixed_precision.fp8_missing(machine, mixed_precision.launch(machine).precision)
     fp8, why = ("not possible", missing) if missing else (fp8, base.reason)
-    benchmark = Optimisation(
-        "cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions to choose for", "GPU"
-    )
-    return [bf16, tf32, Optimisation("fp8 base", "model.quantization", fp8, why, "sm_89"), benchmark]
+    benchmark = Optimisation("cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions", "GPU")
+    return [bf16, tf32, Optimisation("fp8 base model", "model.quantization", fp8, why, "sm_89"), benchmark]
 
 
 def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
@@ -147,7 +146,7 @@ def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
 
 
 def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
-    """For the recipe's model and rows; like Llama's where there is no recipe, or no config here."""
+    """Choose the attention kernel for the recipe, or for a Llama if there is no recipe or no config."""
     rows, attends, unread = Rows(packed=False, longest=1024), None, ""
     dtype = mixed_precision.DTYPES[mixed_precision.launch(machine).precision]
     if recipe:
@@ -155,13 +154,13 @@ def _chosen_attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, st
         try:
             attends = attention_choice.read(architecture.read(recipe.model).config)
         except UserError:
-            unread = f"; of a model like Llama, for no config of {recipe.model.name} can be read"
+            unread = f"; assumes a Llama, because no config of {recipe.model.name} can be read"
     try:
         asked = recipe.model.attention if recipe else "auto"
         name, reason = attention_choice.choose(asked, machine, dtype, attends, rows)
         return run_checks.Choice(name, f"{reason}{unread}")
     except UserError as error:
-        return "-", error.problems[0].found or ""
+        return "-", error.problems[0].why
 
 
 def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
@@ -169,9 +168,9 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
     state = "active" if compile == "on" else "off"
     asked, gpu = speed.activation_checkpointing != "auto", machine.device == "cuda"
     checkpointing = "active" if speed.activation_checkpointing != "none" and (asked or gpu) else "off"
-    why = "asked for" if asked else "auto: on the CPU memory is not what is short"
+    why = "asked for" if asked else "auto: CPU memory is large enough"
     if gpu and not asked:
-        why = "auto: decided when the model is loaded, from its size and this GPU's memory"
+        why = "auto: chosen when the model is loaded, from its size and the GPU memory"
     meant = find(recipe.adapter.type).storage if recipe else ""
     quantization = recipe.model.quantization if recipe else "auto"
     four_bit = (quantization if quantization in QUANTISED else meant) in FOUR_BIT
@@ -180,7 +179,7 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
     return [
         Optimisation("torch.compile", "speed.compile", state, reason),
         Optimisation("activation checkpointing", "speed.activation_checkpointing", checkpointing, why),
-        Optimisation("4-bit base (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
+        Optimisation("4-bit base model (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
         Optimisation("CPU offload", "speed.offload", *_offload(speed.offload, machine)),
         _loss(speed),
         _qat(speed),
@@ -189,9 +188,9 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
 
 def _offload(asked: str, machine: Hardware) -> tuple[str, str]:
     if machine.device == "cpu":
-        return "not possible", "there is no GPU whose memory it could spare"
+        return "not possible", "there is no GPU whose memory it could save"
     if asked == "auto":
-        return "off", "auto: decided when the model is loaded; where a large fp8 model lacks memory"
+        return "off", "auto: chosen when the model is loaded, if a large fp8 model needs memory"
     return ("off", "asked for: none") if asked == "none" else ("active", asked)
 
 
@@ -199,18 +198,18 @@ def _loss(speed: Speed) -> Optimisation:
     name, where = "chunked loss", "speed.loss"
     if speed.loss == "trl":
         return Optimisation(name, where, "off", "asked for: trl")
-    why = "asked for" if speed.loss == "chunked" else "auto: where it is the model's own"
+    why = "asked for" if speed.loss == "chunked" else "auto: for models with the standard loss"
     return Optimisation(name, where, "active", why)
 
 
 def _qat(speed: Speed) -> Optimisation:
-    """It costs time and memory in training; what it makes better is what is stored."""
+    """Return the state of quantization-aware training, which only improves a quantized export."""
     name, where, absent = "quantization-aware training", "speed.qat", qat_rules.missing()
     if absent:
         return Optimisation(name, where, "not possible", absent.fix)
     if speed.qat:
         return Optimisation(name, where, "active", f"asked for: {qat.describe(speed.qat)}")
-    return Optimisation(name, where, "off", "only for weights that `finetune merge --quantize` will store")
+    return Optimisation(name, where, "off", "only useful before `finetune merge --quantize`")
 
 
 def _optimizer(given: dict[str, Any]) -> list[Optimisation]:
@@ -239,31 +238,31 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
     packing, flat = data.packing, data.packing or data.padding_free
     effective = f"effective batch {train.effective_batch_size}"
     stated = train.per_device_train_batch_size
-    at_once = {None: "split to <= 8 at once", "auto": "as many at once as memory has room for"}
-    split = f"{effective}, {at_once.get(stated, f'{stated} at once')}"
+    micro = {None: "micro-batch size of at most 8", "auto": "largest micro-batch size that fits"}
+    split = f"{effective}, {micro.get(stated, f'micro-batch size {stated}')}"
     bucketing = given.get("train_sampling_strategy") == "group_by_length"
-    how = "a stream has none" if data.streaming else "train.train_sampling_strategy=group_by_length"
+    how = "not for streams" if data.streaming else "set train.train_sampling_strategy=group_by_length"
     return [
         Optimisation("gradient accumulation", "train.effective_batch_size", "active", split),
         Optimisation(
             "automatic batch size",
             "train.per_device_train_batch_size",
             "active" if stated == "auto" else "off",
-            "searched with the longest rows"
+            "searched with the longest examples"
             if stated == "auto"
-            else "auto searches it; a step halves it anyway",
+            else "auto searches it; when out of memory, a run halves the micro-batch size",
         ),
         Optimisation(
             "packing",
             "data.packing",
             "active" if packing else "off",
-            f"rows of {data.max_length} tokens" if packing else "data.packing=true: no padding at all",
+            f"sequences of {data.max_length} tokens" if packing else "set data.packing=true to avoid padding",
         ),
         Optimisation(
             "padding-free batches",
             "data.padding_free",
             "active" if flat else "off",
-            "rows end to end" if flat else "data.padding_free=true: rows end to end in place of padding",
+            "examples are concatenated" if flat else "set data.padding_free=true to concatenate examples",
         ),
         Optimisation(
             "length bucketing",
@@ -280,13 +279,13 @@ def _loader(train: Train, given: dict[str, Any], machine: Hardware) -> list[Opti
     pinned = given["dataloader_pin_memory"] and machine.device == "cuda"
     state = "active" if pinned else "not possible" if machine.device == "cpu" else "off"
     kept = "active" if workers and given.get("dataloader_persistent_workers") else "off"
-    why = f"{workers} workers" if workers else "0 workers: rows are prepared before training starts"
+    why = f"{workers} workers" if workers else "0 workers, because the data is prepared before training"
     return [
         Optimisation(
             "pinned memory",
             "train.dataloader_pin_memory",
             state,
-            "copies overlap with compute",
+            "copies overlap with computation",
             "GPU",
         ),
         Optimisation("loader workers", "train.dataloader_num_workers", "active" if workers else "off", why),
@@ -318,12 +317,10 @@ def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
 
 
 def _base(recipe: Recipe | None, machine: Hardware) -> run_checks.Choice:
-    """How the base would be stored."""
+    """Choose the quantization of the base model."""
 
     def against_fp8() -> str:
-        return (
-            choice_checks.against_fp8(recipe) if recipe else "without a recipe the model's width is not known"
-        )
+        return choice_checks.against_fp8(recipe) if recipe else "the model is not known without a recipe"
 
     asked, kind = (recipe.model.quantization, recipe.adapter.type) if recipe else ("auto", "lora")
     try:
@@ -331,7 +328,7 @@ def _base(recipe: Recipe | None, machine: Hardware) -> run_checks.Choice:
             asked, kind, mixed_precision.launch(machine).precision, machine, against_fp8
         )
     except UserError as error:
-        return run_checks.Choice("-", f"{error.problems[0].what}: {error.problems[0].fix}")
+        return run_checks.Choice("-", f"{error.problems[0].what}; {error.problems[0].fix}")
 
 
 def _extras() -> list[tuple[str, str, str]]:
@@ -344,12 +341,12 @@ def _extras() -> list[tuple[str, str, str]]:
 
 
 def _problem(package: str, found: str | None) -> str:
-    """What is known to be wrong with an installed version."""
+    """Return a known problem of an installed version."""
     if package == "transformers":
         asked = next((r for r in map(Requirement, requires(package) or ()) if r.name == "kernels"), None)
         have = next((one.version for one in distributions(name="kernels")), "")
         if asked and have and not asked.specifier.contains(have):
-            return f"asks for kernels{asked.specifier}, found {have}: every Hub kernel is switched off"
+            return f"needs kernels{asked.specifier}, found {have}: transformers disables all Hub kernels"
     if package == "finetune-toolkit" and found is None:
-        return "run from a folder that is not installed: pip install -e ."
+        return "not installed; run pip install -e ."
     return "" if found else "not installed"

@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--tasks",
-        {"metavar": "TASK", "nargs": "+", "help": "in place of eval.tasks: names of lm-eval's, or files"},
+        {
+            "metavar": "TASK",
+            "nargs": "+",
+            "help": "names of lm-eval tasks, or task files, instead of eval.tasks",
+        },
     ),
 )
 
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
-    """Compare a run's base and fine-tuned model: validation set, general text, tasks of lm-eval or yours."""
+    """Compare a run's base and fine-tuned model on the validation set, general text and tasks."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.evaluation import tasks
     from finetune.launch import launcher

@@ -13,7 +13,7 @@ from finetune.core.errors import Problem, UserError, nearest
 
 WIDTH = 80
 EXPLAIN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("code", {"metavar": "CODE", "nargs": "?", "help": "the word in brackets of an error"}),
+    ("code", {"metavar": "CODE", "nargs": "?", "help": "the code in brackets of an error message"}),
 )
 
 

@@ -117,8 +117,8 @@ def failed(error: UserError) -> Outcome:
 def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The whole command-line surface, and each command's; a test pins it."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--quiet", action="store_true", help="errors only")
-    common.add_argument("--debug", action="store_true", help="tracebacks")
+    common.add_argument("--quiet", action="store_true", help="print only errors")
+    common.add_argument("--debug", action="store_true", help="print tracebacks of errors")
     text = "print one JSON object on standard output, and all other text on standard error"
     common.add_argument("--json", action="store_true", help=text)
     top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
@@ -146,7 +146,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add(
         report.report,
         arguments.RUN,
-        ("--output", {"metavar": "FILE", "help": "the page: RUN/report.html"}),
+        ("--output", {"metavar": "FILE", "help": "the HTML file (default: RUN/report.html)"}),
     )
     add(compare.compare, *compare.COMPARE)
     add(sweep.sweep, arguments.RECIPE, arguments.OVERRIDES, *sweep.SWEEP)

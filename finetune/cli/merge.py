@@ -12,15 +12,28 @@ from finetune.core import packages
 MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
     (
         "--dtype",
-        {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": "of the saved weights"},
+        {
+            "choices": ["bfloat16", "float32"],
+            "default": "bfloat16",
+            "help": "dtype of the saved weights (default: bfloat16)",
+        },
     ),
-    ("--quantize", {"choices": ["int8", "int4", "fp8"], "help": "weights of linear layers, by torchao"}),
-    ("--output", {"metavar": "DIR", "help": "a new folder: RUN/merged, RUN/merged-int8 ..."}),
+    (
+        "--quantize",
+        {"choices": ["int8", "int4", "fp8"], "help": "quantize the weights of linear layers with torchao"},
+    ),
+    (
+        "--output",
+        {
+            "metavar": "DIR",
+            "help": "a new folder (default: RUN/merged, or RUN/merged-int8 with --quantize int8)",
+        },
+    ),
 )
 
 
 def merge(options: argparse.Namespace) -> dict[str, Any]:
-    """Merge a run's adapter into its base, verify that nothing was lost, and quantize it if asked."""
+    """Merge a run's adapter into its base model, verify the result, and quantize it if asked."""
     from finetune.core.console import Console, quieten_libraries
 
     if options.quantize:

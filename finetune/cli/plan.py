@@ -9,21 +9,35 @@ from finetune.cli import arguments
 from finetune.cli.inputs import load, located
 
 PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--gpu", {"metavar": "NAME", "help": "such as h100-80gb; without it what is here"}),
-    ("--gpus", {"metavar": "N", "type": arguments.at_least_one, "help": "GPUs: 1, or all that are here"}),
+    ("--gpu", {"metavar": "NAME", "help": "GPU to plan for, such as h100-80gb (default: this machine)"}),
+    (
+        "--gpus",
+        {
+            "metavar": "N",
+            "type": arguments.at_least_one,
+            "help": "number of GPUs (default: all GPUs of this machine, or 1 with --gpu)",
+        },
+    ),
     (
         "--accelerate",
-        {"metavar": "FILE", "help": "an accelerate config; without it the one train would take"},
+        {
+            "metavar": "FILE",
+            "help": "accelerate config (default: the config that `finetune train` would choose)",
+        },
     ),
     (
         "--price-per-hour",
-        {"metavar": "X", "type": arguments.at_least_zero, "help": "of one GPU, in any currency"},
+        {
+            "metavar": "X",
+            "type": arguments.at_least_zero,
+            "help": "price of one GPU per hour, in any currency",
+        },
     ),
 )
 
 
 def plan(options: argparse.Namespace) -> dict[str, Any]:
-    """Say what a recipe takes in memory, time and money before a weight is loaded, and what to change."""
+    """Estimate memory, time and cost of a recipe before a weight is loaded, and suggest changes."""
     from finetune.core.console import Console
     from finetune.planning import plan_report
 

@@ -10,12 +10,12 @@ from finetune.cli.inputs import load, located
 
 TRACED: tuple[str, dict[str, Any]] = (
     "--output",
-    {"metavar": "DIR", "help": "for the trace: runs/profile-RECIPE"},
+    {"metavar": "DIR", "help": "folder for the trace (default: runs/profile-RECIPE)"},
 )
 
 
 def profile(options: argparse.Namespace) -> dict[str, Any]:
-    """Trace one step of a recipe: where the time goes, and what to do about it."""
+    """Trace one step of a recipe, show where the time goes, and suggest a change."""
     from finetune.core.console import quieten_libraries
     from finetune.preflight import checker
 

@@ -9,15 +9,24 @@ from typing import Any
 from finetune.cli.inputs import opened
 
 PUBLISH: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--dry-run", {"action": "store_true", "help": "show what would go up; asks no one"}),
-    ("--merged", {"action": "store_true", "help": "what `finetune merge` left, in place of the adapter"}),
-    ("--repo", {"metavar": "ID", "help": "organisation/name: publish.repo"}),
-    ("--public", {"action": "store_true", "help": "publish.private=false"}),
+    (
+        "--dry-run",
+        {"action": "store_true", "help": "show the files that would be uploaded, without the network"},
+    ),
+    (
+        "--merged",
+        {"action": "store_true", "help": "publish the result of `finetune merge` instead of the adapter"},
+    ),
+    ("--repo", {"metavar": "ID", "help": "repository organization/name (default: publish.repo)"}),
+    (
+        "--public",
+        {"action": "store_true", "help": "make the repository public, as publish.private=false does"},
+    ),
 )
 
 
 def publish(options: argparse.Namespace) -> dict[str, Any]:
-    """Publish a run to the Hub, privately unless asked: weights, card, results."""
+    """Publish the weights, model card and results of a run to the Hub (private by default)."""
     from finetune.core.console import Console
     from finetune.export import publishing
 

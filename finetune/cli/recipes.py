@@ -13,12 +13,12 @@ from finetune.core.errors import Problem, UserError
 
 RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("name", {"metavar": "NAME", "nargs": "?"}),
-    ("--copy", {"metavar": "TO", "help": "folder to copy it to, with the files it needs"}),
+    ("--copy", {"metavar": "TO", "help": "copy the recipe and the files that it needs to this folder"}),
 )
 
 
 def recipes(options: argparse.Namespace) -> dict[str, Any]:
-    """List the shipped recipes, print one, or copy one to change it."""
+    """List the shipped recipes, print a recipe, or copy a recipe to change it."""
     from finetune.core import paths, shipped_files
 
     if options.name is None and options.copy is None:

@@ -10,7 +10,7 @@ from finetune.cli.inputs import opened
 
 
 def report(options: argparse.Namespace) -> dict[str, Any]:
-    """Write a page about a run: verdict, base against fine-tuned model, curves, run checks, data, recipe."""
+    """Write an HTML report of a run: verdict, evaluation, curves, run checks, data and recipe."""
     from finetune.reporting import html_report
 
     path = options.run if os.path.exists(options.run) else opened(options).path  # a part of a run is enough

@@ -72,36 +72,52 @@ def export(options: argparse.Namespace, path: Path, target: Path) -> None:
 
 
 SWEEP: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--space", {"metavar": "FILE", "help": "what is searched: the shipped recipes/sweep.yaml"}),
+    (
+        "--space",
+        {"metavar": "FILE", "help": "file of the search space (default: the shipped recipes/sweep.yaml)"},
+    ),
     (
         "--trials",
-        {"metavar": "N", "type": arguments.at_least_one, "help": "in all, over restarts and workers: 20"},
+        {
+            "metavar": "N",
+            "type": arguments.at_least_one,
+            "help": "number of trials, over all restarts and workers (default: 20)",
+        },
     ),
     (
         "--hours",
         {
             "metavar": "H",
             "type": arguments.at_least_zero,
-            "help": "of this command: no trial goes on after it",
+            "help": "time limit of this command, which stops the running trial",
         },
     ),
     (
         "--storage",
         {
             "metavar": "URL",
-            "help": "for several workers: postgresql://user@host/database, mysql+pymysql://..., journal:FILE;"
-            " $FINETUNE_STORAGE, which shows no password; else a file in the study's folder",
+            "help": "storage for several workers: postgresql://user@host/database, mysql+pymysql://... or"
+            " journal:FILE (default: $FINETUNE_STORAGE, which hides passwords, or a file in the folder)",
         },
     ),
-    ("--output", {"metavar": "DIR", "help": "runs/sweep-RECIPE; its name is the study's"}),
-    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch trials with"}),
-    ("--final", {"action": "store_true", "help": "then train the best recipe, whole, into DIR/final"}),
-    ("--export-wandb", {"metavar": "FILE", "help": "write the space as a W&B sweep, and end"}),
+    (
+        "--output",
+        {
+            "metavar": "DIR",
+            "help": "output folder (default: runs/sweep-RECIPE); its name names the study",
+        },
+    ),
+    ("--accelerate", {"metavar": "FILE", "help": "accelerate config for the trials"}),
+    (
+        "--final",
+        {"action": "store_true", "help": "train the best recipe to its end after the search, into DIR/final"},
+    ),
+    ("--export-wandb", {"metavar": "FILE", "help": "write the search space as a W&B sweep file and exit"}),
 )
 
 
 def sweep(options: argparse.Namespace) -> dict[str, Any]:
-    """Search recipe keys by Optuna: trials in processes of their own, poor ones ended early."""
+    """Search values of recipe keys with Optuna. Each trial runs in its own process; poor trials end early."""
 
     with located(load(options)):
         return run(options)

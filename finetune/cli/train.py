@@ -47,14 +47,17 @@ def _until(text: str) -> Until:
 
 
 TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--accelerate", {"metavar": "FILE", "help": "an accelerate config to launch with"}),
+    (
+        "--accelerate",
+        {"metavar": "FILE", "help": "accelerate config: a file, or the name of a shipped config"},
+    ),
     (
         "--resume",
         {
             "metavar": "[=auto]",
             "type": arguments.resume,
-            "help": "go on from the newest checkpoint in train.output_dir; =step-N: from that one; =auto: or"
-            " start if there is none, and do nothing if the run is finished",
+            "help": "resume from the newest checkpoint in train.output_dir or from =step-N; =auto starts"
+            " a new run if there is no checkpoint and does nothing if the run is finished",
         },
     ),
     (
@@ -62,15 +65,15 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "metavar": "WHEN",
             "type": until,
-            "help": "save and leave (exit 75) before then: 7h30m, 06:30, 2026-11-22T06:30; or a step: 500",
+            "help": "save and exit with 75 before this time (7h30m, 06:30, 2026-11-22T06:30) or step (500)",
         },
     ),
-    ("--dry-run", {"action": "store_true", "help": "read the data, plan the run, and train nothing"}),
+    ("--dry-run", {"action": "store_true", "help": "read the data and plan the run, but do not train"}),
 )
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """Train, save, reopen and evaluate a recipe."""
+    """Train a recipe, save the weights, load them again, and evaluate them."""
     from finetune.core.console import Console, quieten_libraries
     from finetune.export import publishing
     from finetune.launch import launcher

@@ -308,7 +308,8 @@ def _trackers(recipe: Recipe) -> list[str]:
         return []
     if len(asked) > MOST_TRACKERS:
         found, expected = f"{len(asked):,}", f"at most {MOST_TRACKERS}"
-        raise UserError(Problem("has too many entries", key, found=found, expected=expected))
+        what = "the list of trackers is too long"
+        raise UserError(Problem(what, key, found=found, expected=expected, code="value-range"))
     known = upstream_options.trackers()
     if asked == ["all"]:
         found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))

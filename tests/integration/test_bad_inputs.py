@@ -294,7 +294,7 @@ TABLE = [
         for version in (2, 3, 4)
     ),
     Row(
-        42, ("kernels", "0.0.1", "every Hub kernel is switched off"), make=old_kernels, command="doctor",
+        42, ("kernels", "0.0.1", "disables all Hub kernels"), make=old_kernels, command="doctor",
         code=0, seconds=20.0,
     ),
     Row(43, ("bitsandbytes", "pip install"), make=no_bitsandbytes, code=3),
