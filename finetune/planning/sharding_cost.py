@@ -256,7 +256,7 @@ def reason(count: int, gib: Sizes, smaller: str, refused: str = "") -> str:
         refused: why the base model can't be sharded.
     """
     whole = "each GPU holds the whole base model (DDP)"
-    text = f"{count} GPUs: training needs about {gib.whole:.0f} of {gib.memory:.0f} GiB per GPU under DDP"
+    text = f"{count} GPUs: training needs about {gib.whole:.0f} GiB of {gib.memory:.0f} GiB per GPU under DDP"
     if refused:
         return f"{text}; {whole}, which may not fit, because FSDP2 does not work here: {refused}"
     if gib.split is None:

@@ -171,10 +171,10 @@ def test_a_plan_for_another_gpu_takes_it_that_what_was_asked_for_is_there(packag
     ("flag", "attends", "rows", "dtype", "left"),
     [
         ("HDIM256", Attends("gemma", 256), DENSE, "bfloat16", "heads of size 256"),
-        ("SOFTCAP", Attends("gemma2", 192, softcap=True), PACKED, "bfloat16", "softcap"),
-        ("LOCAL", Attends("mistral", window=64), PACKED, "bfloat16", "sliding window"),
+        ("SOFTCAP", Attends("gemma2", 192, softcap=True), PACKED, "bfloat16", "a softcap"),
+        ("LOCAL", Attends("mistral", window=64), PACKED, "bfloat16", "a sliding window"),
         ("FP16", Attends(), PACKED, "float16", "float16"),
-        ("VARLEN", Attends(), PACKED, "bfloat16", "packed rows"),
+        ("VARLEN", Attends(), PACKED, "bfloat16", "packed sequences"),
         ("HDIM256", Attends(), DENSE, "bfloat16", ""),
     ],
 )
@@ -185,7 +185,7 @@ def test_a_build_of_flash_attention_3_may_lack_what_a_model_needs(
     config = SimpleNamespace(CONFIG={"build_flags": {f"FLASHATTENTION_DISABLE_{flag}": True}})
     monkeypatch.setitem(sys.modules, "flash_attn_config", config)
     chosen, why = choose("auto", H200, dtype, attends, rows)
-    assert (chosen != "flash_attention_3") == bool(left) and (not left or f"has no {left}" in why)
+    assert (chosen != "flash_attention_3") == bool(left) and (not left or f"does not support {left}" in why)
 
 
 def test_evaluation_takes_masks_and_a_cache() -> None:
