@@ -167,7 +167,7 @@ def pages(results: dict[str, Any]) -> list[str]:
         lines = [
             "# A long run",
             "",
-            "`python benchmarks/reliability.py --endurance 5000`, on the CPU: tokens a CPU second",
+            "`python benchmarks/reliability.py --endurance 5000`, on the CPU: tokens per CPU second",
             f"of its last fifth, beside the first {fresh:,} steps of another run at the same time; the",
             "median memory of its second and of its last fifth. Drift is taken as slowing: no more",
             "than 2 % of the rate may be lost. A run that ends faster than it began (a plus) is within that;",
@@ -175,7 +175,7 @@ def pages(results: dict[str, Any]) -> list[str]:
         ]
         lines += ["", "| steps | | early | late | |", "|---|---|---|---|---|"]
         shown = f"{early:,.0f} | {late:,.0f} | {found['drift']:+.1%}"
-        lines += [f"| {found['steps']:,} | tokens a CPU second | {shown} |"]
+        lines += [f"| {found['steps']:,} | tokens per CPU second | {shown} |"]
         lines += [f"| | memory, GiB | {held:.3f} | {last:.3f} | {found['growth']:+.1%} |"]
         parts.append("\n".join(lines))
     return parts

@@ -107,7 +107,7 @@ def speed(measured: dict[str, dict[str, float]]) -> str:
 
 def ladder(found: dict[str, Any]) -> str:
     """Some optimizations of the quickstart's ablation, and the speedup of the whole stack."""
-    unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}[found["rate"]]
+    unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU second"}[found["rate"]]
     lines = ["optimization     alone        stacked      held-out  status"]
     for row in [row for row in found["rungs"] if row["name"] in RUNGS]:
         cells = [
@@ -118,11 +118,11 @@ def ladder(found: dict[str, Any]) -> str:
         held_out = f"{scored['held_out']:.4f}" if scored.get("held_out") else "-"
         cells += [held_out.ljust(9), f"{row['status']}: {row['why']}"]
         lines.append(f"{row['name']:<17}" + " ".join([f"{cells[0]:<12}", f"{cells[1]:<12}", *cells[2:]]))
-    end = f"The numbers are times the baseline's {unit}, and noise explains what stands after ±. "
+    end = f"The numbers are {unit} relative to the baseline, ± the part that noise explains. "
     if found["as_is"]:
         own = found["as_is"][found["rate"]] / found["baseline"][found["rate"]]
-        end += f"The recipe as it is trains {own:.2f} times as fast as the baseline. "
-    end += f"With what was kept it trains {found['speedup']:.2f} times as fast. "
+        end += f"Your recipe trains {own:.2f} times as fast as the baseline. "
+    end += f"With the kept optimizations it trains {found['speedup']:.2f} times as fast. "
     end += f"The ablation took {found['seconds']:.0f} s."
     return "\n".join(["```", *lines, "```", "", end]) + "\n"
 

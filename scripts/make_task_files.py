@@ -59,8 +59,10 @@ def page() -> str:
     for place, model in task_keys.KEYS.items():
         key = place.removeprefix("task").removeprefix(".")
         text += (f"\n### {key}\n\n" if key else "") + table(model)
-    text += "\n### Refused keys\n\nlm-eval has these keys too. finetune refuses them:\n\n"
-    text += "".join(f"- `{key}` {why}\n" for key, why in task_keys.REFUSED.items())
+    text += (
+        "\n### Keys that are not supported\n\nlm-eval also has these keys. finetune stops with an error:\n\n"
+    )
+    text += "".join(f"- `{key}`: {why}\n" for key, why in task_keys.REFUSED.items())
     text += "- `group` and `task` with a list: name each task in `eval.tasks`\n"
     return text
 

@@ -99,8 +99,8 @@ class Writer:
     def add_receipt(self, ledger: RunChecks) -> None:
         """Add a run check with the number of written checkpoints and the time that training paused."""
         if self.written:
-            got = f"{self.written} written; training stood still for {max(self.waited):.2f} s at most"
-            how = "the clock around each, the step's work done before; writing goes on beside training"
+            got = f"{self.written} written; training paused for at most {max(self.waited):.2f} s"
+            how = "time of each pause; a thread writes the files while training continues"
             asked = f"{len(self.waited)} written"
             ledger.add("checkpoints", asked, got, how, ok=self.written == len(self.waited))
 
@@ -138,8 +138,9 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
     try:
         rotate(checkpoints, keep)
     except OSError as error:
-        what = f"step {step} is saved, but older checkpoints can't be deleted"
-        problem = Problem(what, where=str(checkpoints), found=str(error), fix="delete them, then --resume")
+        what = f"the checkpoint of step {step} is saved, but finetune can't delete older checkpoints"
+        fix = "delete the older checkpoints, then continue with --resume"
+        problem = Problem(what, where=str(checkpoints), found=str(error), fix=fix, code="disk")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     return published
 
@@ -171,10 +172,10 @@ def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content)
     told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # from safetensors
     number = int(told[1]) if isinstance(told, re.Match) else told
     full = number in FULL or (free is not None and free < needed)
-    found = f"{error}; {free or 0:,} bytes are free, {needed:,} are needed" if full else str(error)
-    fix = f"{'room on the disk' if full else 'mend that'}, then --resume; what was saved before is as it was"
-    what = f"the checkpoint of step {step} can't be written"
-    return Problem(what, where=str(checkpoints), found=found or type(error).__name__, fix=fix)
+    found = f"{error}; {free or 0:,} bytes free, {needed:,} bytes needed" if full else str(error)
+    fix = f"{'free some space on the disk' if full else 'remove the cause'}, then continue with --resume"
+    what, found = f"finetune can't write the checkpoint of step {step}", found or type(error).__name__
+    return Problem(what, where=str(checkpoints), found=found, fix=fix, code="disk")
 
 
 def rotate(checkpoints: Path, keep: int | None) -> None:
@@ -218,7 +219,7 @@ def begin(checkpoints: Path, step: int) -> list[str]:
             while target.exists():
                 target = target.with_name(f"{target.name}-again")
         safe_files.rename(root, f"{base}/{path.name}", f"{base}/{target.name}")
-        said.append(f"{path.name}: now {target.name}")
+        said.append(f"finetune renamed the later checkpoint {path.name} to {target.name}")
     return said
 
 
@@ -243,16 +244,15 @@ def newest(checkpoints: Path) -> Found | None:
         try:
             verify(path)
         except Damaged as damage:
-            skipped.append(f"{path.name} is passed over: {damage}")
+            skipped.append(f"finetune skips the damaged checkpoint {path.name}: {damage}")
             continue
-        rest = "was set aside, and goes with the next save; its old name brings it back"
+        rest = "is not used, and the next save deletes it. To keep it, give it its old name"
         skipped += [f"{one.name} {rest}" for one in aside(checkpoints)]
         return Found(path, step_of(path), read_contract(path), skipped)
     if skipped:
-        what, fix = "no checkpoint verifies", "a new train.output_dir; nothing was deleted"
-        raise UserError(
-            Problem(what, where=str(checkpoints), found="; ".join(skipped), fix=fix), code=Exit.ARTEFACT
-        )
+        what, fix = "all checkpoints are damaged", "choose a new train.output_dir to start again"
+        texts = {"found": "; ".join(skipped), "fix": fix, "code": "checkpoint"}
+        raise UserError(Problem(what, where=str(checkpoints), **texts), code=Exit.ARTEFACT)
     return None
 
 
@@ -264,13 +264,14 @@ def named(checkpoints: Path, name: str) -> Found:
     """
     path, offered = checkpoints / name, ", ".join(one.name for one in published(checkpoints))
     if not _NAME.fullmatch(name) or not path.is_dir():
-        raise UserError(Problem("no such checkpoint", where=str(path), expected=offered or "there is none"))
+        what, found = "the checkpoint does not exist", "" if offered else "the run has no checkpoint"
+        fix = "--resume=auto"
+        raise UserError(Problem(what, "", str(path), found, offered, fix, code="checkpoint"))
     try:
         verify(path)
     except Damaged as damage:
-        problem = Problem(
-            "does not verify", where=str(path), found=str(damage), fix="--resume: the newest good"
-        )
+        what, fix = "the checkpoint is damaged", "use --resume to continue from the newest valid checkpoint"
+        problem = Problem(what, where=str(path), found=str(damage), fix=fix, code="checkpoint")
         raise UserError(problem, code=Exit.ARTEFACT) from None
     return Found(path, step_of(path), read_contract(path), [])
 
@@ -288,28 +289,29 @@ def verify(path: Path) -> None:
     except ValueError as error:
         raise Damaged(f"{MANIFEST} is not a manifest ({error})") from None
     if manifest["format"] != FORMAT:
-        what = f"format {manifest['format']} is newer than this program, which knows {FORMAT}"
-        problem = Problem(what, where=str(path), fix="the version of finetune that wrote it")
+        what, fix = "a newer version of finetune wrote the checkpoint", "install that version"
+        found, expected = f"format {manifest['format']}", f"format {FORMAT}"
+        problem = Problem(what, "", str(path), found, expected, fix, code="checkpoint")
         raise UserError(problem, code=Exit.ARTEFACT)
     if manifest["step"] != step_of(path):
-        raise Damaged(f"{MANIFEST} is of step {manifest['step']}")
+        raise Damaged(f"{MANIFEST} belongs to step {manifest['step']}")
     for name, said in manifest["files"].items():
         try:
             _verify_file(path, name, said)
         except OSError as error:
-            raise Damaged(f"{name} can't be read ({error.strerror})") from None
+            raise Damaged(f"finetune can't read {name} ({error.strerror})") from None
 
 
 def _verify_file(path: Path, name: str, said: dict[str, Any]) -> None:
     file = path / name
     if not _FILE.fullmatch(name) or file.is_symlink():
-        raise Damaged(f"{name} is no file of a checkpoint")
+        raise Damaged(f"{name} is not a file of a checkpoint")
     if not file.is_file():
         raise Damaged(f"{name} is missing")
     if file.stat().st_size != said["bytes"]:
-        raise Damaged(f"{name} has {file.stat().st_size} bytes, not {said['bytes']}")
+        raise Damaged(f"{name} has {file.stat().st_size} bytes in place of {said['bytes']}")
     if client.sha256(file) != said["sha256"]:
-        raise Damaged(f"{name} has another content than was written")
+        raise Damaged(f"the content of {name} changed after it was written")
 
 
 def write_contract(checkpoints: Path, contract: dict[str, Any]) -> None:
@@ -331,17 +333,14 @@ def read_contract(path: Path) -> dict[str, Any]:
         signed = content.pop("sha256", None) is not None
         unknown = content.keys() - {"recipe", "facts", "chosen", "base"}
         if (signed and verified_files.signed(content) != text) or (unknown and not signed):
-            raise ValueError("not as it was written")
+            raise ValueError("the content changed after it was written")
     except (OSError, ValueError) as error:
         last = next(iter(published(path)), None) if path.is_dir() else None
         copy = shlex.join(["cp", str(last / CONTRACT), str(path / CONTRACT)]) if last else ""
         said = " ".join(str(error).split())[:200]
-        problem = Problem(
-            f"{CONTRACT} can't be used",
-            where=str(path / CONTRACT),
-            found=said,
-            fix=copy or "a new train.output_dir",
-        )
+        what, fix = f"{CONTRACT} is damaged", copy or "choose a new train.output_dir"
+        where = str(path / CONTRACT)
+        problem = Problem(what, where=where, found=said, fix=fix, code="checkpoint")
         raise UserError(problem, code=Exit.ARTEFACT) from None
     return renames.current_contract({"recipe": {}, "facts": {}, "chosen": {}, **content})
 
@@ -387,10 +386,11 @@ def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) ->
     here = sum(size_of(path) for path in (*published(checkpoints), *aside(checkpoints)))
     free, needed = shutil.disk_usage(where).free + here, each * ((keep or 1) + 1) + trained
     if needed > free:
-        what = f"no room for {(keep or 1) + 1} checkpoints and what is saved at the end"
-        fix = "another train.output_dir, fewer by train.save_total_limit, or train.save_strategy=no"
-        found = f"{free:,} bytes free, {needed:,} needed"
-        problem = Problem(what, "train.output_dir", str(where.resolve()), found, fix=fix)
+        what = f"the disk has no room for {(keep or 1) + 1} checkpoints and the final weights"
+        fix = "train.save_strategy=no, a smaller train.save_total_limit, or another train.output_dir"
+        found, expected = f"{free:,} bytes free", f"{needed:,} bytes"
+        place = str(where.resolve())
+        problem = Problem(what, "train.output_dir", place, found, expected, fix, code="disk")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 

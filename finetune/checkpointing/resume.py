@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.checkpointing import checkpoints, resume_contract
-from finetune.core import safe_files
+from finetune.core import command_lines, safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.hub import client
 from finetune.recipe import renames
@@ -63,8 +63,8 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
         lock.check_free(output_dir)
         return False
     if output_dir is None:
-        what, fix = "which run is to go on?", "train.output_dir=runs/..., the folder of that run"
-        raise UserError(Problem(what, "train.output_dir", fix=fix))
+        what, fix = "--resume needs the folder of the run", "train.output_dir=RUN"
+        raise UserError(Problem(what, "train.output_dir", found="null", fix=fix, code="missing-key"))
     folder = RunFolder(Path(output_dir))
     run_folder.refuse_links(folder.path)
     if folder.finished:
@@ -86,14 +86,18 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
     if checkpoints.published(folder.checkpoints):
         return False
     if _saved(folder):
-        what, fix = "it is trained and saved, but was not evaluated", f"finetune evaluate {folder.path}"
-        fix += "; or a new train.output_dir, to train again"
-        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
+        what = "the run is trained and saved, but not evaluated"
+        evaluate = command_lines.command("evaluate", str(folder.path))
+        fix = f"{evaluate}, or choose a new train.output_dir to train again"
+        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix, code="run-folder"))
     if asked != "auto":
-        what, fix = "there is no checkpoint to go on from", "--resume=auto, to start there"
+        what, fix = (
+            "the run has no checkpoint to resume from",
+            "use --resume=auto to start from the beginning",
+        )
         if os.environ.get("RANK", "0") != "0":
-            fix += "; if rank 0 has one: a train.output_dir on a disk that all machines share"
-        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix))
+            fix += "; if rank 0 has a checkpoint, use a train.output_dir on a disk that all machines share"
+        raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix, code="checkpoint"))
     held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
     held = {name for name in held if not any(fnmatch(name, kind) for kind in BESIDE)}
     if not held <= OURS or (held and not held & MARKS):
@@ -162,9 +166,9 @@ def begin(
         return
     for name in renames.FILES.values():  # files of format 1: this run writes them under today's names
         safe_files.remove(folder.path, name)
-    screen.say(f"goes on after step {step}, from {found.path}")
-    notes = [*found.notes, *differing, *(f"later than that: {said}" for said in later)]
-    notes += [f"metrics.jsonl: {removed} lines of later steps were removed"] if removed else []
+    screen.say(f"resuming after step {step} from {found.path}")
+    notes = [*found.notes, *differing, *later]
+    notes += [f"finetune removed {removed:,} lines of later steps from metrics.jsonl"] if removed else []
     for note in notes:
         screen.say(f"note: {note}")
 
@@ -177,7 +181,7 @@ def forget(folder: RunFolder, screen: Console) -> None:
     for path in (folder.file(run_folder.HELD_OUT), folder.adapter, folder.model):
         if path.exists():
             safe_files.remove(folder.path, path.name)
-            screen.say(f"note: {path.name} of an earlier start was removed")
+            screen.say(f"note: finetune removed {path.name} of an earlier start of this run")
 
 
 def rewind(folder: RunFolder, step: int) -> int:

@@ -68,7 +68,7 @@ IGNORED = (
 )
 TOKEN_IDS = ("data: token ids", "validation: token ids")
 NEW = ("data.template_date", *TOKEN_IDS)  # facts that checkpoints of earlier releases lack
-ANEW = "or a new train.output_dir, and adapter.init_from to continue an adapter"
+ANEW = "or start a new run with another train.output_dir (adapter.init_from continues an adapter)"
 SHOWN = 80  # largest number of characters of a value in the table
 
 
@@ -137,15 +137,16 @@ def compare(
         rows = [("", "checkpoint", "now"), *((key, _short(was), _short(value)) for key, was, value in wrong)]
         widths = [max(len(row[column]) for row in rows) for column in range(2)]
         lines = [f"{row[0]:<{widths[0]}}  {row[1]:<{widths[1]}}  {row[2]}" for row in rows]
-        what, (head, *table) = "this is another training than the one that is there", lines
-        same = "the values it had"
+        what, (head, *table) = "the settings differ from those of the run to resume", lines
+        same = "use the settings of the checkpoint"
         if {key for key, *_ in wrong} <= {*TOKEN_IDS}:
-            same = f"the versions of finetune and tokenizers that wrote the checkpoint ({_versions(then)})"
-        problem = Problem(what, where=str(path), found=head, fix=f"{same}; {ANEW}", more="\n".join(table))
-        raise UserError(problem, code=Exit.ARTEFACT)
+            same = f"install the versions that wrote the checkpoint ({_versions(then)})"
+        texts = {"why": "the result would differ from a run without a stop", "code": "resume-mismatch"}
+        texts |= {"fix": f"{same}, {ANEW}", "more": "\n".join(table)}
+        raise UserError(Problem(what, where=str(path), found=head, **texts), code=Exit.ARTEFACT)
     return [
         *[
-            f"{key}: can't be compared; the checkpoint of an older finetune does not state them"
+            f"{key}: finetune can't compare them, because an older version wrote the checkpoint"
             for key in unknown
         ],
         *[
@@ -157,15 +158,17 @@ def compare(
 
 def _unknown_split(then: dict[str, Any], path: Path) -> UserError:
     """Return the error of a run that may have trained on examples of today's validation set."""
-    what = "an older finetune began this run, and its validation set can't be verified"
-    expected, fix = "token ids of both sets in the checkpoint", f"that version ({_versions(then)}); {ANEW}"
-    problem = Problem(what, "data.validation_fraction", str(path), "none", expected, fix)
+    what = "finetune can't verify the validation set, because an older version started the run"
+    expected = "a hash of the token ids of both sets in the checkpoint"
+    fix = f"install that version ({_versions(then)}), {ANEW}"
+    texts = {"why": "training examples could be in the validation set", "code": "resume-mismatch"}
+    problem = Problem(what, "data.validation_fraction", str(path), "no hash", expected, fix, **texts)
     return UserError(problem, code=Exit.ARTEFACT)
 
 
 def _versions(facts: dict[str, Any]) -> str:
     names = ("finetune-toolkit", "tokenizers")
-    return ", ".join(f"{name} {facts.get(f'versions.{name}', 'of then')}" for name in names)
+    return ", ".join(f"{name} {facts.get(f'versions.{name}', '(unknown)')}" for name in names)
 
 
 def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
@@ -176,13 +179,14 @@ def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed
             number of CPU threads.
     """
     if kept["base"] != fingerprint:
-        found, what = f"{fingerprint} (a hash of every frozen tensor)", "the base is not the checkpoint's"
-        then = kept["recipe"].get("model.revision")
-        fix = f"model.revision={then}, as it was" if then else ""
+        what, found = "the base model differs from that of the checkpoint", f"hash {fingerprint}"
+        then, why = kept["recipe"].get("model.revision"), ""
+        fix = f"model.revision={then}" if then else "restore the files of the base model"
         if decomposed:
-            why = "OMP_NUM_THREADS and the hardware as they were: the base is what adapter.init_lora_weights"
-            fix = f"{why} leaves of it, to the last bit{f'; or {fix}' if fix else ''}"
-        problem = Problem(what, "model.name", str(path), found, kept["base"], fix)
+            why = "adapter.init_lora_weights changes the base model, and its result depends on the hardware"
+            fix = f"use the earlier hardware and OMP_NUM_THREADS{f', or {fix}' if then else ''}"
+        expected, texts = f"hash {kept['base']}", {"why": why, "code": "resume-mismatch"}
+        problem = Problem(what, "model.name", str(path), found, expected, fix, **texts)
         raise UserError(problem, code=Exit.ARTEFACT)
 
 
@@ -219,7 +223,8 @@ def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     then, today, asked = kept["chosen"], now["chosen"], now["recipe"]
     both = sorted(then.keys() & today.keys() - set(IGNORED))
     return [
-        f"{key}: chosen as {_short(then[key])} then, {_short(today[key])} now{_consequence(key, then, today)}"
+        f"{key}: auto chose {_short(then[key])} before and {_short(today[key])} now"
+        f"{_consequence(key, then, today)}"
         for key in both
         if then[key] != today[key] and (kept["recipe"].get(key) == asked.get(key))
     ]
@@ -228,12 +233,12 @@ def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
 def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
     """Return the consequence of another choice by `auto`."""
     if key == "speed.offload":
-        return "; what comes back is what left"
+        return "; the results are equal"
     if key == "speed.activation_checkpointing" and any(
         str(one[key]).startswith("mlp_int8") for one in (then, today)
     ):
-        return "; gate and up are rounded in other layers, whose gradients are a hundredth apart"
-    return "; sums may run in another order"
+        return "; other layers store gate and up in int8, which changes their gradients by about 1%"
+    return "; results can differ by rounding"
 
 
 def keys(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -244,8 +249,8 @@ def keys(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def _remark(key: str) -> str:
     if key == "hardware" or key.startswith("versions."):
-        return "; sums may run in another order"
-    return "; its content is the same" if key in IGNORED and key != "train.output_dir" else ""
+        return "; results can differ by rounding"
+    return "; the content is equal" if key in IGNORED and key != "train.output_dir" else ""
 
 
 def _among(key: str, names: tuple[str, ...]) -> bool:

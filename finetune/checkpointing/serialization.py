@@ -59,9 +59,9 @@ def flatten(value: Any, tensors: dict[str, Tensor], name: str, copy: Callable[[T
 
 
 def _unknown(name: str, value: object) -> UserError:
-    what = f"{name}: a {type(value).__name__} can't be kept in a checkpoint"
-    fix = "another train.optim; or train.save_strategy=no"
-    return UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
+    what, found = "a checkpoint can't store a value of the optimizer state", f"{name}: {type(value).__name__}"
+    fix = "choose another train.optim, or set train.save_strategy=no"
+    return UserError(Problem(what, found=found, fix=fix, code="checkpoint"), code=Exit.ENVIRONMENT)
 
 
 def restore(value: object, tensors: dict[str, Tensor]) -> Any:
@@ -84,7 +84,7 @@ def restore(value: object, tensors: dict[str, Tensor]) -> Any:
     if kind == "dtype":
         found = getattr(torch, value[kind])
         if not isinstance(found, torch.dtype):
-            raise ValueError(f"{value[kind]} is no dtype")
+            raise ValueError(f"{value[kind]} is not a dtype")
         return found
     tensor = tensors[value[kind]]
     return tensor.numpy() if kind == "array" else tensor
@@ -92,15 +92,16 @@ def restore(value: object, tensors: dict[str, Tensor]) -> Any:
 
 @contextlib.contextmanager
 def refusals(path: Path) -> Iterator[None]:
-    """Refuse a checkpoint whose structure differs from the one that finetune writes (exit 4)."""
+    """Refuse a checkpoint whose structure differs from finetune's own (exit 4)."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (LookupError, ValueError, TypeError, AttributeError, StopIteration, SafetensorError) as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        what, fix = "the checkpoint can't be restored", "another checkpoint: --resume=step-N"
-        raise UserError(Problem(what, where=str(path), found=said, fix=fix), code=Exit.ARTEFACT) from error
+        what, fix = "finetune can't restore the checkpoint", "choose another checkpoint with --resume=step-N"
+        problem = Problem(what, where=str(path), found=said, fix=fix, code="checkpoint")
+        raise UserError(problem, code=Exit.ARTEFACT) from error
 
 
 LOW_BITS = {  # the only classes that `restore` creates

@@ -107,10 +107,11 @@ def check_memory(each: int, free: int) -> None:
         UserError: rank 0 does not have enough memory (exit 3).
     """
     if each > free:
-        what = "rank 0 has no memory for a checkpoint, which is made whole there"
-        fix = "train.save_strategy: no, an adapter instead of full, fewer processes here, or more memory"
-        found, expected = f"{formatting.size(free)} free", formatting.size(each)
-        problem = Problem(what, "train.save_strategy", found=found, expected=expected, fix=fix)
+        what, why = "rank 0 has too little memory for a checkpoint", "rank 0 gathers the full state dict"
+        fix = "train.save_strategy: no, or run fewer processes on this machine"
+        found, expected = f"{formatting.size(free)} free", f"{formatting.size(each)} free"
+        texts = {"why": why, "code": "out-of-memory"}
+        problem = Problem(what, "train.save_strategy", "", found, expected, fix, **texts)
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
@@ -126,11 +127,10 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
     parts = apart.stat().st_size if apart.exists() else 0
     each = checkpoints.size_of(path) - parts + parts // state.num_processes
     if here * each > free:
-        what, fix = "no memory to read the checkpoint", "fewer processes on this machine, or more memory"
+        what, fix = "the machine has too little memory to read the checkpoint", "run fewer processes on it"
         found, expected = f"{formatting.size(free)} free", f"{here} processes x {formatting.size(each)}"
-        raise UserError(
-            Problem(what, where=str(path), found=found, expected=expected, fix=fix), code=Exit.ENVIRONMENT
-        )
+        problem = Problem(what, "", str(path), found, expected, fix, code="out-of-memory")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     found, rank = structure(path), state.process_index
     with serialization.refusals(path):
         own = found.pop("ranks")[rank]
@@ -153,7 +153,9 @@ def structure(path: Path) -> dict[str, Any]:
         found = checkpoints.read_json(path, "state.json")
         held = found.keys() | {name for name, _ in found["ranks"][0]["dict"]}
     if missing := sorted(PARTS.keys() - held):
-        problem = Problem("lacks a part of the training", where=str(path), found=", ".join(missing))
+        what, found = "the checkpoint has no state for some parts of the training", ", ".join(missing)
+        fix = "choose another checkpoint with --resume=step-N"
+        problem = Problem(what, where=str(path), found=found, fix=fix, code="checkpoint")
         raise UserError(problem, code=Exit.ARTEFACT)
     return found
 
@@ -209,8 +211,10 @@ def _set_weights(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
         or trained[name].dtype != kept[name].dtype
     )
     if wrong:
-        what = f"the checkpoint's weights are not this model's ({len(wrong)} tensors)"
-        raise UserError(Problem(what, found=", ".join(wrong[:5])), code=Exit.ARTEFACT)
+        what, found = "the weights of the checkpoint do not fit the model", ", ".join(wrong[:5])
+        found += f" and {len(wrong) - 5:,} more tensors" if len(wrong) > 5 else ""
+        fix = "use the recipe and the base model of the checkpoint"
+        raise UserError(Problem(what, found=found, fix=fix, code="resume-mismatch"), code=Exit.ARTEFACT)
     for name, parameter in trained.items():
         if parameter.shape == kept[name].shape:  # a shard of ZeRO-3 comes from the optimizer instead
             parameter.copy_(sharded_tensors.part_of(kept[name], parameter))

@@ -35,9 +35,12 @@ if TYPE_CHECKING:
     from finetune.data.encoding import Encoder
 
 MAX_NEW_TOKENS = 512
-HELP = "/reset forgets the talk  /system TEXT  /base /tuned /both who answers  /quit or Ctrl-D ends"
+HELP = (
+    "/reset: clear the conversation   /system TEXT: set the system message   /quit or Ctrl-D: end\n"
+    "/base, /tuned, /both: choose which model answers"
+)
 # Chat can need more memory than training: for a separate base model or a long conversation
-LESS_MEMORY = "on the CPU: ACCELERATE_USE_CPU=true finetune chat ..., or a smaller --max-new-tokens"
+LESS_MEMORY = "add --max-new-tokens=128, or set ACCELERATE_USE_CPU=true to use the CPU"
 # Speakers in training data that consists of chats (`data_report.json`)
 CHATS = {"assistant", "every role"}
 
@@ -112,13 +115,11 @@ def run(
         ):
             console.print(visible(f"note: {note}"), markup=False, emoji=False)
         if sys.stdin.isatty():
-            drawn = "greedy" if not temperature else f"drawn at temperature {temperature:g}"
-            who = visible(f"{recipe.model.name} and {folder.path}")
-            console.print(f"{who}; answers are {drawn}", markup=False, emoji=False)
+            drawn = "greedy search" if not temperature else f"sampling at temperature {temperature:g}"
+            who = visible(f"base model: {recipe.model.name}; fine-tuned model: {folder.path}")
+            console.print(f"{who}; answers use {drawn}", markup=False, emoji=False)
             if not chats:
-                console.print(
-                    "trained on plain text: what you type is the whole prompt, and nothing before it"
-                )
+                console.print("note: the run was trained on plain text. Each line is a prompt of its own")
             console.print(HELP, style="dim", markup=False)
         for line in lines():
             if line in ("/quit", "/exit"):
@@ -150,7 +151,7 @@ def reply(talk: Talk, line: str) -> str:
             return command(talk, line)
         answer(talk, line)
     except KeyboardInterrupt:
-        return "stopped; this answer is not kept"
+        return "stopped; the conversation does not keep this answer"
     except UserError as error:
         return str(error)
     return ""
@@ -162,13 +163,13 @@ def command(talk: Talk, line: str) -> str:
     if name == "/reset":
         for voice in talk.voices:
             voice.history.clear()
-        return "forgotten"
+        return "the conversation is empty again"
     if name in ("/base", "/tuned", "/both"):
         talk.asked = ("base", "tuned") if name == "/both" else (name[1:],)
         return f"{' and '.join(talk.asked)} will answer"
     if name == "/system":
         if not talk.chats or "system" in talk.encoder.leaves_out:
-            return "this model has no place for a system message"
+            return "this model does not support a system message"
         talk.system = text.strip()
         return f"system message: {talk.system}" if talk.system else "no system message"
     return HELP
@@ -212,14 +213,15 @@ def respond(talk: Talk, voice: Voice, messages: list[dict[str, str]], heard: Cal
         UserError: the template cannot render the messages, or they leave no room for an answer (exit 2).
     """
     tokenizer = talk.encoder.tokenizer
-    row = Example("the talk", [*messages, {"role": "assistant", "content": ""}])
+    row = Example("the conversation", [*messages, {"role": "assistant", "content": ""}])
     row = row if talk.chats else Example("the prompt", prompt=messages[-1]["content"])
     (ids,) = talk.encoder.prompts([row])
     longest = token_limits.positions(voice.weights.config)
     if longest and len(ids) >= longest:
-        found = f"{len(ids)} tokens of at most {longest}"
-        fix = "/reset" if voice.history else "a shorter text"
-        raise UserError(Problem("the talk has become too long for the model", found=found, fix=fix))
+        what = f"the {'conversation' if voice.history else 'prompt'} is too long for the model"
+        texts = {"found": f"{len(ids):,} tokens", "expected": f"fewer than {longest:,} tokens"}
+        fix = "type /reset to start a new conversation" if voice.history else "type a shorter prompt"
+        raise UserError(Problem(what, **texts, fix=fix, code="token-limit"))
     drawn = {"do_sample": True, "temperature": talk.temperature} if talk.temperature else {"do_sample": False}
     config = GenerationConfig(
         **drawn,

@@ -70,8 +70,9 @@ def run(
     """
     folder = run_folder.open_run(path)
     if not os.access(folder.path, os.W_OK):
-        fix = "a copy of it elsewhere: its scores are kept in it"
-        raise UserError(Problem("can't be written", where=str(folder.path), fix=fix))
+        what, why = "finetune can't write to the run folder", "the evaluation stores its results there"
+        fix = "copy the run folder to a writable place and evaluate the copy"
+        raise UserError(Problem(what, where=str(folder.path), fix=fix, why=why, code="path"))
     recipe = run_folder.recipe_of(folder, overrides)
     for name in run_folder.EVALUATIONS:
         folder.found(name)  # report a damaged file now, not after hours of evaluation
@@ -99,16 +100,16 @@ def run(
     def measured(asked: Any, which: str) -> Measured:
         return measure(asked, tokenizer, rows, texts, recipe, lambda what: say(f"{which}: {what}"))
 
-    after, before = measured(tuned, "tuned"), None
+    after, before = measured(tuned, "fine-tuned model"), None
     if reopen.base_stands(tuned):
         with tuned.disable_adapter():
-            before = measured(tuned, "base")
+            before = measured(tuned, "base model")
     tuned = None
     clear_device_cache(garbage_collection=True)
     if not before:
-        before = measured(reopen.open_base(recipe), "base")
+        before = measured(reopen.open_base(recipe), "base model")
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
-        say(f"tuned and base: tasks {', '.join(recipe.eval.tasks)}")
+        say(f"fine-tuned and base model: tasks {', '.join(recipe.eval.tasks)}")
         before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes, texts)
     result["settings"]["stops"] = stops
@@ -157,9 +158,9 @@ def by_vllm(
     rank = getattr(recipe.adapter, "r", None)
     plain = recipe.adapter.type in ("lora", "rslora") and recipe.model.quantization in ("auto", "none")
     if folder.weights != folder.adapter or not plain:
-        fix = "eval.engine: hf; or merge it first"
-        what = f"vLLM serves LoRA on a base in bf16, not {recipe.adapter.type} on {recipe.model.quantization}"
-        raise UserError(Problem(what, "eval.engine", fix=fix))
+        what, expected = "vLLM can't run this adapter", "type lora or rslora on a base model in bf16"
+        found = f"{recipe.adapter.type} with model.quantization {recipe.model.quantization}"
+        raise UserError(Problem(what, "eval.engine", "", found, expected, "engine: hf", code="eval-setting"))
     engine = lm_eval_harness.vllm(recipe.model.name, recipe.model.revision, str(folder.adapter), rank or 8)
     after = lm_eval_harness.run(engine, tokenizer, recipe.eval)
     engine.lora_request = None
@@ -177,13 +178,15 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
     # format 1 could request bf16 under any precision; today `none` means the precision of the launch
     in_bf16 = folder.format_version == 1 and own == "bf16" and recipe.model.quantization == "none"
     if (in_bf16 or origin.get("model.quantization") == "override") and now != own:
-        return [f"the base is in {now}; the run's was in {own or 'what it does not say'}"]
+        was = f"this run used {own}" if own else "the run does not say what it used"
+        return [f"this evaluation stores the base model in {now}, but {was}"]
     asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     earlier = folder.found("eval.json")
     if validation_set.overridden(recipe) or not asked or _same_base(earlier, result) is not False:
         return []
     losses = [one["base"]["loss"] for one in (result, earlier)]
-    return ["this is not the run's base model: its validation loss is {:.4f}, not {:.4f}".format(*losses)]
+    text = "this is not the base model of the run: the validation loss is {:.4f} in place of {:.4f}"
+    return [text.format(*losses)]
 
 
 def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:

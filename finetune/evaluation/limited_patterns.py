@@ -38,16 +38,20 @@ class LimitedPattern:
         try:
             return match(text, timeout=SECONDS)
         except TimeoutError:
-            what, fix = f"a match takes longer than {SECONDS:g} s", "a pattern without nested repeats"
-            raise UserError(Problem(what, "eval.tasks", found=self.pattern[:200], fix=fix)) from None
+            what = f"the regular expression needs more than {SECONDS:g} s for one answer"
+            fix = "rewrite the pattern without nested repeats such as (a+)+"
+            texts = {"found": self.pattern[:200], "fix": fix, "code": "eval-task"}
+            raise UserError(Problem(what, "eval.tasks", **texts)) from None
 
 
-def problem(pattern: str) -> str:
-    """Return why a pattern cannot be used, or an empty string."""
+def problems(pattern: str, key: str, where: str) -> list[Problem]:
+    """Return a problem if a pattern is not a valid regular expression."""
     import regex
 
     try:
         regex.compile(pattern)
     except (regex.error, OverflowError, RecursionError, MemoryError) as error:
-        return str(error) or type(error).__name__
-    return ""
+        why = str(error) or type(error).__name__
+        texts = {"why": why, "fix": "correct the pattern", "code": "eval-task"}
+        return [Problem("the pattern is not a valid regular expression", key, where, pattern[:200], **texts)]
+    return []

@@ -26,6 +26,7 @@ from finetune.data.template_sandbox import ChatTemplate, render
 from finetune.evaluation import lm_eval_tasks, paired_differences, scoring, tasks
 from finetune.hardware import detection
 from finetune.models import model_files, token_limits
+from finetune.recipe import recipe_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -87,15 +88,18 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
             loaded = _loaded(TaskManager(include_defaults=known), theirs)
         for name, task in loaded.items():
             if getattr(task, "UNSAFE_CODE", False):
-                fix = "lm-eval's own command, with --confirm_run_unsafe_code, where that is safe"
-                raise UserError(Problem(f"{name} runs code that the model wrote", "eval.tasks", fix=fix))
+                what, why = f"the task `{name}` is not allowed", "it runs code that the model writes"
+                fix = "remove the task, or run it with `lm_eval --confirm_run_unsafe_code` in a sandbox"
+                raise UserError(Problem(what, "eval.tasks", fix=fix, why=why, code="eval-task"))
             counts[name] = len(task.eval_docs)
             metrics[name] = metric_names(task)
     few = [name for name, rows in counts.items() if min(rows, settings.limit or rows) < ranks]
     if few:
-        what = f"fewer rows than the {ranks} processes"
-        fix = "one process: CUDA_VISIBLE_DEVICES=0, or more rows"
-        raise UserError(Problem(what, "eval.tasks", found=", ".join(few), fix=fix))
+        what = "a task has fewer examples than the launch has processes"
+        found, expected = ", ".join(few), f"at least {ranks} examples"
+        fix = "run one process with CUDA_VISIBLE_DEVICES=0, or add examples"
+        texts = {"why": "each process needs an example", "code": "eval-task"}
+        raise UserError(Problem(what, "eval.tasks", "", found, expected, fix, **texts))
     return metrics
 
 
@@ -122,7 +126,7 @@ def texts(
             except REFUSALS as error:
                 raise _failure(error) from error
             for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
-                found.append(_text_of(f"{name}, row {number + 1}", list(requests)))
+                found.append(_text_of(f"{name}, example {number + 1}", list(requests)))
     return found
 
 
@@ -143,7 +147,8 @@ def _build_requests(task: Any, settings: Eval, tokenizer: PreTrainedTokenizerBas
 
 def _failure(error: Exception) -> UserError:
     said = str(error)[:300] or type(error).__name__
-    return UserError(Problem("lm-eval fails in a task", "eval.tasks", found=said))
+    what, fix = "lm-eval failed in a task", "correct the values in the task file, or remove the task"
+    return UserError(Problem(what, "eval.tasks", found=said, fix=fix, code="eval-task"))
 
 
 def _text_of(where: str, requests: list[Any]) -> tuple[str, list[str], int, bool]:
@@ -183,15 +188,18 @@ def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
         return manager.load(specs)["tasks"]
     except ImportError as error:
         missing = packages.install_command(error.name or "'lm-eval[tasks]'")
-        problem = Problem("a task needs a package", "eval.tasks", found=first_line(error), fix=missing)
+        texts = {"found": first_line(error), "fix": missing, "code": "package-missing"}
+        problem = Problem("a task needs a package that is not installed", "eval.tasks", **texts)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (ConnectionError, OSError) as error:
-        said = first_line(error)
         fix = "check the network, or use a local task file"
-        problem = Problem("a task's data can't be loaded", "eval.tasks", found=said, fix=fix)
+        texts = {"found": first_line(error), "fix": fix, "code": "hub"}
+        problem = Problem("lm-eval can't load the data of a task", "eval.tasks", **texts)
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except REFUSALS as error:
-        raise UserError(Problem("lm-eval refuses a task", "eval.tasks", found=str(error)[:300])) from error
+        texts = {"found": str(error)[:300], "fix": "correct the task file, or remove the task"}
+        problem = Problem("lm-eval can't load a task", "eval.tasks", **texts, code="eval-task")
+        raise UserError(problem) from error
 
 
 def run(
@@ -354,12 +362,13 @@ def chat_text(
     (made,) = render(template, [(turns, None)], prompt=not goes_on)
     asked = [turn for turn in turns if turn["role"] != "system"]
     if made.error and len(asked) < len(turns):
-        logging.getLogger("lm_eval").warning(f"chats are rendered without system turns: {made.error}")
+        logging.getLogger("lm_eval").warning(f"finetune removed the system messages: {made.error}")
         (made,) = render(template, [(asked, None)], prompt=not goes_on)
     text, mark, rest = made.text.rpartition(HERE.strip())
     if made.error or (goes_on and not mark):
-        found = made.error or "the last turn is not in its text"
-        raise UserError(Problem("the tokenizer's chat template fails in an evaluation", found=found))
+        found = made.error or "the rendered text does not contain the last turn"
+        what, fix = "the chat template can't render the prompts of a task", "eval.apply_chat_template: false"
+        raise UserError(Problem(what, "eval.tasks", found=found, fix=fix, code="chat-template"))
     kept = rest.startswith(" ")  # otherwise the template strips spaces at the ends of turns
     return (text if kept else text.rstrip()) if goes_on else made.text
 
@@ -398,7 +407,8 @@ def heard() -> Iterator[None]:
         logger.handlers, logger.propagate = before, propagates
     for message, times in said.items():
         if PartialState().is_main_process and not EXPECTED.search(message):
-            standard_streams.say(f"note: lm-eval, {times} times: {message}", error=True)
+            count = f" {times:,} times" if times > 1 else ""
+            standard_streams.say(f"note: lm-eval warns{count}: {message}", error=True)
 
 
 def of_task(settings: Eval, task: str) -> Eval:
@@ -416,12 +426,10 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
     """
     names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
     if f"{task}/{metric}" not in names:
-        expected = ", ".join(["loss", "exact_match", *names])
-        raise UserError(
-            Problem(
-                "no such metric", "eval.metric_for_best_model", found=f"{task}/{metric}", expected=expected
-            )
-        )
+        what, asked = "no task of the evaluation has this metric", f"{task}/{metric}"
+        expected = recipe_errors.choices(asked, ["loss", "exact_match", *names])
+        texts = {"found": asked, "expected": expected, "fix": "metric_for_best_model: loss"}
+        raise UserError(Problem(what, "eval.metric_for_best_model", **texts, code="eval-setting"))
     return float(results[task]["metrics"][metric]), results[task]["higher_is_better"][metric] is not False
 
 
@@ -477,10 +485,9 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
     pair = _rows(base, name), _rows(tuned, name)
     asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pair]
     if asked[0] != asked[1]:
-        what = f"task {name}: base and tuned were not asked the same"
-        raise UserError(
-            Problem(what, found=f"{len(asked[0])} and {len(asked[1])} prompts"), code=Exit.ARTEFACT
-        )
+        what = f"task {name}: the base model and the fine-tuned model got different prompts"
+        found, fix = f"{len(asked[0]):,} and {len(asked[1]):,} prompts", "run `finetune evaluate` again"
+        raise UserError(Problem(what, found=found, fix=fix, code="eval-task"), code=Exit.ARTEFACT)
     better = after["higher_is_better"]
     sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}
     differences = {}

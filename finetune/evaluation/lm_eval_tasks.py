@@ -76,14 +76,16 @@ def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[d
     try:
         Environment().parse(template)  # parse only, without rendering
     except TemplateSyntaxError as error:
-        raise UserError(Problem("the template is broken", key, where, found=str(error))) from None
+        what, fix = "the template is not valid Jinja", "correct the template"
+        raise UserError(Problem(what, key, where, str(error), fix=fix, code="eval-task")) from None
 
     def value(row: dict[str, Any]) -> Any:
         if template in row:
             return row[template]
         text, _, error = template_sandbox.render_row(template, row)
         if error:
-            raise UserError(Problem(error, key, where, found=f"{row}"[:200]))
+            fix = "change the example or the template"
+            raise UserError(Problem(error, key, where, f"{row}"[:200], fix=fix, code="data-example"))
         if key == "doc_to_choice" or (choices and text.isdigit()):
             return ast.literal_eval(text)
         if key == "doc_to_target" and text[:1] == "[" and text[-1:] == "]":
@@ -104,27 +106,32 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the task"), str(path))
     except (OSError, ValueError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        raise UserError(Problem(f"cannot read it: {said}", "include", str(path))) from None
+        found, fix = getattr(error, "strerror", None) or str(error), "correct the path"
+        what = "finetune can't read the task file"
+        raise UserError(Problem(what, "include", str(path), found, fix=fix, code="eval-task")) from None
     if document.problems:
         raise UserError(*document.problems)
     own = document.value
     if not isinstance(own, dict):
-        raise UserError(Problem("a task is a mapping of keys", where=str(path)))
+        what, expected = "the task file is not a mapping of keys", "the keys of an lm-eval task"
+        found, fix = recipe_errors.show(own), "see docs/task_files.md for all keys"
+        raise UserError(Problem(what, "", str(path), found, expected, fix, code="eval-task"))
     named = own.pop("include", [])
     merged: dict[str, Any] = {}
     where: dict[tuple[str, ...], str] = {}
     for name in named if isinstance(named, list) else [named]:
         inside = path.parent.resolve()
-        what = ""
+        what, fix = "", "name a file in the folder of the task file"
         if not isinstance(name, str) or not can_be_path(name):
-            what = "not the name of a file"
-        elif depth == DEEPEST or not (inside / name).resolve().is_relative_to(inside):
-            what = f"includes a file outside of its folder, or more than {DEEPEST} in a row"
+            what = "this name can't be a file name"
+        elif not (inside / name).resolve().is_relative_to(inside):
+            what = "the included file is outside the folder of the task file"
+        elif depth == DEEPEST:
+            what, fix = f"more than {DEEPEST} files include each other", "merge some of the files"
         elif not (path.parent / name).is_file():
-            what = "no such file"
+            what = "the included file does not exist"
         if what:
-            raise UserError(Problem(what, "include", str(path), str(name)[:200]))
+            raise UserError(Problem(what, "include", str(path), str(name)[:200], fix=fix, code="eval-task"))
         theirs, places = _read(path.parent / name, depth + 1)
         merged |= {key: value for key, value in theirs.items() if key != "task_list"}
         where |= places
@@ -133,18 +140,21 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
 
 def _problems(found: dict[str, Any], where: str) -> Iterator[Problem]:
     if "group" in found or not isinstance(found.get("task"), str):
-        fix = "each of its tasks in eval.tasks, by its name or its own file"
-        yield Problem("a group, or no task", where=where, expected="task: a name", fix=fix)
-    for key, what in task_keys.REFUSED.items():
+        key = "group" if "group" in found else "task"
+        what = "a group of tasks is not supported" if key == "group" else "the task has no name"
+        fix = "list each task of the group in eval.tasks" if key == "group" else "add `task: NAME`"
+        yield Problem(what, key, where, f"{found.get(key)}"[:200], "one task", fix, code="eval-task")
+    for key, reason in task_keys.REFUSED.items():
         if found.get(key) not in (None, False):
-            yield Problem(what, key, where, str(found[key])[:200], fix=f"drop {key}")
+            texts = {"why": reason, "fix": f"remove `{key}:`", "code": "eval-task"}
+            yield Problem("a task file can't have this key", key, where, str(found[key])[:200], **texts)
     for key, text in _texts({k: v for k, v in found.items() if k not in RENDERED}):
         if key.startswith("dataset_") and "://" in text:
-            yield Problem(
-                "data are not fetched from an address", key, where, text[:200], "a file, or a Hub id"
-            )
+            yield task_data.not_fetched(key, where, text)
         if "{{" in text or "{%" in text:
-            yield Problem("a template has no place here", key, where, text[:80], ", ".join(RENDERED))
+            what, expected = "this key can't hold a template", f"templates only in {', '.join(RENDERED)}"
+            fix = "replace the template with plain text"
+            yield Problem(what, key, where, text[:80], expected, fix, code="eval-task")
 
 
 def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem]:
@@ -159,15 +169,15 @@ def _option_problems(task: task_keys.LmEvalTask, where: str) -> Iterator[Problem
         options = {key for group in task_keys.OPTIONS.values() for key in group}
         taken, given = task_keys.OPTIONS.get(name, ()), entry.model_fields_set & options
         for key in sorted(given - set(taken)):
-            yield Problem(f"is not an option of {name}", f"{place}.{key}", where, fix=f"drop {key}")
+            what, fix = f"`{name}` has no option `{key}`", f"remove `{key}:`"
+            yield Problem(what, f"{place}.{key}", where, fix=fix, code="eval-task")
         for key in task_keys.NEEDED.get(name, ()):
             if getattr(entry, key) is None:
-                yield Problem(f"is required for {name}", f"{place}.{key}", where)
+                what, fix = f"`{name}` needs the option `{key}`", f"add `{key}:`"
+                yield Problem(what, f"{place}.{key}", where, fix=fix, code="missing-key")
         patterns = [getattr(entry, "regex_pattern", None), *(getattr(entry, "regexes_to_ignore", None) or ())]
         for pattern in filter(None, patterns):
-            if wrong := limited_patterns.problem(pattern):
-                what = "not a regular expression"
-                yield Problem(what, place, where, pattern[:200], expected=wrong)
+            yield from limited_patterns.problems(pattern, place, where)
 
 
 def _limit_patterns(made: dict[str, Any]) -> None:
@@ -229,8 +239,9 @@ def check_registered(made: dict[str, Any]) -> None:
     named += [("filter_list", step["function"], filter_registry) for step in steps]
     missing = [(key, name) for key, name, names in named if isinstance(name, str) and name not in names]
     if missing:
-        what = "not in the installed lm-eval"
-        raise UserError(*(Problem(what, key, made["task"], name) for key, name in missing))
+        what, fix = "the installed lm-eval does not have this name", "use another name, or update lm-eval"
+        texts = {"fix": fix, "code": "eval-task"}
+        raise UserError(*(Problem(what, key, made["task"], name, **texts) for key, name in missing))
 
 
 def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:

@@ -52,7 +52,8 @@ def setup_of(recipe: Recipe, section: Model | None = None) -> Setup:
 def storage_note(recipe: Recipe) -> list[str]:
     """Return a note if an fp8 base model is loaded on a machine without fp8 GEMMs."""
     value, reason = setup_of(recipe).storage
-    return [f"the base is in {value}, {reason}"] if value == "fp8" and reason != "asked for" else []
+    stored = f"the base model is stored in {value}: {reason}"
+    return [stored] if value == "fp8" and reason != "asked for" else []
 
 
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
@@ -71,9 +72,10 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     if not too_large(section, setup):
         device = str(state.device)
     elif state.num_processes > 1:
-        what = "the base does not fit on one GPU"
-        fix = "evaluate without a launcher: one process takes all GPUs"
-        raise UserError(Problem(what, "model.name", found=section.name, fix=fix), code=Exit.ENVIRONMENT)
+        what, found = "the base model does not fit on one GPU", section.name
+        fix = "run `finetune evaluate` without a launcher, so that one process uses all GPUs"
+        problem = Problem(what, "model.name", found=found, fix=fix, code="out-of-memory")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     disable_fsdp_ram_efficient_loading()  # otherwise all processes except one would get empty weights
     unset_hf_deepspeed_config()  # otherwise ZeRO-3 would shard a model without an engine
     return qat.prepare(loading.load(section, setup, device).eval(), recipe.speed.qat).eval()
@@ -86,11 +88,11 @@ def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
     """
     recipe = run_folder.recipe_of(run, overrides)
     if too_large(recipe.model, setup_of(recipe)):
-        reason = f"{machine.count} GPUs: none holds the base alone, so one process has all of them"
+        reason = f"the base model does not fit on one GPU, so one process uses all {machine.count} GPUs"
         return Start("", reason, 1)
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
-        return Start("", "vLLM is one process", 1)
-    reason = f"{machine.count} GPUs: each has the whole base and its share of the rows"
+        return Start("", "vLLM runs in one process", 1)
+    reason = f"each of {machine.count} GPUs has the whole base model and a part of the examples"
     return Start("ddp_8", reason, machine.count)
 
 
@@ -109,8 +111,9 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     Raises:
         UserError: the saved files cannot be loaded (exit 4).
     """
-    says = {"key": "", "where": str(folder.weights), "fix": "a copy of it, or train again"}
-    refused = continue_from.refusals("what was saved does not open", Exit.ARTEFACT, **says)
+    fix = "restore the folder from a copy, or train again"
+    says = {"key": "", "where": str(folder.weights), "fix": fix}
+    refused = continue_from.refusals("finetune can't load the saved weights", Exit.ARTEFACT, **says)
     if folder.weights == folder.model:
         with refused:
             return open_base(recipe, str(folder.model))

@@ -186,7 +186,8 @@ def memory_errors(fix: str = LESS_MEMORY, code: Exit = Exit.TRAINING) -> Iterato
     try:
         yield
     except torch.OutOfMemoryError as error:
-        problem = Problem("out of GPU memory", found=first_line(error), fix=fix)
+        what = "the GPU has too little memory"
+        problem = Problem(what, found=first_line(error), fix=fix, code="out-of-memory")
         raise UserError(problem, code=code) from error
 
 

@@ -59,14 +59,19 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
     named, inside = kwargs.get("data_files"), kwargs.get("data_dir") or ""
     for key, name in ((KEY, path), ("dataset_kwargs.data_dir", inside)):
         if not can_be_path(name):
-            raise UserError(Problem("not the name of a folder", key, str(where), name[:200]))
+            what, fix = "this name can't be a folder name", "name a folder next to the task file"
+            raise UserError(Problem(what, key, str(where), name[:200], fix=fix, code="data-not-found"))
     if path in LOADERS:
         suffixes, folder = LOADERS[path], None
     elif folder := _existing_folder(path, where):
         suffixes = tuple(READERS)
     elif local_path(path):
-        what, expected = "no such data here", f"{', '.join(LOADERS)}, a folder, or a dataset on the Hub"
-        raise UserError(Problem(what, KEY, str(where), path, expected))
+        what, expected = (
+            "the dataset does not exist",
+            f"{', '.join(LOADERS)}, a folder, or a dataset on the Hub",
+        )
+        fix = "correct the path; it starts at the folder of the task file"
+        raise UserError(Problem(what, KEY, str(where), path, expected, fix, code="data-not-found"))
     else:
         return None
     if inside:
@@ -75,8 +80,9 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
         splits = named if isinstance(named, dict) else {"train": named}
         return {split: _matches(patterns, folder, where, suffixes) for split, patterns in splits.items()}
     if folder is None:
-        what, fix = f"{path} needs its files", "dataset_kwargs: {data_files: {test: rows.jsonl}}"
-        raise UserError(Problem(what, "dataset_kwargs", str(where), fix=fix))
+        what = f"`dataset_path: {path}` needs the names of its files"
+        fix = "dataset_kwargs: {data_files: {test: FILE}}"
+        raise UserError(Problem(what, "dataset_kwargs", str(where), fix=fix, code="missing-key"))
     found = dataset_folders.all_splits(folder, KEY, task.get("dataset_name"))
     _check_suffixes(list(chain.from_iterable(found.values())), suffixes, where)
     return found
@@ -92,29 +98,42 @@ def _folder_in(folder: Path | None, name: str, where: Path) -> Path:
     found = folder / name if folder else _existing_folder(name, where)
     leaves = folder is not None and (PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts)
     if leaves or found is None or not found.is_dir():
-        raise UserError(Problem("no such folder of data", "dataset_kwargs.data_dir", str(where), name))
+        what, fix = "the data folder does not exist", "name a folder inside the folder of the dataset"
+        key, texts = "dataset_kwargs.data_dir", {"fix": fix, "code": "data-not-found"}
+        raise UserError(Problem(what, key, str(where), name, **texts))
     return found
+
+
+def not_fetched(key: str, where: str, address: str) -> Problem:
+    """Return the problem of data at an address."""
+    what, expected = "finetune does not download data from an address", "a file, or a dataset on the Hub"
+    fix = "download the file and name it here"
+    return Problem(what, key, where, address[:200], expected, fix, code="data-not-found")
 
 
 def _matches(patterns: Any, folder: Path | None, where: Path, suffixes: tuple[str, ...]) -> list[Path]:
     """Return the files that match names and patterns, in order."""
-    found: dict[Path, None] = {}
+    key, found = "dataset_kwargs.data_files", dict[Path, None]()
     for pattern in patterns if isinstance(patterns, list) else [patterns]:
         if "://" in pattern or "::" in pattern:
-            what, expected = "data are not fetched from an address", "a file, or a Hub id"
-            raise UserError(Problem(what, "dataset_kwargs.data_files", str(where), pattern, expected))
+            raise UserError(not_fetched(key, str(where), pattern))
+        texts = {"fix": "name a file in the folder of the task file", "code": "data-not-found"}
         if not can_be_path(pattern):
-            what = "not the name of a file"
-            raise UserError(Problem(what, "dataset_kwargs.data_files", str(where), pattern[:200]))
+            what = "this name can't be a file name"
+            raise UserError(Problem(what, key, str(where), pattern[:200], **texts))
         places = [folder] if folder else [where.parent, Path()]
         matches = next((files for place in places if (files := _files(place, pattern))), [])
         if not matches:
-            what = "no such file"
-            raise UserError(Problem(what, "dataset_kwargs.data_files", str(where), pattern))
+            raise UserError(Problem("no file has this name", key, str(where), pattern, **texts))
         found |= dict.fromkeys(matches)
     if len(found) > MOST_FILES:
-        what, expected = f"{len(found):,} files of one split", f"at most {MOST_FILES:,}"
-        raise UserError(Problem(what, "dataset_kwargs.data_files", str(where), expected=expected))
+        what, shown, expected = (
+            "a split has too many files",
+            f"{len(found):,} files",
+            f"at most {MOST_FILES:,}",
+        )
+        texts = {"fix": "merge the files", "code": "data-size"}
+        raise UserError(Problem(what, key, str(where), shown, expected, **texts))
     _check_suffixes(list(found), suffixes, where)
     return list(found)
 
@@ -130,8 +149,9 @@ def _files(place: Path, pattern: str) -> list[Path]:
 def _check_suffixes(paths: list[Path], suffixes: tuple[str, ...], where: Path) -> None:
     other = [path.name for path in paths if path.suffix not in suffixes]
     if other:
-        what, found = "no such data here: a kind of file that is not read", ", ".join(other[:5])
-        raise UserError(Problem(what, KEY, str(where), found, ", ".join(suffixes)))
+        what, found = "finetune can't read this type of file", ", ".join(other[:5])
+        expected, fix = ", ".join(suffixes), f"convert the file to {suffixes[0]}"
+        raise UserError(Problem(what, KEY, str(where), found, expected, fix, code="data-format"))
 
 
 def _check_splits(task: dict[str, Any], files: dict[str, list[Path]], where: Path) -> None:
@@ -141,9 +161,9 @@ def _check_splits(task: dict[str, Any], files: dict[str, list[Path]], where: Pat
     missing = [(key, split) for key, split in named if split not in files]
     if missing:
         expected = ", ".join(files) or "a folder with data files"
-        raise UserError(
-            *(Problem("no such split", key, str(where), split, expected) for key, split in missing)
-        )
+        what, texts = "the dataset has no split of this name", {"code": "data-not-found"}
+        texts["fix"] = "name one of the splits" if files else "add data files to the folder"
+        raise UserError(*(Problem(what, key, str(where), split, expected, **texts) for key, split in missing))
 
 
 def _dataset(paths: list[Path]) -> Any:
@@ -155,13 +175,16 @@ def _dataset(paths: list[Path]) -> Any:
     names = dict.fromkeys(name for row in rows for name in row)
     where = ", ".join(map(str, paths[:5]))
     if not rows:
-        raise UserError(Problem("0 examples", KEY, where))
+        what, fix = "the data of the task has no examples", "add examples to the file"
+        raise UserError(Problem(what, KEY, where, "0 examples", fix=fix, code="data-empty"))
     try:  # `from_list` drops columns that the first example lacks
         return Dataset.from_list(
             [{name: row.get(name) for name in names} for row in rows], on_mixed_types="use_json"
         )
     except (pyarrow.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise UserError(Problem("examples of different types", KEY, where, str(error)[:200])) from error
+        what, fix = "a column has values of different types", "give all values of a column the same type"
+        found = str(error)[:200]
+        raise UserError(Problem(what, KEY, where, found, fix=fix, code="data-format")) from error
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -188,7 +211,9 @@ def _csv(path: Path) -> list[dict[str, Any]]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             table = pandas.read_csv(file)
     except (ValueError, OSError) as error:
-        raise UserError(Problem("not valid CSV", KEY, str(path), str(error)[:200])) from error
+        what, fix = "the file is not valid CSV", "save the file again as CSV in UTF-8"
+        found = str(error)[:200]
+        raise UserError(Problem(what, KEY, str(path), found, fix=fix, code="data-format")) from error
     records = table.to_dict("records")
     return [{str(k): None if v != v else v for k, v in record.items()} for record in records]
 
@@ -202,8 +227,13 @@ def _of_the_hub(name: str, config: str | None, revision: str | None, **options: 
     for split, dataset in splits.items():
         for column, feature in dataset.features.items():
             if not _is_plain(feature):
-                what, fix = f"the column {column} of {name} is not text or numbers", "another dataset"
-                raise UserError(Problem(what, KEY, found=f"{split}: {type(feature).__name__}", fix=fix))
+                what = f"finetune can't evaluate on the column {column} of {name}"
+                found, expected = (
+                    f"{type(feature).__name__} in the split {split}",
+                    "text, numbers or booleans",
+                )
+                fix = "use a dataset without images, audio or video"
+                raise UserError(Problem(what, KEY, "", found, expected, fix, code="eval-task"))
     return dict(splits)
 
 

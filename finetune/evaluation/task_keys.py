@@ -232,15 +232,13 @@ class LmEvalTask(Section):
     """Version and notes."""
 
 
+_CODE = "this key runs code, and finetune runs no code of a task file"
 REFUSED = {  # keys of lm-eval that a file cannot have -> the reason
-    "class": "takes code from elsewhere",
-    "custom_dataset": "takes code from elsewhere",
-    "process_docs": "takes code from elsewhere",
-    "process_results": "takes code from elsewhere",
-    "use_prompt": "takes code from elsewhere",
-    "unsafe_code": "takes code from elsewhere",
-    "doc_to_image": "is for images, which are not evaluated",
-    "doc_to_audio": "is for sound, which is not evaluated",
+    **dict.fromkeys(("class", "custom_dataset", "process_docs", "process_results"), _CODE),
+    "use_prompt": _CODE,
+    "unsafe_code": "the task would run code that the model writes",
+    "doc_to_image": "finetune does not evaluate images",
+    "doc_to_audio": "finetune does not evaluate audio",
 }
 UNUSED = ("task_alias", "tag", "should_decontaminate", "doc_to_decontamination_query")
 KEYS = {  # the model of each part, by the path that `recipe_errors.explain` uses

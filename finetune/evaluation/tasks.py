@@ -120,8 +120,10 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
         UserError: the tasks have problems (exit 2), or a package is missing (exit 3).
     """
     if len(settings.tasks) > MOST_TASKS:
-        found, expected = f"{len(settings.tasks):,}", f"at most {MOST_TASKS}"
-        raise UserError(Problem("has too many entries", "eval.tasks", found=found, expected=expected))
+        found, expected = f"{len(settings.tasks):,} tasks", f"at most {MOST_TASKS} tasks"
+        fix = "split the tasks between several runs of `finetune evaluate`"
+        texts = {"found": found, "expected": expected, "fix": fix, "code": "value-range"}
+        raise UserError(Problem("the list has too many tasks", "eval.tasks", **texts))
     problems, held = [], {name: [name] for name in settings.tasks if not is_file(name)}
     metrics: dict[str, tuple[str, ...]] = {}
     for name in filter(is_file, dict.fromkeys(settings.tasks)):
@@ -136,20 +138,25 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
             problems += error.problems
     for name, named in held.items():
         if len({file(one).resolve() for one in named}) > 1:
-            fix = "another `task:` in one of their files"
-            problems.append(Problem("two tasks of one name", "eval.tasks", found=name, fix=fix))
+            what, fix = "two task files have the same task name", "change `task:` in one of the files"
+            why = "eval.json stores results by task name"
+            problems.append(Problem(what, "eval.tasks", found=name, fix=fix, why=why, code="eval-task"))
         elif len(named) > 1:
-            what = "one file, named in several ways"
-            problems.append(Problem(what, "eval.tasks", found=", ".join(named), fix=f"{named[0]} alone"))
+            what, fix = "the list names one task file several times", f"keep only `{named[0]}`"
+            twice = ", ".join(named)
+            problems.append(Problem(what, "eval.tasks", found=twice, fix=fix, code="eval-task"))
     if problems:
         raise UserError(*problems)
     lacking = None
     if settings.tasks and find_spec("lm_eval") is None:
-        lacking = Problem("needs lm-eval", "eval.tasks", fix=packages.install_extra("eval"))
+        what, fix = "evaluation tasks need the package lm-eval", packages.install_extra("eval")
+        lacking = Problem(what, "eval.tasks", found="not installed", fix=fix, code="package-missing")
     elif settings.tasks and settings.engine == "vllm" and find_spec("vllm") is None:
-        lacking = Problem(
-            "needs vLLM", "eval.engine", fix=f"{packages.install_command('vllm')}, or eval.engine: hf"
+        what, fix = (
+            "the engine needs the package vllm",
+            f"eval.engine: hf, or {packages.install_command('vllm')}",
         )
+        lacking = Problem(what, "eval.engine", found="not installed", fix=fix, code="package-missing")
     if lacking:
         raise UserError(lacking, code=Exit.ENVIRONMENT)
     return metrics
@@ -168,16 +175,24 @@ def check_metric(settings: Eval, metrics: Mapping[str, Iterable[str]]) -> None:
     if not task or metric in metrics.get(task, ()) or not (task in metrics or complete):
         return
     names = [f"{name}/{one}" for name, its in metrics.items() for one in its]
-    texts = {"expected": ", ".join(["loss", "exact_match", *names]), "fix": nearest(best, names)}
-    raise UserError(Problem("no such metric", "eval.metric_for_best_model", found=best, **texts))
+    near, allowed = nearest(best, names), ["loss", "exact_match", *names]
+    texts = {"fix": f"metric_for_best_model: {near}"} if near else {}
+    texts |= {} if near else {"expected": recipe_errors.choices(best, allowed)}
+    what, key = f"the task `{task}` has no metric `{metric}`", "eval.metric_for_best_model"
+    raise UserError(Problem(what, key, found=best, code="eval-setting", **texts))
 
 
 def _too_long(task: Task, name: str, longest: int | None) -> list[Problem]:
     """Return a problem if an answer can take all tokens of a model. lm-eval would fail at once."""
     if not isinstance(longest, int) or task.kind not in GENERATED or task.max_new_tokens < longest:
         return []
-    what = f"leaves no room for a prompt: the model takes {longest:,} tokens in all"
-    return [Problem(what, "max_new_tokens", str(file(name)), str(task.max_new_tokens))]
+    what, expected = "the answer leaves no room for a prompt", f"fewer than {longest:,} tokens"
+    found, why = (
+        f"{task.max_new_tokens:,} tokens",
+        f"the model has {longest:,} positions for prompt and answer",
+    )
+    texts = {"expected": expected, "why": why, "fix": f"max_new_tokens: {max(1, longest // 2)}"}
+    return [Problem(what, "max_new_tokens", str(file(name)), found, code="token-limit", **texts)]
 
 
 def check_names(settings: Eval) -> None:
@@ -237,11 +252,11 @@ def stated_names(root: Path) -> frozenset[str]:
 
 def unknown(names: Iterable[str], known: Collection[str]) -> list[Problem]:
     """Return the problems of task names that lm-eval does not have."""
-    other = "`lm_eval ls tasks` names them all; a file of your own ends in .yaml"
+    other = "run `lm_eval ls tasks` to list all tasks; the name of a task file ends in .yaml"
     missing = [name for name in names if name not in known]
     fixes = [nearest(name, known) for name in missing[:MOST_COMPARED]]
     return [
-        Problem("no such task", "eval.tasks", found=name, fix=fix or other)
+        Problem("lm-eval has no such task", "eval.tasks", found=name, fix=fix or other, code="eval-task")
         for name, fix in zip_longest(missing, fixes, fillvalue="")
     ]
 
@@ -272,17 +287,17 @@ def read(path: str) -> Task | None:
     try:
         text = strict_yaml.text_of(Path(path), "the task")
     except OSError as error:
-        fix = paths.similar_files(Path(path)) or "a task file; examples/general has one"
-        what = f"cannot read the task: {error.strerror}"
-        raise UserError(Problem(what, "eval.tasks", path, fix=fix)) from None
+        fix = paths.similar_files(Path(path)) or "name a task file, such as examples/general/knowledge.yaml"
+        what, found = "finetune can't read the task file", str(error.strerror)
+        raise UserError(Problem(what, "eval.tasks", path, found, fix=fix, code="eval-task")) from None
     if re.search(r"^(dataset_path|output_type|include|group|custom_dataset)\s*:", text, re.MULTILINE):
         return None
     document = strict_yaml.parse(text, path)
     raw, problems = document.value, list(document.problems)
     if not isinstance(raw, dict):
-        raise UserError(
-            Problem("a task is a mapping of keys", where=path, expected="task, data, kind, prompt")
-        )
+        what, expected = "the task file is not a mapping of keys", "the keys task, data, kind and prompt"
+        found, fix = recipe_errors.show(raw), "see examples/general/knowledge.yaml for an example"
+        raise UserError(Problem(what, "", path, found, expected, fix, code="eval-task"))
     raw.setdefault("task", Path(path).stem)
     known = {"task": frozenset(Task.model_fields)}
     try:
@@ -292,16 +307,33 @@ def read(path: str) -> Task | None:
         problems += recipe_errors.explain(error, {"task": raw}, where, known, under=("task",))
         raise UserError(*problems) from None
     needed = [key for key in NEEDS[task.kind] if getattr(task, key) is None]
-    problems += [Problem(f"is required for {task.kind}", key, path) for key in needed]
     problems += [
-        Problem(f"is not read by {task.kind}", key, path, fix=f"drop it, or kind: {' or '.join(kinds)}")
+        Problem(
+            f"a task of the kind `{task.kind}` needs this key",
+            key,
+            path,
+            fix=f"add `{key}:`",
+            code="missing-key",
+        )
+        for key in needed
+    ]
+    problems += [
+        Problem(
+            f"a task of the kind `{task.kind}` does not use this key",
+            key,
+            path,
+            fix=fix,
+            code="recipe-conflict",
+        )
         for key, kinds in READ_BY.items()
+        for fix in [f"remove `{key}:`, or set `kind: {kinds[0]}`"]
         if key in task.model_fields_set and getattr(task, key) is not None and task.kind not in kinds
     ]
     if not paths.can_be_path(task.data):
-        problems.append(Problem("not the name of a file", "data", path, task.data[:200]))
-    if task.pattern is not None and (wrong := limited_patterns.problem(task.pattern)):
-        problems.append(Problem("not a regular expression", "pattern", path, task.pattern, expected=wrong))
+        texts = {"fix": "name a file next to the task file", "code": "data-not-found"}
+        problems.append(Problem("this name can't be a file name", "data", path, task.data[:200], **texts))
+    if task.pattern is not None:
+        problems += limited_patterns.problems(task.pattern, "pattern", path)
     if problems:
         raise UserError(*problems)
     return task
@@ -317,8 +349,8 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
     found, problems = [], []
     for row in source_loading.read(Source(name=name), f"task {task.task}"):
         if len(problems) == MOST_BAD:
-            what = f"task {task.task} has {MOST_BAD:,} wrong examples or more: finetune stops to read it"
-            raise UserError(*problems[:5], Problem(what, where=name))
+            what = f"finetune stopped reading task {task.task} after {MOST_BAD:,} examples with problems"
+            raise UserError(*problems[:5], Problem(what, where=name, code="data-example"))
         if isinstance(row, BadRow):
             problems.append(row.problem)
             continue
@@ -326,16 +358,20 @@ def documents(task: Task, path: str) -> list[dict[str, Any]]:
             found.append(_document(task, row.value))
         except (ValueError, TypeError) as error:
             columns = ", ".join(f"{key} (null)" if value is None else key for key, value in row.value.items())
-            problems.append(
-                Problem(f"task {task.task}: {error}", where=row.where, found=f"columns {columns}")
-            )
+            what, fix = f"task {task.task}: {error}", f"change the example, or the templates in {file(path)}"
+            texts = {"found": f"columns {columns}", "fix": fix, "code": "data-example"}
+            problems.append(Problem(what, where=row.where, **texts))
             if str(error).startswith(template_sandbox.BROKEN):
                 break  # the template itself is broken, so all examples fail
     if not found and not problems:
-        problems.append(Problem(f"task {task.task} has no rows", where=name))
+        what, fix = f"the data of task {task.task} has no examples", "add examples to the file"
+        problems.append(Problem(what, where=name, found="0 examples", fix=fix, code="data-empty"))
+    more = len(problems) - 5
+    if more > 0:
+        what = f"{more:,} more examples of task {task.task} have problems"
+        problems[5:] = [Problem(what, where=name, code="data-example")]
     if problems:
-        more = len(problems) - 5
-        raise UserError(*problems[:5], *([Problem(f"{more} more rows like these")] if more > 0 else []))
+        raise UserError(*problems)
     return found
 
 
@@ -348,7 +384,13 @@ def general_texts(settings: Eval) -> list[str]:
     if settings.forgetting is False:
         return []
     if isinstance(settings.forgetting, str) and not Path(settings.forgetting).is_file():
-        raise UserError(Problem("no such file", "eval.forgetting", found=settings.forgetting))
+        what, fix = (
+            "the file with general texts does not exist",
+            paths.similar_files(Path(settings.forgetting)),
+        )
+        fix = fix or "eval.forgetting: true"
+        texts = {"found": settings.forgetting, "fix": fix, "code": "data-not-found"}
+        raise UserError(Problem(what, "eval.forgetting", **texts))
     if settings.forgetting is True:
         path = shipped_files.folder("examples") / "general" / "text.jsonl"
         lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
@@ -378,7 +420,7 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         except ValueError:
             wanted = answer
         if not isinstance(wanted, (dict, list)):
-            raise ValueError(f"the answer is {wanted!r}, not a JSON object or list")
+            raise ValueError(f"the answer is {wanted!r} and not a JSON object or list")
         document["answer"] = json.dumps(wanted)
     elif task.answer is not None:
         document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
@@ -386,7 +428,7 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
         asked: Any = task.choices
         listed = _rendered(asked, row) if isinstance(asked, str) else [_rendered(text, row) for text in asked]
         if not isinstance(listed, list) or len(listed) < 2:
-            raise ValueError(f"choices give {listed!r}, not a list of two or more")
+            raise ValueError(f"`choices` gives {listed!r} and not a list with two or more choices")
         if None in listed:
             raise ValueError("a choice is null")
         document["choices"] = [str(choice) for choice in listed]
@@ -399,14 +441,14 @@ def _index(answer: Any, choices: list[str]) -> int:
     if type(answer) is int and 0 <= answer < len(choices):
         # ambiguous: a .csv file would store the choice as text
         if str(answer) in choices and choices[answer] != str(answer):
-            fix = "write the right choice as text"
-            raise ValueError(f"answer {answer} is an index and also another choice: {fix}")
+            both = f"answer {answer} is the index of one choice and the text of another"
+            raise ValueError(f"{both}; write the correct choice as text")
         return answer
     if isinstance(answer, str) and answer in choices:
         return choices.index(answer)
     if isinstance(answer, str) and answer.isdecimal() and int(answer) < len(choices):
         return int(answer)
-    raise ValueError(f"answer {answer!r} is none of the choices, nor an index of them")
+    raise ValueError(f"answer {answer!r} is not one of the choices and not an index of one")
 
 
 def _rendered(template: str, row: dict[str, Any]) -> Any:

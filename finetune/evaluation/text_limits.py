@@ -63,8 +63,8 @@ def check(
     problems += _unknown_ids(beyond, "eval.forgetting", rows)
     if long:
         notes.append(
-            f"eval.forgetting: {long} of {len(texts)} texts are longer than the model's {longest} positions; "
-            f"their first {longest} tokens count"
+            f"eval.forgetting: {long:,} of {len(texts):,} texts have more than {longest:,} tokens, the "
+            f"model's maximum. finetune uses their first {longest:,} tokens"
         )
     for name in filter(tasks.is_file, dict.fromkeys(settings.tasks)):
         task = tasks.read(name)
@@ -76,8 +76,8 @@ def check(
         # lm-eval reads the texts of a perplexity task window by window
         if long and task.kind != "perplexity":
             notes.append(
-                f"eval.tasks: {task.task}: {long} of {len(asked)} prompts with their answers are longer than "
-                f"the model's {longest} positions; lm-eval cuts their beginning"
+                f"eval.tasks: {task.task}: {long:,} of {len(asked):,} prompts with their answers have more "
+                f"than {longest:,} tokens, the model's maximum. lm-eval cuts the start of these prompts"
             )
     problems += _of_lm_eval(settings, tokenizer, rows, date, with_hub)
     if problems:
@@ -93,7 +93,12 @@ def check_metric(settings: Eval, longest_prompt: int) -> None:
         and settings.metric_for_best_model == "exact_match"
         and not longest_prompt
     ):
-        raise UserError(Problem("no validation example asks for an answer", key, fix=f"{key}: loss"))
+        what, fix = (
+            "no validation example has a prompt that asks for an answer",
+            "metric_for_best_model: loss",
+        )
+        why = "exact match compares answers"
+        raise UserError(Problem(what, key, found="exact_match", fix=fix, why=why, code="eval-setting"))
 
 
 def longest_texts(settings: Eval) -> list[tuple[str, int]]:
@@ -129,7 +134,7 @@ def _texts(
     for number, (prompt, document) in enumerate(zip(prompts, documents, strict=True), 1):
         choices = [f"{prompt}{between}{choice}" for choice in document.get("choices", ())]
         has_prefix = task.kind == "perplexity" or not prompt
-        yield _Text(f"{task.task}, row {number}", [prompt, *choices], room, has_prefix)
+        yield _Text(f"{task.task}, example {number}", [prompt, *choices], room, has_prefix)
 
 
 def _measure(
@@ -176,7 +181,8 @@ def _is_local(name: str) -> bool:
 def _unknown_ids(beyond: list[str], key: str, rows: int) -> list[Problem]:
     if not beyond:
         return []
-    what, more = "token ids past the model's vocabulary", len(beyond) - MOST_SHOWN
+    what, more = "texts have token ids that the model does not have", len(beyond) - MOST_SHOWN
     found = ", ".join(beyond[:MOST_SHOWN]) + (f" and {more} more" if more > 0 else "")
-    fix = "model.name: a model with its own tokenizer"
-    return [Problem(what, key, found=found, expected=f"< {rows}", fix=fix)]
+    texts = {"found": found, "expected": f"ids below {rows:,}", "code": "token-limit"}
+    texts |= {"why": "the tokenizer does not fit the model", "fix": "use the tokenizer of the model"}
+    return [Problem(what, key, **texts)]

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
-CHOSEN = "the validation set also chose the weights (eval.eval_steps), so its figures are slightly optimistic"
+CHOSEN = (
+    "the validation set also selected the best checkpoint (eval.eval_steps), so its scores are slightly "
+    "optimistic"
+)
 
 
 def held_out(
@@ -75,16 +78,16 @@ def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerB
         examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept]
         rows = preparation.encode_held_out(examples, recipe.data, tokenizer, ends)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise Damaged(f"{name} can't be read ({type(error).__name__})") from None
+        raise Damaged(f"finetune can't read {name} ({type(error).__name__})") from None
     except UserError as error:
-        raise Damaged(f"{name} can't be used ({error.problems[0].what})") from None
+        raise Damaged(f"finetune can't use {name} ({error.problems[0].what})") from None
     found = audit.new_token_hash()
     for document in (document for row in rows for document in row.documents):
         audit.add_tokens(found, document)
     report = folder.found("data_report.json")
     stated = (report.get("validation") or {}).get("token_ids") if isinstance(report, dict) else None
     if stated and stated != found.hexdigest():
-        raise Damaged(f"{name} has other token ids than the run counted")
+        raise Damaged(f"the token ids of {name} differ from those in training")
     return rows
 
 
@@ -93,8 +96,9 @@ def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
     try:
         source_loading.fingerprints(recipe.data, held_out=True)
     except UserError as error:
-        what, fix = f"{damage}, and the data is not here", "a copy of the file, or data.validation=PATH"
-        problem = Problem(what, where=str(kept), fix=fix)
+        what, found = "the stored validation set is damaged, and its data is missing", str(damage)
+        fix = "restore the file from a copy, or add data.validation=PATH"
+        problem = Problem(what, where=str(kept), found=found, fix=fix, code="run-damaged")
         raise UserError(problem, *error.problems, code=Exit.ARTEFACT) from None
 
 
@@ -115,6 +119,8 @@ def check_unchanged(hashes: dict[str, str], folder: RunFolder, overridden: bool)
     recorded = folder.read("data_report.json")["train"]["sources"]
     other = [path for path, digest in hashes.items() if digest not in recorded.values()]
     if other and not overridden:
-        fix = "put the file back as it was, or name another: data.validation=..."
-        raise UserError(*(Problem("the data changed since the run", where=path, fix=fix) for path in other))
-    return [f"{path} is not what the run held out" for path in other]
+        what, why = "the data changed since the run", "a changed file can contain training examples"
+        fix = "restore the file, or add data.validation=PATH"
+        texts = {"fix": fix, "why": why, "code": "resume-mismatch"}
+        raise UserError(*(Problem(what, where=path, **texts) for path in other))
+    return [f"{path} is not the validation set of the run" for path in other]

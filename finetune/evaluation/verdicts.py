@@ -25,13 +25,13 @@ TITLES = {
     BETTER: "Better than the base model",
     WORSE: "Worse than the base model",
     NO_DIFFERENCE: "No significant difference from the base model",
-    NEGLIGIBLE: "No difference from the base model that matters",
+    NEGLIGIBLE: "Negligible difference from the base model",
     MIXED: "Better in some measures, worse in others",
-    UNKNOWN: "Not known whether it is better than the base model",
+    UNKNOWN: "Not enough data to compare with the base model",
 }
-OVERFITTING = "Answers better, loss worse: check for overfitting"
-WORSE_ANSWERS = "Loss better, answers worse: read the samples"
-NO_ANSWER = "Loss fell, no answer is right yet"
+OVERFITTING = "Answers are better, loss is worse: check for overfitting"
+WORSE_ANSWERS = "Loss is better, answers are worse: read the samples"
+NO_ANSWER = "Loss is better, but no answer is correct yet"
 OLD_WORDS = {"same": NO_DIFFERENCE, "too few rows": TOO_FEW}
 """Words in eval.json of earlier versions."""
 
@@ -127,9 +127,10 @@ def judge(measures: list[Measure]) -> dict[str, Any]:
     word, title = _whole(deciding)
     why = ", ".join(described(each) for each in measures)
     if not deciding:
-        why += f"{'; ' * bool(why)}there was no validation set and no task: set data.validation or eval.tasks"
+        missing = "the run has no validation set and no task: set data.validation or eval.tasks"
+        why += f"{'; ' * bool(why)}{missing}"
     elif word == UNKNOWN:
-        why += "; a larger validation set would tell (data.validation, data.validation_fraction)"
+        why += "; use a larger validation set (data.validation, data.validation_fraction)"
     return {"word": word, "title": title, "why": why, "forgot": forgot}
 
 
@@ -154,7 +155,7 @@ def _whole(deciding: list[Measure]) -> tuple[str, str]:
 
 
 def described(measure: Measure) -> str:
-    """Return `exact match 29.0% -> 22.0% (no significant difference; these 100 examples could show ...)`."""
+    """Return `exact match 29.0% -> 22.0% (no significant difference; 100 examples can detect ...)`."""
     scores, metric, change = measure.scores, measure.metric, measure.change
     share = formatting.is_share(metric, scores["base"], scores["tuned"])
     before, after = (formatting.number(scores[side][metric], share=share) for side in ("base", "tuned"))
@@ -164,12 +165,12 @@ def described(measure: Measure) -> str:
     more = ""
     if measure.word == NO_DIFFERENCE and math.isfinite(change.get("detectable", math.inf)):
         least = points(change["detectable"]) if share else f"{change['detectable']:.2g}"
-        more = f"; these {change['examples']:,} examples could show a difference of {least}"
+        more = f"; {change['examples']:,} examples can detect a difference of {least}"
     elif measure.word == TOO_FEW and "needed" in change:
         count = f"{change['distinct']}"
         if change["distinct"] >= change["needed"]:  # a few long examples hold most of the tokens
-            count += f" that count as {change['freedom'] + 1:.0f}"
-        more = f": {count}, a test needs {change['needed']}"
+            count += f", which weigh as much as {change['freedom'] + 1:.0f}"
+        more = f": {count}; a test needs {change['needed']}"
     return f"{text} ({measure.word}{more})"
 
 
@@ -183,9 +184,7 @@ def title(said: dict[str, Any]) -> str:
     text = said.get("title") or TITLES.get(current_word(str(said.get("word"))), TITLES[UNKNOWN])
     if not said.get("forgot"):
         return text
-    return (
-        f"{text}, but it forgot something" if said.get("word") == BETTER else f"{text}; it forgot something"
-    )
+    return f"{text}{', but' if said.get('word') == BETTER else '; '} worse on general tasks"
 
 
 def reasons(said: dict[str, Any]) -> str:

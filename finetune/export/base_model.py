@@ -68,12 +68,12 @@ def _licence(
     if folder and (folder / "README.md").is_file():
         said = _licence_of_card(folder / "README.md")
         if said:
-            return said, "the README of the base"
+            return said, "the README of the base model"
     if folder and (folder / "LICENSE").is_file():
         text = (folder / "LICENSE").read_text(encoding="utf-8", errors="replace")
         for start, name in LICENCES.items():
             if re.match(start, text):
-                return {"license": name}, "the LICENSE of the base"
+                return {"license": name}, "the LICENSE of the base model"
     if hub_id:
         readme = _hub_readme(hub_id, revision, online)
         if readme and (said := _licence_of_card(readme)):

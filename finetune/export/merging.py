@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from finetune.adapters import continue_from
 from finetune.autoconfig import mixed_precision
-from finetune.core import packages, run_checks, safe_files
+from finetune.core import command_lines, packages, run_checks, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import writing
 from finetune.core.weight_files import find_weight_files
@@ -130,17 +130,19 @@ def scores(
 def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained: Qat | None) -> None:
     """Check everything that is known before weights are loaded."""
     if folder.weights == folder.model and not quantized:
-        what, fix = "nothing to merge: model/ is whole already", "--quantize int8, or use model/ as it is"
-        raise UserError(Problem(what, where=str(folder.path), fix=fix))
+        what, why = "the run has no adapter to merge", "full fine-tuning saved the whole model in model/"
+        fix = "use model/, or quantize it with --quantize int8"
+        raise UserError(Problem(what, where=str(folder.path), fix=fix, why=why, code="merge"))
     if setup.launch.processes > 1:
-        fix = f"finetune merge {folder.path}"
-        raise UserError(Problem("merge runs in one process", found=f"{setup.launch.processes}", fix=fix))
+        what, found = "a merge runs in one process", f"{setup.launch.processes} processes"
+        fix = command_lines.command("merge", str(folder.path))
+        raise UserError(Problem(what, found=found, fix=fix, code="launch-config"))
     if quantized:
-        packages.require("torchao", "quantize", "--quantize needs torchao")
+        packages.require("torchao", "quantize", "--quantize needs the package torchao")
     if quantized and trained and quantized != trained.weight_dtype:
-        what, fix = "the run was trained for other weights", f"--quantize {trained.weight_dtype}"
+        what, fix = "the run was trained for another quantization", f"--quantize {trained.weight_dtype}"
         texts = {"found": f"--quantize {quantized}", "expected": qat.describe(trained), "fix": fix}
-        raise UserError(Problem(what, where=str(folder.path), **texts))
+        raise UserError(Problem(what, where=str(folder.path), **texts, code="quantize"))
 
 
 def free_target(folder: RunFolder, quantized: str | None, output: str | None) -> Path:
@@ -154,10 +156,12 @@ def free_target(folder: RunFolder, quantized: str | None, output: str | None) ->
         held = (
             ", ".join(sorted(entry.name for entry in target.iterdir())[:6]) if target.is_dir() else "a file"
         )
-        fix = "--output with a new name, or move it away; nothing was overwritten"
-        raise UserError(Problem("is not empty", where=str(target), found=held, fix=fix))
+        what, fix = "the output folder is not empty", "choose a new folder with --output"
+        texts = {"found": held, "fix": fix, "why": "finetune overwrites no files", "code": "merge"}
+        raise UserError(Problem(what, where=str(target), **texts))
     if not target.absolute().parent.is_dir():
-        raise UserError(Problem("no such folder", where=str(target.parent), fix=f"mkdir -p {target.parent}"))
+        what, fix = "the folder of the output does not exist", f"mkdir -p {target.parent}"
+        raise UserError(Problem(what, where=str(target.parent), fix=fix, code="path"))
     return target
 
 
@@ -166,8 +170,8 @@ def note_interrupted(target: Path) -> list[str]:
     left = sorted(target.absolute().parent.glob(f".{target.name}.*.tmp"))
     if not left:
         return []
-    said = "a merge that was killed, or that still runs, left"
-    return [f"{said} {', '.join(map(str, left[:3]))}; delete it if no other merge runs"]
+    files = ", ".join(map(str, left[:3]))
+    return [f"{files} is from another merge. Delete it if no other merge is running"]
 
 
 def write_merged(
@@ -202,11 +206,9 @@ def write_merged(
     except torch.OutOfMemoryError:
         raise
     except (NotImplementedError, ValueError, AttributeError, TypeError, RuntimeError) as error:
-        fix = f"use it beside its base, by PEFT, as `finetune evaluate {folder.path}` does"
-        problem = Problem(
-            f"PEFT can't merge {kind}", where=str(folder.adapter), found=first_line(error), fix=fix
-        )
-        raise UserError(problem) from error
+        what, fix = f"PEFT can't merge a {kind} adapter", "use the adapter with PEFT, without a merge"
+        texts = {"found": first_line(error), "fix": fix, "code": "merge"}
+        raise UserError(Problem(what, where=str(folder.adapter), **texts)) from error
     merged.to(dtype)
     after = {name: fingerprint.fingerprint({"": p}) for name, p in merged.named_parameters()}
     if tied:
@@ -242,10 +244,9 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
             value = value.T
         value = getattr(module, leaf, None) if value is None else value
         if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
-            what, found = f"a {setup.storage.value} base can't be dequantised", f"{name}: {value!r:.60}"
-            raise UserError(
-                Problem(what, found=found, fix="the 16-bit model without model.quantization, and train again")
-            )
+            what = f"finetune can't dequantize a base model in {setup.storage.value}"
+            found, fix = f"{name}: {value!r:.60}", "train again with model.quantization: none"
+            raise UserError(Problem(what, found=found, fix=fix, code="merge"))
         parameter.data = value.detach().float()
     del stored, modules
     clear_device_cache(garbage_collection=True)
@@ -349,26 +350,27 @@ def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any
 def show(screen: Console, report: dict[str, Any]) -> None:
     """Print the result, the verification and the next command."""
     rows, figures, path = report["rows"], report["against_tuned"], report["path"]
-    before = f", {report['bytes_before'] / 1e6:.1f} MB before" if "bytes_before" in report else ""
-    lines = [("weights", f"{report.get('storage', report['dtype'])}"), ("in", path)]
+    before = f" (was {report['bytes_before'] / 1e6:.1f} MB)" if "bytes_before" in report else ""
+    lines = [("weights", f"{report.get('storage', report['dtype'])}"), ("folder", path)]
     lines += [("size", f"{report['bytes'] / 1e6:.1f} MB{before}")]
     if "trained_for" in report:
-        wanted = "stored so" if report["quantized"] else "not stored so: see --quantize"
+        wanted = "quantized" if report["quantized"] else "not quantized: see --quantize"
         lines += [("trained for", f"{report['trained_for']} ({wanted})")]
     if report.get("merged_onto"):
         storage = report["merged_onto"]
-        quantised = "" if storage in mixed_precision.STORED else ", dequantised: what training saw"
-        lines += [("merged onto", f"the base as it was loaded ({storage}{quantised}), in fp32")]
+        dequantized = "" if storage in mixed_precision.STORED else ", dequantized"
+        lines += [("base model", f"as in training ({storage}{dequantized}), in fp32")]
     if report["quantized"]:
-        left = f"{report['layers']['quantized']} linear layers; not quantised: {report['not_quantized']}"
-        lines += [("quantised", left)]
-    lines += [("compared on", f"{rows['rows']} {rows['from']} rows, {rows['tokens']} tokens")]
+        left = f"{report['layers']['quantized']} linear layers; not quantized: {report['not_quantized']}"
+        lines += [("quantized", left)]
+    source = "validation" if rows["from"] == "held-out" else rows["from"]
+    lines += [("compared on", f"{rows['rows']:,} {source} examples, {rows['tokens']:,} tokens")]
     screen.table("merge", ("", ""), lines)
     for note in report.get("notes", ()):
         screen.say(f"note: {note}")
-    compared = {"the tuned model": figures}
+    compared = {"fine-tuned model": figures}
     if "against_merged" in report:
-        compared["the weights before quantising"] = report["against_merged"]
+        compared["weights before quantization"] = report["against_merged"]
     table = [
         (
             name,
@@ -380,20 +382,21 @@ def show(screen: Console, report: dict[str, Any]) -> None:
         for name, f in compared.items()
     ]
     columns = (
-        "beside",
+        "compared with",
         "largest logit difference",
-        "KL, nats a token",
-        "same first choice",
+        "KL, nats per token",
+        "same top token",
         "difference / update",
     )
-    screen.table("proof", columns, table)
+    screen.table("verification of the saved weights", columns, table)
     if report["scores"]:
         scores = report["scores"].items()
         matched = ["-" if s["exact_match"] is None else f"{s['exact_match']:.1%}" for _, s in scores]
         table = [(name, f"{s['loss']:.4f}", share) for (name, s), share in zip(scores, matched, strict=True)]
         screen.table("validation set", ("", "loss", "exact match"), table)
-    needs = "transformers and torchao" if report["quantized"] else "transformers alone"
-    screen.say("", "next:", f"  AutoModelForCausalLM.from_pretrained({path!r}) opens it, by {needs}")
+    needs = "transformers and torchao" if report["quantized"] else "transformers"
+    screen.say("", f"next: load the model with {needs}:")
+    screen.say(f"  AutoModelForCausalLM.from_pretrained({path!r})")
 
 
 def size(folder: Path) -> int:
@@ -421,8 +424,7 @@ def located(folder: RunFolder) -> Iterator[None]:
         problems = [replace(problem, where=problem.where or str(folder.path)) for problem in error.problems]
         raise UserError(*problems, code=error.code) from error
     except torch.OutOfMemoryError as error:
-        fix = f"on the CPU: ACCELERATE_USE_CPU=true finetune merge {folder.path}"
-        problem = Problem(
-            "out of GPU memory: merging needs the weights in fp32", found=first_line(error), fix=fix
-        )
+        what, why = "the GPU has too little memory for the merge", "a merge needs the weights in fp32"
+        fix = f"ACCELERATE_USE_CPU=true {command_lines.command('merge', str(folder.path))}"
+        problem = Problem(what, found=first_line(error), fix=fix, why=why, code="out-of-memory")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # The number of a repeated file name, from `publishing.numbered`
 _NUMBER = re.compile(r" \(\d+\)$")
-HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "ends by itself"}
+HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
 Table = list[tuple[Any, ...]]
 
 
@@ -50,7 +50,7 @@ def make(
     run = RunFolder(staged)  # an older run can lack some of its files
     config = run.found("adapter_config.json") if kind == "adapter" else {}
     results, report = run.found("eval.json"), run.found("data_report.json")
-    of = "" if kind != "merged" else "tuned model" if recipe.adapter.type == "full" else "adapter"
+    of = "" if kind != "merged" else "fine-tuned model" if recipe.adapter.type == "full" else "adapter"
     stored = after_merging(merge)
     data = metadata(recipe, base, kind, name, report, measured(results, of, stored))
     parts = [
@@ -66,7 +66,7 @@ def make(
         "## Training",
         training(run, recipe, report),
         "## Run checks",
-        "Settings read back from the running system. The run stops at a check that fails.",
+        "Each check compares a setting of the recipe with the value in the running system.",
         markdown.table(
             ("option", "expected", "actual", "passed"),
             [
@@ -126,14 +126,14 @@ def measured(results: dict[str, Any], of_merged: str, stored: dict[str, Any]) ->
         stored: scores of the published weights, from `after_merging`.
     """
     found, before = [], f" of the {of_merged} before merging" if of_merged else ""
-    for key, title in (("loss", "validation loss, nats a token"), ("exact_match", "exact match")):
+    for key, title in (("loss", "validation loss, nats per token"), ("exact_match", "exact match")):
         value = results.get("tuned", {}).get(key)
         said = f"{title}{before} ({_beside(results, key)})"
         if stored:
             value = stored["after"].get(key)
             said = f"{title} ({of_merged} before merging {figure(stored['before'].get(key))})"
         if value is not None:
-            found.append(_result("held-out", "held-out rows", key, value, said))
+            found.append(_result("validation", "validation set", key, value, said))
     for task, of in results.get("tasks", {}).items():
         metric = of.get("main") or next((m for m in of.get("tuned", {}) if not m.endswith("_stderr")), None)
         value = of.get("tuned", {}).get(metric)
@@ -170,25 +170,25 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
     what = {
         "adapter": f"A PEFT adapter ({method}) for {on}",
         "model": f"{on}, all of its weights fine-tuned",
-        "merged": f"{on}, all of its weights fine-tuned, then quantised"
+        "merged": f"{on}, all of its weights fine-tuned, then quantized"
         if method == "full"
         else f"{on} with a PEFT adapter ({method}) merged into it",
     }[kind]
-    lines = [f"{what}; supervised fine-tuning on {rows or 'some'} rows."]
+    count = f" on {rows:,} examples" if isinstance(rows, int) and rows else ""
+    lines = [f"{what}. Trained with supervised fine-tuning{count}."]
     if not base.on_hub:
-        lines.append(
-            f"The base, {markdown.code(base.name)}, is a folder of the machine that trained, "
-            "not a model of the Hub."
-        )
+        lines.append(f"The base model, {markdown.code(base.name)}, is a local folder and not on the Hub.")
         lines += [f"- {markdown.code(file)} sha256 `{digest}`" for file, digest in base.hashes.items()]
     if not base.licence_from:
-        lines.append("The licence of the base is not known; look it up before you use or share this model.")
+        lines.append(
+            "The license of the base model is unknown. Look it up before you use or share this model."
+        )
     return "\n".join(lines)
 
 
 def verdict(said: dict[str, Any], of_merged: str) -> str:
     """Return the verdict of the evaluation with its reasons."""
-    before = f"The {of_merged}, before merging: " if of_merged else ""
+    before = f"The {of_merged} before the merge: " if of_merged else ""
     if not said.get("why"):
         return ""
     return f"{before}**{markdown.plain(verdicts.title(said))}**: {markdown.plain(verdicts.reasons(said))}"
@@ -214,14 +214,14 @@ def usage(
             lines += ["base.resize_token_embeddings(rows)  # this run added tokens"]
         lines += [f"model = PeftModel.from_pretrained(base, {json.dumps(repo)})"]
         if stops and stops["answers"] != stops["model"]:
-            why = f"  # its answers end so; the base's own: {stops['model']}"
+            why = f"  # end of an answer; the base model has {stops['model']}"
             lines += [f"model.generation_config.eos_token_id = {stops['answers']}{why}"]
         serve = vllm(config, base, repo)
     head = ["from peft import PeftModel"] if kind == "adapter" else []
     head += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
     head += [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(repo)})"]
     stored = adapter_types.find(recipe.adapter.type).storage or recipe.model.quantization
-    note = f"In training the base was held in {stored}." if stored not in ("auto", "none") else ""
+    note = f"In training, the base model was stored in {stored}." if stored not in ("auto", "none") else ""
     code = "\n".join(["```python", *head, *lines, "```"])
     return "\n\n".join(part for part in (code, note if kind == "adapter" else "", serve) if part)
 
@@ -231,7 +231,7 @@ def by_torchao(merge: dict[str, Any]) -> str:
     if not merge.get("quantized"):
         return ""
     how = markdown.plain(merge.get("storage", merge["quantized"]))
-    return f"The weights are quantised by torchao ({how}); to open them, also `pip install torchao`."
+    return f"torchao quantized the weights ({how}). To load them, also run `pip install torchao`."
 
 
 def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
@@ -242,16 +242,16 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
         "modules_to_save": config.get("modules_to_save"),
         "new tokens": config.get("trainable_token_indices"),
         "trained biases": config.get("bias", "none") != "none" or config.get("lora_bias"),
-        "ranks or alphas that differ by layer": config.get("rank_pattern") or config.get("alpha_pattern"),
+        "different ranks or alphas per layer": config.get("rank_pattern") or config.get("alpha_pattern"),
     }
     why = ", ".join(reason for reason, holds in reasons.items() if holds)
     rank = next((size for size in VLLM_RANKS if size >= int(config.get("r") or 0)), None)
     why = why or ("" if rank else f"rank {config.get('r')}")
     if why:
-        way = "merge first (`finetune merge RUN`, then `--merged`)"
+        way = "Merge the adapter first: `finetune merge RUN`, then `finetune publish RUN --merged`."
         if unmerged := adapter_types.unmerged(str(config.get("peft_type")).lower(), config):
-            way = f"use it with PEFT, which {unmerged}"
-        return f"vLLM does not serve {why} beside a base: {way}."
+            way = f"Use the adapter with PEFT, which {unmerged}."
+        return f"vLLM can't serve {why} as an adapter. {way}"
     name = repo.rpartition("/")[2]
     words = ["vllm", "serve", base.name if base.on_hub else f"path/to/{base.name}", "--enable-lora"]
     words += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={repo}"]
@@ -266,8 +266,8 @@ def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:
         return ""
     before, after = stored["before"], stored["after"]
     rows = [(title, figure(before.get(key)), figure(after.get(key))) for key, title in HELD_OUT.items()]
-    return "These weights, on the validation set:\n\n" + markdown.table(
-        ("", f"{of_merged} before", "these weights"), rows
+    return "These weights on the validation set:\n\n" + markdown.table(
+        ("", f"{of_merged} before the merge", "these weights"), rows
     )
 
 
@@ -287,13 +287,13 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
                 before, difference = of.get("base", {}).get(metric), of.get("difference", {}).get(metric)
                 rows.append((f"{task}: {metric}", figure(before), shown, interval(difference)))
     if not rows:
-        return "There was no validation set, so nothing was measured."
+        return "The run has no validation set and no scores."
     settings = results.get("settings", {})
     held_out = settings.get("rows", report.get("validation", {}).get("kept", 0))
-    said = [f"Base and {of_merged}, as measured before merging."] if of_merged else []
-    said += [f"On {held_out} validation examples; answers are greedy."] if held_out else []
+    said = [f"Scores of the base model and the {of_merged} before the merge."] if of_merged else []
+    said += [f"On {held_out} validation examples, with greedy search."] if held_out else []
     said += [f"Note: {markdown.plain(note)}." for note in settings.get("notes", [])]
-    columns = ("", "base", of_merged or "tuned", "difference, 95 % interval")
+    columns = ("", "base", of_merged or "fine-tuned", "difference (95% CI)")
     return "\n\n".join([*filter(None, [" ".join(said)]), markdown.table(columns, rows)])
 
 
@@ -303,14 +303,16 @@ def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:
     rows: Table = [
         (f"data {markdown.code(name)}", digest) for name, digest in train.get("sources", {}).items()
     ]
-    rows += [("rows", f"{train.get('kept')} of {train.get('rows')}")] if train else []
-    rows += [("tokens with loss", f"{train.get('trained_tokens', 0):,} of {train.get('tokens', 0):,}")]
+    rows += [("examples", f"{train.get('kept')} of {train.get('rows')}")] if train else []
+    tokens = f"{train.get('trained_tokens', 0):,} of {train.get('tokens', 0):,}"
+    rows += [("tokens that contribute to the loss", tokens)]
     rows += [(key, f"{value}") for key, value in recipe.adapter.options().items()]
     section = recipe.train
-    rows += [("learning rate", f"{section.learning_rate:g}"), ("rows a step", section.effective_batch_size)]
+    rows += [("learning rate", f"{section.learning_rate:g}")]
+    rows += [("effective batch size", section.effective_batch_size)]
     if steps := run.steps():
         rows += [("steps", steps[-1].get("step"))]
-        rows += [("last loss in training", figure(last))] if (last := steps[-1].get("loss")) else []
+        rows += [("last training loss", figure(last))] if (last := steps[-1].get("loss")) else []
     machine = run.found("environment.json").get("hardware", {})
     rows += [("machine", f"{machine.get('count', 1)} x {machine['name']}")] if "name" in machine else []
     text = run.recipe.read_text(encoding="utf-8")

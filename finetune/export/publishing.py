@@ -92,10 +92,10 @@ def check(section: Publish, model: str) -> list[str]:
     try:
         repo, notes = client.prepare(section.repo, private=section.private, revision=section.revision)
     except UserError as error:
-        later = "; or publish.repo=null, and `finetune publish` when the run is there"
+        later = "; or set publish.repo=null and run `finetune publish` later"
         problems = [replace(problem, fix=problem.fix + later) for problem in error.problems]
         raise UserError(*problems, code=error.code) from error
-    notes.append(f"the run will be published to {repo} ({'private' if section.private else 'public'})")
+    notes.append(f"finetune will publish the run to {repo} ({'private' if section.private else 'public'})")
     if local_path(model) and not section.base_model:
         notes.append(unnamed_base(Path(model).name))
     return notes
@@ -110,7 +110,8 @@ def after_training(recipe: Recipe, folder: RunFolder, screen: Console) -> None:
     except Exception as error:  # the run itself is complete, so report any error and continue
         again = format_command(folder, recipe.publish)
         why = "\n".join(map(str, error.problems)) if isinstance(error, UserError) else visible(error)
-        said = [*f"not published: {why}".split("\n"), "the run is whole; to try again:", f"  {again}"]
+        head = f"warning: finetune did not publish the run: {why}"
+        said = [*head.split("\n"), "the run itself is complete; to publish it, run:", f"  {again}"]
         standard_streams.say(*said, error=True)
         with safe_files.open_append(folder.path, "log.txt") as log:
             log.writelines(f"{visible(masked(line))}\n" for line in said)
@@ -143,11 +144,11 @@ def run(
     section = recipe.publish
     checker.check_names(section)
     if not dry_run and publish_target.of_file(recipe):
-        fix = f"your own --repo; to publish there: {format_command(folder, section)}"
+        fix = f"name your own --repo; to publish to this one, run: {format_command(folder, section)}"
         raise UserError(publish_target.problem(recipe, fix))
     if section.repo is None and not dry_run:
-        fix = "--repo organisation/name; --dry-run shows what would go up"
-        raise UserError(Problem("no repository to publish to", "publish.repo", found="null", fix=fix))
+        what, fix = "no repository to publish to", "--repo ORGANIZATION/NAME, or --dry-run"
+        raise UserError(Problem(what, "publish.repo", found="null", fix=fix, code="publish-target"))
     kind, weights = find_weights(folder, merged)
     config = RunFolder(weights).found("adapter_config.json")
     base = base_model.find(recipe.model, section, config, online=not dry_run)
@@ -219,15 +220,16 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     merged_to = folder.found("merge.json")
     inside = [name for name in merged_to if name == Path(name).name]
     if merged_to and not inside:  # a run from somebody else could name any folder of this machine
-        what, fix = "the merged weights lie outside of the run folder", f"finetune merge {folder.path}"
-        raise UserError(Problem(what, where=str(folder.path), found=", ".join(merged_to), fix=fix))
+        what, fix = "the merged weights are outside the run folder", command("merge", str(folder.path))
+        texts = {"found": ", ".join(merged_to), "fix": fix, "code": "unsafe-file"}
+        raise UserError(Problem(what, where=str(folder.path), **texts))
     found = [path for name in inside if (path := folder.path / name).is_dir()]
     plain = [path for path in found if path == folder.path / "merged"] or found
     if len(plain) != 1:
-        what = "which of them?" if found else "nothing is merged in this run"
-        fix = "keep one of them in the run folder" if found else f"finetune merge {folder.path}"
+        what = "the run folder has several merged models" if found else "the run folder has no merged model"
+        fix = "keep only one of them" if found else command("merge", str(folder.path))
         names = ", ".join(path.name for path in found)
-        raise UserError(Problem(what, where=str(folder.path), found=names, fix=fix))
+        raise UserError(Problem(what, where=str(folder.path), found=names, fix=fix, code="merge"))
     untrusted_files.check_model(plain[0], "")
     return "merged", plain[0]
 
@@ -276,7 +278,9 @@ def stage(
     # Verify that other users can load the recipe
     load_recipe(staged / folder.recipe.name, (), folder.format_version)
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
-        raise UserError(Problem("no safetensors to publish", where=str(weights)), code=Exit.ARTEFACT)
+        what, fix = "the folder has no safetensors file to publish", command("merge", str(folder.path))
+        problem = Problem(what, where=str(weights), fix=fix, code="run-damaged")
+        raise UserError(problem, code=Exit.ARTEFACT)
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 
@@ -397,9 +401,9 @@ def refuse_secrets(files: dict[str, Path]) -> None:
     found = []
     for name, path in files.items():
         for line, shown in recipe_errors.secrets_in(text_of(path), client.any_token()):
-            what, where = "a secret would be published", f"{name}:{line}"
-            fix = "take it out of the run folder's file, and revoke it"
-            found.append(Problem(what, where=where, found=shown, fix=fix))
+            what, where = "a file to publish contains a secret", f"{name}:{line}"
+            fix = "remove the secret from the file in the run folder, and revoke it"
+            found.append(Problem(what, where=where, found=shown, fix=fix, code="publish-secret"))
     if found:
         raise UserError(*found)
 
@@ -414,8 +418,8 @@ def text_of(path: Path) -> str:
 
 
 def unnamed_base(name: str) -> str:
-    where = "publish.base_model=organisation/name if it is on the Hub"
-    return f"the base is a local folder, called `{name}` in the card; {where}"
+    fix = "set publish.base_model=ORGANIZATION/NAME if the model is on the Hub"
+    return f"the base model is a local folder, which the model card calls `{name}`; {fix}"
 
 
 def say_of(base: Base, files: dict[str, Path]) -> list[str]:
@@ -423,13 +427,13 @@ def say_of(base: Base, files: dict[str, Path]) -> list[str]:
     notes = [] if base.on_hub else [unnamed_base(base.name)]
     if not base.licence_from:
         notes.append(
-            "the licence of the base is not known here, so the card says `other`: publish.license=..."
+            "the license of the base model is unknown, so the model card says `other`; set publish.license"
         )
     results = json.loads(files["eval.json"].read_text(encoding="utf-8")) if "eval.json" in files else {}
     rows = len(results.get("samples", [])) + len(results.get("worst", []))
     if rows:
         notes.append(
-            f"eval.json shows {rows} validation examples; set publish.samples=false to leave them out"
+            f"eval.json contains {rows} validation examples; set publish.samples=false to remove them"
         )
     return notes
 
@@ -438,8 +442,8 @@ def show(screen: Console, files: dict[str, Path], section: Publish, staged: Path
     """Print the files of a dry run, and the folder that contains them."""
     rows = [(name, f"{path.stat().st_size:,}") for name, path in files.items()]
     where = f"{section.repo or 'a repository'} ({'private' if section.private else 'public'})"
-    screen.table(f"would go to {where}", ("file", "bytes"), rows)
-    screen.say("", f"as they would go up, the card too: {staged}", "nothing left this machine")
+    screen.table(f"files for {where}", ("file", "bytes"), rows)
+    screen.say("", f"these files and the model card are in {staged}", "finetune uploaded nothing")
 
 
 def push(
@@ -454,7 +458,7 @@ def push(
     ledger.check()
     others = sorted(done.listed.keys() - files.keys() - {".gitattributes"})
     if others:
-        screen.say(f"note: also there, and left as they are: {', '.join(others)}")
+        screen.say(f"note: the repository also has other files, which are unchanged: {', '.join(others)}")
     url = f"{client.endpoint()}/{repo}/tree/{done.commit}"
     report = {
         "repo": repo,
@@ -466,6 +470,6 @@ def push(
         "receipts": ledger.as_json(),
     }
     folder.write("publish.json", report)
-    sent = f"{len(done.sent)} of {len(files)} files sent" if done.sent else "already up to date: nothing sent"
-    screen.say("", f"{sent}; {url}", "next:", f"  {command('evaluate', f'{repo}@{done.commit}')}")
+    sent = f"uploaded {len(done.sent)} of {len(files)} files" if done.sent else "the repository is up to date"
+    screen.say("", f"{sent}: {url}", "next:", f"  {command('evaluate', f'{repo}@{done.commit}')}")
     return report

@@ -38,7 +38,7 @@ def choose(kind: str, dtype: torch.dtype, hardware: Hardware, trained: Qat | Non
         trained: the QAT settings of the run, if it has them. The weights are then stored in this format.
     """
     if trained is not None:
-        return qat.torchao_config(trained), f"{qat.describe(trained)}, a byte for each weight"
+        return qat.torchao_config(trained), f"{qat.describe(trained)}, one byte per weight"
     from torchao.quantization import (
         Float8WeightOnlyConfig,
         Int4WeightOnlyConfig,
@@ -48,16 +48,16 @@ def choose(kind: str, dtype: torch.dtype, hardware: Hardware, trained: Qat | Non
     )
 
     if kind == "int8":
-        return Int8WeightOnlyConfig(), "int8, a scale for each output"
+        return Int8WeightOnlyConfig(), "int8, one scale per output"
     if kind == "fp8":
-        return Float8WeightOnlyConfig(), "fp8 (e4m3), a scale for each output"
+        return Float8WeightOnlyConfig(), "fp8 (e4m3), one scale per output"
     if hardware.device == "cuda" and hardware.capability >= (8, 0) and dtype == torch.bfloat16:
         packed: Any = "tile_packed_to_4d"
         config = Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=packed)
-        return config, f"int4 in groups of {GROUP}, packed for NVIDIA GPUs: it opens on no other device"
+        return config, f"int4 in groups of {GROUP}, packed for NVIDIA GPUs only"
     four_bits: Any = torch.__dict__["int4"]  # missing in torch's type stubs
     config = IntxWeightOnlyConfig(weight_dtype=four_bits, granularity=PerGroup(GROUP))
-    return config, f"int4 in groups of {GROUP}, a byte for each weight: as large as int8, and less exact"
+    return config, f"int4 in groups of {GROUP}, one byte per weight: as large as int8, but less exact"
 
 
 def load(
@@ -88,9 +88,11 @@ def load(
         # Torchao raises different exceptions for missing features, such as ImportError or AssertionError
     ) as error:
         found = f"{type(error).__name__}: {first_line(error)}"
-        fix = "ACCELERATE_USE_CPU=true, or another --quantize"
-        problem = Problem(f"torchao can't make {kind} weights on {hardware.name}", found=found, fix=fix)
-        raise UserError(problem, code=Exit.ENVIRONMENT) from error
+        fix = "set ACCELERATE_USE_CPU=true, or choose another --quantize"
+        what = f"torchao can't quantize to {kind} on {hardware.name}"
+        raise UserError(
+            Problem(what, found=found, fix=fix, code="quantize"), code=Exit.ENVIRONMENT
+        ) from error
     try:
         return model_class.open_folder(
             source, dtype=dtype, quantization_config=TorchAoConfig(config), **options
@@ -98,8 +100,8 @@ def load(
     except (RuntimeError, ValueError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        what, fix = f"torchao can't make this model's layers {kind}", "another --quantize"
-        raise UserError(Problem(what, found=first_line(error), fix=fix)) from error
+        what, fix = f"torchao can't quantize the layers of this model to {kind}", "choose another --quantize"
+        raise UserError(Problem(what, found=first_line(error), fix=fix, code="quantize")) from error
 
 
 def left_out(model: torch.nn.Module) -> tuple[int, list[str]]:
@@ -116,8 +118,8 @@ def kept(model: torch.nn.Module, size: int) -> str:
         size: total bytes of the stored weights.
     """
     stacked = module_names.of_experts(model)
-    share = f"{stacked / 1e6:.1f} MB, {stacked / size:.0%} of what is stored"
-    return KEPT + (f", experts ({share}: they are no linear layers)" if stacked else "")
+    share = f"{stacked / 1e6:.1f} MB, {stacked / size:.0%} of the stored weights"
+    return KEPT + (f", experts ({share}; they are not linear layers)" if stacked else "")
 
 
 def is_quantised(weight: torch.Tensor) -> bool:

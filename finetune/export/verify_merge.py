@@ -79,13 +79,18 @@ def trained(
         clear_device_cache(garbage_collection=True)
         base = logits(reopen.open_base(recipe), rows)
     if not all(bool(row.isfinite().all()) for row in [*tuned, *base]):
-        what = "what was trained gives logits that are not finite"
-        raise UserError(Problem(what, where=str(folder.weights)), code=Exit.ARTEFACT)
+        what, fix = (
+            "the logits of the fine-tuned model are NaN or Inf",
+            "train again with a lower learning rate",
+        )
+        problem = Problem(what, where=str(folder.weights), found="NaN or Inf", fix=fix, code="non-finite")
+        raise UserError(problem, code=Exit.ARTEFACT)
     if all(map(torch.equal, tuned, base)):
-        what = "training changed nothing: there is nothing to merge"
-        fix = "more steps, or a higher learning rate"
-        found = f"the base's own logits, bit for bit, on {len(rows)} rows"
-        raise UserError(Problem(what, where=str(folder.weights), found=found, fix=fix), code=Exit.ARTEFACT)
+        what = "the fine-tuned model equals the base model, so the merge would change nothing"
+        fix = "train more steps, or raise train.learning_rate"
+        found = f"equal logits on {len(rows):,} examples"
+        problem = Problem(what, where=str(folder.weights), found=found, fix=fix, code="merge")
+        raise UserError(problem, code=Exit.ARTEFACT)
     return tuned, base, scores
 
 
@@ -132,26 +137,30 @@ def reopened(
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise UserError(
-            Problem("what was saved does not open", found=first_line(error)), code=Exit.ARTEFACT
-        ) from error
+        raise UserError(_unverified("can't be loaded", first_line(error)), code=Exit.ARTEFACT) from error
     opened, found = loaded
     wrong = sorted(found["missing_keys"]) + sorted(found["unexpected_keys"])
     if wrong:
-        what = "what was saved does not hold this model's weights"
-        raise UserError(Problem(what, found=", ".join(wrong[:6])), code=Exit.ARTEFACT)
+        problem = _unverified("do not fit the model", ", ".join(wrong[:6]))
+        raise UserError(problem, code=Exit.ARTEFACT)
     head, embedding = opened.get_output_embeddings(), opened.get_input_embeddings()
     same = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
     if model_class.has_tied_head(opened.config) and not same:
-        what, found = "the output head is no longer the embeddings", "two tensors, where the config says one"
-        raise UserError(Problem(what, found=found), code=Exit.ARTEFACT)
+        found = "two tensors for output head and embeddings; the config says that they are tied"
+        raise UserError(_unverified("lost the tied output head", found), code=Exit.ARTEFACT)
     scores = score(opened)
     result = logits(opened, rows)
     del opened, loaded, head, embedding
     clear_device_cache(garbage_collection=True)
     if not all(bool(row.isfinite().all()) for row in result):
-        raise UserError(Problem("the saved weights give logits that are not finite"), code=Exit.ARTEFACT)
+        raise UserError(_unverified("give logits that are NaN or Inf", "NaN or Inf"), code=Exit.ARTEFACT)
     return result, scores
+
+
+def _unverified(fault: str, found: str) -> Problem:
+    """Return the problem of merged weights that fail the verification, which deletes them."""
+    fix = "run the merge again; if it fails again, report a bug"
+    return Problem(f"the merged weights {fault}", found=found, fix=fix, code="merge")
 
 
 def agreement(
@@ -192,12 +201,13 @@ def refuse_lost(report: dict[str, Any], folder: RunFolder) -> None:
     figures, tensors = report["against_tuned"], report["tensors"]
     if tensors["changed"] and figures["relative"] < LOST:
         return
-    lost = f"||merged - tuned|| is {figures['relative']:.3g} of ||tuned - base||"
-    found = f"{lost}; {tensors['changed']} of {tensors['all']} tensors differ from the base"
-    fix = "--dtype float32" if report["dtype"] != "float32" else f"finetune evaluate {folder.path}"
-    what, expected = f"merging in {report['dtype']} loses what training changed", f"less than {LOST:g}"
-    problem = Problem(what, where=str(folder.adapter), found=found, expected=expected, fix=fix)
-    raise UserError(problem, code=Exit.ARTEFACT)
+    lost = f"||merged - fine-tuned|| / ||fine-tuned - base|| = {figures['relative']:.3g}"
+    found = f"{lost}; {tensors['changed']} of {tensors['all']} tensors differ from the base model"
+    fix = "--dtype float32" if report["dtype"] != "float32" else "use the adapter with PEFT, without a merge"
+    what, expected = f"a merge in {report['dtype']} loses the training update", f"less than {LOST:g}"
+    why = f"{report['dtype']} rounds changes of this size"
+    texts = {"found": found, "expected": expected, "fix": fix, "why": why, "code": "merge"}
+    raise UserError(Problem(what, where=str(folder.adapter), **texts), code=Exit.ARTEFACT)
 
 
 def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
@@ -205,11 +215,11 @@ def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
     figures, kind = report["against_tuned"], report["quantized"]
     if figures["kl"] < figures["kl_base"]:
         return
-    found = f"KL(tuned || {kind}) is {figures['kl']:.3g} nats a token"
-    expected = f"less than {figures['kl_base']:.3g}: KL(tuned || base)"
-    fix = "without --quantize" if kind == "int8" else "--quantize int8, or without"
-    what = f"{kind} changes the model by more than training did"
-    problem = Problem(what, where=str(folder.weights), found=found, expected=expected, fix=fix)
+    found = f"KL(fine-tuned || {kind}) = {figures['kl']:.3g} nats per token"
+    expected = f"less than KL(fine-tuned || base) = {figures['kl_base']:.3g}"
+    fix = "remove --quantize" if kind == "int8" else "--quantize int8, or remove --quantize"
+    what = f"quantization to {kind} changes the model more than training did"
+    problem = Problem(what, "", str(folder.weights), found, expected, fix, code="quantize")
     raise UserError(problem, code=Exit.ARTEFACT)
 
 

@@ -50,6 +50,12 @@ if TYPE_CHECKING:
 
 WARM, TIMED = 2, 3  # steps for warm-up and for timing, before the traced steps
 TRACED = {"cpu": 3, "cuda": 1}  # several steps on a CPU, to compare an operation with others of its kind
+SHOWN = {  # kind of operation -> its name in the table
+    "products": "GEMMs",
+    "memory-bound": "memory-bound kernels",
+    "launch gaps": "idle",
+    trace_analysis.COPIES: "copies between GPU and CPU",
+}
 STEPS = WARM + TIMED + max(TRACED.values()) + 1  # steps of the run, which ends before its last step
 
 
@@ -196,7 +202,8 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         found = error.strerror or str(error)
-        raise UserError(Problem("can't be written", where=str(folder), found=found)) from error
+        what, fix = "finetune can't create the output folder", "choose another folder with --output"
+        raise UserError(Problem(what, "", str(folder), found, fix=fix, code="path")) from error
     # use one process on one GPU, because the Trainer would use all GPUs
     given = launcher.launched() or "CUDA_VISIBLE_DEVICES" in os.environ
     alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
@@ -212,7 +219,7 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
                 folder.rmdir()
     if os.environ.get("RANK", "0") == "0":
         screen, few = Console(quiet=quiet), adapter_types.in_few_steps(whole.adapter, STEPS)
-        screen.say(*[f"note: the run had {key} {value}: {STEPS} steps" for key, value in few.items()])
+        screen.say(*[f"note: the profile used {key}: {value}" for key, value in few.items()])
         show(screen, found)
     return found
 
@@ -276,7 +283,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
             pipeline.run(short, quiet=True, watchers=[*watchers, trace])
     except Stopped as stopped:
         by = str(stopped).partition(";")[0]
-        raise Stopped(f"{by}; nothing of a profile is kept: the same command begins again") from None
+        raise Stopped(f"{by}; a stopped profile is not saved, so run the same command again") from None
     finally:
         shutil.rmtree(temporary)
     assert trace.profiler is not None
@@ -342,9 +349,9 @@ def peaks(machine: Hardware, one: memory_estimate.Widths) -> tuple[float, float 
     if known:
         return known["product"], known.get("fp8"), "measured by `finetune doctor --measure`"
     if gpu:
-        return gpu.bf16, gpu.fp8, "of its data sheet"
+        return gpu.bf16, gpu.fp8, "from its data sheet"
     if machine.device == "cpu":
-        return ceiling(), None, "timed now with a large product"
+        return ceiling(), None, "measured now with a large GEMM"
     return 0.0, None, ""
 
 
@@ -379,13 +386,14 @@ def ceiling() -> float:
 def show(screen: Console, found: Profile) -> None:
     """Print the shares as a table, then the verdict and the suggestion."""
     rows = [
-        (name, f"{share:.1%}", f"{share * found.seconds * 1e3:.1f}") for name, share in found.shares.items()
+        (SHOWN.get(name, name), f"{share:.1%}", f"{share * found.seconds * 1e3:.1f}")
+        for name, share in found.shares.items()
     ]
     screen.table(f"a step of {found.seconds:.3f} s", ("part", "share", "ms"), rows)
     screen.say(f"padding: {found.padding:.1%} of the tokens; attention: {found.attention}")
-    known = f"{found.roofline[0]:.0%} of {found.roofline[1]}" if found.roofline else "not known here"
-    needed = f"; the model's own FLOPs, of the whole step: {found.model:.0%}" if found.model else ""
-    screen.say(f"roofline: products reach {known}{needed}")
+    known = f"{found.roofline[0]:.0%} of {found.roofline[1]}" if found.roofline else "an unknown share"
+    needed = f"; MFU of the whole step: {found.model:.0%}" if found.model else ""
+    screen.say(f"roofline: GEMMs reach {known}{needed}")
     held = f"{found.memory}, for pytorch.org/memory_viz" if found.memory else "none on the CPU"
     screen.say(f"memory snapshot: {held}")
-    screen.say("", f"verdict: {found.verdict}", f"next: {found.lever}", f"wrote {found.trace}")
+    screen.say("", f"verdict: {found.verdict}", f"suggestion: {found.lever}", f"wrote {found.trace}")

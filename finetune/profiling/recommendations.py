@@ -48,14 +48,15 @@ def judge(
     masked = attention == "eager" or (gpu and attention == "sdpa")
     waits, gaps, copied = found["data wait"], found["launch gaps"], found.get(COPIES, 0.0)
     sums, passes, attends = found["communication"], found["memory-bound"], found["attention"]
-    kernel = "model.attention: auto" + ("" if whole.model.attention != "auto" else " can't do better here")
-    rarer = "train.effective_batch_size: larger, so that they are rarer"
+    best = "this machine has no faster attention kernel"
+    kernel = "model.attention: auto" if whole.model.attention != "auto" else best
+    rarer = "raise train.effective_batch_size for fewer communications"
     # Time that could be saved, description, suggestion
     causes: list[tuple[float, str, Callable[[], str]]] = [
         (waits, f"the step waits for data {waits:.0%} of its time", lambda: loader(whole, made.machine)),
         (
             gaps - USUAL_GAPS[made.machine.device],
-            f"nothing is computed for {gaps:.0%} of the step: too small a batch",
+            f"the {'GPU' if gpu else 'CPU'} is idle for {gaps:.0%} of the step, because the batch is small",
             lambda: more_rows(whole, gpu),
         ),
         (
@@ -68,15 +69,15 @@ def judge(
             f"{attention} attention takes {attends:.0%} of the step",
             lambda: kernel,
         ),
-        (sums, f"sums between processes take {sums:.0%} of the step", lambda: rarer),
+        (sums, f"communication between processes takes {sums:.0%} of the step", lambda: rarer),
         (
             copied,
-            f"copies to the CPU's memory and back take {copied:.0%} of the step",
+            f"copies between GPU and CPU memory take {copied:.0%} of the step",
             lambda: fewer_copies(whole, made),
         ),
         (
             passes * 0.3 * gpu,
-            f"passes over memory take {passes:.0%} of the step",
+            f"memory-bound kernels take {passes:.0%} of the step",
             lambda: fewer_passes(whole, made),
         ),
     ]
@@ -84,8 +85,8 @@ def judge(
     if gain >= ENOUGH:
         return said, lever()
     share = found["products"] + attends
-    text = f"products and attention take {share:.0%} of the step: nothing large is in their way"
-    text += f"; products reach {reached[0]:.0%} of {reached[1]}" if reached else ""
+    text = f"GEMMs and attention take {share:.0%} of the step, and no other part is large"
+    text += f"; GEMMs reach {reached[0]:.0%} of {reached[1]}" if reached else ""
     return text, faster_products(whole, made)
 
 
@@ -95,20 +96,20 @@ def fewer_copies(whole: Recipe, made: Plan) -> str:
         return "speed.offload: auto"
     if made.choices["offload"].value != "none":
         return "speed.offload: none"
-    return "what moves tensors in each step: an offload of the accelerate config, a callback"
+    return "find out why tensors move in each step, such as an offload in the accelerate config or a callback"
 
 
 def loader(whole: Recipe, machine: Hardware) -> str:
     """Suggest more data loader workers, up to the number of CPU cores."""
     if whole.data.streaming:
-        return "a stream is read while training: data.streaming: false"
+        return "data.streaming: false, because a stream is read during training"
     key, given = "dataloader_num_workers", whole.train.passed_on()
     here = int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
     has = given.get(key, data_loader.loader(machine, here)[key])
     most = max(2, machine.cpu_cores // here)
     if has < most:
         return f"train.{key}: {min(most, max(2, 2 * has))}" + (f" (now {has})" if has else "")
-    return f"a machine with more CPU cores: {has} workers have those of this one"
+    return f"use a machine with more CPU cores: {has} workers use all cores of this machine"
 
 
 def more_rows(whole: Recipe, gpu: bool) -> str:
@@ -125,24 +126,24 @@ def more_rows(whole: Recipe, gpu: bool) -> str:
     # Auto has already chosen the largest size that fits
     if more and whole.train.per_device_train_batch_size != "auto":
         rows = max([size for size in more if size <= max(ROWS, 2 * batch.per_device)] or more[:1])
-        return f"train.per_device_train_batch_size: {rows}, more rows at once{packed}"
+        return f"train.per_device_train_batch_size: {rows}{packed}"
     rows = max(ROWS, 2 * share)
     if whole.train.per_device_train_batch_size == "auto":
-        return f"train.effective_batch_size: {rows * apart}, more rows at once if memory has room{packed}"
+        return f"train.effective_batch_size: {rows * apart}, if the memory suffices{packed}"
     both = f"train.effective_batch_size: {rows * apart} and train.per_device_train_batch_size: {rows}"
-    return f"{both}, more rows at once{packed}"
+    return f"{both}{packed}"
 
 
 def less_padding(whole: Recipe, gpu: bool) -> str:
     """Suggest sequences without padding on a GPU, and grouping by length on a CPU, where that is faster."""
     if whole.data.packing or whole.data.padding_free:
-        return "data.max_length: one that rows fill better"
+        return "lower data.max_length, so that sequences have less padding"
     if gpu:
         return "data.packing: true, or data.padding_free: true"
     given = whole.train.passed_on()
     if not whole.data.streaming and given.get("train_sampling_strategy") != "group_by_length":
         return "train.train_sampling_strategy: group_by_length"
-    return "fewer rows at once, which differ less in length (train.per_device_train_batch_size)"
+    return "lower train.per_device_train_batch_size, so that the examples of a batch differ less in length"
 
 
 def fewer_passes(whole: Recipe, made: Plan) -> str:
@@ -150,7 +151,7 @@ def fewer_passes(whole: Recipe, made: Plan) -> str:
     off = ["speed.compile: true"] if made.choices["compile"].value == "off" else []
     off += ["speed.fused: auto"] if whole.speed.fused is False else []
     off += ["speed.loss: auto"] if whole.speed.loss == "trl" else []
-    return " and ".join(off) or "a GPU with faster memory: what fuses passes is on"
+    return " and ".join(off) or "use a GPU with faster memory; all fusing optimizations are on"
 
 
 def faster_products(whole: Recipe, made: Plan) -> str:
@@ -159,7 +160,7 @@ def faster_products(whole: Recipe, made: Plan) -> str:
     stored = made.choices["quantization"].value in ("fp8", *QUANTISED)
     if able and not stored and not adapter_rules.against_fp8(whole.adapter, whole.speed, whole.eval):
         return "model.quantization: fp8"
-    return "a faster machine"
+    return "use a faster machine"
 
 
 def processes() -> int:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 REPORT = Path(__file__).with_name("report.html.jinja")
 CHARTS = (  # key in metrics.jsonl, name, whether the axis starts at zero, caption
-    ("learning_rate", "learning rate", True, "{most} at most, {last} at the end"),
-    ("grad_norm", "gradient norm", False, "{median} in the median, {most} at most"),
-    ("tokens_per_second", "tokens a second", True, "{median} in the median"),
-    ("mfu", "share of the hardware's peak (MFU)", True, "{median} in the median"),
-    ("gpu_memory_gib", "GPU memory, GiB", True, "{most} at most"),
-    ("host_memory_gib", "host memory, GiB", True, "{most} at most"),
-    ("data_wait", "share of the time spent waiting for data", True, "{median} in the median"),
+    ("learning_rate", "learning rate", True, "maximum {most}, last step {last}"),
+    ("grad_norm", "gradient norm", False, "median {median}, maximum {most}"),
+    ("tokens_per_second", "tokens/s", True, "median {median} tokens/s"),
+    ("mfu", "model FLOPs utilization (MFU)", True, "median {median}"),
+    ("gpu_memory_gib", "GPU memory, GiB", True, "peak {most} GiB"),
+    ("host_memory_gib", "CPU memory, GiB", True, "peak {most} GiB"),
+    ("data_wait", "share of the time spent waiting for data", True, "median {median}"),
 )
 
 
@@ -69,7 +69,8 @@ def after(path: Path, screen: Console) -> None:
         run(path)
     except Exception as error:  # the run itself is finished, so report any error and continue
         said = " ".join(str(error).split())
-        screen.say(f"note: no report.html ({type(error).__name__}: {said}); try: finetune report {path}")
+        text = f"finetune can't write report.html ({type(error).__name__}: {said})"
+        screen.say(f"warning: {text}; try: finetune report {path}")
 
 
 def judge(run: Run) -> Verdict:
@@ -79,7 +80,7 @@ def judge(run: Run) -> Verdict:
         return _unfinished(run)
     held_out = run.data["validation"].kept if run.data else None
     verdict = scores.judge(run.evaluation, held_out, training_loss(run))
-    doubts = [f"{failed} of {len(run.receipts)} run checks failed: see below"] if failed else []
+    doubts = [f"{failed} of {len(run.receipts)} run checks failed"] if failed else []
     kind = "mixed" if failed and verdict.kind == "good" else verdict.kind
     return verdict._replace(kind=kind, doubts=[*verdict.doubts, *doubts])
 
@@ -87,11 +88,11 @@ def judge(run: Run) -> Verdict:
 def _unfinished(run: Run) -> Verdict:
     """Return how far a run without weights came. A checkpoint can be newer than the last logged step."""
     last = max(run.steps[-1]["step"] if run.steps else 0, run.kept)
-    ended = f"It ended after step {last:.0f}." if last else "No step was logged."
+    ended = f"The run ended after step {last:,.0f}." if last else "The run logged no step."
     if run.kept:
-        ended += f" Step {run.kept} is saved: the same command with --resume goes on from there."
-    failed = f"It failed: {'only a checkpoint' if run.kept else 'nothing'} was saved"
-    title = failed if run.error else "It did not finish, or is still running"
+        ended += f" To continue from the checkpoint of step {run.kept:,}, add --resume to the same command."
+    failed = f"The run failed and saved {'only checkpoints' if run.kept else 'no weights'}"
+    title = failed if run.error else "The run is not finished"
     return Verdict("bad" if run.error else "unknown", title, f"{ended}\n{run.error}".strip(), [])
 
 
@@ -115,13 +116,13 @@ def summary(run: Run) -> str:
     """Summarize model, data, duration and hardware in one sentence."""
     kind = run.get("adapter.type")
     options = f" (r {run.get('adapter.r')})" if run.get("adapter.r") else ""
-    what = "Full fine-tuning" if kind == "full" else f"{kind}{options}" if kind else "Something"
-    model = "/".join(Path(str(run.get("model.name", "an unknown base"))).parts[-2:])
+    what = "Full fine-tuning" if kind == "full" else f"{kind}{options}" if kind else "Unknown adapter"
+    model = "/".join(Path(str(run.get("model.name", "an unknown base model"))).parts[-2:])
     said = [f"{what} on {model}"]
     if run.data:
         rows = run.data["train"].kept
         names = ", ".join(Path(str(name)).name for name in run.data["train"].formats) or "a stream"
-        said.append(f"trained on {rows:,} rows of {names}" if rows else f"trained on {names}")
+        said.append(f"trained on {rows:,} examples of {names}" if rows else f"trained on {names}")
     if run.steps:
         epochs = run.steps[-1].get("epoch")
         passes = f" ({epochs:.3g} epoch{'s' * (epochs != 1)})" if epochs else ""
@@ -137,10 +138,10 @@ def headlines(run: Run) -> list[tuple[str, str]]:
     """Return the few figures that are shown large, as (name, value)."""
     found = scores.headlines(run.evaluation)
     if run.steps:
-        found.append(("time in training", duration(seconds(run))))
+        found.append(("training time", duration(seconds(run))))
     if run.receipts:
         ok = sum(bool(receipt["passed"]) for receipt in run.receipts)
-        found.append(("run checks that passed", f"{ok} of {len(run.receipts)}"))
+        found.append(("run checks passed", f"{ok} of {len(run.receipts)}"))
     return found
 
 
@@ -165,14 +166,14 @@ def _loss_chart(run: Run) -> tuple[str, str]:
     lines = [Curve("each step", places, losses, "faint"), Curve("mean", places, smoothed(losses))]
     lines = lines if long else [Curve("training", places, losses)]
     drawn = [loss for loss in lines[-1].y if loss is not None and math.isfinite(loss)] or [math.nan]
-    caption, mark = f"from {figure(drawn[0])} to {figure(drawn[-1])}", None
+    caption, mark = f"training loss {figure(drawn[0])} \N{RIGHTWARDS ARROW} {figure(drawn[-1])}", None
     bad = sum(loss is None or not math.isfinite(loss) for loss in losses)
-    caption += f"; {bad} steps have no finite loss" if bad else ""
+    caption += f"; the loss of {bad:,} steps is NaN or Inf" if bad else ""
     held = [(check["step"], check["eval_loss"]) for check in run.checks if check.get("eval_loss") is not None]
     if held:
-        lines.append(Curve("held out", [step for step, _ in held], [loss for _, loss in held], "points"))
+        lines.append(Curve("validation", [step for step, _ in held], [loss for _, loss in held], "points"))
         step, least = min(held, key=lambda pair: pair[1] if math.isfinite(pair[1]) else math.inf)
-        caption += f"; held out least at step {step:,.0f}: {figure(least)}"
+        caption += f"; lowest validation loss {figure(least)} at step {step:,.0f}"
         mark = (step, f"best: step {step:,.0f}")
     return curves(lines, "loss", mark=mark, alt=f"loss: {caption}"), caption
 
@@ -188,24 +189,23 @@ def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
     rate, losses = run.get("train.learning_rate"), training_loss(run)
     slower = f"{again} train.learning_rate={figure(rate / 5)}" if rate else ""
     if rate == 0:
-        found.append(("the learning rate is 0: nothing can be learnt", f"{again} train.learning_rate=2e-4"))
+        found.append(("Set a learning rate above 0", f"{again} train.learning_rate=2e-4"))
     elif slower and (verdict.kind == "bad" or (losses and not losses[1] < losses[0])):
-        found.append(("a lower learning rate, if the loss rose or jumped", slower))
+        found.append(("Lower the learning rate", slower))
     if verdict.kind == "same" and rate:
-        found.append(
-            ("more steps, or a higher learning rate", f"{again} train.learning_rate={figure(rate * 3)}")
-        )
+        faster = f"{again} train.learning_rate={figure(rate * 3)}"
+        found.append(("Raise the learning rate, or train for more steps", faster))
     held_out = run.get("data.validation") or run.get("data.validation_fraction")
     if verdict.kind == "unknown" and not held_out:
-        found.append(("hold rows out, to know", f"{again} data.validation_fraction=0.02"))
+        found.append(("Train with a validation set", f"{again} data.validation_fraction=0.02"))
     if verdict.kind != "bad" or run.evaluation:
-        found.append(("measure it again, from the folder alone", f"finetune evaluate {name}"))
-        found.append(("talk to base and tuned side by side", f"finetune chat {name}"))
+        found.append(("Repeat the evaluation from the saved files", f"finetune evaluate {name}"))
+        found.append(("Chat with base model and fine-tuned model side by side", f"finetune chat {name}"))
     if verdict.kind in ("good", "mixed"):
         adapter = run.recipe.get("adapter") or {}
         if not adapter_types.unmerged(str(adapter.get("type")), adapter):
-            found.append(("one set of weights, proven equal", f"finetune merge {name}"))
-        found.append(("what would go to the Hub", f"finetune publish {name} --dry-run"))
+            found.append(("Merge the adapter into the base model", f"finetune merge {name}"))
+        found.append(("Show what publishing would upload", f"finetune publish {name} --dry-run"))
     return found
 
 
@@ -229,11 +229,11 @@ def reproduce(run: Run) -> tuple[str, list[str]]:
         command = (
             f"accelerate launch --num_processes {processes} --mixed_precision {precision} -m finetune {train}"
         )
-        split = f", the base split by {launch['splitter']}" if launch.get("splitter") else ""
+        split = f", base model sharded by {launch['splitter']}" if launch.get("splitter") else ""
         needs.append(f"{processes} processes, precision {precision}{split}")
     git = run.environment.get("git")
     if git:
-        dirty = ", with changes that were not committed" if git.get("dirty") else ""
+        dirty = " with uncommitted changes" if git.get("dirty") else ""
         needs.append(f"finetune at commit {git['commit']}{dirty}")
     sources = run.data["train"].sources if run.data else {}
     needs += [f"{Path(path).name} with sha256 {digest[:12]}..." for path, digest in sources.items()]
@@ -249,10 +249,10 @@ def environment(run: Run) -> list[tuple[str, str]]:
         rows.append(("hardware", f"{said}, {device.get('cpu_cores')} CPU cores"))
     if launch:
         how = f"{launch.get('launcher')}, processes: {launch.get('processes')}"
-        rows.append(("launched by", f"{how}, precision {launch.get('precision')}"))
+        rows.append(("launch", f"{how}, precision {launch.get('precision')}"))
         rows += list(recorded_variables.recorded(launch.get("environment") or {}).items())
     if git:
-        dirty = ", with changes that were not committed" if git.get("dirty") else ""
+        dirty = " with uncommitted changes" if git.get("dirty") else ""
         rows.append(("code", f"commit {git.get('commit')}{dirty}"))
     rows += [("python", found.get("python", "?")), ("platform", found.get("platform", "?"))]
     return rows + [(name, at or "not installed") for name, at in (found.get("packages") or {}).items()]

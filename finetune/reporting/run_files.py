@@ -16,12 +16,12 @@ from finetune.run_folder import file_shapes, run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 FILES = {  # files of a run folder, and the content that is missing without them
-    "recipe.resolved.yaml": "what was asked for",
+    "recipe.resolved.yaml": "the settings",
     "environment.json": "versions and hardware",
-    "data_report.json": "what became of the rows",
-    "metrics.jsonl": "how training went",
+    "data_report.json": "the figures of the data",
+    "metrics.jsonl": "the training curves",
     "checks.json": "the run checks",
-    "eval.json": "base against tuned (finetune evaluate makes it)",
+    "eval.json": "the evaluation (run `finetune evaluate`)",
 }
 LONGEST = 2000  # limit of displayed characters of a text
 
@@ -58,7 +58,12 @@ class Run:
 def read(path: Path) -> Run:
     """Read all available files. `missing` names files that do not exist or cannot be read."""
     if not any(RunFolder(path).file(name).exists() for name in FILES):
-        raise UserError(Problem("not a run folder", where=str(path), found=f"none of {', '.join(FILES)}"))
+        found, expected = "no file of a run", f"one of {', '.join(FILES)}"
+        fix = "name the folder that `finetune train` wrote"
+        problem = Problem(
+            "the path is not a run folder", "", str(path), found, expected, fix, code="run-folder"
+        )
+        raise UserError(problem)
     found, folder = Run(path), RunFolder(path)
     readers = {
         "recipe.resolved.yaml": _read_recipe,
@@ -70,20 +75,22 @@ def read(path: Path) -> Run:
     }
     for name, reader in readers.items():
         if not os.path.lexists(folder.file(name)):
-            found.missing.append(f"{name} is not there: {FILES[name]}")
+            found.missing.append(f"{name} is missing, so the report can't show {FILES[name]}")
             continue
         try:
             reader(found, folder)
         except (OSError, ValueError, UserError) as error:
-            found.missing.append(f"{name} can't be read: {FILES[name]} ({_one_line(error)})")
+            lost = f"so the report can't show {FILES[name]}"
+            found.missing.append(f"finetune can't read {name} ({_one_line(error)}), {lost}")
     found.saved = (path / "adapter").exists() or (path / "model").exists()
     if not found.saved:
-        found.missing.append("adapter/ and model/ are not there: what was trained")
+        found.missing.append("adapter/ and model/ are missing, so the run has no trained weights")
         found.kept = max(map(checkpoints.step_of, checkpoints.published(path / "checkpoints")), default=0)
         try:
             found.error = _last_error(folder)
         except (OSError, UserError) as error:
-            found.missing.append(f"log.txt can't be read: why the run ended ({_one_line(error)})")
+            lost = "so the report can't show why the run ended"
+            found.missing.append(f"finetune can't read log.txt ({_one_line(error)}), {lost}")
     return found
 
 
@@ -128,7 +135,7 @@ def _read_metrics(found: Run, folder: RunFolder) -> None:
             continue
         (found.steps if "loss" in record else found.checks).append(record)
     if torn:
-        found.missing.append(f"metrics.jsonl: {torn} lines can't be read, and are left out")
+        found.missing.append(f"the report skips {torn:,} damaged lines of metrics.jsonl")
 
 
 def _float(value: Any) -> float | None:

@@ -10,7 +10,7 @@ from finetune.core import formatting
 from finetune.core.formatting import figure, percent
 from finetune.evaluation import verdicts
 
-NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "stopped by itself"}
+NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
 KINDS = {
     verdicts.BETTER: "good",
     verdicts.NO_DIFFERENCE: "same",
@@ -51,8 +51,9 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
     """
     said = found.get("verdict") or {}
     forgot = said.get("forgot") or []
-    doubts = [f"it forgot: worse than its base on {', '.join(map(str, forgot))}"] if forgot else []
-    learnt = f" Training loss went from {figure(losses[0])} to {figure(losses[1])}." if losses else ""
+    worse = f"Forgetting check: worse than the base model on {', '.join(map(str, forgot))}"
+    doubts = [worse] if forgot else []
+    learnt = f" Training loss: {figure(losses[0])} -> {figure(losses[1])}." if losses else ""
     title = verdicts.title(said)
     if said:
         kind = KINDS.get(verdicts.current_word(str(said.get("word"))), "unknown")
@@ -61,8 +62,8 @@ def judge(found: dict[str, Any], held_out: int | None, losses: tuple[float, floa
             "mixed" if kind == "good" and forgot else kind, title, str(said.get("why", "")) + more, doubts
         )
     if held_out:
-        return Verdict("unknown", title, f"It was trained, but not evaluated.{learnt}", [])
-    return Verdict("unknown", title, f"There was no validation set to measure it on.{learnt}", [])
+        return Verdict("unknown", title, f"The run was trained, but not evaluated.{learnt}", [])
+    return Verdict("unknown", title, f"The run has no validation set.{learnt}", [])
 
 
 def headlines(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -77,9 +78,9 @@ def table(found: dict[str, Any]) -> list[tuple[str, list[Row]]]:
     for name, task in (found.get("tasks") or {}).items():
         (kept if task.get("forgetting") else tasks).extend(_task(str(name), task))
     groups = [
-        ("On the validation set", _held_out(found)),
+        ("Validation set", _held_out(found)),
         ("Tasks", tasks),
-        ("What it may have forgotten", kept),
+        ("Forgetting check", kept),
     ]
     return [(title, rows) for title, rows in groups if rows]
 
@@ -90,7 +91,7 @@ def sources(found: dict[str, Any]) -> list[Row]:
     for source in all_of_them if len(all_of_them) > 1 else []:
         base, tuned = source.get("base") or {}, source.get("tuned") or {}
         change = (source.get("difference") or {}).get("loss")
-        name, note = Path(str(source.get("source"))).name, f"{source.get('rows', 0):,} rows"
+        name, note = Path(str(source.get("source"))).name, f"{source.get('rows', 0):,} examples"
         rows.append(_row(name, "loss", base, tuned, change, note))
     return rows
 
@@ -99,7 +100,7 @@ def _held_out(found: dict[str, Any]) -> list[Row]:
     base, tuned, change = (found.get(key) or {} for key in ("base", "tuned", "difference"))
     known = [key for key in NAMES if base.get(key) is not None and tuned.get(key) is not None]
     rows = (found.get("settings") or {}).get("rows")
-    note = f"{rows:,} rows" if rows else ""
+    note = f"{rows:,} examples" if rows else ""
     return [_row(NAMES[key], key, base, tuned, change.get(key), note) for key in known]
 
 
@@ -109,7 +110,7 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
     main = task.get("main")
     metrics = [key for key in base if key in tuned and not key.endswith("_stderr") and base[key] is not None]
     metrics.sort(key=lambda key: key != main)
-    rows = f"{task['rows']:,} rows" if task.get("rows") else ""
+    rows = f"{task['rows']:,} examples" if task.get("rows") else ""
     better = task.get("higher_is_better") or {}
     found = []
     for key in metrics:

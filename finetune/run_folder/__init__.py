@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and what later commands read from it."""
+"""The files that a run writes, and functions that read them."""
 
 from typing import TYPE_CHECKING
 

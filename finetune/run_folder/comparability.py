@@ -22,11 +22,11 @@ OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation"
 
 
 class Found(NamedTuple):
-    """What is unequal in one part of two runs."""
+    """The differences of one part of two runs."""
 
     part: str
     rows: list[tuple[str, str, str]]
-    """What it is, as A has it, as B has it."""
+    """For each difference: its name, the value of run A and the value of run B."""
     summary: str = ""
 
 
@@ -71,7 +71,7 @@ def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
-    """What has to be equal for the figures of two runs to be compared; each is said as a reason."""
+    """Return the values that must be equal in two runs whose figures are compared."""
     environment, report = folder.read("environment.json"), folder.read("data_report.json")
     recipe, result = load_recipe(folder.recipe, (), folder.format_version), folder.found("eval.json")
     machine, launch = environment["hardware"], environment["launch"]
@@ -96,7 +96,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
         **{f"evaluation {key}": value for key, value in settings.items()},
         "evaluation tasks": sorted(result.get("tasks", {})),
         "base model": base_name(folder),
-        "steps": "until it learns no more" if recipe.eval.early_stopping_patience else last_step(folder),
+        "steps": "until early stopping" if recipe.eval.early_stopping_patience else last_step(folder),
     }
 
 
@@ -120,7 +120,7 @@ def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
     left, right = facts(a), facts(b)
     keys = [key for key in dict.fromkeys([*left, *right]) if steps or key != "steps"]
     unequal = [key for key in keys if left.get(key) != right.get(key)]
-    said = [f"{key}: {shown(left.get(key))} against {shown(right.get(key))}" for key in unequal]
+    said = [f"{key}: {shown(left.get(key))} and {shown(right.get(key))}" for key in unequal]
     return said + ([] if "base model" in unequal else other_weights(a, b))
 
 
@@ -133,9 +133,8 @@ def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
         return []
     if near(*losses):
         return []
-    return [
-        f"base model: its weights are others, by its validation loss: {losses[0]:.4f} against {losses[1]:.4f}"
-    ]
+    loss = f"{losses[0]:.4f} and {losses[1]:.4f}"
+    return [f"base model: the weights differ, because the validation loss is {loss}"]
 
 
 def near(one: float, other: float) -> bool:

@@ -104,7 +104,7 @@ class Histogram(Shape):
     @model_validator(mode="after")
     def _check_extent(self) -> Histogram:
         if len(self.edges) != len(self.counts) + 1 or self.edges[-1] <= self.edges[0] or not any(self.counts):
-            raise ValueError("counts and edges are of no histogram")
+            raise ValueError("counts and edges do not form a histogram")
         return self
 
 
@@ -171,7 +171,7 @@ class Check(Shape):
 def _has_step(record: Scores) -> Scores:
     step = record.get("step")
     if step is None or not 0 <= step <= LARGEST:
-        raise ValueError("has no step")
+        raise ValueError("a line has no valid step")
     return record
 
 
@@ -272,7 +272,7 @@ class Examples(Shape):
     @model_validator(mode="after")
     def _check_lengths(self) -> Examples:
         if len({len(part) for part in (self.group, self.tokens, self.base.loss, self.tuned.loss)}) > 1:
-            raise ValueError("lists of another length")
+            raise ValueError("the lists have different lengths")
         return self
 
 
@@ -410,7 +410,7 @@ def parse(text: str) -> Any:
         if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is no text: it becomes a question mark
             found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError:
-        raise ValueError("too many levels") from None
+        raise ValueError("the JSON has too many levels") from None
     strict_json.check_depth(found)
     return found
 

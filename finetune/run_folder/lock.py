@@ -1,4 +1,4 @@
-"""A run's folder is one run's: free when it starts, and its own until it ends."""
+"""Keep each run folder for one run at a time."""
 
 from __future__ import annotations
 
@@ -22,28 +22,33 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 LOCK = ".lock"
-HELD = (errno.EAGAIN, errno.EACCES)  # what is said of a lock that another process holds
-BEAT, SILENT = 15.0, 60.0  # seconds between touches of a lock's file where a disk knows no locks; without one
+HELD = (errno.EAGAIN, errno.EACCES)  # errors of a lock that another process holds
+# On a file system without locks: seconds between updates of the file's time, and seconds after which a run
+# without updates has ended
+BEAT, SILENT = 15.0, 60.0
 
 
 def check_free(output_dir: str | None) -> None:
-    """A folder that already holds something is left alone (exit 2)."""
+    """Raise a UserError if the folder is not empty (exit 2)."""
     path = Path(output_dir or "")
     if not can_be_path(str(path)):
-        raise UserError(Problem("not the name of a folder", "train.output_dir", found=str(path)[:200]))
+        what, texts = "this name can't be a folder name", {"fix": "train.output_dir=runs/my-run"}
+        problem = Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path")
+        raise UserError(problem)
     if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
         return
     held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"
-    fix = "a new name: train.output_dir=..., or none for a dated one; nothing was deleted"
+    fix = "choose a new train.output_dir, or remove the key to get a folder with the date in its name"
     if (path / LOCK).is_file() and not (path / LOCK).is_symlink():
         held += _user(path / LOCK)
     if any(path.glob("checkpoints/step-*")):
-        fix = f"--resume, to go on with it; or {fix}"
-    raise UserError(Problem(f"{path} is not empty", "train.output_dir", found=held, fix=fix))
+        fix = f"add --resume to continue this run, or {fix}"
+    texts = {"found": held, "fix": fix, "why": "finetune overwrites no files", "code": "run-folder"}
+    raise UserError(Problem(f"the run folder {path} is not empty", "train.output_dir", **texts))
 
 
 def _user(path: Path) -> str:
-    """Whose a lock's file is, and whether that one goes on. Not to be asked by who holds it."""
+    """Return the lock's owner and whether that process is alive. The owner itself must not call this."""
     with path.open(encoding="utf-8") as file:
         held = file.read().strip()
         try:
@@ -51,18 +56,19 @@ def _user(path: Path) -> str:
         except OSError as error:
             if error.errno in HELD or _alive(file, held, watch=False):
                 return f"; in use by {held}"
-    return f"; left by {held}, which is gone"
+    return f"; its lock is from {held}, which has ended"
 
 
 def dated(name: str) -> str:
-    """A new folder for a run without one, made here: of two in the same second each has its own."""
+    """Create a folder with the date in its name. Two runs that start in the same second get two folders."""
     path = Path(f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     make(str(path.parent))
     for more in ("", *(f"-{number}" for number in range(2, 1000))):
         with contextlib.suppress(FileExistsError):
             Path(f"{path}{more}").mkdir()
             return f"{path}{more}"
-    raise UserError(Problem(f"{path} and what follows exist", "train.output_dir", fix="a name of your own"))
+    what, fix = f"{path} and 998 more folders with this name exist", "train.output_dir=runs/my-run"
+    raise UserError(Problem(what, "train.output_dir", fix=fix, code="run-folder"))
 
 
 def _entries(path: Path) -> list[str]:
@@ -71,21 +77,22 @@ def _entries(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def claimed(output_dir: str | None, name: str) -> Iterator[str | None]:
-    """Keep a run folder from other runs on this or another machine for as long as this one lasts.
+    """Lock a run folder against other runs on this or another machine while this run lasts.
 
-    The lock is the system's, so it ends with the process, however that ends; the file says whose it is. Where
-    a network's disk knows no locks, the file is touched every BEAT seconds in its place. It is not to be
-    opened meanwhile: the lock is POSIX's, which processes that were forked do not hold on to, and which ends
-    when this one closes any handle of the file.
+    It is a POSIX lock of the operating system, so it ends with the process. The file names its owner. If a
+    network file system has no locks, a thread updates the file's time every BEAT seconds.
+
+    Don't open the file during the run. Closing any handle of the file ends the lock, and forked processes do
+    not inherit it.
 
     Args:
-        output_dir: the folder; `None`: a new one, called by `name` and the time.
+        output_dir: the folder. `None` creates a folder from `name` and the time.
 
     Yields:
-        The folder; where rank 0 holds and names it, what was given.
+        The folder. Only rank 0 locks and names it, so other ranks get `output_dir`.
 
     Raises:
-        UserError: another run has it (exit 2).
+        UserError: another run uses the folder (exit 2).
     """
     if os.environ.get("RANK", "0") != "0":
         yield output_dir
@@ -112,37 +119,44 @@ def claimed(output_dir: str | None, name: str) -> Iterator[str | None]:
 
 
 def _locked(path: Path) -> tuple[IO[str], bool]:
-    """The lock's file, of this name and not one that its holder deleted; whether the system holds it."""
+    """Open the lock's file, and return whether the system holds the lock.
+
+    If the owner deleted the file in between, open it again.
+    """
     while True:
         try:
             file = safe_files.open_append(path.parent, path.name)
         except OSError as error:
-            what = f"can't write in {path.parent}: {error.strerror}"
-            raise UserError(Problem(what, "train.output_dir"), code=Exit.ENVIRONMENT) from None
+            what, fix = f"finetune can't write to {path.parent}", "choose another train.output_dir"
+            problem = Problem(what, "train.output_dir", found=str(error.strerror), fix=fix, code="path")
+            raise UserError(problem, code=Exit.ENVIRONMENT) from None
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             file.seek(0)
             held, unknown = file.read().strip(), error.errno not in HELD
             if unknown and not _alive(file, held):
-                said = f"no locks on this file system ({error.strerror}): a file is touched instead"
+                said = f"the file system has no locks ({error.strerror}), so finetune updates a file's time"
                 standard_streams.say(f"note: {path.parent}: {said}", error=True)
                 return file, False
             file.close()
-            what, fix = "another run is writing there", "a new train.output_dir, or wait for it"
-            fix += f": it is over if {path} is not touched for {SILENT:.0f} s" if unknown else ""
-            raise UserError(Problem(what, "train.output_dir", found=held, fix=fix)) from None
+            what, fix = "another run uses this folder", "choose a new train.output_dir, or wait for that run"
+            why = f"a run has ended if the time of {path} is older than {SILENT:.0f} s" if unknown else ""
+            texts = {"found": held, "fix": fix, "why": why, "code": "run-folder"}
+            raise UserError(Problem(what, "train.output_dir", **texts)) from None
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             return file, True
         file.close()
 
 
 def _alive(file: IO[str], held: str, *, watch: bool = True) -> bool:
-    """Whether the run that a lock's file names goes on: by its process if here, else by the file's time.
+    """Return whether the run that a lock's file names is alive.
+
+    A process of this machine is looked up. For another machine, the time of the file decides.
 
     Args:
-        watch: look whether the file is touched, where its time is old or in the future. The clock of a disk
-            or machine may have been set since.
+        watch: wait for an update of the file if its time is old or in the future. The clock of a disk or
+            machine may have changed.
     """
     named = re.match(r"process (\d+) on (\S+),", held)
     import psutil
@@ -156,9 +170,9 @@ def _alive(file: IO[str], held: str, *, watch: bool = True) -> bool:
 
 
 def _is_touched(path: Path, before: float) -> bool:
-    """Whether another process touches a lock's file within the time of two beats."""
+    """Return whether another process updates a lock's file within the time of two beats."""
     seconds = 2 * BEAT
-    said = f"finetune watches for {seconds:.0f} s whether another run touches it"
+    said = f"finetune waits {seconds:.0f} s to see if another run updates this file"
     standard_streams.say(f"note: {path}: {said}", error=True)
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -171,7 +185,7 @@ def _is_touched(path: Path, before: float) -> bool:
 
 @contextlib.contextmanager
 def _beating(path: Path) -> Iterator[None]:
-    """A sign of life in a file's time, for as long as this lasts."""
+    """Update the time of a file until the context ends."""
     done = threading.Event()
 
     def beat() -> None:
@@ -189,16 +203,19 @@ def _beating(path: Path) -> Iterator[None]:
 
 
 def check_makeable(path: str) -> None:
-    """Refuse a folder that cannot be made, without making it (exit 3)."""
+    """Raise a UserError if the folder can't be created, without creating it (exit 3)."""
     if reason := why_not_makeable(Path(path)):
-        problem = Problem(f"can't make {path}: {reason}", "train.output_dir")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(_not_makeable(path, reason), code=Exit.ENVIRONMENT)
 
 
 def make(path: str) -> None:
-    """Make the folder (exit 3 if that can't be)."""
+    """Create the folder (exit 3 if that fails)."""
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = Problem(f"can't make {path}: {error.strerror}", "train.output_dir")
-        raise UserError(problem, code=Exit.ENVIRONMENT) from None
+        raise UserError(_not_makeable(path, str(error.strerror)), code=Exit.ENVIRONMENT) from None
+
+
+def _not_makeable(path: str, reason: str) -> Problem:
+    what, fix = f"finetune can't create the folder {path}", "choose another train.output_dir"
+    return Problem(what, "train.output_dir", found=reason, fix=fix, code="path")

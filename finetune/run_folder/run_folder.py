@@ -41,9 +41,9 @@ FORMAT_VERSION = 2  # of the run folder, in environment.json; a folder that stat
 EVALUATED = "eval.json"
 EVALUATIONS = (EVALUATED, "eval.other.json")
 _REPAIR = {  # what to do about a damaged file
-    EVALUATED: "delete it; `finetune evaluate RUN` writes it again",
-    "eval.other.json": "delete it; `finetune evaluate RUN` writes it again",
-    "merge.json": "delete it, and merge again",
+    EVALUATED: "delete the file and run `finetune evaluate RUN`",
+    "eval.other.json": "delete the file and run `finetune evaluate RUN`",
+    "merge.json": "delete the file and merge again",
 }
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "validation.jsonl"  # the validation set itself, so that a run can be evaluated anywhere
@@ -119,9 +119,10 @@ class RunFolder:
         if type(stated) is int and 1 <= stated <= FORMAT_VERSION:
             return stated
         newer = type(stated) is int and stated > FORMAT_VERSION
-        what = f"format_version is not one that this release reads (1 to {FORMAT_VERSION})"
-        fix = "a newer release of finetune" if newer else "restore environment.json from a backup"
-        raise UserError(Problem(what, where=str(path), found=json.dumps(stated)[:80], fix=fix))
+        what = "this release of finetune can't read the format of the run folder"
+        found, expected = f"format_version {json.dumps(stated)[:80]}", f"1 to {FORMAT_VERSION}"
+        fix = "install a newer release of finetune" if newer else "restore environment.json from a copy"
+        raise UserError(Problem(what, "", str(path), found, expected, fix, code="run-folder"))
 
     def file(self, name: str) -> Path:
         """A file of this run by today's name; in a folder of format 1 it may have an older one."""
@@ -140,7 +141,7 @@ class RunFolder:
         try:
             _usable(name, text, name)
         except ValueError as error:  # the run is worth more than one file of it
-            said = f"note: {name} is not in the shape that later commands read ({error}): please report it"
+            said = f"warning: later commands can't read {name} ({error}); please report this as a bug"
             standard_streams.say(said, error=True)
         self.write_text(name, text)
 
@@ -167,8 +168,9 @@ class RunFolder:
         try:
             return self.read_text(self.recipe.name)
         except (OSError, ValueError) as error:
-            problem = Problem("can't be read", where=str(self.recipe), found=str(error)[:200])
-            raise UserError(problem, code=Exit.ARTEFACT) from None
+            what, fix = "finetune can't read the recipe of the run", "restore the file from a copy"
+            texts = {"found": str(error)[:200], "fix": fix, "code": "run-damaged"}
+            raise UserError(Problem(what, where=str(self.recipe), **texts), code=Exit.ARTEFACT) from None
 
     def read(self, name: str, shape: str = "") -> Any:
         """The content of a JSON file of this run, in the shape that `file_shapes` has for it.
@@ -183,10 +185,12 @@ class RunFolder:
         try:
             return _usable(name, self.read_text(name), shape or name, old=path.name != name)
         except FileNotFoundError:
-            problem = Problem(f"{path.name} is missing", where=str(path), fix=_REPAIR.get(name, ""))
+            fix = _REPAIR.get(name, "restore the file from a copy")
+            problem = Problem(f"{path.name} is missing", where=str(path), fix=fix, code="run-damaged")
         except (OSError, ValueError) as error:
-            what, found = f"{path.name} can't be used", " ".join(str(error).split())[:200]
-            problem = Problem(what, where=str(path), found=found, fix=_REPAIR.get(name, "restore it"))
+            what, found = f"{path.name} is damaged", " ".join(str(error).split())[:200]
+            fix = _REPAIR.get(name, "restore the file from a copy")
+            problem = Problem(what, where=str(path), found=found, fix=fix, code="run-damaged")
         raise UserError(problem, code=Exit.ARTEFACT)
 
     def found(self, name: str) -> Any:
@@ -210,9 +214,10 @@ class RunFolder:
             found = [line for line in map(read_step, lines) if "loss" in line]
             _check_steps(shape, found)
         except (OSError, ValueError) as error:
-            what, fix = "metrics.jsonl can't be used", "restore it, or delete the lines that are not JSON"
-            said = " ".join(str(error).split())[:200]
-            raise UserError(Problem(what, where=str(path), found=said, fix=fix), code=Exit.ARTEFACT) from None
+            what, found = "metrics.jsonl is damaged", " ".join(str(error).split())[:200]
+            fix = "restore the file from a copy, or delete the damaged lines"
+            problem = Problem(what, where=str(path), found=found, fix=fix, code="run-damaged")
+            raise UserError(problem, code=Exit.ARTEFACT) from None
         return found
 
 
@@ -269,13 +274,13 @@ def _usable(name: str, text: str, shape: str, *, old: bool = False) -> Any:
 def _instead(run: RunFolder) -> str:
     """What may have been meant by a path that is no finished run."""
     if run.recipe.exists():
-        return "finetune train with --resume=auto, which goes on with it"
+        return "continue the run: repeat the `finetune train` command with --resume=auto"
     dated = [path for path in run.path.parent.glob(f"{run.path.name}-[0-9]*") if RunFolder(path).finished]
     if dated:
         return str(max(dated, key=lambda path: path.stat().st_mtime))
     if RunFolder(run.path.parent).finished:
         return str(run.path.parent)
-    return "a run folder, or organisation/name@revision for one on the Hub"
+    return "name a run folder, or ORGANIZATION/NAME@REVISION for a run on the Hub"
 
 
 def open_run(path: str | Path) -> RunFolder:
@@ -285,8 +290,8 @@ def open_run(path: str | Path) -> RunFolder:
         run = _fetch(str(path))
     if not run.recipe.exists() or not run.weights.exists():
         missing = "recipe.resolved.yaml" if not run.recipe.exists() else "adapter/ or model/"
-        fix = _instead(run)
-        raise UserError(Problem("not a finished run", where=str(path), found=f"no {missing}", fix=fix))
+        what, texts = "the path is not a finished run", {"found": f"no {missing}", "fix": _instead(run)}
+        raise UserError(Problem(what, where=str(path), **texts, code="run-folder"))
     refuse_links(run.path)
     check = untrusted_files.check_adapter if run.weights == run.adapter else untrusted_files.check_model
     check(run.weights, "")
@@ -303,11 +308,12 @@ def refuse_links(folder: Path) -> None:
         for entry in (Path(above) / name for name in (*folders, *files)):
             mode = entry.lstat().st_mode
             if stat.S_ISLNK(mode) and not entry.resolve().is_relative_to(root) and not _is_own_link(entry):
-                what, fix = "a link that leaves its folder", "a copy of the file in its place"
-                problems.append(Problem(what, where=str(entry), found=os.readlink(entry), fix=fix))
+                what, fix = "the link leads out of its folder", "replace the link with a copy of the file"
+                found = os.readlink(entry)
+                problems.append(Problem(what, "", str(entry), found, fix=fix, code="unsafe-file"))
             elif not (stat.S_ISLNK(mode) or stat.S_ISDIR(mode) or stat.S_ISREG(mode)):
-                what, fix = "neither a file nor a folder", "delete it"
-                problems.append(Problem(what, where=str(entry), fix=fix))
+                what, fix = "the entry is neither a file nor a folder", "delete it"
+                problems.append(Problem(what, where=str(entry), fix=fix, code="unsafe-file"))
     if problems:
         raise UserError(*problems[:10])
 
@@ -368,12 +374,17 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
         for key, name in (needed if files else ())
         if local_path(name) and not os.path.exists(name) and not _is_pattern_of_files(name, key)
     ]
-    fix = "where it is here, at the end of the command: {}=PATH"
-    fixes = {"model.name": fix, "data.validation": fix + "; or {}=null, to do without", "data.name": fix}
-    fixes |= {"eval.tasks": "{}=[PATH], or {}=[], to do without", "eval.forgetting": fix + "; or {}=true"}
+    fix = "add {}=PATH to the command"
+    fixes = {"model.name": fix, "data.validation": fix + ", or {}=null", "data.name": fix}
+    fixes |= {"eval.tasks": "add {}=[PATH] to the command, or {}=[]", "eval.forgetting": fix + ", or {}=true"}
     if gone:
-        what, where = "is not on this machine", str(run.recipe)
-        raise UserError(*(Problem(what, k, where, name, fix=fixes[k].format(k, k)) for k, name in gone))
+        what, where = "this path of the run does not exist on this machine", str(run.recipe)
+        raise UserError(
+            *(
+                Problem(what, key, where, name, fix=fixes[key].format(key, key), code="path")
+                for key, name in gone
+            )
+        )
     _check_base(run, recipe)
     return recipe
 
@@ -389,9 +400,10 @@ def _check_base(run: RunFolder, recipe: Recipe) -> None:
     allowed = [named(one.model.name, one.model.revision) for one in (own, recipe)]
     name = named(str(config.get("base_model_name_or_path")), config.get("revision")) if config else allowed[0]
     if name not in allowed:
-        what, where = "names another base model than the run's recipe", run.adapter / "adapter_config.json"
-        fix = "the folder as it was trained; or model.name and model.revision as the adapter has them"
-        raise UserError(Problem(what, where=str(where), found=name, expected=allowed[0], fix=fix))
+        what = "the adapter and the recipe of the run name different base models"
+        where = str(run.adapter / "adapter_config.json")
+        fix = "restore the run folder from a copy, or set model.name and model.revision of the adapter"
+        raise UserError(Problem(what, "", where, name, allowed[0], fix, code="run-damaged"))
 
 
 def named(base: str, commit: str | None) -> str:
@@ -419,8 +431,8 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
         chosen: dotted key -> (value, who chose it and why). A key that recipes don't have becomes a comment.
     """
     origin = visible(recipe.origin.path.name)
-    lines = [f"# The recipe of this run with every value it had, made from {origin}."]
-    lines += ["# Beside each value: who set it (recipe, override, launch, hardware, default)."]
+    lines = [f"# All settings of this run, from {origin}."]
+    lines += ["# Each comment names the source of the value: recipe, override, launch, hardware or default."]
     chosen = dict(chosen)
     for section in type(recipe).model_fields:
         lines.append(f"{section}:")

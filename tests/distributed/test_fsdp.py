@@ -253,7 +253,7 @@ def test_rank_0_is_asked_for_the_memory_of_a_whole_checkpoint(limit: int, fits: 
     if fits:
         checkpoint_room.check_space(model, loaded, split, where, tmp_path)
         return
-    with pytest.raises(UserError, match="rank 0 has no memory for a checkpoint") as raised:
+    with pytest.raises(UserError, match="rank 0 has too little memory for a checkpoint") as raised:
         checkpoint_room.check_space(model, loaded, split, where, tmp_path)
     assert raised.value.code == 3 and "save_strategy: no" in str(raised.value)
 

@@ -394,7 +394,7 @@ def test_a_proof_is_not_started_by_a_launcher(small, two_layers) -> None:
     said = two_ranks.run(each_is_refused, given)
     for flag in ("--rehearse", "--verify-resume"):
         assert f"finetune check {QUICKSTART}" in said and flag in said
-    assert said.count("starts runs of its own") == 4, "on both ranks"
+    assert said.count("it starts its own runs on all GPUs") == 4, "on both ranks"
 
 
 def test_a_rank_is_given_up_when_it_stands_longer_than_others_wait(monkeypatch) -> None:

@@ -26,9 +26,9 @@ MAIN_PROCESS = ["train.dataloader_num_workers=0", "train.dataloader_prefetch_fac
 MAIN_PROCESS.append("train.dataloader_persistent_workers=false")
 PLANTED = {  # rows of a step, overrides, watchers, and the verdict's words
     "data": (2, ["speed.compile=false", *MAIN_PROCESS], [SlowLoader()], "waits for data"),
-    "batch": (1, ["speed.compile=false"], [], "too small a batch"),
+    "batch": (1, ["speed.compile=false"], [], "because the batch is small"),
     "attention": (16, [*LARGE, "model.attention=eager"], [], "eager attention takes"),
-    "none": (32, LARGE, [], "nothing large is in their way"),  # beside which the loop's own 15 ms are little
+    "none": (32, LARGE, [], "no other part is large"),  # beside which the loop's own 15 ms are little
 }
 
 

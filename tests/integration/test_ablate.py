@@ -228,7 +228,11 @@ def test_results_of_another_recipe_of_that_name_are_not_replaced(climbed: Climbe
     for words in ([*climbed.words, "adapter.r=8"], ["ablate", str(other), "adapter.r=8"]):
         assert main.main([*words, "--output", str(copy.parent)]) == 2
         said = capsys.readouterr().err
-        assert "was begun with another" in said and "adapter.r" in said and "--output" in said
+        assert (
+            "the folder holds an experiment with other values of" in said
+            and "adapter.r" in said
+            and "--output" in said
+        )
     assert {path: path.read_bytes() for path in copy.iterdir()} == before
 
 

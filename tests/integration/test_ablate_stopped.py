@@ -63,5 +63,5 @@ def test_a_ladder_that_is_told_to_stop_ends_its_run_and_says_how_to_go_on(
     assert main.main(endless) == 75
     teller.join()
     said = capsys.readouterr().err
-    assert "stopped by SIGTERM" in said and "the same command again goes on" in said
+    assert "stopped by SIGTERM" in said and "run the same command again to continue" in said
     assert made and psutil.wait_procs(made, timeout=30)[1] == []

@@ -96,7 +96,7 @@ def test_each_has_a_history_of_its_own(run, talk) -> None:
     then = {"role": "user", "content": "And then?"}
     assert said[3] == f"base: {expected(folder, False, [then])}", "it was not asked before"
     assert said[4] == f"tuned: {expected(folder, True, [*first, then])}"
-    assert said[5] == "forgotten" and said[7] == said[1]
+    assert said[5] == "the conversation is empty again" and said[7] == said[1]
 
 
 def test_a_system_message(run, talk) -> None:
@@ -137,7 +137,7 @@ def test_plain_text_is_the_prompt_itself(run, talk, tmp_path) -> None:
         talk(folder, *lines, "--max-new-tokens", "6") for lines in (["Question 3:"], ["x", "Question 3:"])
     )
     assert again[2:] == once, "nothing before it is seen"
-    assert talk(folder, "/system x") == ["this model has no place for a system message"]
+    assert talk(folder, "/system x") == ["this model does not support a system message"]
 
 
 def test_a_talk_that_is_too_long(run, talk) -> None:
@@ -195,12 +195,12 @@ def test_at_a_terminal(run) -> None:
         return before
 
     try:
-        assert "/reset forgets the talk" in until("> ")
+        assert "/reset: clear the conversation" in until("> ")
         for _ in range(6):  # Python loses an interrupt that comes while a destructor or a C callback runs
             os.write(ours, b"Hello\n")
             until("base")
             os.write(ours, b"\x03")
-            if stopped := "stopped; this answer is not kept" in until("> "):
+            if stopped := "stopped; the conversation does not keep this answer" in until("> "):
                 break
         assert stopped
         os.write(ours, b"/tuned\n")

@@ -98,14 +98,17 @@ def test_what_is_finished_is_kept_and_the_rest_made_again(done, run, capsys) -> 
     before = (done / "lora-seed42" / "eval.json").stat().st_mtime_ns
     said = run(done, *AGAIN)
     assert "1/4  lora-seed42: kept" in said and "2/4  ia3-seed42: kept" in said
-    assert said.count("was not finished; moved to") == 1 and said.count("running") == 1
+    assert (
+        said.count("the earlier run is not finished; finetune moved it to") == 1
+        and said.count("running") == 1
+    )
     assert len(list((done / "aside").iterdir())) == 1
     assert (done / "lora-seed42" / "eval.json").stat().st_mtime_ns == before
 
 
 def test_a_run_of_another_recipe_is_not_kept(done, run) -> None:
     said = run(done, "--adapters", "lora", "--seeds", "1", "eval.samples=1")
-    assert "lora-seed42: what is there is of another recipe or other data; moved to" in said
+    assert "lora-seed42: the earlier run has another recipe or other data; finetune moved it to" in said
     assert [row["run"] for row in found(done)["runs"]] == ["lora-seed42"]
 
 
@@ -214,7 +217,7 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
     expected = {
         "data": "train files",
         "versions": "torch",
-        "base": "base model: its weights",
+        "base": "base model: the weights differ",
         "steps": "steps",
     }
     assert reason.startswith(expected[change])
@@ -231,7 +234,7 @@ def test_two_runs_that_differ(done, capsys) -> None:
     assert (
         said.out.rstrip().splitlines()[-1].startswith("The runs differ in losses and weights and evaluation")
     )
-    assert said.err.startswith("error: the runs have other losses")
+    assert said.err.startswith("error: the losses of the runs differ")
     assert main.main(["compare", a, b]) == 0
 
 
@@ -244,7 +247,7 @@ def test_runs_on_the_hub(hub, trained, tmp_path, monkeypatch, capsys) -> None:
     pinned = f"me/notes@{folder.read('publish.json')['commit']}"
     monkeypatch.chdir(tmp_path)
     assert main.main(["compare", pinned, pinned, "--assert-equal"]) == 0, capsys.readouterr().err
-    assert "learnt the same, to the bit" in capsys.readouterr().out
+    assert "evaluation of the runs are equal, bit for bit" in capsys.readouterr().out
     assert main.main(["compare", "me/notes@" + "0" * 40, pinned]) == 3
     assert "no such repository or revision" in capsys.readouterr().err
 
@@ -255,7 +258,7 @@ def test_one_changed_number_is_found(done, capsys) -> None:
     a, b = done / "lora-seed42", done / "same"
     shutil.copytree(a, b)
     assert main.main(["compare", str(a), str(b), "--assert-equal"]) == 0
-    assert "learnt the same, to the bit" in capsys.readouterr().out
+    assert "evaluation of the runs are equal, bit for bit" in capsys.readouterr().out
     path = b / "adapter" / "adapter_model.safetensors"
     tensors = load_file(path)
     name = sorted(tensors)[3]
@@ -324,13 +327,13 @@ def test_evaluations_on_top_of_a_budget_are_said_beforehand(short, tmp_path, cap
         given = [*short, f"eval.eval_steps={every}" if every else "eval.eval_steps=null"]
         asked = comparison.Asked(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
         comparison.introduce(comparison.plan(asked), asked, console.Console())
-        assert ("on top of --budget" in capsys.readouterr().out) == said
+        assert ("--budget counts only the final evaluation" in capsys.readouterr().out) == said
 
 
 def test_a_budget_that_is_too_short(run, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(comparison, "PILOT_STEPS", 2)
     said = run(tmp_path / "c", "--adapters", "lora", "--seeds", "1", "--budget", "1s", code=2)
-    assert "too short for 1 runs of 10 steps" in said and "m or more" in said
+    assert "too small for 1 runs of 10 steps" in said and "m or more" in said
 
 
 def test_warm_up_fits_the_steps() -> None:
@@ -356,9 +359,9 @@ def test_mistakes_are_said_before_anything_is_trained(done, tmp_path, capsys) ->
         ([recipe], "--adapters lora,dora,ia3"),
         ([recipe, "--adapters", "lora", "--assert-equal"], "--assert-equal is for two run folders"),
         ([recipe, "--adapters", "lara,lora,lora,ia3@x"], "help:      lora"),
-        ([recipe, "--adapters", "lora,lora"], "is named twice"),
-        ([recipe, "--adapters", "lora, lora "], "is named twice"),
-        ([recipe, "--adapters", "ia3@x"], "expected:  a learning rate: ia3@1e-3"),
+        ([recipe, "--adapters", "lora,lora"], "names an adapter type twice"),
+        ([recipe, "--adapters", "lora, lora "], "names an adapter type twice"),
+        ([recipe, "--adapters", "ia3@x"], "help:      ia3@1e-3"),
         ([recipe, "--adapters", "lora,full", "model.quantization=nf4"], "full"),
         ([recipe, "--adapters", "lora", "--output", runs[0]], "is a run folder"),
         ([recipe, runs[0], "--adapters", "lora"], "not an override"),

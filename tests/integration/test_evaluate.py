@@ -49,7 +49,7 @@ def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp
     same = run.read("eval.json")
     assert same["verdict"]["word"] == verdicts.NO_DIFFERENCE and same["difference"]["loss"]["value"] == 0.0
     assert same["difference"]["loss"]["verdict"] == verdicts.NEGLIGIBLE
-    assert "these 30 examples could show a difference of" in same["verdict"]["why"]
+    assert "30 examples can detect a difference of" in same["verdict"]["why"]
 
 
 def test_what_is_over_1_is_no_share() -> None:
@@ -77,8 +77,8 @@ def test_too_few_rows_are_not_called_the_same(train, two_layers, tmp_path) -> No
     found = run.read("eval.json")
     assert found["difference"]["loss"]["verdict"] == verdicts.TOO_FEW
     assert found["verdict"]["word"] == "unknown"
-    assert "(too few examples: 3, a test needs 20); a larger validation set" in found["verdict"]["why"]
-    assert "Not known whether it is better" in (run.path / "report.html").read_text()
+    assert "(too few examples: 3; a test needs 20); use a larger validation set" in found["verdict"]["why"]
+    assert "Not enough data to compare with the base model" in (run.path / "report.html").read_text()
 
 
 def test_sources_are_told_apart(train, two_layers, tmp_path) -> None:
@@ -132,7 +132,7 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     asked = [*here, f"data.validation={other}"]
     assert main.main(["evaluate", str(moved.path), *asked]) == 0
     said = capsys.readouterr().out
-    assert "is not what the run held out" in said
+    assert "is not the validation set of the run" in said
     assert all(
         f"{which}: loss and answers of 10 validation examples ..." in said for which in ("tuned", "base")
     )
@@ -154,7 +154,7 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     content = run.read("eval.json")
     content["settings"]["rows"] = 5
     run.write("eval.json", content)
-    assert comparability.obstacles(before, run) == ["evaluation rows: 6 against 5"]
+    assert comparability.obstacles(before, run) == ["evaluation rows: 6 and 5"]
     asked.append("eval.tasks=[]")
     content["settings"]["storage"] = "bf16"  # as by another machine
     run.write("eval.json", content)
@@ -166,12 +166,12 @@ def test_a_base_elsewhere_is_the_run_s_and_another_is_not(train, two_layers, tmp
     assert not other["tasks"]
     assert main.main(["evaluate", str(run.path), "model.quantization=nf4", "--quiet"]) == 0
     assert "choice" in run.read("eval.other.json")["tasks"]
-    assert "the base is in nf4" in " ".join(other["settings"]["notes"])
+    assert "stores the base model in nf4" in " ".join(other["settings"]["notes"])
     weights = load_file(base / "model.safetensors")
     save_file({name: one * 3 for name, one in weights.items()}, base / "model.safetensors", {"format": "pt"})
     assert main.main(asked) == 0
     other = run.read("eval.other.json")
-    assert "this is not the run's base model" in " ".join(other["settings"]["notes"])
+    assert "this is not the base model of the run" in " ".join(other["settings"]["notes"])
     assert not other["tasks"]  # those of nf4 are not this base's
     assert (run.path / "eval.json").read_bytes() == own
 

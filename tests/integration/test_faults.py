@@ -170,9 +170,17 @@ def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, mo
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8", "eval.generate=false"]
     assert main.main(["check", str(QUICKSTART), *given, "--rehearse"]) == 0
     said = capsys.readouterr().out
-    for phase in ("load", "resume: save, reopen, evaluate, generate", "straight: steps", "publish --dry-run"):
+    for phase in (
+        "load",
+        "resume: save, reopen, evaluate, generate",
+        "without a stop: steps",
+        "publish --dry-run",
+    ):
         assert phase in said
-    assert "parts, not a bit differs" in said and "next: finetune train" in said
+    assert (
+        "the resumed run equals the run without a stop, bit for bit" in said
+        and "next: finetune train" in said
+    )
     assert not list(tmp_path.glob("finetune-*")), "left behind"
 
 
@@ -191,12 +199,12 @@ def test_a_preflight_that_fails_says_in_which_phase(small, two_layers, capsys) -
     given = [*small, f"model.name={two_layers}", "train.save_total_limit=1000000000"]
     assert main.main(["check", str(QUICKSTART), *given, "--rehearse"]) == 3
     said = capsys.readouterr().err
-    assert "the rehearsal ends in: load" in said and "no room" in said
+    assert "the rehearsal failed in the phase `load`" in said and "no room" in said
 
 
 def test_a_disk_without_room_for_the_checkpoints_is_found_before_training(train, capsys) -> None:
     train(*FEW, "train.save_total_limit=1000000000", code=3)
-    assert "no room for 1000000001 checkpoints" in capsys.readouterr().err
+    assert "the disk has no room for 1000000001 checkpoints" in capsys.readouterr().err
 
 
 def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None:

@@ -57,7 +57,7 @@ def test_a_published_run_is_evaluated(hub: Hub, trained, tmp_path, monkeypatch, 
     rows = Path(shutil.copyfile(small[1].partition("=")[2], tmp_path / "elsewhere.jsonl"))
     command = ["evaluate", pinned, HERE[0], f"data.validation={rows}"]
     assert main.main(command) == 0
-    assert "is not what the run held out" not in capsys.readouterr().out
+    assert "is not the validation set of the run" not in capsys.readouterr().out
     (opened,) = (tmp_path / "runs").iterdir()
     assert RunFolder(opened).read("eval.json")["tuned"] == folder.read("eval.json")["tuned"]
 
@@ -130,7 +130,7 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     assert f'revision: "{commit}"  # hub: the commit of main' in run.recipe.read_text()
     other = "model.name=me/base", f"model.revision={next(sha for sha in commits if sha != commit)}"
     train(*other, "train.max_steps=4", "--resume", code=4)
-    assert f"model.revision={commit}, as it was" in capsys.readouterr().err
+    assert f"help:      model.revision={commit}\n" in capsys.readouterr().err
     hub.requests.clear()
     assert main.main(["train", str(run.recipe), "--resume", "train.max_steps=4", "--quiet"]) == 0
     assert not [line for line in hub.requests if "main" in line], "what is resolved names the commit"
@@ -206,7 +206,7 @@ def test_held_out_rows_from_elsewhere_are_known_by_the_file_s_name(hub: Hub, tra
     result = json.loads(files["eval.json"])
     assert {row["where"] for row in result["worst"]} == {f"other.jsonl:{line}" for line in (1, 2, 3)}
     assert [part["source"] for part in result["sources"]] == ["other.jsonl"]
-    assert result["settings"]["notes"] == ["other.jsonl is not what the run held out"]
+    assert result["settings"]["notes"] == ["other.jsonl is not the validation set of the run"]
 
 
 def test_files_of_one_name_stay_apart(hub: Hub, trained, tmp_path) -> None:

@@ -108,7 +108,7 @@ def test_in_bfloat16_it_says_how_near_it_is(run, capsys) -> None:
     folder = run("lora")
     assert main.main(["merge", str(folder.path)]) == 0
     said = capsys.readouterr().out
-    assert "nats a token" in said and "6 held-out rows" in said and "next:" in said
+    assert "nats per token" in said and "6 validation examples" in said and "next:" in said
     report = folder.read("merge.json")["merged"]
     assert report["dtype"] == "bfloat16" and report["merged_onto"] == "fp32" and report["scores"] == {}
     assert report["rows"]["from"] == "held-out" and report["rows"]["rows"] == 6
@@ -171,7 +171,7 @@ def test_an_update_that_rounding_erased_is_refused(run, capsys) -> None:
     folder = run("lora", "train.learning_rate=1e-7", "train.max_steps=1", UNEVALUATED)
     merge(folder, code=4)
     said = capsys.readouterr().err
-    assert "merging in bfloat16 loses what training changed" in said and "--dtype float32" in said
+    assert "a merge in bfloat16 loses the training update" in said and "--dtype float32" in said
     assert left_behind(folder) == []
     assert merge(folder, "--dtype", "float32")["merged"]["against_tuned"]["relative"] < 0.1
 
@@ -180,7 +180,9 @@ def test_an_adapter_that_changes_nothing_is_refused(run, capsys) -> None:
     folder = run("lora")
     scale(folder, 0)
     merge(folder, "--dtype", "float32", code=4)
-    assert "training changed nothing" in capsys.readouterr().err and left_behind(folder) == []
+    assert (
+        "the fine-tuned model equals the base model" in capsys.readouterr().err and left_behind(folder) == []
+    )
 
 
 def test_weights_that_are_not_finite_are_refused(run, capsys) -> None:
@@ -222,7 +224,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_quantised_weights_are_measured_before_and_after(kind: str, error: float, run, capsys) -> None:
     folder = run("lora")
     assert main.main(["merge", str(folder.path), "--quantize", kind]) == 0
-    assert "42 linear layers; not quantised: output head" in capsys.readouterr().out
+    assert "42 linear layers; not quantized: output head" in capsys.readouterr().out
     report = folder.read("merge.json")[f"merged-{kind}"]
     opened = plain(folder.path / f"merged-{kind}")
     assert type(opened.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao.")
@@ -250,8 +252,8 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
     stacked = 4 * 3 * 64 * 64 * 2
     said = torchao_quantization.kept(small, 2 * stacked)
     assert (
-        said
-        == f"{torchao_quantization.KEPT}, experts (0.1 MB, 50% of what is stored: they are no linear layers)"
+        said == f"{torchao_quantization.KEPT}, experts (0.1 MB, 50% of the stored weights; "
+        "they are not linear layers)"
     )
     assert torchao_quantization.kept(torch.nn.Linear(2, 2), 1) == torchao_quantization.KEPT
     loading.load(Model(name=str(tmp_path)), setup, "cpu", ledger := RunChecks())
@@ -276,7 +278,7 @@ def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:
     merge(folder, "--quantize", "int4", "--dtype", "float32", code=4)
     said = capsys.readouterr().err
     assert (
-        "int4 changes the model by more than training did" in said
+        "quantization to int4 changes the model more than training did" in said
         and "--quantize int8" in said
         and left_behind(folder) == []
     )
@@ -301,13 +303,13 @@ def test_what_torchao_can_t_store_is_said(run, monkeypatch, capsys) -> None:
     folder = run("lora")
     merge(folder, "--quantize", "int4", code=3)
     said = capsys.readouterr().err
-    assert "torchao can't make int4 weights on CPU" in said and "mslk" in said and left_behind(folder) == []
+    assert "torchao can't quantize to int4 on CPU" in said and "mslk" in said and left_behind(folder) == []
 
 
 def test_full_fine_tuning_has_nothing_to_merge_but_can_be_quantised(run, capsys) -> None:
     folder = run("full")
     merge(folder, code=2)
-    assert "nothing to merge: model/ is whole already" in capsys.readouterr().err
+    assert "the run has no adapter to merge" in capsys.readouterr().err
     report = merge(folder, "--quantize", "int8")["merged-int8"]
     assert set(report["scores"]) == {"tuned", "quantized"}
     assert report["bytes_before"] == (folder.model / "model.safetensors").stat().st_size
@@ -318,7 +320,7 @@ def test_nothing_is_overwritten(run, tmp_path, capsys) -> None:
     merge(folder)
     before = (folder.path / "merged" / "model.safetensors").stat()
     merge(folder, "--dtype", "float32", code=2)
-    assert "is not empty" in capsys.readouterr().err
+    assert "the output folder is not empty" in capsys.readouterr().err
     assert (folder.path / "merged" / "model.safetensors").stat() == before
     merge(folder, "--output", str(tmp_path / "no" / "where"), code=2)
     assert "mkdir -p" in capsys.readouterr().err
@@ -338,7 +340,7 @@ def test_what_is_merged_elsewhere_is_not_what_the_run_folder_holds(tmp_path, mon
     assert weights == folder.path / "merged"
     assert publishing.merge_report(folder, weights) == {"dtype": "bfloat16"}
     folder.write("merge.json", {str(tmp_path / "merged"): {"dtype": "float32"}})
-    with pytest.raises(UserError, match="outside of the run folder"):
+    with pytest.raises(UserError, match="outside the run folder"):
         publishing.find_weights(folder, merged=True)
 
 
@@ -351,7 +353,9 @@ def test_a_type_that_peft_can_t_merge(run, capsys) -> None:
     get_peft_model(plain(MODEL, dtype=torch.float32), config).save_pretrained(folder.adapter)
     merge(folder, code=2)
     said = capsys.readouterr().err
-    assert "PEFT can't merge PROMPT_TUNING" in said and "merge_and_unload" in said and "try:" in said
+    assert (
+        "PEFT can't merge a PROMPT_TUNING adapter" in said and "merge_and_unload" in said and "help:" in said
+    )
     assert left_behind(folder) == []
 
 

@@ -247,7 +247,10 @@ def test_check_and_train_forgetting_text_with_unknown_ids_refuse_alike(tmp_path,
     texts.write_text('{"text": "plain"}\n{"text": "an <odd> one"}\n')
     codes, said = both(recipe(tmp_path, odd_model(tmp_path), eval={"forgetting": str(texts)}), capsys)
     assert codes == [2, 2] and said[0] == said[1]
-    assert "eval.forgetting: token ids that the model does not have" in said[0] and "text 2 (id" in said[0]
+    assert (
+        "eval.forgetting: texts have token ids that the model does not have" in said[0]
+        and "text 2 (id" in said[0]
+    )
 
 
 CHOICES = (
@@ -283,7 +286,10 @@ def test_check_and_train_task_text_with_unknown_ids_refuse_alike(
     path = recipe(tmp_path, odd_model(tmp_path), eval={"tasks": [str(tmp_path / "asked.yaml")]})
     codes, said = both(path, capsys)
     assert codes == [2, 2] and said[0] == said[1]
-    assert "eval.tasks: token ids that the model does not have" in said[0] and "asked, row 2 (id" in said[0]
+    assert (
+        "eval.tasks: texts have token ids that the model does not have" in said[0]
+        and "asked, example 2 (id" in said[0]
+    )
 
 
 def test_check_and_train_task_of_a_tokenizer_with_unused_ids_pass(tmp_path, capsys) -> None:
@@ -333,7 +339,8 @@ def test_check_and_train_count_forgetting_texts_that_are_cut(tmp_path, capsys) -
     asked = {"eval": {"forgetting": str(texts)}, "data": {"validation": str(held)}}
     path = recipe(tmp_path, short_model(tmp_path), **asked)
     note = (
-        "eval.forgetting: 1 of 2 texts are longer than the model's 64 positions; their first 64 tokens count"
+        "eval.forgetting: 1 of 2 texts have more than 64 tokens, the model's maximum. "
+        "finetune uses their first 64 tokens"
     )
     assert main.main(["check", str(path)]) == 0
     assert note in " ".join(capsys.readouterr().out.split())

@@ -31,7 +31,7 @@ CPU = detection.Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
 
 PLANTED = {
     "data": (["train.effective_batch_size=4"], [SlowLoader()], "waits for data"),
-    "batch": (["train.effective_batch_size=1"], [], "too small a batch"),
+    "batch": (["train.effective_batch_size=1"], [], "because the batch is small"),
     "attention": (
         ["train.effective_batch_size=2", "data.packing=true", "data.max_length=384", "model.attention=eager"],
         [],
@@ -168,8 +168,8 @@ def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys)
     given = [*small, f"model.name={two_layers}", "eval.forgetting=false", "train.effective_batch_size=2"]
     assert main.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
     text = capsys.readouterr().out
-    assert "verdict:" in text and "next:" in text and "padding:" in text and "launch gaps" in text
-    assert "roofline: products reach" in text and "memory snapshot: none on the CPU" in text
+    assert "verdict:" in text and "suggestion:" in text and "padding:" in text and "idle " in text
+    assert "roofline: GEMMs reach" in text and "memory snapshot: none on the CPU" in text
     assert (tmp_path / "out" / "trace.json").exists()
 
 
@@ -191,14 +191,14 @@ def test_a_verdict_is_about_what_could_be_had_back() -> None:
     made, on_cpu = planner.make(whole, GPU, 1), planner.make(whole, CPU, 1)
     judge = partial(recommendations.judge, whole=whole, made=made)
     verdict, lever = judge(even, 0.0, "flash_attention_4")
-    assert "nothing large is in their way" in verdict and lever == "model.quantization: fp8"
-    near = judge(even, 0.0, "flash_attention_4", reached=(0.71, "989 TFLOP/s, of its data sheet"))
-    assert near[0].endswith("products reach 71% of 989 TFLOP/s, of its data sheet")
+    assert "no other part is large" in verdict and lever == "model.quantization: fp8"
+    near = judge(even, 0.0, "flash_attention_4", reached=(0.71, "989 TFLOP/s, from its data sheet"))
+    assert near[0].endswith("GEMMs reach 71% of 989 TFLOP/s, from its data sheet")
     assert "padding" in judge(even, 0.4, "flash_attention_4")[0]
     talk = {**even, "communication": 0.3, "products": 0.45}
     assert "between processes" in judge(talk, 0.0, "flash_attention_4")[0]
     passes = {**even, "memory-bound": 0.5, "products": 0.3}
-    assert "passes over memory" in judge(passes, 0.0, "flash_attention_4")[0]
+    assert "memory-bound kernels" in judge(passes, 0.0, "flash_attention_4")[0]
     assert "sdpa attention" in judge(even, 0.0, "sdpa")[0]
     assert "sdpa attention" not in recommendations.judge(even, 0.0, "sdpa", whole, on_cpu)[0]
 
@@ -229,33 +229,33 @@ def test_a_lever_is_not_what_is_so_already() -> None:
         shared = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}
         for name, value in shared.items():
             launched.setenv(name, value)
-        assert "more rows at once" in recommendations.more_rows(
+        assert "train.effective_batch_size: " in recommendations.more_rows(
             loader.load(QUICKSTART, ["train.effective_batch_size=2"]), True
         )
     assert lever(data, machine=CPU) == "train.dataloader_num_workers: 2"
     assert lever(data) == "train.dataloader_num_workers: 4 (now 2)"
     assert lever(data, "train.dataloader_num_workers=12") == "train.dataloader_num_workers: 16 (now 12)"
     assert "more CPU cores" in lever(data, "train.dataloader_num_workers=2", machine=CPU)
-    both = "train.effective_batch_size: 8 and train.per_device_train_batch_size: 8, more rows at once"
+    both = "train.effective_batch_size: 8 and train.per_device_train_batch_size: 8"
     assert lever(gaps, "train.effective_batch_size=1") == f"{both}; or data.packing: true"
     assert lever(gaps, "train.effective_batch_size=1", "data.packing=true") == both
     assert lever(gaps, "train.effective_batch_size=1", machine=CPU) == both, (
         "a CPU is slower with packed rows"
     )
     tiny = ["train.effective_batch_size=32", "train.per_device_train_batch_size=1"]
-    assert lever(gaps, *tiny).startswith("train.per_device_train_batch_size: 8, ")
-    assert lever(gaps, tiny[0]).startswith("train.per_device_train_batch_size: 16, ")
+    assert lever(gaps, *tiny).startswith("train.per_device_train_batch_size: 8; ")
+    assert lever(gaps, tiny[0]).startswith("train.per_device_train_batch_size: 16; ")
     assert lever(gaps, tiny[0], "train.per_device_train_batch_size=32").startswith(
-        "train.effective_batch_size: 64 and train.per_device_train_batch_size: 64, "
+        "train.effective_batch_size: 64 and train.per_device_train_batch_size: 64; "
     )
     found = lever(gaps, tiny[0], "train.per_device_train_batch_size=auto")
-    assert found.startswith("train.effective_batch_size: 64, more rows at once if memory has room")
+    assert found.startswith("train.effective_batch_size: 64, if the memory suffices")
     padded = {**data, "data wait": 0.0, "products": 0.8}
     assert "data.packing" in lever(padded, padding=0.4)
     assert "data.max_length" in lever(padded, "data.packing=true", padding=0.4)
     grouped = "train.train_sampling_strategy=group_by_length"
     assert lever(padded, padding=0.4, machine=CPU) == grouped.replace("=", ": ")
-    assert "fewer rows at once" in lever(padded, grouped, padding=0.4, machine=CPU)
+    assert "lower train.per_device_train_batch_size" in lever(padded, grouped, padding=0.4, machine=CPU)
     passes = {**padded, "products": 0.2, "memory-bound": 0.7}
     assert lever(passes) == "speed.compile: true"
     assert lever(passes, "speed.fused=false") == "speed.compile: true and speed.fused: auto"

@@ -98,7 +98,7 @@ def test_again_sends_only_what_is_missing(hub: Hub, trained, capsys) -> None:
     repo = hub.repos["me/notes"]
     hub.requests.clear()
     publish(folder, "--repo", "me/notes")
-    assert "already up to date" in capsys.readouterr().out
+    assert "the repository is up to date" in capsys.readouterr().out
     assert len(repo.log) == 2 and not hub.asked("PUT") and not hub.asked("/commit/")
     folder.write("eval.json", {**folder.read("eval.json"), "samples": []})
     repo.commit("main", {**repo.files, "picture.png": b"of the owner"}, "a picture")
@@ -131,7 +131,7 @@ def test_a_dry_run_needs_no_one(trained, monkeypatch, capsys) -> None:
     assert {path.name for path in staged.iterdir()} == FILES
     card = ModelCard.load(staged / "README.md")
     assert card.data["model-index"][0]["results"] if "model-index" in card.data else card.data.eval_results
-    assert "base_model" not in card.data.to_dict() and "a folder of the machine that trained" in card.text
+    assert "base_model" not in card.data.to_dict() and "is a local folder and not on the Hub" in card.text
     shutil.rmtree(staged)
     publish(folder, code=2)
     assert "--repo" in capsys.readouterr().err
@@ -348,9 +348,12 @@ def test_a_push_that_fails_does_not_fail_the_run(hub: Hub, small, tmp_path, caps
     ]
     assert main.main([*command, f"train.output_dir={folder.path}"]) == 0
     said = capsys.readouterr()
-    assert "will be published to me/notes (private)" in said.out, "at its start"
+    assert "finetune will publish the run to me/notes (private)" in said.out, "at its start"
     for text in (said.err, (folder.path / "log.txt").read_text()):
-        assert "not published" in text and f"finetune publish {folder.path} --repo me/notes" in text
+        assert (
+            "finetune did not publish the run" in text
+            and f"finetune publish {folder.path} --repo me/notes" in text
+        )
     assert hub.repos["me/notes"].log == ["initial commit"]
     hub.faults.clear()
     publish(folder, "--repo", "me/notes")

@@ -160,16 +160,16 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
     order = [
         "Better than the base model",
         "validation loss 1.9 to 0.3 on 300 rows",
-        "lora (r 16) on tiny_llama/model, trained on 96 rows of train.jsonl for 4 steps",
-        "Base against tuned",
+        "lora (r 16) on tiny_llama/model, trained on 96 examples of train.jsonl for 4 steps",
+        "Base model and fine-tuned model",
         "−1.5 −1.6 to −1.4 ✓ better",  # noqa: RUF001 (a real minus)
         "arith: acc",
-        "What it may have forgotten",
+        "Forgetting check",
         "general_text: loss",
         "✗ worse",
         "Validation loss by source",
         "Samples side by side",
-        "highest loss after training",
+        "highest loss of the fine-tuned model",
         "test.jsonl:7",
         "Training",
         "Run checks",
@@ -178,7 +178,7 @@ def test_the_verdict_comes_first_then_what_supports_it(folder: RunFolder, capsys
         "train.learning_rate",
         "Environment",
         "transformers",
-        "Again, and further",
+        "Next steps",
         "finetune train",
     ]
     said, place = page.said(), 0
@@ -219,12 +219,12 @@ def test_what_the_data_holds_is_shown_as_text(folder: RunFolder) -> None:
     ("word", "forgot", "kind", "title"),
     [
         ("better", [], "good", "Better than the base model"),
-        ("better", ["general_text"], "mixed", "Better than the base model, but it forgot something"),
+        ("better", ["general_text"], "mixed", "Better than the base model, but worse on general tasks"),
         ("same", [], "same", "No significant difference from the base model"),
         ("no significant difference", [], "same", "No significant difference from the base model"),
         ("worse", [], "bad", "Worse than the base model"),
-        ("worse", ["general_text"], "bad", "Worse than the base model; it forgot something"),
-        ("unknown", [], "unknown", "Not known whether it is better than the base model"),
+        ("worse", ["general_text"], "bad", "Worse than the base model; worse on general tasks"),
+        ("unknown", [], "unknown", "Not enough data to compare with the base model"),
     ],
 )
 def test_verdicts(word: str, forgot: list, kind: str, title: str, folder: RunFolder) -> None:
@@ -257,7 +257,7 @@ def test_the_command_that_makes_it_again_has_the_launch_s_precision(splitter: st
     folder.write("environment.json", environment)
     command, needs = html_report.reproduce(run_files.read(folder.path))
     assert command.startswith("accelerate launch --num_processes 8 --mixed_precision bf16 -m finetune train ")
-    split = ", the base split by FSDP" if splitter else ""
+    split = ", base model sharded by FSDP" if splitter else ""
     assert needs[0] == f"8 processes, precision bf16{split}"
 
 
@@ -275,8 +275,11 @@ def test_a_receipt_that_does_not_match_comes_first_and_spoils_the_verdict(folder
 def test_without_held_out_rows(train) -> None:
     run = train("data.validation=null", "train.max_steps=1")
     page = page_of(run)
-    assert "Not known whether it is better" in page.said() and "there was no validation set" in page.said()
-    assert "Training loss went from" in page.said()
+    assert (
+        "Not enough data to compare with the base model" in page.said()
+        and "the run has no validation set" in page.said()
+    )
+    assert "Training loss: " in page.said()
     assert "data.validation_fraction=0.02" in page.said() and page.open == []
 
 
@@ -284,8 +287,8 @@ def test_a_run_that_failed(train, capsys) -> None:
     run = train("train.learning_rate=1e-30", "train.max_steps=5", code=5)
     run.recipe.write_text(run.recipe.read_text().replace("learning_rate: 1e-30", "learning_rate: 0.0"))
     said = page_of(run).said()
-    assert "It failed: nothing was saved" in said and "It ended after step 5." in said
-    assert "trained weights moved" in said and "the learning rate is 0" in said and "✗ NO" in said
+    assert "The run failed and saved no weights" in said and "The run ended after step 5." in said
+    assert "trained weights moved" in said and "Set a learning rate above 0" in said and "✗ NO" in said
 
 
 def test_training_ends_with_a_page_and_is_not_spoilt_by_it(train, monkeypatch, capsys) -> None:
@@ -305,10 +308,10 @@ def test_training_ends_with_a_page_and_is_not_spoilt_by_it(train, monkeypatch, c
 def test_a_missing_part_is_said(name: str, folder: RunFolder) -> None:
     (folder.path / name).unlink()
     page = page_of(folder)
-    assert f"{name} is not there" in page.said() and page.open == []
+    assert f"{name} is missing, so the report" in page.said() and page.open == []
     (folder.path / name).write_text('{"torn')
     page = page_of(folder)
-    assert f"{name}" in page.said() and "can't be read" in page.said() and page.open == []
+    assert f"{name}" in page.said() and "finetune can't read" in page.said() and page.open == []
 
 
 @pytest.mark.parametrize("name", list(run_files.FILES))
@@ -317,7 +320,7 @@ def test_one_part_alone_is_a_page(name: str, folder: RunFolder) -> None:
         if other.name != name:
             shutil.rmtree(other) if other.is_dir() else other.unlink()
     page = page_of(folder)
-    assert page.open == [] and page.said().count("is not there") == len(run_files.FILES) - 1
+    assert page.open == [] and page.said().count("is missing, so the report") == len(run_files.FILES) - 1
 
 
 @pytest.mark.parametrize("word", ["better", "same", "worse", "unknown"])
@@ -335,7 +338,7 @@ def test_a_part_with_nothing_in_it(name: str, folder: RunFolder) -> None:
     (folder.path / name).write_text("[]" if name == "checks.json" else "{}")
     page = page_of(folder)
     assert page.open == []
-    assert ("data_report.json can't be read" in page.said()) == (name == "data_report.json")
+    assert ("finetune can't read data_report.json" in page.said()) == (name == "data_report.json")
 
 
 def test_what_is_shown_in_percent(folder: RunFolder) -> None:
@@ -352,7 +355,7 @@ def test_what_is_shown_in_percent(folder: RunFolder) -> None:
 
 def test_what_is_no_run_folder(tmp_path: Path, capsys) -> None:
     assert main.main(["report", str(tmp_path)]) == 2
-    assert "not a run folder" in capsys.readouterr().err
+    assert "the path is not a run folder" in capsys.readouterr().err
 
 
 def test_a_page_that_can_t_be_written(folder: RunFolder, tmp_path: Path, capsys) -> None:
@@ -366,8 +369,8 @@ def test_losses_that_are_not_finite_and_evaluations_in_between(folder: RunFolder
     lines[2:2] = [{"step": 2, "epoch": 0.2, "eval_loss": 0.7}, {"step": 3, "epoch": 0.3, "eval_loss": 0.9}]
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = page_of(folder).said()
-    assert "1 steps have no finite loss; held out least at step 2: 0.7" in said
-    assert "best: step 2" in said and "held out" in said
+    assert "the loss of 1 steps is NaN or Inf; lowest validation loss 0.7 at step 2" in said
+    assert "best: step 2" in said and "validation" in said
 
 
 def test_a_report_of_what_was_just_trained(train) -> None:

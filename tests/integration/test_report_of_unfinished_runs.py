@@ -28,7 +28,7 @@ def test_a_crash_is_told_from_a_run_that_goes_on(small, two_layers, tmp_path, ca
     capsys.readouterr()
     assert main.main(["report", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
-    assert "It failed: nothing was saved" in said and "error: RuntimeError: a kernel" in said
+    assert "The run failed and saved no weights" in said and "error: RuntimeError: a kernel" in said
 
 
 def test_a_stopped_run_says_what_it_saved_and_how_it_goes_on(train, capsys) -> None:
@@ -36,8 +36,8 @@ def test_a_stopped_run_says_what_it_saved_and_how_it_goes_on(train, capsys) -> N
     capsys.readouterr()
     assert main.main(["report", str(run.path)]) == 0
     said = capsys.readouterr().out
-    assert "It did not finish" in said and "It ended after step 3. Step 3 is saved" in said
-    assert "--resume goes on from there" in said
+    assert "The run is not finished" in said and "The run ended after step 3." in said
+    assert "continue from the checkpoint of step 3, add --resume" in said
 
 
 def test_a_failed_run_that_has_a_checkpoint(tmp_path) -> None:
@@ -45,8 +45,8 @@ def test_a_failed_run_that_has_a_checkpoint(tmp_path) -> None:
     (tmp_path / "checks.json").write_text("[]")
     (tmp_path / "log.txt").write_text("begun\nerror: the loss is not finite\n")
     verdict = html_report.judge(run_files.read(tmp_path))
-    assert verdict.title == "It failed: only a checkpoint was saved" and verdict.kind == "bad"
-    assert "Step 8 is saved" in verdict.why and verdict.why.endswith("error: the loss is not finite")
+    assert verdict.title == "The run failed and saved only checkpoints" and verdict.kind == "bad"
+    assert "checkpoint of step 8" in verdict.why and verdict.why.endswith("error: the loss is not finite")
     log = tmp_path / "log.txt"
     log.write_text(f"{log.read_text()}resumed\nstep 9/20  loss 1.0\n")
-    assert html_report.judge(run_files.read(tmp_path)).title == "It did not finish, or is still running"
+    assert html_report.judge(run_files.read(tmp_path)).title == "The run is not finished"

@@ -129,7 +129,9 @@ def test_old_bf16_base_under_another_precision_is_said(old_run, monkeypatch) -> 
     before = run.read("eval.json")
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
     found = evaluator.run(run.path)
-    assert "the base is in fp32; the run's was in bf16" in found["settings"]["notes"]
+    assert (
+        "this evaluation stores the base model in fp32, but this run used bf16" in found["settings"]["notes"]
+    )
     assert run.read("eval.json") == before, "the run's own figures stay"
 
 

@@ -224,13 +224,13 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
         (tmp_path / "run" / mark).rename(tmp_path / "run" / lock.LOCK)
     train(code=2)
     said = capsys.readouterr().err
-    assert "left by process" in said and "in use" not in said
+    assert "its lock is from process" in said and "in use" not in said
     run = train("--resume=auto", "--until=1", code=75)
     assert [line["step"] for line in metrics(run)] == [1] and "loss" in metrics(run)[0]
     assert not run.model.exists() and not (run.path / "validation.jsonl").exists(), (
         "another recipe's, perhaps"
     )
-    assert "note: model of an earlier start was removed" in (run.path / "log.txt").read_text()
+    assert "finetune removed model of an earlier start" in (run.path / "log.txt").read_text()
 
 
 def test_what_was_trained_and_saved_is_not_begun_again(tmp_path) -> None:
@@ -342,7 +342,10 @@ def test_the_proof_of_a_recipe(two_layers, small, capsys) -> None:
     words = [*small, f"model.name={two_layers}", "train.max_steps=20", "adapter.type=adalora"]
     assert main.main(["check", str(QUICKSTART), *words, "--verify-resume"]) == 0
     said = capsys.readouterr().out
-    assert "not a bit differs" in said and "train.max_steps=12" in said
+    assert (
+        "verified: a resumed run of this recipe equals a run without a stop" in said
+        and "train.max_steps=12" in said
+    )
     for part in training_state.PARTS:
         assert part in said
 

@@ -56,7 +56,7 @@ def test_a_study_is_known_by_its_file_where_its_folder_was_renamed(tmp_path, mon
     assert study_storage.name_in(url, folder) == "old"
     monkeypatch.setattr(study_storage, "TRIES", 1)
     (folder / "study.db").write_text("no database" * 1000)
-    with pytest.raises(UserError, match="the storage can't be used") as raised:
+    with pytest.raises(UserError, match="can't use the storage of the study") as raised:
         study_storage.name_in(url, folder)
     assert raised.value.code == Exit.ENVIRONMENT
 
@@ -143,7 +143,7 @@ def test_a_journal_that_can_not_be_written(name: str, said: str, tmp_path) -> No
         pass
     text = str(raised.value)
     assert (
-        raised.value.code == Exit.INPUT and said in text and "--storage journal:" in text and "try:" in text
+        raised.value.code == Exit.INPUT and said in text and "--storage journal:" in text and "help:" in text
     )
 
 

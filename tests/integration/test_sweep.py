@@ -80,7 +80,7 @@ def found(study: Path) -> dict[str, Any]:
 def test_a_trial_whose_worker_was_killed_is_run_again_with_the_same_values(found) -> None:
     """And it is not counted twice. Its values overflow: pruned, with the reason, and the study goes on."""
     lost, own, again = found["trials"]
-    assert lost["state"] == "lost" and lost["reason"] == "its worker ended; run again as trial 2"
+    assert lost["state"] == "lost" and lost["reason"] == "the worker ended; the study ran it again as trial 2"
     assert own["own"] and own["state"] == "complete" and own["values"] == {
         "train.learning_rate": 4e-3, "train.weight_decay": 0.0, "adapter.r": 16,
     }  # fmt: skip
@@ -109,7 +109,7 @@ def test_the_best_recipe_checks_and_says_where_its_values_are_from(study, found,
     assert loaded.eval.eval_steps == tried.eval.eval_steps is not None, "else it would keep the last weights"
     assert loaded.train.output_dir is None and loaded.speed.compile == "auto" and loaded.eval.generate
     text = (study / "best.yaml").read_text()
-    assert f"# tuned: trial {best['number']}, of 2 to 16" in text
+    assert f"# sweep: trial {best['number']}, from 2 to 16" in text
     assert main.main(["check", str(study / "best.yaml")]) == 0
     assert f"next: finetune train {study}/best.yaml" not in capsys.readouterr().err
 
@@ -130,10 +130,12 @@ def test_a_study_is_not_gone_on_with_by_another_recipe(study) -> None:
         sweep_study.hold(begun, study, own)
         with pytest.raises(UserError) as raised:
             sweep_study.hold(begun, study, own | {"train.max_steps": "5"})
-        with pytest.raises(UserError, match="another rows of the data"):
+        with pytest.raises(UserError, match="other values of rows of the data"):
             sweep_study.hold(begun, study, own | {"rows of the data": "0" * len(own["rows of the data"])})
     said = str(raised.value)
-    assert "was begun with another train.max_steps" in said and raised.value.code == Exit.INPUT
+    assert (
+        "holds an experiment with other values of train.max_steps" in said and raised.value.code == Exit.INPUT
+    )
 
 
 def test_a_first_trial_may_be_the_best() -> None:
@@ -163,7 +165,7 @@ def test_a_first_trial_may_be_the_best() -> None:
             ],
             "eval.metric_for_best_model",
         ),
-        (["--space", "none.yaml"], "can't read the space"),
+        (["--space", "none.yaml"], "can't read the search space"),
         (["--space", "recipes"], "name a file of this folder: "),
         (["--trials", "0"], ""),
     ],
@@ -194,8 +196,15 @@ def test_evaluations_are_read_as_they_are_written(tmp_path) -> None:
 
 def test_how_a_process_ended_says_what_the_trial_is(tmp_path) -> None:
     log = tmp_path / "log.txt"
-    log.write_text("note: x\nerror: out of GPU memory\n  found:    79 GiB\n  help:     less\n")
-    assert worker_process.failure(Exit.TRAINING, log) == ("pruned", "exit 5: out of GPU memory: 79 GiB")
+    log.write_text(
+        "note: x\nerror: data.name: too little (a.yaml:4:3) [out-of-memory]\n     4 |   name: a\n"
+        "       |   ^\n"
+        "  found:     79 GiB\n  help:      less\n"
+    )
+    assert worker_process.failure(Exit.TRAINING, log) == (
+        "pruned",
+        "exit 5: data.name: too little (a.yaml:4:3): 79 GiB",
+    )
     assert (
         worker_process.failure(Exit.INPUT, log)[0]
         == worker_process.failure(Exit.ENVIRONMENT, log)[0]
@@ -240,7 +249,7 @@ def test_a_trial_that_was_killed_for_memory_is_pruned(counted, state: str, tmp_p
     trial = worker_process.Trial([], tmp_path, tmp_path / "log")
     ended = worker_process.run(trial, "eval_loss", lambda _: "", lambda: ("", ""))
     assert ended.state == state and "SIGKILL" in ended.reason
-    assert ("out of the host's memory" in ended.reason) == (state == "pruned")
+    assert ("CPU memory ran out" in ended.reason) == (state == "pruned")
 
 
 def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypatch) -> None:
@@ -267,7 +276,7 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
     with study_storage.opened(url, "study") as study:
         job = sweep_study.Job(asked, whole, space, looked, study, screen, math.inf, sweep_study.Told(), [])
         sweep_study.one(job)
-        assert "another one took it over" in said[-1] and started[0].poll() == -signal.SIGTERM
+        assert "another worker took it over" in said[-1] and started[0].poll() == -signal.SIGTERM
         assert not (folder / "trial-0000" / "checkpoints").exists() and sweep_study.begin_another(job)
         again = study.get_trials(deepcopy=False)[1]
         assert again.state == TrialState.WAITING and again.user_attrs["again"] == 0
@@ -375,7 +384,7 @@ def test_a_final_run_is_told_to_end_with_its_study(number: int, tmp_path) -> Non
         time.sleep(0.05)
     assert (tmp_path / "saved").exists()
     if number != signal.SIGKILL:
-        assert study.returncode == Exit.STOPPED and "the same command again goes on" in said
+        assert study.returncode == Exit.STOPPED and "run the same command again" in said
 
 
 WAITS = {

@@ -87,11 +87,12 @@ def test_a_number_is_an_index_and_a_text_a_choice() -> None:
         assert tasks._document(task, {"c": numbers, "a": answer})["answer"] == index
     assert tasks._document(task, {"c": ["x", "1"], "a": 1})["answer"] == 1
     with pytest.raises(
-        ValueError, match="answer 1 is an index and also another choice: write the right choice as text"
+        ValueError,
+        match="answer 1 is the index of one choice and the text of another; write the correct choice as text",
     ):
         tasks._document(task, {"c": numbers, "a": 1})  # as a .csv has it, the last one
     assert tasks._document(task, {"c": ["x", "y"], "a": "1"})["answer"] == 1
-    with pytest.raises(ValueError, match="none of the choices"):
+    with pytest.raises(ValueError, match="is not one of the choices"):
         tasks._document(task, {"c": ["x", "y"], "a": "²"})  # a digit, and no number
 
 
@@ -143,25 +144,41 @@ def test_commonsense_rows_of_the_papers(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("kind: multiple_choise\nprompt: a\n", ("help:      kind: multiple_choice", "bad.yaml:2:1")),
-        ("kind: multiple_choice\nprompt: '{{ question }}'\n", ("choices", "is required")),
+        (
+            "kind: multiple_choice\nprompt: '{{ question }}'\n",
+            ("choices: a task of the kind `multiple_choice` needs this key",),
+        ),
         (
             CHOICE.replace("question", "qestion"),
             ("'qestion' is undefined", "columns question, options, right"),
         ),
-        (CHOICE.replace("options", "right"), ("not a list of two or more",)),
-        (CHOICE.replace("right", "question"), ("none of the choices",)),
+        (CHOICE.replace("options", "right"), ("and not a list with two or more choices",)),
+        (CHOICE.replace("right", "question"), ("is not one of the choices",)),
         (CHOICE + "chioces: a\n", ("unknown key", "choices")),
         (CHOICE.replace("question", "'a' * 10 ** 10"), ("the template took more than 256 MB",)),
         ("kind: exact_match\nprompt: 'a{{'\nanswer: a\n", ("the template is not valid",)),
-        ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0, not a JSON object",)),
-        ("kind: json_match\nprompt: a\nanswer: yes {{ right }}\n", ("'yes 0', not a JSON object or list",)),
+        ("kind: json_match\nprompt: a\nanswer: '{{ right }}'\n", ("0 and not a JSON object",)),
+        (
+            "kind: json_match\nprompt: a\nanswer: yes {{ right }}\n",
+            ("'yes 0' and not a JSON object or list",),
+        ),
         ("kind: exact_match\nprompt: a\nanswer: '{{ none }}'\n", ("the answer is null",)),
-        ("kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n", ("not a regular expression",)),
+        (
+            "kind: regex_match\npattern: '('\nprompt: a\nanswer: b\n",
+            ("pattern: the pattern is not a valid regular expression",),
+        ),
         (
             "kind: exact_match\nprompt: a\nanswer: b\npattern: c\ndelimiter: ''\n",
-            ("pattern: is not read by exact_match", "kind: regex_match", "delimiter: is not read by"),
+            (
+                "pattern: a task of the kind `exact_match` does not use this key",
+                "kind: regex_match",
+                "delimiter: a task of the kind `exact_match`",
+            ),
         ),
-        ("kind: perplexity\nprompt: a\nstop: [b]\n", ("is not read by perplexity",)),
+        (
+            "kind: perplexity\nprompt: a\nstop: [b]\n",
+            ("stop: a task of the kind `perplexity` does not use this key",),
+        ),
     ],
 )
 def test_a_task_file_that_is_wrong_is_explained(text, said, tmp_path, capsys, small) -> None:
@@ -185,11 +202,11 @@ def test_stated_names_are_the_names_that_lm_eval_lists() -> None:
 def test_tasks_that_are_not_there(train, two_layers, tmp_path, capsys) -> None:
     missing = tmp_path / "knowlege.yaml"
     assert main.main(["check", "recipes/quickstart.yaml", f"eval.tasks=[{missing}]"]) == 2
-    assert "cannot read the task" in capsys.readouterr().err
+    assert "finetune can't read the task file" in capsys.readouterr().err
     run = train(f"model.name={two_layers}")
     before = run.read("eval.json")
     assert main.main(["evaluate", str(run.path), "--tasks", "arc_eazy"]) == 2
-    assert "no such task" in capsys.readouterr().err and run.read("eval.json") == before
+    assert "lm-eval has no such task" in capsys.readouterr().err and run.read("eval.json") == before
 
 
 def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) -> None:
@@ -197,7 +214,7 @@ def test_a_missing_package_is_said_before_anything_loads(monkeypatch, capsys) ->
     monkeypatch.setattr(tasks, "find_spec", lambda name: None if name == "lm_eval" else found(name))
     assert main.main(["check", "recipes/quickstart.yaml", "eval.tasks=[arc_easy]"]) == 3
     assert "[eval]" in capsys.readouterr().err
-    with pytest.raises(UserError, match="needs lm-eval") as raised:  # a local task needs it too
+    with pytest.raises(UserError, match="need the package lm-eval") as raised:  # a local task needs it too
         lm_eval_harness.check(Eval(tasks=["general_knowledge"]))
     assert raised.value.code == 3
     monkeypatch.undo()
@@ -225,9 +242,9 @@ def test_two_tasks_of_one_name_are_refused(tmp_path) -> None:
     one = write_task(tmp_path, "choice", QUESTIONS, CHOICE)
     for other, more in (("choice2", "task: choice\n"), ("third", "task: arc_easy\n")):
         path = write_task(tmp_path, other, QUESTIONS, more + CHOICE)
-        with pytest.raises(UserError, match="two tasks of one name"):
+        with pytest.raises(UserError, match="two task files have the same task name"):
             tasks.check(Eval(tasks=[one, path, "arc_easy"]))
-    with pytest.raises(UserError, match="one file, named in several ways"):
+    with pytest.raises(UserError, match="the list names one task file several times"):
         tasks.check(Eval(tasks=[one, f"{tmp_path}/../{tmp_path.name}/{Path(one).name}"]))
     tasks.check(Eval(tasks=[one, one, "arc_easy"]))
 
@@ -293,7 +310,7 @@ def test_a_task_may_not_differ_between_base_and_tuned() -> None:
     row = {"doc_id": 0, "filter": "none", "prompt_hash": "a", "acc": 1.0}
     side = {"t": {"rows": [row], "subtasks": [], "metrics": {}, "higher_is_better": {}, "settings": {}}}
     other = {"t": {**side["t"], "rows": [{**row, "prompt_hash": "b"}]}}
-    with pytest.raises(UserError, match="not asked the same"):
+    with pytest.raises(UserError, match="got different prompts"):
         lm_eval_harness.compare(side, other, set())
 
 

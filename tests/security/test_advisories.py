@@ -228,7 +228,7 @@ def test_cve_2026_24152_a_manifest_names_no_pickle(advisory: str, canary, tmp_pa
     for name in SLOTS[advisory]:
         poison(path / name, canary)
         name_in_manifest(path, name, path / name)
-        with pytest.raises(checkpoints.Damaged, match="no file of a checkpoint"):
+        with pytest.raises(checkpoints.Damaged, match="not a file of a checkpoint"):
             checkpoints.verify(path)
 
 
@@ -382,7 +382,7 @@ def test_cve_2023_1177_cve_2023_2356_no_name_leads_out_of_its_folder(name: str, 
     path = checkpoints.write(tmp_path / "checkpoints", 1, {"state.json": {}}, None)
     (tmp_path / "secret.json").write_text("{}")
     name_in_manifest(path, name, tmp_path / "secret.json")
-    with pytest.raises(checkpoints.Damaged, match="no file of a checkpoint"):
+    with pytest.raises(checkpoints.Damaged, match="not a file of a checkpoint"):
         checkpoints.verify(path)
     with pytest.raises(UserError, match="no such checkpoint"):
         checkpoints.named(path.parent, f"step-1/{name}")

@@ -147,7 +147,7 @@ def test_lock_of_another_machine_is_free_only_if_it_is_not_touched(
         thread.start()
     try:
         if alive:
-            with pytest.raises(UserError, match="another run is writing there"), claim(tmp_path):
+            with pytest.raises(UserError, match="another run uses this folder"), claim(tmp_path):
                 pass
         else:
             with claim(tmp_path):

@@ -129,7 +129,7 @@ def test_report_of_a_run_with_a_damaged_file_lists_it_as_missing(whole, tmp_path
         (run / name).write_text('[{"a": {"b": null}}, 1]')
         assert answer(["report", str(run)]) == 0
         page = (run / "report.html").read_text()
-        part = page[page.index("Missing from this folder") :].split("</ul>")[0]
+        part = page[page.index("Missing files") :].split("</ul>")[0]
         assert name in part, name
 
 
@@ -142,7 +142,7 @@ def test_evaluate_with_a_damaged_earlier_result_ends_before_a_model_is_loaded(
     (run / name).write_text(json.dumps({**content, "tasks": {"a": {"base": "no scores"}}}))
     monkeypatch.setattr("finetune.models.loading.load", lambda *_: pytest.fail("a model was loaded"))
     assert main.main(["evaluate", str(run)]) == 4
-    assert f"{name} can't be used" in capsys.readouterr().err
+    assert f"{name} is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["adapter/tokenizer.json", "merged/tokenizer_config.json"])

@@ -84,7 +84,7 @@ def test_study_with_another_value_is_refused(tmp_path, storage: str) -> None:
         changed = text.replace(old, new)
         assert changed != text
         (tmp_path / STORAGES[storage]).write_bytes(changed)
-        with pytest.raises(UserError, match="the study is damaged") as raised:
+        with pytest.raises(UserError, match="the stored study is damaged") as raised:
             read(url)
         assert raised.value.code == Exit.ARTEFACT and "--output" in str(raised.value)
 
@@ -104,7 +104,7 @@ def test_study_of_a_release_without_hashes_goes_on_and_is_verified_from_then_on(
     for notes in (1, 0):  # a command that is stopped, and the next one
         with study_storage.opened(url, "s") as found:
             said = study.hold(found, Path("study"), IDENTITY)
-            assert [one.startswith("trials that an older finetune finished: 1") for one in said] == [
+            assert [one.startswith("trials of an older finetune version: 1") for one in said] == [
                 True
             ] * notes
             study_storage.tell(found, found.ask(), 0.5, TrialState.COMPLETE)

@@ -58,6 +58,6 @@ def test_damaged_validation_set_without_its_data_is_an_error(run: RunFolder, tmp
     text, gone = run.recipe.read_text(), str(tmp_path / "gone.jsonl")
     name = run_folder.recipe_of(run).data.validation
     run.recipe.write_text(text.replace(str(name), gone))
-    with pytest.raises(UserError, match="the data is not here") as raised:
+    with pytest.raises(UserError, match="its data is missing") as raised:
         read(run)
     assert raised.value.code == Exit.ARTEFACT and "data.validation=PATH" in str(raised.value)

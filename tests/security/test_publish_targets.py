@@ -64,7 +64,7 @@ def test_publish_with_the_command_of_the_error_publishes(hub: Hub, trained, caps
     """From a laptop or from CI it is one command, without a prompt."""
     folder = with_section(trained(), repo="me/notes", private=False)
     assert publish(folder) == 2
-    command = capsys.readouterr().err.partition("to publish there: finetune ")[2].splitlines()[0]
+    command = capsys.readouterr().err.partition("to publish to this one, run: finetune ")[2].splitlines()[0]
     assert main.main([*shlex.split(command), "--quiet"]) == 0
     assert not hub.repos["me/notes"].private and len(hub.repos["me/notes"].files) > 10
 
@@ -73,7 +73,7 @@ def test_dry_run_shows_the_target_of_the_run_folder(hub: Hub, trained, capsys) -
     folder = with_section(trained(), repo="evil/exfil", private=False)
     hub.requests.clear()
     assert publish(folder, "--dry-run") == 0
-    assert "would go to evil/exfil (public)" in capsys.readouterr().out and not hub.requests
+    assert "files for evil/exfil (public)" in capsys.readouterr().out and not hub.requests
 
 
 def test_train_by_the_recipe_of_a_run_folder_names_its_target(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_command_on_an_adapter_of_another_base_is_refused(
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     for command in (["publish", "--repo", "me/notes"], ["evaluate"], ["merge"], ["chat", "--prompt", "x"]):
         assert main.main([command[0], str(folder.path), *command[1:]]) == 2
-        assert "names another base model than the run's recipe" in capsys.readouterr().err
+        assert "the adapter and the recipe of the run name different base models" in capsys.readouterr().err
     assert not hub.repos and not hub.requests
 
 

@@ -123,7 +123,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
         assert len(hub.repos["me/notes"].files) > 10 and hub.repos["me/notes"].private
         assert not leaks(hub, tmp_path, done.stdout, done.stderr)
         assert not hub.asked("telemetry") and not hub.asked("convert"), "nothing is reported"
-    assert "12 of 12 files sent" in done.stdout
+    assert "uploaded 12 of 12 files" in done.stdout
     written = contents(tmp_path / "run")
     assert any(name.startswith("tensorboard/") for name in written) == (tracker != "none")
     assert any(name.startswith("checkpoints/step-1/") for name in written)
@@ -367,7 +367,9 @@ def test_publish_refuses_a_secret_of_nobody_here(kind: str, place: str, hub: Hub
         file.write_text(json.dumps(json.loads(file.read_text()) | {"note": SHAPES[kind]}))
     assert main.main(["publish", str(folder.path), "--repo", "me/notes"]) == 2
     said = capsys.readouterr().err
-    assert "a secret would be published" in said and file.name in said and SHAPES[kind][-9:] not in said
+    assert (
+        "a file to publish contains a secret" in said and file.name in said and SHAPES[kind][-9:] not in said
+    )
     assert not hub.repos and not hub.requests
 
 

@@ -31,12 +31,12 @@ ATTACKS = {
     "a function beside it": ("process_docs: !function evil.run\n", "tags are not allowed"),
     "an object": ("description: !!python/object/apply:os.system [touch owned]\n", "tags are not allowed"),
     "an alias": ("a: &a [1]\nb: *a\n", "alias"),
-    "a function by name": ("process_docs: evil.run\n", "takes code"),
-    "a function of results": ("process_results: evil.run\n", "takes code"),
-    "a class": ("class: evil.Task\n", "takes code"),
-    "a dataset by function": ("custom_dataset: evil.run\n", "takes code"),
-    "a prompt of promptsource": ("use_prompt: promptsource:evil\n", "takes code"),
-    "code of the answer": ("unsafe_code: true\n", "takes code"),
+    "a function by name": ("process_docs: evil.run\n", "runs code"),
+    "a function of results": ("process_results: evil.run\n", "runs code"),
+    "a class": ("class: evil.Task\n", "runs code"),
+    "a dataset by function": ("custom_dataset: evil.run\n", "runs code"),
+    "a prompt of promptsource": ("use_prompt: promptsource:evil\n", "runs code"),
+    "code of the answer": ("unsafe_code: true\n", "code that the model writes"),
     "an unknown key": ("callbacks: [evil.run]\n", "unknown key"),
     "a metric that is a script": (METRIC.format("evil.py"), "metric_list"),
     "a metric that is a path": (METRIC.format("./evil"), "metric_list"),
@@ -49,13 +49,19 @@ ATTACKS = {
         "hf_evaluate",
     ),
     "a metric's module": ("metric_list: [{metric: acc, config_name: evil}]\n", "config_name"),
-    "options of another metric": ("metric_list: [{metric: acc, ignore_case: true}]\n", "not an option"),
+    "options of another metric": (
+        "metric_list: [{metric: acc, ignore_case: true}]\n",
+        "`acc` has no option `ignore_case`",
+    ),
     "an aggregation by name": ("metric_list: [{metric: acc, aggregation: evil.run}]\n", "aggregation"),
     "a filter by name": (FILTER.format("evil.run"), "function"),
     "a filter of a function": (FILTER.format("custom, filter_fn: evil.run"), "filter_fn"),
     "a sampler by name": ("fewshot_config: {sampler: evil.Sampler}\n", "sampler"),
     "few-shot examples by function": ("fewshot_config: {samples: evil.run}\n", "samples"),
-    "a template of few-shot examples": ("fewshot_config: {doc_to_text: '{{ x }}'}\n", "no place here"),
+    "a template of few-shot examples": (
+        "fewshot_config: {doc_to_text: '{{ x }}'}\n",
+        "can't hold a template",
+    ),
     "generation by code": ("generation_kwargs: {custom_generate: evil-org/evil}\n", "custom_generate"),
     "a second model": ("generation_kwargs: {assistant_model: evil-org/evil}\n", "assistant_model"),
     "an image": ("doc_to_image: ['{{ x }}']\n", "doc_to_image"),
@@ -67,26 +73,35 @@ ATTACKS = {
     "a database": ("dataset_path: sql\n", "dataset_path"),
     "a script": ("dataset_path: evil.py\n", "dataset_path"),
     "a script by path": ("dataset_path: ./evil.py\n", "dataset_path"),
-    "an address of a dataset": ("dataset_path: http://127.0.0.1/x\n", "not fetched"),
+    "an address of a dataset": (
+        "dataset_path: http://127.0.0.1/x\n",
+        "does not download data from an address",
+    ),
     "a storage bucket": ("dataset_path: buckets/evil\n", "dataset_path"),
-    "an address": ("dataset_kwargs: {data_files: 'http://127.0.0.1/x.jsonl'}\n", "not fetched"),
+    "an address": (
+        "dataset_kwargs: {data_files: 'http://127.0.0.1/x.jsonl'}\n",
+        "does not download data from an address",
+    ),
     "an address in a chain": (
         "dataset_kwargs: {data_files: 'zip::http:/127.0.0.1/x.jsonl'}\n",
-        "not fetched",
+        "does not download data from an address",
     ),
-    "files of another kind": ("dataset_kwargs: {data_files: {test: evil.py}}\n", "not read"),
-    "no files": ("dataset_kwargs: {data_files: {test: none.jsonl}}\n", "no such file"),
+    "files of another kind": (
+        "dataset_kwargs: {data_files: {test: evil.py}}\n",
+        "can't read this type of file",
+    ),
+    "no files": ("dataset_kwargs: {data_files: {test: none.jsonl}}\n", "no file has this name"),
     "a folder's parent": ("dataset_kwargs: {data_dir: ../..}\ndataset_path: .\n", "data_dir"),
-    "a template elsewhere": ("description: '{{ cycler.__init__.__globals__ }}'\n", "no place here"),
-    "a template of contamination": ("doc_to_decontamination_query: '{% x %}'\n", "no place here"),
-    "a template of a prefix": ("gen_prefix: '{{ x }}'\n", "no place here"),
-    "a file elsewhere": ("include: ../other.yaml\n", "outside of its folder"),
-    "a file by its path": ("include: /etc/passwd\n", "outside of its folder"),
-    "no file": ("include: [1, null]\n", "not the name of a file"),
-    "a name with NUL": ('include: "a\\0b"\n', "not the name of a file"),
-    "itself": ("include: task.yaml\n", "more than 5 in a row"),
-    "a group": ("group: all\n", "a group"),
-    "tasks in a list": ("task: [arc_easy, {task: evil}]\n", "a group"),
+    "a template elsewhere": ("description: '{{ cycler.__init__.__globals__ }}'\n", "can't hold a template"),
+    "a template of contamination": ("doc_to_decontamination_query: '{% x %}'\n", "can't hold a template"),
+    "a template of a prefix": ("gen_prefix: '{{ x }}'\n", "can't hold a template"),
+    "a file elsewhere": ("include: ../other.yaml\n", "outside the folder of the task file"),
+    "a file by its path": ("include: /etc/passwd\n", "outside the folder of the task file"),
+    "no file": ("include: [1, null]\n", "this name can't be a file name"),
+    "a name with NUL": ('include: "a\\0b"\n', "this name can't be a file name"),
+    "itself": ("include: task.yaml\n", "more than 5 files include each other"),
+    "a group": ("group: all\n", "a group of tasks is not supported"),
+    "tasks in a list": ("task: [arc_easy, {task: evil}]\n", "the task has no name"),
     "a name that is a path": ("task: ../../evil\n", "task"),
     "answers without end": ("repeats: 1000000000\n", "repeats"),
     "examples without end": ("num_fewshot: 1000000000\n", "num_fewshot"),
@@ -198,7 +213,7 @@ def test_names_of_a_task_file_are_registered_in_lm_eval() -> None:
         names = literals(model.model_fields[key].annotation)
         assert names and names <= set(registry.keys()), key
     made = {"task": "t", "metric_list": [{"metric": "acc"}, {"metric": "evil"}]}
-    with pytest.raises(UserError, match="not in the installed lm-eval"):
+    with pytest.raises(UserError, match="the installed lm-eval does not have this name"):
         lm_eval_tasks.check_registered(made)
 
 
@@ -329,14 +344,14 @@ def test_filters_and_metrics_of_a_task_file_are_lm_evals_and_have_a_time_limit(t
         lambda: list(step().apply([[bomb]], [{}])),
         lambda: task.process_results({"answer": bomb}, [bomb]),
     ):
-        with pytest.raises(UserError, match="a match takes longer"):
+        with pytest.raises(UserError, match="s for one answer"):
             slow()
 
 
 def test_pattern_of_a_task_has_a_time_limit(monkeypatch) -> None:
     monkeypatch.setattr(limited_patterns, "SECONDS", 0.2)
     task = tasks.Task(task="t", data="d", kind="regex_match", prompt="", pattern="(a+)+$")
-    with pytest.raises(UserError, match="a match takes longer"):
+    with pytest.raises(UserError, match="s for one answer"):
         tasks.right(task, "a" * 5000 + "!", "a")
 
 
@@ -363,5 +378,5 @@ def test_name_that_no_file_can_have_is_refused(name: str, tmp_path, monkeypatch)
         f'{theirs}include: "{name}"\n',
     ):
         (tmp_path / "task.yaml").write_text(text)
-        with pytest.raises(UserError, match=r"not the name of a f|no such data here"):
+        with pytest.raises(UserError, match=r"name can't be a f|the dataset does not exist"):
             tasks.check(Eval(tasks=["task.yaml"]))

@@ -70,7 +70,7 @@ def test_what_is_published_is_no_link_to_elsewhere(name: str, trained, tmp_path,
     (run.path / name).unlink()
     (run.path / name).symlink_to(tmp_path / "id_rsa")
     assert main.main(["publish", str(run.path), "--dry-run"]) == 2
-    assert "a link that leaves" in capsys.readouterr().err
+    assert "the link leads out of its folder" in capsys.readouterr().err
 
 
 def test_an_adapter_s_file_that_lacks_tensors_is_not_filled_up(saved_lora) -> None:

@@ -100,8 +100,8 @@ class Bench:
         clock, taken = (self.noise(f"tokens_per_{second}") for second in ("second", "cpu_second"))
         if self.machine.device == "cpu" and clock and taken is not None and clock > max(BUSY, taken):
             self.rate = "tokens_per_cpu_second"
-            said = f"noise {clock:.0%} by the clock, {taken:.1%} by CPU seconds"
-            self.screen.say(f"note: this machine is busy ({said}): gains are of tokens a CPU second")
+            said = f"noise: {clock:.0%} by the clock, {taken:.1%} by CPU seconds"
+            self.screen.say(f"note: other work uses this CPU ({said}), so gains are in tokens per CPU second")
 
 
 def key(variant: Variant) -> str:
@@ -121,8 +121,9 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         Stopped: a signal arrived. The same command resumes.
     """
     if launcher.launched():
-        fix = f"finetune ablate {asked.path}"
-        raise UserError(Problem("`ablate` starts its own processes; run it without a launcher", fix=fix))
+        what, why = "`ablate` can't run under a launcher", "it starts its own processes"
+        fix = f"finetune ablate {shlex.quote(asked.path)}"
+        raise UserError(Problem(what, fix=fix, why=why, code="launch-config"))
     own = load_recipe(asked.path, asked.overrides)
     given = optimizations.read(asked.ladder)
     optimizations.check_values(given, own.adapter.type)
@@ -139,7 +140,7 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     few = steps.measure.held_out_rows
     bench.held_out = measured_run.cut_held_out(own.data.validation, place, few, bench.screen)
     bench.short = measured_run.length(steps.measure.steps, steps.measure.warm_up, own.adapter)
-    bench.screen.say(*[f"note: in runs {one}" for one in bench.short if one.startswith("adapter.")])
+    bench.screen.say(*[f"note: the runs set {one}" for one in bench.short if one.startswith("adapter.")])
     started, rows = time.monotonic(), begin(bench)
     alone(bench, rows)
     variant, kept = stack(bench, rows)
@@ -175,7 +176,7 @@ def hold(asked: Asked, now: dict[str, str]) -> None:
     place = asked.folder / stem(asked)
     there = (place / "ladder.json").exists()
     began = RunFolder(place).read("ladder.json")["values"] if there else now
-    kept_runs.check_same(began, now, place, "--output another folder")
+    kept_runs.check_same(began, now, place, "choose another folder with --output")
 
 
 def stem(asked: Asked) -> str:
@@ -241,7 +242,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     if not found["failed"] and base and not base[0]["failed"]:
         apart = measured_run.not_comparable(found["machine"], base[0]["machine"])
         if apart and kind in ("baseline", "recipe"):
-            raise not_comparable(bench, "; ".join(apart), "what the first run is of")
+            raise not_comparable(bench, "; ".join(apart), "the same values as in the first run")
         if apart:
             bench.strange[name] = "; ".join(apart)
     said = f"FAILED: {found['failed']}" if found["failed"] else f"{found['tokens_per_second']:,.0f} tokens/s"
@@ -249,8 +250,12 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
 
 
 def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
-    what, where = "NOT COMPARABLE: these results are of other machines or data", str(bench.asked.folder)
-    return UserError(Problem(what, "", where, found, expected, fix="--output another folder"))
+    what, where = (
+        "NOT COMPARABLE: the folder has results of another machine or other data",
+        bench.asked.folder,
+    )
+    fix = "choose another folder with --output"
+    return UserError(Problem(what, "", str(where), found, expected, fix, code="experiment"))
 
 
 def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
@@ -263,8 +268,9 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     measure(bench, "baseline", "baseline", "baseline", base)
     first = bench.of(base)[0]
     if first["failed"]:
-        problem = Problem("the baseline can't be run", where=first["run"], found=first["failed"])
-        raise UserError(problem, code=Exit.TRAINING)
+        what, fix = "the run of the baseline failed", "correct the cause; the log next to the run shows it"
+        texts = {"found": first["failed"], "fix": fix, "code": "experiment"}
+        raise UserError(Problem(what, where=first["run"], **texts), code=Exit.TRAINING)
     here = bench.machine
     if here.name not in first["machine"]["hardware"]:
         raise not_comparable(bench, first["machine"]["hardware"], f"{here.count} x {here.name}")
@@ -336,7 +342,7 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
             continue
         variant = optimizations.add(current, rung, bench.rows)
         if key(variant) == key(current):
-            row |= {"status": "dropped", "why": "the stack has it already"}
+            row |= {"status": "dropped", "why": "the stack already has these values"}
             continue
         runs, before = bench.of(variant), bench.of(current)
         if not runs or current != base:  # otherwise both are on the baseline, and their runs were interleaved
@@ -398,7 +404,7 @@ def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> b
     elif found["verdict"] in ("error", "failed"):
         row |= {"status": found["verdict"], "why": f"alone: {found['why']}"}
     elif missing:
-        row |= {"status": "dropped", "why": f"it stands on {', '.join(missing)}, which the stack has not"}
+        row |= {"status": "dropped", "why": f"it needs {', '.join(missing)}, which the stack does not have"}
     return bool(row["status"])
 
 

@@ -24,12 +24,12 @@ PAGE = Path(__file__).with_name("ablation.html.jinja")
 LAUNCH = "launch.yaml"  # next to best.yaml
 NOTES = (
     "Alone: the speed of one optimization divided by the speed of the baseline, or of the optimizations "
-    "that it builds on. Stacked: its speed divided by the speed of the stack before it, from runs that "
-    "took turns. Tokens exclude padding. The speed of a run is the median of its steps after the warm-up. "
+    "that it builds on. Stacked: its speed divided by the speed of the stack before it, from interleaved "
+    "runs. Tokens exclude padding. The speed of a run is the median of its steps after the warm-up. "
     "The speed of an optimization is the median of its runs. One run is enough if the difference is "
     "clear. GiB is the peak of the allocator, or on a CPU the size of the process after a step. Loss is "
     "the mean of the last two steps. Loss cost is the increase of the validation loss over the baseline, "
-    "on the same examples, with its 95 % interval. A gain counts if it exceeds twice its standard error. "
+    "on the same examples, with its 95% interval. A gain counts if it exceeds twice its standard error. "
     "The spread of repeated runs, pooled over all variants, gives the standard error. `loss_band` limits "
     "the distance between two loss curves. On a CPU that is busy with other work, speed is tokens per CPU "
     "second."
@@ -38,7 +38,8 @@ NOTES = (
 
 def header(found: dict[str, Any]) -> list[str]:
     unit = measured_run.UNITS[found["rate"]]
-    figures = ("alone", unit, "stacked", unit, "GiB", "MFU", "loss", "held-out", "loss cost", "first step, s")
+    losses = ("loss", "validation loss", "loss cost")
+    figures = ("alone", unit, "stacked", unit, "GiB", "MFU", *losses, "first step, s")
     return ["optimization", *figures, "verdict"]
 
 
@@ -52,7 +53,7 @@ def cells(found: dict[str, Any]) -> list[list[str]]:
         if "speedup" in shown:
             gains = [*_gain(alone, rate), *_gain(stacked, rate)]
             rows.append([row["name"], *gains, *_rest(shown), row["status"]])
-    for name, whole in (("the stack", found["stack"]), ("the recipe as it is", found["as_is"])):
+    for name, whole in (("whole stack", found["stack"]), ("your recipe", found["as_is"])):
         if whole:
             figures = [f"{whole[rate] / base[rate]:.2f}", f"{whole[rate]:,.0f}"]
             rows.append([name, *figures, "", "", *_rest(whole), ""])
@@ -92,18 +93,18 @@ def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
 def headline(found: dict[str, Any]) -> str:
     """Summarize the result of the ablation in one sentence."""
     stack, base, rate, own = found["stack"], found["baseline"], found["rate"], found["as_is"]
-    rungs, unit = " + ".join(stack["rungs"]) or "nothing", measured_run.UNITS[rate]
-    plain = f"{found['speedup']:.2f} times those of a plain loop"
+    rungs, unit = " + ".join(stack["rungs"]) or "no optimization", measured_run.UNITS[rate]
+    plain = f"{found['speedup']:.2f} times the speed of the baseline"
     if not own:
-        return (
-            f"{rungs}: {plain} in {unit} ({base[rate]:,.0f} to {stack[rate]:,.0f}); the recipe itself failed"
-        )
+        speeds = f"{base[rate]:,.0f} -> {stack[rate]:,.0f} {unit}"
+        return f"{rungs}: {plain} ({speeds}); the run of your recipe failed"
     slower = ""
     if stack[rate] < own[rate]:
-        slower = "; your recipe is faster as it is, and best.yaml changes in it only what helped or hurt"
+        slower = "; your recipe is faster, so best.yaml changes only settings that helped or hurt"
     return (
-        f"{rungs}: {stack[rate] / own[rate]:.2f} times the {unit} of your recipe ({own[rate]:,.0f} to "
-        f"{stack[rate]:,.0f}), {own['memory_gib']:.2f} to {stack['memory_gib']:.2f} GiB; {plain}{slower}"
+        f"{rungs}: {stack[rate] / own[rate]:.2f} times the speed of your recipe ({own[rate]:,.0f} -> "
+        f"{stack[rate]:,.0f} {unit}), {own['memory_gib']:.2f} -> {stack['memory_gib']:.2f} GiB; "
+        f"{plain}{slower}"
     )
 
 
@@ -116,9 +117,9 @@ def markdown(found: dict[str, Any]) -> str:
     said = (
         f"{code(found['command'])}, {found['date']}: {hardware}, "
         f"OMP_NUM_THREADS {found['machine']['threads']}, torch {found['machine']['torch']}. "
-        f"{measure['steps']} steps a run, the first {measure['warm_up']} "
-        f"not counted, {measure['repeats']} runs a variant; one run's noise: {noise}; "
-        f"{found['seconds']:.0f} s in all."
+        f"{measure['steps']} steps per run, of which {measure['warm_up']} are warm-up; "
+        f"{measure['repeats']} runs per variant; noise of one run: {noise}; "
+        f"total time {found['seconds']:.0f} s."
     )
     why = "\n".join(plain(f"- {name} {status}: {text}") for name, status, text in reasons(found))
     title, scores = plain(Path(found["recipe"]).name), table(header(found), cells(found))
@@ -139,7 +140,7 @@ def picture(found: dict[str, Any]) -> str:
             name = row["name"] if row["status"] == "kept" else f"{row['name']} ({row['status']})"
             bars.append(plots.Bar(name, ratios, spread))
     return plots.bars(
-        bars, ("alone", "on the stack so far"), f"times the baseline's {measured_run.UNITS[rate]}"
+        bars, ("alone", "on the stack so far"), f"{measured_run.UNITS[rate]}, relative to the baseline"
     )
 
 
@@ -147,7 +148,7 @@ def page(found: dict[str, Any]) -> str:
     """Return one self-contained HTML page."""
     stack, base, rate = found["stack"], found["as_is"] or found["baseline"], found["rate"]
     figures = [
-        ("times your recipe" if found["as_is"] else "times a plain loop", f"{stack[rate] / base[rate]:.2f}"),
+        (f"speed / {'your recipe' if found['as_is'] else 'baseline'}", f"{stack[rate] / base[rate]:.2f}"),
         (measured_run.UNITS[found["rate"]], f"{stack[found['rate']]:,.0f}"),
         ("GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
         ("loss", f"{base['loss']:.4f} → {stack['loss']:.4f}"),
@@ -189,7 +190,7 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
         return ""
     name = "cpu" if machine.device == "cpu" else "single_gpu"
     shelf = shipped_files.folder("accelerate_configs") / f"{name}.yaml"
-    line = f'mixed_precision: "{precision}" # as it was measured'
+    line = f'mixed_precision: "{precision}" # as measured'
     return re.sub(r"(?m)^mixed_precision:.*$", line, shelf.read_text(encoding="utf-8"))
 
 
@@ -213,7 +214,7 @@ def best(recipe: Recipe, found: dict[str, Any]) -> str:
     made = f"{found['command']}, {found['date']}, {found['machine']['hardware']}"
     top = f"# {visible(headline(found))}.\n# {visible(made)}.\n"
     top += (
-        f"# The launch decides on precision: mixed_precision: {precision} was measured.\n"
+        f"# The launch sets the precision. The ablation measured mixed_precision: {precision}.\n"
         if precision
         else ""
     )

@@ -28,13 +28,13 @@ OURS = "default"
 BATCH = ("train.effective_batch_size", "train.per_device_train_batch_size")
 PRECISION = Literal["no", "bf16", "fp16"]
 MEASURED = {  # keys that the ablation itself sets, besides varied_keys.FIXED
-    "data.name": "runs are of the same rows",
-    "train.max_steps": "all runs have measure.steps",
-    "train.num_train_epochs": "all runs have measure.steps",
-    "train.warmup_steps": "all runs have measure.warm_up",
-    "train.logging_steps": "each step is logged",
-    "train.save_strategy": "no run saves checkpoints",
-    "train.report_to": "no run reports",
+    "data.name": "all runs use the same examples",
+    "train.max_steps": "all runs train measure.steps",
+    "train.num_train_epochs": "all runs train measure.steps",
+    "train.warmup_steps": "all runs use measure.warm_up",
+    "train.logging_steps": "the runs log each step",
+    "train.save_strategy": "the runs save no checkpoints",
+    "train.report_to": "the runs report to no tracker",
 }
 TAKEN = ("baseline", "aside", "recipe")  # result folders that do not belong to an optimization
 
@@ -183,11 +183,14 @@ def read(path: Path) -> Ladder:
         text = strict_yaml.text_of(path, "the ablation file")
     except OSError as error:
         fix = paths.similar_files(path)
-        what, found = "no such ablation file", error.strerror or ""
-        raise UserError(Problem(what, where=str(path), found=found, fix=fix)) from None
+        what, found = "finetune can't read the ablation file", error.strerror or ""
+        fix = fix or "finetune ablate RECIPE"
+        raise UserError(Problem(what, "", str(path), found, fix=fix, code="ablation-file")) from None
     document = strict_yaml.parse(text, str(path))
     if not isinstance(document.value, dict) or document.problems:
-        wrong = document.problems or [Problem("an ablation file is a mapping with `rungs`", where=str(path))]
+        what, expected = "the ablation file has no list of optimizations", "a mapping with the key `rungs`"
+        texts = {"expected": expected, "fix": "see recipes/ablation.yaml for an example"}
+        wrong = document.problems or [Problem(what, where=str(path), **texts, code="ablation-file")]
         raise UserError(*wrong)
     try:
         ladder = Ladder.model_validate(document.value)
@@ -215,8 +218,9 @@ def _measure_problems(ladder: Ladder) -> list[Problem]:
     if one.warm_up < one.steps:
         return []
     at = ladder.place("measure", "warm_up" if "warm_up" in one.model_fields_set else "steps")
-    found, expected = f"{one.warm_up} of {one.steps} steps", f"warm_up below steps: {one.steps}"
-    return [Problem("no step would count", "measure.warm_up", at, found, expected)]
+    what, found = "the warm-up leaves no step to measure", f"warm_up {one.warm_up}, steps {one.steps}"
+    expected, fix = f"warm_up below {one.steps}", f"steps: {one.warm_up + 10}"
+    return [Problem(what, "measure.warm_up", at, found, expected, fix, code="value-range")]
 
 
 def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
@@ -238,7 +242,8 @@ def _set_problems(ladder: Ladder) -> list[Problem]:
             **varied_keys.FIXED,
             **MEASURED,
         }.get(key):
-            problems.append(Problem(f"is no optimization: {why}", key, at))
+            what, texts = "an optimization can't set this key", {"fix": f"remove `{key}:`", "why": why}
+            problems.append(Problem(what, key, at, **texts, code="ablation-file"))
     return problems
 
 
@@ -274,16 +279,19 @@ def _order_problems(ladder: Ladder) -> list[Problem]:
         here = ("rungs", str(index))
         for number, below in enumerate(rung.on):
             if below not in known:
-                fix = nearest(below, known) or "an optimization that stands before it"
-                what = f"optimization {rung.name}: `on` names no earlier optimization"
+                fix = nearest(below, known) or "name an optimization that is earlier in the file"
+                what = f"`on` of the optimization {rung.name} names no earlier optimization"
                 at = ladder.place(*here, "on", str(number))
-                problems.append(Problem(what, where=at, found=below, fix=fix))
+                problems.append(Problem(what, "", at, below, fix=fix, code="ablation-file"))
         if rung.name in known:
             at = ladder.place(*here, "name")
-            problems.append(Problem("two optimizations have one name", where=at, found=rung.name))
+            what, fix = "two optimizations have the same name", "rename one of them"
+            problems.append(Problem(what, "", at, rung.name, fix=fix, code="ablation-file"))
         if rung.kind in TAKEN:
             at = ladder.place(*here, "kind")
-            problems.append(Problem("a folder of other results", "kind", at, rung.kind, "another word"))
+            what, fix = "this name is reserved", f"kind: {rung.kind}_2"
+            why = "finetune stores other results under it"
+            problems.append(Problem(what, "kind", at, rung.kind, "", fix, why=why, code="ablation-file"))
         known.add(rung.name)
     return problems
 
@@ -359,11 +367,11 @@ def missing(needs: Needs, machine: Hardware) -> str:
     """Return the requirement that the machine does not meet, or an empty string."""
     found, (major, minor) = "", machine.capability
     if needs.device == "cuda" and machine.device == "cpu":
-        found = "no GPU here"
+        found = "this machine has no GPU"
     elif needs.device == "cpu" and machine.device != "cpu":
-        found = "only on a CPU"
+        found = "the optimization is for CPUs only"
     elif needs.capability and machine.device == "cuda" and major + minor / 10 < needs.capability:
-        found = f"compute capability {needs.capability:g}; {machine.name} has {major}.{minor}"
+        found = f"it needs compute capability {needs.capability:g}; {machine.name} has {major}.{minor}"
     elif needs.instructions and machine.device == "cpu" and not any(map(_cpu().get, needs.instructions)):
         found = f"this CPU has none of {', '.join(needs.instructions)}"
     elif needs.package and not installed(needs.package):

@@ -88,7 +88,10 @@ def judge(
     open_yet = [row for row in rows if rung.name in row["on"] and not row["status"]]
     above = [row["name"] for row in open_yet if _rate(scale, row) > stacked]
     if above and not found["worse"]:
-        return found | {"verdict": "kept", "why": f"{said}, but {', '.join(above)} on it made more alone"}
+        return found | {
+            "verdict": "kept",
+            "why": f"{said}, but {', '.join(above)} needs it and was faster alone",
+        }
     return found | {"verdict": "dropped", "why": said}
 
 
@@ -122,9 +125,8 @@ def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str
     if rung.gate == "curve":
         found["apart"] = measured_run.distance(runs[0]["losses"], base["losses"])
         if found["apart"] > limits.loss_band:
-            return (
-                f"its losses are {found['apart']:.1%} from the baseline's, more than {limits.loss_band:.1%}"
-            )
+            limit = f"the limit is {limits.loss_band:.1%}"
+            return f"the training losses differ by {found['apart']:.1%} from the baseline's; {limit}"
     if cost:
         return _too_costly(cost, limits.held_out_band)
     if rung.gate == "curve":
@@ -133,17 +135,17 @@ def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str
     worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1
     found["worse_held_out"] = worse
     if not worse <= limits.held_out_band:
-        name = "training loss over its second half (no validation set: data.validation)"
-        return f"its {name} is {worse:.1%} higher, more than {limits.held_out_band:.1%}"
+        limit = f"the limit is {limits.held_out_band:.1%}; the run has no validation set (data.validation)"
+        return f"the training loss of the second half is {worse:.1%} higher; {limit}"
     return ""
 
 
 def _too_costly(cost: dict[str, float], band: float) -> str:
     if not cost["value"] <= band:
-        return f"its validation loss is {described_cost(cost)} higher, more than {band:.1%}"
+        return f"the validation loss is {described_cost(cost)} higher; the limit is {band:.1%}"
     if not cost["high"] <= band:
-        more = "more steps or examples see less: measure.steps, measure.held_out_rows"
-        return f"its validation loss may be more than {band:.1%} higher ({described_cost(cost)}); {more}"
+        more = "raise measure.steps or measure.held_out_rows for a smaller interval"
+        return f"the validation loss may be more than {band:.1%} higher ({described_cost(cost)}); {more}"
     return ""
 
 

@@ -138,7 +138,10 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         state.wait_for_everyone()
     found = collectives.from_main(lambda: comparison_report.collect(asked.folder, settings, failed))
     if not found["runs"]:
-        problems = [Problem(f"{name} failed", found=reason) for name, reason in failed.items()]
+        problems = [
+            Problem(f"the run {name} failed", found=reason, code="experiment")
+            for name, reason in failed.items()
+        ]
         raise UserError(*problems, code=Exit.TRAINING)
     if state.is_main_process:
         comparison_report.show(asked.folder, found, {job.name: job.recipe for job in jobs}, screen)
@@ -189,20 +192,22 @@ def enter(own: Recipe, adapters: list[str]) -> list[Entrant]:
     for text in adapters:
         name, at, stated = text.partition("@")
         if name not in offered:
-            what = "no such type"
+            fix, why = nearest(name, offered) or "--adapters lora,dora", ""
+            what = "finetune does not have this adapter type"
             if name in types:
-                what = f"PEFT's {name} is not for supervised fine-tuning: {types[name].refused}"
-            problems.append(
-                Problem(what, where="--adapters", found=repr(name), fix=nearest(name, offered) or "lora,dora")
-            )
+                what, why = "finetune can't train this adapter type", types[name].refused
+            texts = {"found": repr(name), "fix": fix, "why": why, "code": "adapter-type"}
+            problems.append(Problem(what, where="--adapters", **texts))
         elif name in [entrant.type for entrant in found]:
-            problems.append(Problem("is named twice", where="--adapters", found=name))
+            what, fix = "the list names an adapter type twice", "remove one of them"
+            problems.append(Problem(what, where="--adapters", found=name, fix=fix, code="experiment"))
         elif at:
             try:
                 found.append(Entrant(name, float(stated), "--adapters"))
             except ValueError:
-                expected = f"a learning rate: {name}@1e-3"
-                problems.append(Problem("not a number", where="--adapters", found=text, expected=expected))
+                what, texts = "the learning rate is not a number", {"code": "value-type"}
+                texts |= {"found": text, "fix": f"{name}@1e-3"}
+                problems.append(Problem(what, where="--adapters", **texts))
         else:
             found.append(
                 Entrant(name, *adapter_types.rate_for(name, own.adapter.type, own.train.learning_rate))
@@ -233,14 +238,16 @@ def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
     """Show the planned runs and the notes on them."""
     first = [job for job in jobs if job.seed == jobs[0].seed]
     rows = [(job.entrant.type, f"{job.entrant.rate:g}", job.entrant.why) for job in first]
-    screen.table(f"{len(jobs)} runs in {asked.folder}", ("type", "learning rate", "from"), rows)
+    screen.table(f"{len(jobs)} runs in {asked.folder}", ("type", "learning rate", "source"), rows)
     notes = [note for job in first for note in (*job.recipe.origin.notices, *checker.advice(job.recipe))]
     if asked.seeds > 1 and jobs[0].recipe.data.validation_fraction:
-        notes.append("data.validation_fraction: each seed holds out other rows, which adds to the spread")
+        notes.append(
+            "data.validation_fraction: each seed has another validation set, which makes the scores vary more"
+        )
     if asked.seeds == 1:
-        notes.append("one seed says nothing of the noise: --seeds 3")
+        notes.append("one seed does not show how much scores vary; use --seeds 3")
     if asked.budget and jobs[0].recipe.eval.eval_steps:
-        notes.append("eval.eval_steps: its evaluations come on top of --budget, which counts the final one")
+        notes.append("eval.eval_steps: --budget counts only the final evaluation, so the runs take longer")
     screen.say(*map(labelled, dict.fromkeys(notes)), "")
 
 
@@ -272,9 +279,10 @@ def run_one(job: Job) -> str:
         reason = why(error)
         if not collectives.shared(kind(error)):
             who = f"process {PartialState().process_index}"
-            what = f"{job.name} failed on {who}, and not on all in the same way: the comparison ends"
-            fix = "the same command again, which keeps finished runs, or --adapters without this type"
-            raise UserError(Problem(what, found=reason, fix=fix), code=Exit.TRAINING) from error
+            what = f"the run {job.name} failed on {who}, but not on all processes"
+            fix = "run the same command again, or remove this type from --adapters"
+            problem = Problem(what, where=str(job.folder.path), found=reason, fix=fix, code="experiment")
+            raise UserError(problem, code=Exit.TRAINING) from error
         return reason
     if PartialState().is_main_process:
         seconds = time.monotonic() - started
@@ -332,7 +340,7 @@ def within(budget: float, jobs: list[Job], asked: Asked, screen: Console) -> tup
             place.write("budget.json", known)
     steps, failed = known["steps"], known["failed"]
     rows = [(kind, n, f"{known['step_seconds'][kind]:.3g}") for kind, n in steps.items()]
-    screen.table("steps that fit", ("type", "steps", "seconds a step"), rows)
+    screen.table("steps that fit the budget", ("type", "steps", "seconds per step"), rows)
     runs = plan(asked, {**{job.entrant.type: FEWEST_STEPS for job in jobs}, **steps})
     return runs, {job.name: failed[job.entrant.type] for job in runs if job.entrant.type in failed}
 
@@ -355,7 +363,7 @@ def measure(
     kept, seconds = known.get("steps", {}), dict(known.get("step_seconds", {}))
     besides, place = known.get("besides_seconds"), asked.folder / ".pilot"
     for job in [job for job in jobs if job.seed == jobs[0].seed and job.entrant.type not in kept]:
-        screen.say(f"timing {PILOT_STEPS} steps of {job.entrant.type}")
+        screen.say(f"measuring the time of {PILOT_STEPS} steps of {job.entrant.type} ...")
         clear(place)
         overrides = [*asked.overrides, *setting(job.entrant, job.seed, place), "train.warmup_steps=0"]
         overrides += [f"train.max_steps={PILOT_STEPS}", "train.logging_steps=1"]
@@ -383,11 +391,9 @@ def measure(
     share = max((count * seconds[kind] for kind, count in kept.items()), default=share)
     if runs and share < FEWEST_STEPS * slowest:
         least = spent + runs * ((besides or 0.0) + FEWEST_STEPS * slowest)
-        what = f"too short for {runs} runs of {FEWEST_STEPS} steps, each with its evaluation"
-        raise UserError(
-            Problem(
-                what, where="--budget", found=f"{budget:.0f}s", expected=f"{math.ceil(least / 60)}m or more"
-            )
-        )
+        what = f"the budget is too small for {runs} runs of {FEWEST_STEPS} steps with their evaluations"
+        minutes = f"{math.ceil(least / 60)}m"
+        texts = {"found": f"{budget:.0f} s", "expected": f"{minutes} or more", "fix": f"--budget {minutes}"}
+        raise UserError(Problem(what, where="--budget", **texts, code="value-range"))
     steps = {kind: kept.get(kind) or int(share / each) for kind, each in seconds.items()}
     return {"steps": steps, "step_seconds": seconds, "besides_seconds": besides, "failed": failed}

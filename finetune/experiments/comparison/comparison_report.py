@@ -31,17 +31,19 @@ if TYPE_CHECKING:
 
 MARK = "compare.json"  # file in a finished run's folder with values that the rest of the folder does not hold
 RULE = (
-    "take the types that are not significantly worse than the best mean of {metric} (5 %, Games-Howell over "
-    "seeds, for two types Welch's t test) or less than {least:g} worse; of these the type with the {cost}; "
-    "of its runs the one with the median {metric}"
+    "keep the types that are not significantly worse than the best mean of {metric} (5%, Games-Howell test "
+    "over seeds, Welch's t test for two types) or less than {least:g} worse; choose the type with the {cost} "
+    "and its run with the median {metric}"
 )
 NOTES = (
-    "± is the standard deviation over seeds. Training is the number of steps times the median step. Memory "
-    "is the peak that PyTorch allocated on the GPU; on a CPU it is what this process held after a step, less "
-    "what it held before the run. Forgetting is the change of the loss on general text, nats a token. "
-    "Unbeaten in: no other type is better both in quality and in that."
+    "± is the standard deviation over seeds. Training time is the number of steps times the median step. "
+    "Memory on a GPU is the peak that PyTorch allocated. Memory on a CPU is the growth of the process until "
+    "after a step. Forgetting is the change of the loss on general texts, in nats per token. Pareto-optimal: "
+    "no other type is better both in quality and in this cost."
 )
-NOTHING = "Nothing to rank by: no validation set was evaluated, or none of its figures is finite."
+NOTHING = (
+    "finetune can't rank the types: the runs have no validation set, or all their scores are NaN or Inf."
+)
 
 
 class Measure(NamedTuple):
@@ -57,7 +59,7 @@ class Measure(NamedTuple):
 MEASURES = (
     Measure("quality", "", "{:.3f}", "{:.3f}"),
     Measure("loss", "validation loss", "{:.4f}", "{:.4f}"),
-    Measure("step_seconds", "s a step", "{:.3g}", ""),
+    Measure("step_seconds", "s per step", "{:.3g}", ""),
     Measure("tokens_per_second", "tokens/s", "{:,.0f}", ""),
     Measure("train_seconds", "training, s", "{:,.1f}", "{:.1f}"),
     Measure("memory_gib", "GiB", "{:.2f}", ""),
@@ -275,17 +277,17 @@ def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metr
     if len(known) == 1:
         return f"{chosen} is the only type with a result: {metric} {of(best)}"
     if any(found["sd"] is None for found in known.values()):
-        return f"{chosen} has the best {metric}, {of(best)}; from one run of a type, its noise is not known"
+        return f"{chosen} has the best {metric}: {of(best)}. One run per type does not show the seed noise"
     if len(tied) > 1 and chosen == best:
         others = ", ".join(of(kind) for kind in tied if kind != best)
-        rest = f"it also has the {cost} of those with no significant difference from it: {others}"
-        return f"{chosen} has the best {metric}, {of(best)}, though not for certain; {rest}"
+        rest = f"It also has the {cost} of the types without a significant difference: {others}"
+        return f"{chosen} has the best {metric}: {of(best)}. {rest}"
     if len(tied) > 1:
         others = ", ".join(of(kind) for kind in tied if kind != best)
-        near = f"no significant difference from the best, {of(best)}: {others}"
-        return f"{chosen} wins by its cost, the {cost}, and not by its {metric}; {near}"
+        near = f"These types have no significant difference from the best {metric}, {of(best)}: {others}"
+        return f"{chosen} wins by the {cost}. {near}"
     following = of(min((kind for kind in known if kind != best), key=gap))
-    return f"{chosen} wins with {metric} {of(best)}; the next, {following}, is significantly worse"
+    return f"{chosen} wins with {metric} {of(best)}. The next type, {following}, is significantly worse"
 
 
 def plus_minus(found: dict[str, Any] | None, measure: Measure) -> str:
@@ -315,7 +317,7 @@ def cells(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         unbeaten = [name for key, name in COSTS.items() if kind in found["fronts"][key]]
         rows.append([kind, f"{values['rate']:g}", f"{values['runs']} x {values['steps']}"])
         rows[-1] += [*(plus_minus(values[m.key], m) for m in shown), " ".join(unbeaten)]
-    return ["type", "rate", "runs", *(m.label for m in shown), "unbeaten in"], rows
+    return ["type", "rate", "runs", *(m.label for m in shown), "Pareto-optimal in"], rows
 
 
 def remarks(found: dict[str, Any]) -> list[str]:
@@ -324,7 +326,7 @@ def remarks(found: dict[str, Any]) -> list[str]:
     said = [f"{won['why']}."] if won else [NOTHING]
     said += [f"{name} FAILED: {reason}" for name, reason in found["failed"].items()]
     for name, reasons in found["not_comparable"].items():
-        said.append(f"{name} is NOT COMPARABLE, and not in the table: {'; '.join(reasons)}")
+        said.append(f"{name} is NOT COMPARABLE, so the table excludes it: {'; '.join(reasons)}")
     return said
 
 
@@ -334,11 +336,11 @@ def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None
     RunFolder(place).write("compare.json", found)
     header, rows = cells(found)
     of = markdown.plain(Path(found["recipe"]).name)
-    parts = [f"# {', '.join(found['types']) or 'no run is finished'}: {of}"]
+    parts = [f"# {', '.join(found['types']) or 'No finished run'}: {of}"]
     parts += [*map(markdown.plain, remarks(found)), markdown.table(header, rows), NOTES]
     if found["winner"]:
         picture = "![Quality against time, memory and size](compare.svg)"
-        parts += [picture, f"The rule of winning: {found['winner']['rule']}."]
+        parts += [picture, f"Rule for the winner: {found['winner']['rule']}."]
     safe_files.write_text(place, "compare.md", "\n\n".join(parts) + "\n")
 
 
@@ -353,7 +355,7 @@ def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], scre
         best = kept_runs.recipe_file(recipes[won["run"]], {}, f"# {visible(won['why'])}.\n")
         safe_files.write_text(place, "best.yaml", best)
         screen.say(
-            f"rule: {won['rule']}", f"the table and the picture: {place}/compare.md, {place}/compare.svg"
+            f"rule for the winner: {won['rule']}", f"table and plot: {place}/compare.md, {place}/compare.svg"
         )
         screen.say(f"next: {command('train', str(place / 'best.yaml'))}")
 

@@ -52,19 +52,24 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Fo
     unequal = [part for part in learnt if part.rows]
     screen.say(sentence(unequal, [part.part for part in parts[:3] if part.rows], reasons))
     if must_equal and unequal:
-        problems = [Problem(f"the runs have other {part.part}", found=part.summary) for part in unequal]
-        raise UserError(*problems, code=Exit.ARTEFACT)
+        raise UserError(
+            *(
+                Problem(f"the {part.part} of the runs differ", found=part.summary, code="run-check")
+                for part in unequal
+            ),
+            code=Exit.ARTEFACT,
+        )
     return parts
 
 
 def sentence(unequal: list[Found], causes: list[str], reasons: list[str]) -> str:
     """Summarize the differences in one sentence."""
-    given = f"another {' and '.join(causes)}" if causes else "the same recipe, environment and data"
+    given = f"different {' and '.join(causes)}" if causes else "the same recipe, environment and data"
     if not unequal:
-        return f"Both runs learnt the same, to the bit: losses, weights and evaluation; from {given}."
+        return f"Losses, weights and evaluation of the runs are equal, bit for bit, with {given}."
     names = " and ".join(part.part for part in unequal)
-    sure = "; their figures can't be compared" if reasons else ""
-    return f"The runs differ in {names}, from {given}: {unequal[0].summary}{sure}."
+    sure = " Their figures are not comparable." if reasons else ""
+    return f"The runs differ in {names}, with {given}: {unequal[0].summary}.{sure}"
 
 
 def environments(a: RunFolder, b: RunFolder) -> Found:
@@ -90,12 +95,12 @@ def curves(a: RunFolder, b: RunFolder) -> Found:
         for step in sorted(left.keys() ^ right.keys())
     ]
     if not rows:
-        return Found("losses", [], f"the same at {len(both)} steps")
+        return Found("losses", [], f"equal at {len(both)} steps")
     gaps = [abs(float(left[step]) - float(right[step])) for step in both]
     said = f"{len(apart)} of {len(both)} steps differ" + (f", first step {apart[0]}" if apart else "")
-    said += f", by {max(gaps):.3g} at most and {sum(gaps) / len(gaps):.3g} on average" if apart else ""
+    said += f", by at most {max(gaps):.3g} and {sum(gaps) / len(gaps):.3g} on average" if apart else ""
     alone = len(left.keys() ^ right.keys())
-    return Found("losses", rows, said + (f"; {alone} steps are in one run only" if alone else ""))
+    return Found("losses", rows, said + (f"; only one run has {alone} of the steps" if alone else ""))
 
 
 def weights(a: RunFolder, b: RunFolder) -> Found:
@@ -104,7 +109,7 @@ def weights(a: RunFolder, b: RunFolder) -> Found:
     if left.keys() != right.keys():
         alone = sorted(left.keys() ^ right.keys())
         rows = [(name, shape(left.get(name)), shape(right.get(name))) for name in alone]
-        return Found("weights", rows, f"{len(alone)} of {len(left | right)} tensors are in one run only")
+        return Found("weights", rows, f"only one run has {len(alone)} of {len(left | right)} tensors")
     rows, largest, furthest = [], 0.0, ""
     for name in left:
         one, other = left[name], right[name]
@@ -115,9 +120,9 @@ def weights(a: RunFolder, b: RunFolder) -> Found:
             largest, furthest = max((largest, furthest), (gap, name))
             rows.append((name, f"norm {one.double().norm():.6g}", f"norm {other.double().norm():.6g}"))
     if not rows:
-        return Found("weights", [], f"all {len(left)} tensors are the same, to the bit")
+        return Found("weights", [], f"all {len(left)} tensors are equal, bit for bit")
     said = f"{len(rows)} of {len(left)} tensors differ"
-    return Found("weights", rows, said + (f", by {largest:.3g} at most ({furthest})" if furthest else ""))
+    return Found("weights", rows, said + (f", by at most {largest:.3g} ({furthest})" if furthest else ""))
 
 
 def tensors(folder: RunFolder) -> Iterator[tuple[str, Any]]:
@@ -136,5 +141,5 @@ def results(a: RunFolder, b: RunFolder) -> Found:
     """Compare every figure of the evaluation."""
     left, right = ({k: f.found("eval.json").get(k, {}) for k in ("base", "tuned", "tasks")} for f in (a, b))
     rows = comparability.unequal(left, right)
-    said = f"{rows[0][0]} is {rows[0][1]} against {rows[0][2]}" if rows else "the same"
-    return Found("evaluation", rows, said if any(left.values()) or rows else "there is none")
+    said = f"{rows[0][0]} is {rows[0][1]} in one run and {rows[0][2]} in the other" if rows else "equal"
+    return Found("evaluation", rows, said if any(left.values()) or rows else "the runs have no evaluation")

@@ -27,14 +27,15 @@ def make_folder(folder: Path, command: str) -> None:
     Raises:
         UserError: the folder is a run folder, contains a link to outside, or cannot be written (exit 2).
     """
-    problem = "is a run folder" if (folder / "recipe.resolved.yaml").exists() else ""
+    problem = "a run folder" if (folder / "recipe.resolved.yaml").exists() else ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        problem = f"can't be written: {error.strerror or error}"
+        problem = str(error.strerror or error)
     if problem:
-        what, fix = f"`{command}` needs a folder of its own", f"--output runs/my-{command}"
-        raise UserError(Problem(what, where=str(folder), found=problem, fix=fix))
+        what, expected = f"`{command}` can't use this folder", "a folder of its own that is writable"
+        fix = f"--output runs/my-{command}"
+        raise UserError(Problem(what, "", str(folder), problem, expected, fix, code="experiment"))
     run_folder.refuse_links(folder)
 
 
@@ -67,8 +68,8 @@ def clear_place(folder: RunFolder, mark: str, own: str) -> str | None:
     found = folder.read(mark, "mark") if finished else {}
     if finished and found["identity"] == own and not found.get("failed"):  # a failed run is tried again
         return None
-    why = "failed" if found.get("failed") else "is of another recipe or other data"
-    return f"what is there {why if finished else 'was not finished'}; moved to {set_aside(path)}"
+    why = "failed" if found.get("failed") else "has another recipe or other data"
+    return f"the earlier run {why if finished else 'is not finished'}; finetune moved it to {set_aside(path)}"
 
 
 def set_aside(folder: Path) -> Path:
@@ -87,8 +88,8 @@ def check_same(began: dict[str, str], now: dict[str, str], folder: Path, fix: st
     """Raise a UserError if an experiment was started with other values (exit 2)."""
     if other := varied_keys.differing(began, now):
         found, expected = ("; ".join(str(side.get(key)) for key in other[:5]) for side in (now, began))
-        what = f"{folder.name} was begun with another {', '.join(other[:5])}"
-        raise UserError(Problem(what, where=str(folder), found=found, expected=expected, fix=fix))
+        what = f"the folder holds an experiment with other values of {', '.join(other[:5])}"
+        raise UserError(Problem(what, "", str(folder), found, expected, fix, code="experiment"))
 
 
 def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -> str:

@@ -42,7 +42,7 @@ MARK = "ablate.json"
 CORES = 8
 _waiting: list[tuple[Any, Any]] = []
 """The process of the next GPU run, and the pipe over which it receives its command."""
-UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens a CPU second"}
+UNITS = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU second"}
 # Values that are equal in all runs: no checkpoints, and only the evaluation of a few validation examples
 ALIKE = {
     "train.logging_steps": 1,
@@ -78,7 +78,7 @@ def stoppable() -> Iterator[None]:
     """Let a signal stop the current run at its next step, and end this command with exit 75."""
 
     def heard(name: str) -> None:
-        raise Stopped(f"stopped by {name}; finished runs are kept: the same command again goes on")
+        raise Stopped(f"stopped by {name}; run the same command again to continue after the finished runs")
 
     try:
         with signals.listening(heard):
@@ -144,7 +144,7 @@ def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> s
         return None
     paths = source_loading.files(name, "data.validation") or []
     if not paths or any(path.suffix != ".jsonl" for path in paths):
-        screen.say(f"note: verdicts go by the training loss: data.validation is not .jsonl: {name}")
+        screen.say(f"note: the verdicts use the training loss, because data.validation is not .jsonl: {name}")
         return None
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(path.open(encoding="utf-8")) for path in paths]
@@ -172,8 +172,9 @@ def make(job: Job, *, cpu: bool) -> bool:
     started = time.monotonic()
     code = start(words, str(log), environment, cpu=cpu, more=True)
     if code in (Exit.STOPPED, 130, -2, -15):
-        fix = "the same command again goes on; finished runs are kept"
-        raise UserError(Problem(f"{job.folder.name} was stopped", fix=fix), code=Exit.STOPPED)
+        what, fix = f"a signal stopped the run {job.folder.name}", "run the same command again to continue"
+        problem = Problem(what, where=str(job.folder), fix=fix, code="experiment")
+        raise UserError(problem, code=Exit.STOPPED)
     safe_files.make_folder(job.folder.parent, job.folder.name)
     failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
     mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}
@@ -216,7 +217,8 @@ def cores() -> int:
 def why(log: str, code: int) -> str:
     """Return why a run failed, in one line."""
     if code < 0:
-        return f"ended by signal {-code}" + (", which the system sends where memory is short" * (code == -9))
+        hint = "; the system may have run out of memory" * (code == -9)
+        return f"signal {-code} ended the run{hint}"
     return shortened(worker_process.said(log), 200)
 
 
@@ -242,7 +244,7 @@ def figures(folder: Path, warm_up: int) -> dict[str, Any]:
     lines = [] if mark["failed"] else place.measured_steps()
     steady = lines[warm_up:]
     if not steady:
-        failed = mark["failed"] or "no step after the warm-up"
+        failed = mark["failed"] or "the run has no step after the warm-up"
         return {"run": str(folder), "failed": failed, "date": mark["date"], "seconds": mark["seconds"]}
     middle = {
         key: statistics.median(line[key] for line in steady) if steady[0][key] is not None else None

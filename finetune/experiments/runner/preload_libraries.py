@@ -7,12 +7,12 @@ from finetune.core.console import quieten_libraries
 quieten_libraries()
 
 import matplotlib.backends.backend_svg  # noqa: E402 (for the forked processes)
-import matplotlib.figure  # noqa: E402, F401 (once, before any fork)
+import matplotlib.figure  # noqa: E402, F401 (before any fork)
 
-from finetune.export import model_card, publishing  # noqa: E402, F401 (once, before any fork)
-from finetune.planning import planner  # noqa: E402, F401 (once, before any fork)
-from finetune.preflight import checker  # noqa: E402, F401 (once, before any fork)
-from finetune.training import pipeline  # noqa: E402, F401 (once, before any fork)
+from finetune.export import model_card, publishing  # noqa: E402, F401 (before any fork)
+from finetune.planning import planner  # noqa: E402, F401 (before any fork)
+from finetune.preflight import checker  # noqa: E402, F401 (before any fork)
+from finetune.training import pipeline  # noqa: E402, F401 (before any fork)
 
 gc.collect()
 # Exclude these objects from garbage collection in forked runs, which saves two of a short run's five CPU

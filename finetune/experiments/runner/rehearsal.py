@@ -82,27 +82,26 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
         newest, *older = checkpoints.published(lived / "checkpoints")
         if checkpoints.step_of(newest) == steps and older:  # leave at least one step for the new process
             shutil.rmtree(newest)
-        screen.say(f"killed after step {steps // 2}; a new process goes on from its last checkpoint ...")
+        screen.say(f"killed the run after step {steps // 2}; resuming it in a new process ...")
         phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
-        screen.say("the same without a kill, to compare with ...")
+        screen.say("training the same steps without a stop, for comparison ...")
         until = [f"train.output_dir={straight}", f"--until={steps}"]
         ends = (Exit.STOPPED, Exit.DONE)
-        phases += _live([*train, *until], straight, expected=ends, said="straight: ")
+        phases += _live([*train, *until], straight, expected=ends, said="without a stop: ")
         parts = verify_resume.compare(straight, lived, steps)
         phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived)
         size = checkpoints.size_of(lived / "checkpoints" / f"step-{steps}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    columns = ("phase", "seconds", "host GiB", "GPU GiB")
-    screen.table(f"the life of {command[0]}, in {steps} steps", columns, [_row(phase) for phase in phases])
-    verify_resume.refuse(
-        parts, "a killed and resumed run is not the run itself", "finetune check --verify-resume"
-    )
+    columns = ("phase", "seconds", "CPU GiB", "GPU GiB")
+    screen.table(f"rehearsal of {command[0]}, {steps} steps", columns, [_row(phase) for phase in phases])
+    fix = command_lines.command("check", *command, "--verify-resume")
+    verify_resume.refuse(parts, "a killed and resumed run differs from a run without a stop", fix)
     kept = recipe.train.save_total_limit
     screen.say(
-        f"killed, resumed and straight: {len(parts)} parts, not a bit differs",
-        f"a checkpoint is {formatting.size(size)}; {f'{kept} are kept' if kept else 'all are kept'}",
-        f"it can be trained, lost, found again, evaluated, published: {time.monotonic() - started:.0f} s",
+        f"the resumed run equals the run without a stop, bit for bit, in {len(parts)} parts",
+        f"a checkpoint has {formatting.size(size)}; finetune keeps {kept if kept else 'all checkpoints'}",
+        f"all phases work: train, kill, resume, evaluate, publish ({time.monotonic() - started:.0f} s)",
         f"next: {command_lines.command('train', *command)}",
     )
 
@@ -153,12 +152,14 @@ def _live(
         errors.seek(0)
         text = errors.read().strip()
     if kill_after and process.returncode == Exit.DONE:
-        what, fix = "the run ended before finetune killed it", "finetune check --verify-resume"
-        raise UserError(Problem(what, fix=fix), code=Exit.ENVIRONMENT)
+        what = "the run ended before finetune killed it, so the rehearsal did not test a resume"
+        problem = Problem(what, fix="finetune check RECIPE --verify-resume", code="run-check")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     if process.returncode not in expected:
-        found = "\n".join(text.splitlines()[-12:]) or f"exit {process.returncode}"
-        what, fix = f"the rehearsal ends in: {phases[-1].name}", command_lines.command(*words)
-        raise UserError(Problem(what, found=found, fix=fix), code=Exit.of(process.returncode))
+        head, *more = text.splitlines()[-12:] or [f"exit {process.returncode}"]
+        what, fix = f"the rehearsal failed in the phase `{phases[-1].name}`", command_lines.command(*words)
+        problem = Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check")
+        raise UserError(problem, code=Exit.of(process.returncode))
     return phases
 
 

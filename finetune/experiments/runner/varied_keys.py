@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Recipe
 
-SAME_ROWS = "runs are compared by the same loss on the same validation set"
+SAME_ROWS = "finetune compares the runs by the same metric on the same validation set"
 FIXED = {  # keys and sections that all compared runs share, in ablations and sweeps
-    "publish": "runs that are compared publish nothing",
+    "publish": "compared runs publish nothing",
     "eval": SAME_ROWS,
     "model.name": SAME_ROWS,
     "model.revision": SAME_ROWS,
@@ -27,7 +27,7 @@ FIXED = {  # keys and sections that all compared runs share, in ablations and sw
     "data.train_on": SAME_ROWS,
     "data.chat_template": SAME_ROWS,
     "data.max_length": SAME_ROWS,
-    "train.seed": "all have the recipe's seed; a seed is not a choice",
+    "train.seed": "all runs use the recipe's seed",
     "train.output_dir": "each run has a folder of its own",
 }
 
@@ -55,7 +55,8 @@ def key_problem(key: str, value: object, at: str) -> Problem | None:
         every = [f"{one}.{name}" for one in sorted(known["recipe"]) for name in sorted(known[one])]
         last = key.rpartition(".")[2]
         fix = next((one for one in every if one.endswith(f".{last}")), "") or nearest(key, every)
-        return Problem("not a key of a recipe", where=at, found=key, expected="section.key", fix=fix)
+        what, expected = "recipes have no such key", "" if fix else "a key such as adapter.r"
+        return Problem(what, "", at, key, expected, fix, code="unknown-key")
     inner = known.get(f"{section}.{names[0]}") if section != "adapter" or len(names) > 1 else None
     if names[0] in known[section] and (len(names) == 1 or not inner or names[1] in inner):
         return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig.batch_size import most_processes, split_batch
 from finetune.checkpointing import checkpoints
+from finetune.core import command_lines
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.hardware import detection
 from finetune.preflight import choice_checks
@@ -77,9 +77,10 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
         _train([*command, *shorter, f"train.output_dir={straight}", until])
         last = max(map(checkpoints.step_of, checkpoints.published(straight / "checkpoints")))
         if last <= HALF:
-            what, fix = f"a run of {last} steps is too short to be stopped", "train.max_steps=12"
-            raise UserError(Problem(what, "train.max_steps", fix=fix))
-        screen.say(f"{HALF} steps are kept; a new process goes on from there ...")
+            what, found = "the run is too short for a stop and a resume", f"{last} steps"
+            texts = {"expected": f"more than {HALF} steps", "fix": "train.max_steps=12"}
+            raise UserError(Problem(what, "train.max_steps", "", found, **texts, code="value-range"))
+        screen.say(f"resuming in a new process from step {HALF} ...")
         for name in (f"checkpoints/step-{HALF}", "metrics.jsonl"):
             source, target = straight / name, resumed / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,20 +90,23 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     rows = [(p.name, f"{p.tensors}", f"{p.values}", _verdict(p), p.digest[:16]) for p in parts]
-    screen.table("resumed against straight", ("part", "tensors", "values", "", "sha256"), rows)
+    columns = ("part", "tensors", "values", "", "sha256")
+    screen.table("resumed run and run without a stop", columns, rows)
     own = [text for text in shorter if text not in ALWAYS]
     changed = f" (with {', '.join(own)})" if own else ""
-    said = f"{HALF} steps, stopped, and {last - HALF} in a new process, against {last} steps{changed}"
-    screen.say("", f"{said}: {time.monotonic() - started:.0f} s")
-    refuse(parts, "a resumed run is not the run itself", "please report it, with the recipe")
-    screen.say("verified: a run of this recipe can be stopped and resumed; not a bit differs")
+    said = f"compared {HALF} + {last - HALF} steps with a resume and {last} steps without a stop{changed}"
+    screen.say("", f"{said} in {time.monotonic() - started:.0f} s")
+    fix = "report this as a bug, with the recipe"
+    refuse(parts, "a resumed run differs from a run without a stop", fix)
+    screen.say("verified: a resumed run of this recipe equals a run without a stop, bit for bit")
 
 
 def outside_a_launch(words: list[str]) -> None:
     """Raise a UserError under a launcher (exit 2), because `finetune train` launches the compared runs."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        what = f"{words[-1]} starts runs of its own, on all GPUs, and not in each process of a launch"
-        raise UserError(Problem(what, fix=f"without a launcher: {shlex.join(['finetune', 'check', *words])}"))
+        what, why = f"{words[-1]} can't run under a launcher", "it starts its own runs on all GPUs"
+        fix = command_lines.command("check", *words)
+        raise UserError(Problem(what, fix=fix, why=why, code="launch-config"))
 
 
 def compare(straight: Path, resumed: Path, step: int) -> list[Part]:
@@ -187,7 +191,8 @@ def refuse(parts: list[Part], what: str, fix: str) -> None:
     """Raise a UserError that names the parts that differ (exit 4)."""
     wrong = [f"{part.name}: {', '.join(part.differing[:3])}" for part in parts if part.differing]
     if wrong:
-        raise UserError(Problem(what, found="; ".join(wrong), fix=fix), code=Exit.ARTEFACT)
+        problem = Problem(what, found="; ".join(wrong), fix=fix, code="run-check")
+        raise UserError(problem, code=Exit.ARTEFACT)
 
 
 def _train(words: list[str]) -> None:
@@ -196,11 +201,11 @@ def _train(words: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode not in (Exit.STOPPED, Exit.DONE):
         said = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-        what, fix = "a run of this check fails", shlex.join(["finetune", *command[3:]])
+        what, fix = "a training run of this check failed", command_lines.command(*command[3:])
         head, *more = said[-12:]
-        problem = Problem(what, found=head, fix=fix, more="\n".join(more))
+        problem = Problem(what, found=head, fix=fix, more="\n".join(more), code="run-check")
         raise UserError(problem, code=Exit.of(done.returncode))
 
 
 def _verdict(part: Part) -> str:
-    return f"{len(part.differing)} differ" if part.differing else "equal, bit for bit"
+    return f"{len(part.differing)} differ" if part.differing else "equal"

@@ -285,12 +285,12 @@ def failure(code: int, log: Path, *, starved: bool = False) -> tuple[str, str]:
     """
     text = log.read_text(encoding="utf-8", errors="replace")
     if starved and code not in [int(known) for known in Exit]:  # the run itself or one of its child processes
-        return "pruned", f"out of the host's memory: the system ended it ({ending(code)})"
+        return "pruned", f"the system ended the run, because CPU memory ran out ({ending(code)})"
     if code < 0:
-        hint = ": by the system, if memory ran out" if code == -signal.SIGKILL else ""
-        return "failed", f"ended by {ending(code)}{hint}"
+        hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
+        return "failed", f"{ending(code)} ended the run{hint}"
     if code == Exit.STOPPED:
-        return "lost", "it was told to end, and not by the study"
+        return "lost", "a signal from outside the study ended the run"
     return ("pruned" if code == Exit.TRAINING else "failed"), f"exit {code}: {said(text)}"
 
 
@@ -300,8 +300,8 @@ def ending(code: int) -> str:
 
 def said(text: str) -> str:
     """Return the errors at the end of a log in one line, or the last line of a traceback."""
-    found = re.findall(r"^error: (.*)(?:\n  found: +(.*))?", text, re.MULTILINE)
+    found = re.findall(r"^error: (.*?)(?: \[[\w-]+\])?$(?:\n +\d* +\|.*)*(?:\n  found: +(.*))?", text, re.M)
     if found:
         return "; ".join(": ".join(filter(None, parts)) for parts in found)[:500]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "it said nothing"
+    return lines[-1][:500] if lines else "the run printed no error"

@@ -1,8 +1,8 @@
 """Estimate the score of the best trial on examples that did not select it.
 
-The best of many trials is partly the luckiest one, so its own score is too good. If the trials stored the
-loss of every example, finetune selects a trial on one half of the examples and scores it on the other half.
-This needs no training.
+The best of many trials is partly the luckiest one, so its own score is too good. finetune selects a trial on
+one half of the examples and scores it on the other half. This needs the loss of every example, and no
+training.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def assess(
         metric: loss | exact_match.
 
     Returns:
-        `fresh` (the score on examples that did not select the trial) or `optimism` (how much too good the
-        score can be), with `examples` and `trials`. The mapping is empty if nothing is known.
+        `examples` and `trials` with one of two estimates. `fresh` is the score on examples that did not
+        select the trial. `optimism` is the amount by which the score is too good. The mapping is empty if
+        there is no estimate.
     """
     if best is None or len(rows) < 2:
         return {}
@@ -57,9 +58,9 @@ def fresh_loss(losses: Any, tokens: Any, groups: Any, seed: int = 0) -> float:
     """Return the loss per token on one half of the examples, for the trial that the other half selects.
 
     Args:
-        losses: sums in nats, with shape (trials, examples).
-        tokens: number of tokens of each example.
-        groups: a label per example. Examples with equal labels stay in one half.
+        losses: sums in nats of each trial and example.
+        tokens: tokens of each example.
+        groups: labels of the examples. Examples with equal labels stay in one half.
     """
     random, values = np.random.default_rng(seed), []
     names, codes = np.unique(groups, return_inverse=True)
@@ -86,12 +87,11 @@ def described(found: dict[str, Any]) -> str:
     """Return one or two sentences for the user, or an empty string."""
     if not found:
         return ""
-    chosen = f"It was chosen on the {found['examples']:,} examples that it is scored on"
+    chosen = f"The sweep chose the trial on the same {found['examples']:,} examples that give its score"
     if "fresh" in found:
-        half = "Chosen on one half of them and scored on the other, the loss is"
-        return f"{chosen}. {half} {found['fresh']:.4g}: expect that on new examples."
+        return f"{chosen}. Expect a loss of {found['fresh']:.4g} on new examples."
     high = verdicts.points(found["optimism"])
     return (
-        f"{chosen}: the best of {found['trials']} equally good trials reads about {high} too high. "
-        "Measure it on new examples: finetune evaluate RUN data.validation=FILE."
+        f"{chosen}. The best of {found['trials']} equally good trials scores about {high} too high. "
+        "Evaluate it on new examples: finetune evaluate RUN data.validation=FILE."
     )

@@ -32,7 +32,7 @@ TYPE = "adapter.type"
 ROWS = "rows of the data"  # key of the training data's digest in a study's identity
 REFUSED = {  # keys and sections that a search cannot vary
     **varied_keys.FIXED,
-    "speed.compile": "off in trials, and as the recipe has it in the final run",
+    "speed.compile": "trials don't compile, and the final run uses the recipe's value",
 }
 # Overrides that switch off what trials do not need. They follow the user's overrides, also in a W&B sweep.
 IN_TRIALS = ["speed.compile=false", "train.save_strategy=no", "publish.repo=null"]
@@ -109,17 +109,19 @@ def parse(path: Path) -> tuple[Space, list[Problem]]:
     try:
         document = strict_yaml.parse(strict_yaml.text_of(path, "the space"), str(path))
     except OSError as error:
-        what = f"can't read the space: {error.strerror}"
-        fix = paths.similar_files(path) or "the shipped one: leave --space out"
-        raise UserError(Problem(what, where=str(path), fix=fix)) from None
+        what, found = "finetune can't read the search space", str(error.strerror)
+        fix = paths.similar_files(path) or "remove --space to use the shipped search space"
+        raise UserError(Problem(what, "", str(path), found, fix=fix, code="search-space")) from None
     raw, where, problems = document.value, document.where, list(document.problems)
     if not isinstance(raw, dict) or not isinstance(raw.get("space"), dict) or not raw["space"]:
-        what = "a space maps keys of a recipe to ranges or choices"
+        what, place = "the file has no search space", where.get(("space",), str(path))
+        expected = "`space:` with recipe keys and their ranges or choices"
         fix = "space: {adapter.r: {low: 4, high: 64}}"
-        raise UserError(*problems, Problem(what, where=where.get(("space",), str(path)), fix=fix))
+        raise UserError(*problems, Problem(what, "", place, "", expected, fix, code="search-space"))
     for name in [name for name in raw if name not in ("search", "space")]:
         near = nearest(name, ["search", "space"])
-        problems.append(Problem("unknown section", name, where[(name,)], expected="search, space", fix=near))
+        texts = {"expected": "" if near else "search, space", "fix": near, "code": "unknown-key"}
+        problems.append(Problem("unknown section", name, where[(name,)], **texts))
     search = _validated(Search, raw.get("search") or {}, ("search",), raw, where, problems)
     parameters = {}
     for key, given in raw["space"].items():
@@ -146,11 +148,11 @@ def _validated(
 def _key_problems(key: str, at: str) -> list[Problem]:
     section, dot, name = key.partition(".")
     if not (dot and name):
-        return [
-            Problem("not a key of a recipe", where=at, found=key, expected="section.key, such as adapter.r")
-        ]
-    why = REFUSED.get(section) or REFUSED.get(key)
-    return [Problem(f"is not searched: {why}", key, at)] if why else []
+        what, expected = "recipes have no such key", "a key such as adapter.r"
+        return [Problem(what, "", at, key, expected, code="unknown-key")]
+    why = REFUSED.get(section) or REFUSED.get(key) or ""
+    what, texts = "a sweep can't search this key", {"fix": f"remove `{key}:`", "why": why}
+    return [Problem(what, key, at, **texts, code="search-space")] if why else []
 
 
 def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) -> list[Problem]:
@@ -159,36 +161,42 @@ def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) 
 
     def problem(what: str, part: str = "", **texts: str) -> None:
         place = where.get(("space", key, *part.split(".")), at)
-        found.append(Problem(what, key, place, **texts))
+        found.append(Problem(what, key, place, **texts, code="search-space"))
 
     ranged = one.low is not None and one.high is not None
     if ranged == (one.choices is not None) or (
         one.choices is not None and (one.low, one.high) != (None, None)
     ):
-        problem("needs either low and high, or choices", fix=f"{key}: {{low: 1, high: 8}}")
+        what = "the key needs either a range (low and high) or choices"
+        problem(what, fix=f"{key}: {{low: 1, high: 8}}")
         return found
     if ranged and one.low >= one.high:  # type: ignore[operator] (both are numbers)
-        problem("low must be below high", "low", found=f"{one.low} and {one.high}")
+        found_range = f"low {one.low}, high {one.high}"
+        problem("`low` is not below `high`", "low", found=found_range, fix="swap the two values")
     elif one.log and (not ranged or one.low <= 0):  # type: ignore[operator] (both are numbers)
-        problem("a log scale is for ranges above 0", "log", found=str(one.low if ranged else one.choices))
+        shown = f"low {one.low}" if ranged else f"choices {one.choices}"
+        problem("a log scale needs a range above 0", "log", found=shown, fix="log: false")
     if one.log and one.step is not None:
-        problem("excludes log", "step", fix="drop one of the two")
+        problem("`step` and `log` exclude each other", "step", fix="remove `step:` or `log:`")
     if one.step is not None and (not ranged or (one.whole and not isinstance(one.step, int))):
-        problem("does not suit the values", "step", found=str(one.step))
+        expected = "an integer" if ranged else "`step` only with low and high"
+        problem("the step does not fit the values", "step", found=str(one.step), expected=expected)
     elif fix := _unreached(one):
-        problem("the steps do not reach high", "step", found=f"{one.low}, {one.high}, {one.step}", fix=fix)
+        shown = f"low {one.low}, high {one.high}, step {one.step}"
+        problem("the steps do not reach `high`", "step", found=shown, fix=fix)
     labels = [varied_keys.text_of(value) for value in one.choices or ()]
     for index, label in enumerate(labels):
         if label in labels[:index]:
-            problem("the same choice twice", f"choices.{index}", found=label)
+            problem("a choice is listed twice", f"choices.{index}", found=label, fix="remove one of them")
     target = one.times
     if target is None:
         return found
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value, _ in one.corners):
-        problem("only numbers can be multiplied", "times", found=", ".join(labels))
+        problem("`times` needs numbers as choices", "times", found=", ".join(labels), fix="remove `times:`")
     other = all_of_them.get(target) if target != key else None
     if isinstance(other, dict) and other.get("times") not in (None, target):
-        problem(f"{target} is itself a multiple of {other['times']}", "times")
+        fix = f"times: {other['times']}"
+        problem(f"`{target}` is itself a multiple of `{other['times']}`", "times", found=target, fix=fix)
     return found
 
 

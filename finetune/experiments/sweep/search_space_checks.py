@@ -58,17 +58,20 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
         return Looked(space, notes, device, {}, None)
     kept = dict(space.parameters)
     for key, gone in lacking.items():
-        notes += [f"{key}: {label} is left out: {why}" for label, why in gone.items()]
+        notes += [f"{key}: the sweep skips {label}: {why}" for label, why in gone.items()]
         left = [value for value in kept[key].choices or () if text_of(value) not in gone]
         if not left:
-            problem = Problem("this machine can run none of the choices", key, found="; ".join(gone.values()))
+            what, found = "this machine can run none of the choices", "; ".join(gone.values())
+            fix = "add a choice that this machine can run"
+            problem = Problem(what, key, found=found, fix=fix, code="hardware")
             raise UserError(problem, code=Exit.ENVIRONMENT)
         kept[key] = kept[key].model_copy(update={"choices": left})
     if recipe.train.max_steps is None and not recipe.data.streaming:
         changing = [key for key in space.parameters if key.startswith("data.")]
         if changing:
-            what, fix = f"{', '.join(changing)} would change the number of steps", "train.max_steps"
-            raise UserError(Problem(what, where=str(space.path), fix=f"a recipe that says {fix}"))
+            what, why = "a searched key changes the number of steps", "trials need equally many steps"
+            texts = {"found": ", ".join(changing), "fix": "add train.max_steps=N", "why": why}
+            raise UserError(Problem(what, where=str(space.path), **texts, code="search-space"))
     rows, content = rows_of(recipe)
     left = dataclasses.replace(space, parameters=kept)
     silent = [key for key in kept if key.startswith("train.") and own_value(recipe, key) is None]
@@ -82,16 +85,14 @@ def comparable(recipe: Recipe) -> None:
         UserError: there is no validation set, or the metric is neither loss nor exact match (exit 2).
     """
     if recipe.data.validation is None and recipe.data.validation_fraction is None:
-        fix = "data.validation or data.validation_fraction=0.05"
-        raise UserError(Problem("a sweep needs a validation set to compare trials by", "data", fix=fix))
-    if recipe.eval.metric_for_best_model not in ("loss", "exact_match"):
-        what, best = (
-            "a sweep compares trials by the loss or the exact match on the validation set",
-            recipe.eval.metric_for_best_model,
-        )
-        raise UserError(
-            Problem(what, "eval.metric_for_best_model", found=best, expected="loss or exact_match")
-        )
+        what, why = "a sweep needs a validation set", "it compares trials by their validation score"
+        fix = "data.validation_fraction=0.05, or data.validation=FILE"
+        raise UserError(Problem(what, "data.validation", fix=fix, why=why, code="missing-key"))
+    best = recipe.eval.metric_for_best_model
+    if best not in ("loss", "exact_match"):
+        what, key = "a sweep can't compare trials by this metric", "eval.metric_for_best_model"
+        expected, fix = "loss or exact_match", "eval.metric_for_best_model=loss"
+        raise UserError(Problem(what, key, "", best, expected, fix, code="eval-setting"))
 
 
 def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[str, dict[str, str]]:
@@ -107,11 +108,14 @@ def corners(path: str, given: list[str], recipe: Recipe, space: Space) -> dict[s
     for key, one in space.parameters.items():
         of_key = space.where.get(("space", key), "")
         if one.times is not None and not isinstance(own_value(recipe, one.times), int | float):
-            what, fix = f"{one.times} has no number in the recipe to be multiplied", _likely(one.times)
+            what, fix = f"the recipe has no number for `{one.times}`", _likely(one.times)
+            why = f"the search multiplies its values by `{one.times}`"
             kind, (section, _, name) = recipe.adapter.type, one.times.partition(".")
-            if section == "adapter" and fix.startswith("state") and not _has(kind, one.times):
-                fix = f"a space without it (--space): {kind} has no {name}; or adapter.type=lora"
-            problem = Problem(what, key, space.where.get(("space", key, "times"), of_key), fix=fix)
+            if section == "adapter" and fix.startswith("set") and not _has(kind, one.times):
+                why = f"the adapter type {kind} has no {name}"
+                fix = "adapter.type=lora, or another search space with --space FILE"
+            place = space.where.get(("space", key, "times"), of_key)
+            problem = Problem(what, key, place, fix=fix, why=why, code="search-space")
             problems[str(problem)] = problem
             continue
         for value, part in one.corners:
@@ -179,8 +183,8 @@ def _likely(key: str) -> str:
     of = build.known_keys().items()  # keys such as `adapter.lora`, each with its own keys
     known = sorted({f"{section.partition('.')[0]}.{name}" for section, names in of for name in names})
     if key in known:
-        return f"state {key} in the recipe"
-    return nearest(key, known) or f"state {key} in the recipe"
+        return f"set {key} in the recipe"
+    return nearest(key, known) or f"set {key} in the recipe"
 
 
 def _has(kind: Any, key: str) -> bool:
@@ -193,14 +197,14 @@ def _has(kind: Any, key: str) -> bool:
 
 def _of_a_product(problem: Problem, value: object, times: str, recipe: Recipe) -> Problem:
     """Explain that the problematic value is a product of a drawn value and the recipe's own."""
-    product = f"{problem.found}: {value} times {times}, {own_value(recipe, times)}"
-    fix = problem.fix or f"another {times}, or a space (--space) with other values"
+    product = f"{problem.found} = {value} x {times} ({own_value(recipe, times)})"
+    fix = problem.fix or f"change {times}, or choose another search space with --space FILE"
     return dataclasses.replace(problem, found=product, fix=fix) if problem.found else problem
 
 
 def _placed(problem: Problem, at: str, of_key: str) -> Problem:
     """Move a problem of an override to the line of the space. A problem of the recipe keeps its position."""
-    if " key" in problem.what:  # the key itself is wrong, for any value
+    if problem.code in ("unknown-key", "renamed-key"):  # the key itself is wrong, for any value
         return dataclasses.replace(problem, where=of_key, found="")
     elsewhere = problem.where and not problem.where.startswith("override")
     return problem if elsewhere else dataclasses.replace(problem, where=at)

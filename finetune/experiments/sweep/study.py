@@ -78,7 +78,8 @@ class Told:
 
     def heard(self, name: str) -> None:
         self.by = name
-        os.write(2, f"\n{name}: ending this trial, which is run again later; once more: at once\n".encode())
+        text = "ending this trial; the study runs it again later. Send the signal again to end at once"
+        os.write(2, f"\n{name}: {text}\n".encode())
 
 
 def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
@@ -112,8 +113,7 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
             raise study_storage.unreachable(error, asked.url) from None
     if job.told.by:
-        again = "the same command again goes on with the study"
-        raise Stopped(f"stopped by {job.told.by}; {again}: {asked.folder}")
+        raise Stopped(f"stopped by {job.told.by}; run the same command again to continue in {asked.folder}")
     sweep_report.show(screen, asked, content)
     if content["best"] is None or hopeless(job):
         failed = [one for one in job.ran if one] if hopeless(job) else problems(content)
@@ -127,8 +127,12 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
 def problems(content: dict[str, Any]) -> list[Problem]:
     """Return why no trial succeeded."""
     rows = [row for row in content["trials"] if row["state"] in ("failed", "pruned")][:HOPELESS]
-    said = [Problem(f"trial {row['number']} {row['state']}", found=row["reason"]) for row in rows]
-    return said or [Problem("no trial was finished", fix="more --trials or --hours")]
+    said = [
+        Problem(f"trial {row['number']} {row['state']}", found=row["reason"], code="experiment")
+        for row in rows
+    ]
+    what, fix = "the sweep finished no trial", "raise --trials or --hours"
+    return said or [Problem(what, found="0 finished trials", fix=fix, code="experiment")]
 
 
 def prepare(asked: SweepRequest) -> tuple[Recipe, search_space_checks.Looked]:
@@ -174,12 +178,12 @@ def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
     """
     old = study_storage.verify(study, str(folder))
     began = study.user_attrs.get("identity", own)
-    fix = "--output with a new name; or recipe, overrides and space as they were"
+    fix = "choose a new folder with --output, or use the earlier recipe, overrides and search space"
     kept_runs.check_same(began, own, folder, fix)
     if "identity" not in study.user_attrs:
         study.set_user_attr("identity", own)
     study_storage.add_hashes(study, old)
-    said = f"trials that an older finetune finished: {len(old)}; their values can't be verified"
+    said = f"trials of an older finetune version: {len(old)}; finetune can't verify their values"
     return [said] if old else []
 
 
@@ -216,9 +220,10 @@ def introduce(job: Job) -> None:
     if not begun:
         study.enqueue_trial(own, {"own": True, "without": away})
     if away:
-        screen.say(f"note: only the first trial has the recipe's own {', '.join(away)}: the space lacks it")
+        keys = ", ".join(away)
+        screen.say(f"note: the search space lacks the recipe's value of {keys}; only the first trial uses it")
     rows = [(key, sweep_report.described(one)) for key, one in job.space.parameters.items()]
-    screen.table(f"searched in {asked.folder}", ("key", "values"), rows)
+    screen.table(f"search space of {asked.folder}", ("key", "values"), rows)
     search, best = job.space.search, job.recipe.eval.metric_for_best_model
     often = (
         f"every {job.recipe.eval.eval_steps} steps"
@@ -226,10 +231,10 @@ def introduce(job: Job) -> None:
         else f"{search.evaluations} times"
     )
     what = {"loss": "validation loss", "exact_match": "exact match"}[best]
-    screen.say(f"by the {what}, {often} a trial; {search.sampler}, {search.pruner} pruner", "")
+    screen.say(f"metric: {what}, {often} per trial; sampler {search.sampler}; pruner {search.pruner}", "")
     if known:
         count = sum(one.state.is_finished() for one in counted(study))
-        screen.say(f"going on with {study_storage.shown(asked.url)}; finished trials: {count}", "")
+        screen.say(f"continuing the study {study_storage.shown(asked.url)} after {count} finished trials", "")
 
 
 def begin_another(job: Job) -> bool:
@@ -237,12 +242,10 @@ def begin_another(job: Job) -> bool:
     if job.told.by or time.monotonic() > job.deadline:
         return False
     if hopeless(job):
-        job.screen.say(
-            f"all of the first {HOPELESS} trials failed here: it is not their values; this search ends"
-        )
+        job.screen.say(f"the search ends, because the first {HOPELESS} trials of this worker all failed")
         return False
     for number in study_storage.take_over(job.study):
-        job.screen.say(f"trial {number} was running when its worker ended: it is run again")
+        job.screen.say(f"the worker of trial {number} ended; the study runs the trial again")
     trials = counted(job.study)
     return any(one.state == TrialState.WAITING for one in trials) or len(trials) < job.most
 
@@ -267,8 +270,8 @@ def one(job: Job) -> None:
     except optuna.exceptions.UpdateFinishedTrialError:
         with contextlib.suppress(OSError):
             safe_files.remove(folder, "checkpoints")
-        what = f"this worker was silent for over {study_storage.SILENT:.0f} s, and another one took it over"
-        job.screen.say(f"trial {drawn.number}: {what}; its run here is ended")
+        what = f"another worker took it over, because this one was silent for {study_storage.SILENT:.0f} s"
+        job.screen.say(f"trial {drawn.number}: {what}")
 
 
 def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
@@ -294,7 +297,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
         ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
         if ended.state != "lost":
-            failed = Problem(f"trial {drawn.number} failed", found=ended.reason)
+            failed = Problem(f"trial {drawn.number} failed", found=ended.reason, code="experiment")
             job.ran.append(failed if ended.state == "failed" else None)
     record(job, drawn, ended)
 
@@ -329,7 +332,7 @@ def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
         if last or not drawn.should_prune():
             return ""
         found = f"{best} {evaluation.value:.4g} at step {evaluation.step}"
-        return f"{found}: poor, by the {space.search.pruner} pruner"
+        return f"{found}: stopped by the {space.search.pruner} pruner"
 
     def waiting() -> tuple[str, str]:
         if time.monotonic() - said["alive"] > BEAT:
@@ -338,7 +341,7 @@ def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
         if job.told.by:
             return f"stopped by {job.told.by}", "lost"
         if time.monotonic() > job.deadline:
-            return "the time of the search was over", "pruned"
+            return "the time of the search ended", "pruned"
         return "", ""
 
     return judge, waiting
@@ -356,7 +359,7 @@ def record(job: Job, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
     study_storage.tell(study, drawn, ended.value, state)
     if ended.state == "lost":
         study_storage.take_over(study)
-        job.screen.say(f"trial {number}: {ended.reason}; it is run again later")
+        job.screen.say(f"trial {number}: {ended.reason}; the study runs it again later")
         return
     done = sum(one.state.is_finished() for one in counted(study))
     of = f"/{job.most:.0f}" if job.most != float("inf") else ""
@@ -385,11 +388,15 @@ def make_way(folder: Path, screen: Console) -> None:
             with lock.claimed(str(run), run.name):
                 moved = kept_runs.set_aside(run)
         except UserError as error:
-            what = "another worker trains the final run of an earlier best recipe"
-            fix = "the same command again, when that has ended: what was found is kept"
-            raise UserError(Problem(what, found=error.problems[0].found, fix=fix)) from error
+            what, found = (
+                "another worker trains the final run of an earlier best recipe",
+                error.problems[0].found,
+            )
+            fix = "run the same command again when that run has ended"
+            problem = Problem(what, where=str(run), found=found, fix=fix, code="experiment")
+            raise UserError(problem) from error
         safe_files.remove(moved, lock.LOCK)
-        screen.say(f"final is of an earlier best recipe; moved to {moved}")
+        screen.say(f"the folder `final` holds an earlier best recipe; finetune moved it to {moved}")
     safe_files.write_bytes(folder, begun.name, best.read_bytes())
 
 
@@ -410,7 +417,8 @@ def final(asked: SweepRequest) -> None:
 
     def heard(name: str) -> None:
         told.append(name)
-        os.write(2, f"\n{name}: the final run saves and ends; once more: at once\n".encode())
+        text = "the final run saves a checkpoint and ends. Send the signal again to end at once"
+        os.write(2, f"\n{name}: {text}\n".encode())
         for process in running:
             process.terminate()
 
@@ -423,7 +431,8 @@ def final(asked: SweepRequest) -> None:
     fix = shlex.join(["finetune", *words])
     if code == Exit.STOPPED or (told and code < 0):
         by = f" by {told[0]}" if told else ""
-        raise Stopped(f"the final run was stopped{by}; the same command again goes on, and so does: {fix}")
+        raise Stopped(f"the final run was stopped{by}; to continue, run the same command again, or: {fix}")
     if code:
-        problem = Problem("the final run did not end well", found=f"exit {code}", fix=fix)
+        texts = {"found": f"exit code {code}", "fix": fix, "code": "experiment"}
+        problem = Problem("the final run failed", where=str(folder), **texts)
         raise UserError(problem, code=Exit.of(code))

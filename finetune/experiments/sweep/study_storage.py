@@ -123,30 +123,36 @@ def _no_driver(error: ImportError, url: str) -> UserError:
     what = "the driver of this database is not installed"
     found = f"{shown(url)}: {redacted(str(error.__cause__ or error), url)}"
     is_postgres = "postgres" in url
-    fix = packages.install_extra("sweep") if is_postgres else "pip install its driver: pymysql, say"
-    return UserError(Problem(what, where="--storage", found=found, fix=fix), code=Exit.ENVIRONMENT)
+    driver = "pymysql" if "mysql" in url else "the driver of the database"
+    fix = packages.install_extra("sweep") if is_postgres else f"install {driver} with pip"
+    problem = Problem(what, where="--storage", found=found, fix=fix, code="package-missing")
+    return UserError(problem, code=Exit.ENVIRONMENT)
 
 
 def _no_journal(error: OSError | ValueError, url: str) -> UserError:
     """Return the error for a journal that cannot be written, or that holds other content."""
     path = Path(url.removeprefix(JOURNAL))
     if isinstance(error, ValueError):
-        what, found, fix = "not a journal of Optuna", "other content", "a file that is not there yet"
+        what, found = "the file is not a journal of Optuna", "other content"
+        fix = "name a file that does not exist yet"
     elif not path.parent.is_dir():
-        what, found = "the journal can't be written", f"the folder {path.parent} does not exist"
-        fix = f"mkdir -p {shlex.quote(str(path.parent))}, on a disk that all workers share"
+        what, found = "finetune can't write the journal", f"the folder {path.parent} does not exist"
+        fix = f"mkdir -p {shlex.quote(str(path.parent))}"
     else:
-        what, found, fix = "the journal can't be written", error.strerror or str(error), "another file"
-    return UserError(Problem(what, where=f"--storage {url}", found=found, fix=fix))
+        what, found = "finetune can't write the journal", error.strerror or str(error)
+        fix = "name another file"
+    return UserError(Problem(what, where=f"--storage {url}", found=found, fix=fix, code="experiment"))
 
 
 def unreachable(error: Exception, url: str, code: Exit = Exit.ENVIRONMENT) -> UserError:
     """Return a database error as a UserError without the password."""
     said = redacted(first_line(error.__cause__ or error), url)
-    what = "not a storage URL" if code == Exit.INPUT else "the storage can't be used"
+    what = "finetune can't use the storage of the study"
+    what = "the value is not a storage URL" if code == Exit.INPUT else what
     expected = "sqlite:///FILE, postgresql://user@host/database, mysql+pymysql://..., journal:FILE"
-    where = "--storage"
-    return UserError(Problem(what, where=where, found=f"{shown(url)}: {said}", expected=expected), code=code)
+    found, fix = f"{shown(url)}: {said}", "--storage sqlite:///study.db"
+    problem = Problem(what, "", "--storage", found, expected, fix, code="experiment")
+    return UserError(problem, code=code)
 
 
 def _storage(url: str, stack: contextlib.ExitStack) -> Any:
@@ -232,13 +238,14 @@ def add_hashes(study: Study, numbers: list[int]) -> None:
 
 
 def _unreadable(error: Exception) -> str:
-    return f"Optuna can't read it ({type(error).__name__}: {first_line(error)[:SHOWN]})"
+    return f"Optuna can't read the study ({type(error).__name__}: {first_line(error)[:SHOWN]})"
 
 
 def _damaged(where: str, parts: list[str]) -> UserError:
-    found = f"not as finetune wrote it: {', '.join(parts[:10])}"
-    fix = "--output with a new name, or the study's storage from a backup"
-    return UserError(Problem("the study is damaged", where=where, found=found, fix=fix), code=Exit.ARTEFACT)
+    found = f"changed parts: {', '.join(parts[:10])}"
+    fix = "choose a new folder with --output, or restore the storage from a backup"
+    problem = Problem("the stored study is damaged", where=where, found=found, fix=fix, code="experiment")
+    return UserError(problem, code=Exit.ARTEFACT)
 
 
 def _hash(trial: FrozenTrial, value: float | None = None, state: TrialState | None = None) -> str:

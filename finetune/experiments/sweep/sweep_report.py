@@ -50,8 +50,8 @@ def described(one: Parameter) -> str:
         said = ", ".join(map(varied_keys.text_of, one.choices))
     else:
         said = f"{one.low:g} to {one.high:g}" + (", log" if one.log else "")
-        said += f", in steps of {one.step:g}" if one.step else ""
-    return said + (f", times {one.times}" if one.times else "")
+        said += f", step {one.step:g}" if one.step else ""
+    return said + (f", multiplied by {one.times}" if one.times else "")
 
 
 def trials(study: Study) -> list[dict[str, Any]]:
@@ -68,8 +68,9 @@ def is_surplus(one: FrozenTrial) -> bool:
 
 def _row(one: FrozenTrial, again: dict[int, int]) -> dict[str, Any]:
     kept, lost = one.user_attrs, study_storage.is_lost(one)
-    why = "its worker ended"
-    why += f"; run again as trial {again[one.number]}" if one.number in again else "; begun too often already"
+    why = "the worker ended; "
+    number = again.get(one.number)
+    why += f"the study ran it again as trial {number}" if number is not None else "too many attempts"
     return {
         "number": one.number,
         "state": "lost" if lost else STATES[one.state.name],
@@ -169,7 +170,7 @@ def pictures(content: dict[str, Any], space: Space, recipe: Recipe) -> dict[str,
     found = {"history": plots.dots(places, values, "trial", name, best=best, line=line)}
     if content["importances"]:
         bars = [plots.Bar(key, [share], [0.0]) for key, share in content["importances"].items()]
-        found["importances"] = plots.bars(bars, ("importance",), "share of what decides")
+        found["importances"] = plots.bars(bars, ("importance",), "importance of the key (share)")
     for key, one in space.parameters.items():
         own = [row for row in rows if key in row["values"]]
         if one.choices is not None:  # order by the space's choices
@@ -203,7 +204,7 @@ def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows
     chosen = dict[str, tuple[Any, str]]()
     for key in best["values"]:
         if key.count(".") == 1:
-            who = f"tuned: trial {best['number']}, of {described(space.parameters[key])}"
+            who = f"sweep: trial {best['number']}, from {described(space.parameters[key])}"
             chosen[key] = (search_space.own_value(recipe, key), who)
     if recipe.eval.eval_steps is None:
         chosen["eval.eval_steps"] = (search_space.every(recipe, space.search, rows), "as in the trials")
@@ -220,15 +221,15 @@ def verdict(content: dict[str, Any], name: str) -> str:
     """Summarize the result in a few sentences."""
     by_number = {row["number"]: row for row in content["trials"]}
     if content["best"] is None:
-        return "No trial was finished."
+        return "The sweep finished no trial."
     best, own = by_number[content["best"]], by_number.get(content["own"])
-    said = f"{name} {figure(best['value'])}, trial {best['number']}"
+    said = f"{name} {figure(best['value'])} (trial {best['number']})"
     more = f" {chosen_score.described(content.get('chosen', {}))}".rstrip()
     if own is best:
         return f"The recipe's own values are the best: {said}.{more}"
     if own is None:
-        return f"The best is {said}.{more}"
-    return f"The best is {said}; the recipe's own values have {figure(own['value'])}.{more}"
+        return f"Best trial: {said}.{more}"
+    return f"Best trial: {said}; the recipe's own values: {figure(own['value'])}.{more}"
 
 
 def counted(content: dict[str, Any]) -> str:
@@ -277,10 +278,10 @@ def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
         screen.table("", ("trial", label(recipe), *(key.partition(".")[2] for key in keys)), cells)
     if content["importances"]:
         decides = ", ".join(f"{key} {share:.0%}" for key, share in list(content["importances"].items())[:4])
-        few = f" (of {content['counts']['complete']} trials: a hint, no more)"
-        screen.say("", f"what decides: {decides}{few}")
+        few = f" (a rough estimate from {content['counts']['complete']} trials)"
+        screen.say("", f"most important keys: {decides}{few}")
     screen.say("", verdict(content, label(recipe)))
-    screen.say(f"the page: {asked.folder}/sweep.html; all trials: {asked.folder}/trials.csv")
+    screen.say(f"report: {asked.folder}/sweep.html; all trials: {asked.folder}/trials.csv")
     screen.say(f"next: {next_step(asked, content)}")
 
 

@@ -33,11 +33,13 @@ def sweep(
     notes = []
     for key, one in space.parameters.items():
         if one.times not in (None, key):
-            notes.append(f"{key}: a sweep can't multiply by {one.times}; it stays as the recipe has it")
+            notes.append(f"{key}: W&B can't multiply by {one.times}, so the recipe's value is used")
             continue
         parameters[key] = distribution(key, one, recipe)
     if TYPE in parameters and any(key.startswith("adapter.") for key in parameters if key != TYPE):
-        notes.append("a sweep draws all keys for all types; what a type has not is left out by the run")
+        notes.append(
+            "W&B draws all keys for all adapter types; a run ignores keys that its type does not have"
+        )
     best = recipe.eval.metric_for_best_model
     fixed = [*IN_TRIALS, f"eval.eval_steps={every(recipe, space.search, rows)}", "train.report_to=wandb"]
     fixed.append("train.output_dir=null")  # each run creates its own folder
@@ -51,9 +53,9 @@ def sweep(
     if space.search.pruner != "none":
         content["early_terminate"] = {"type": "hyperband", "min_iter": 1}
         if space.search.pruner == "median":
-            notes.append("a sweep has no median pruner: hyperband stands in its place")
+            notes.append("W&B has no median pruner, so this sweep uses hyperband")
     name = visible(space.path.name)
-    head = f"# {name} as a W&B sweep, made by `finetune sweep --export-wandb`: wandb sweep FILE\n"
+    head = f"# {name} as a W&B sweep, by `finetune sweep --export-wandb`. Start it with: wandb sweep FILE\n"
     head += "".join(f"# {visible(note)}\n" for note in notes)
     return head + yaml.safe_dump(content, sort_keys=False, width=110), notes
 

@@ -81,7 +81,7 @@ def test_a_dry_run_is_held_to_the_checkpoint_too(train, capsys) -> None:
     for dry in ([], ["--dry-run"]):
         capsys.readouterr()
         train(*again, "train.learning_rate=5e-3", *dry, code=4)
-        assert "another training" in capsys.readouterr().err
+        assert "the settings differ from those of the run to resume" in capsys.readouterr().err
     train(*again, "--dry-run")
 
 
@@ -92,7 +92,7 @@ def test_what_auto_became_is_compared() -> None:
     one = run(**{"speed.loss": "chunked", "speed.activation_checkpointing": "mlp_int8:6"})
     other = run(**{"speed.loss": "fused", "data.name": "x", "speed.activation_checkpointing": "mlp_int8"})
     rounded, note = resume_contract.chosen_anew(one, other)
-    assert 'speed.loss: chosen as "chunked" then, "fused" now' in note and "a hundredth apart" in rounded
+    assert 'speed.loss: auto chose "chunked" before and "fused" now' in note and "about 1%" in rounded
     other["recipe"] = {"speed.loss": "fused"}  # asked for: `compare` has said so
     assert resume_contract.chosen_anew(one, other) == [rounded]
 
@@ -177,12 +177,14 @@ def of_an_older_finetune(facts: dict[str, Any], **recipe: Any) -> list[dict[str,
 def test_run_whose_validation_set_an_older_finetune_drew_is_refused(tmp_path) -> None:
     """It states no token ids: the run may have trained on examples that are in the validation set now."""
     kept, now = of_an_older_finetune({}, validation_fraction=0.1)
-    with pytest.raises(UserError, match="an older finetune began this run") as raised:
+    with pytest.raises(UserError, match="an older version started the run") as raised:
         resume_contract.compare(kept, now, tmp_path)
     assert raised.value.code == 4 and "finetune-toolkit 0.0.9" in str(raised.value)
     kept, now = of_an_older_finetune({})
     notes = resume_contract.compare(kept, now, tmp_path)
-    assert [note.partition(": can't be compared")[0] for note in notes] == list(resume_contract.TOKEN_IDS)
+    assert [note.partition(": finetune can't compare")[0] for note in notes] == list(
+        resume_contract.TOKEN_IDS
+    )
 
 
 def test_run_whose_token_ids_are_others_now_is_refused_with_the_versions_that_made_them(tmp_path) -> None:

@@ -49,11 +49,11 @@ RIGHT, WRONG, EQUAL = (change(v, p, "score") for v, p in ((0.2, 1e-6), (-0.2, 1e
         (SAME, RIGHT, BETTER, "Better than the base model"),
         (ROSE, WRONG, WORSE, "Worse than the base model"),
         (ROSE, EQUAL, WORSE, "Worse than the base model"),
-        (ROSE, RIGHT, MIXED, "Answers better, loss worse: check for overfitting"),
-        (FELL, WRONG, MIXED, "Loss better, answers worse: read the samples"),
+        (ROSE, RIGHT, MIXED, "Answers are better, loss is worse: check for overfitting"),
+        (FELL, WRONG, MIXED, "Loss is better, answers are worse: read the samples"),
         (SAME, EQUAL, NO_DIFFERENCE, "No significant difference from the base model"),
-        (change(-2e-5, 1e-6), None, NEGLIGIBLE, "No difference from the base model that matters"),
-        (change(-0.5, None), None, UNKNOWN, "Not known whether it is better than the base model"),
+        (change(-2e-5, 1e-6), None, NEGLIGIBLE, "Negligible difference from the base model"),
+        (change(-0.5, None), None, UNKNOWN, "Not enough data to compare with the base model"),
         (change(-0.5, None), RIGHT, BETTER, "Better than the base model"),
     ],
 )
@@ -65,7 +65,7 @@ def test_verdict_on_each_combination(loss: Any, answers: Any, word: str, title: 
 def test_verdict_without_a_right_answer_is_not_better() -> None:
     unchanged = difference([0.0] * 100, [0.0] * 100, higher_is_better=True)
     found = verdicts.verdict(evaluation({**FELL}, unchanged, base_right=0.0))
-    assert (found["word"], found["title"]) == (MIXED, "Loss fell, no answer is right yet")
+    assert (found["word"], found["title"]) == (MIXED, "Loss is better, but no answer is correct yet")
     assert "exact match 0.0% -> 0.0%" in found["why"]
 
 
@@ -115,34 +115,37 @@ def test_no_difference_says_what_the_examples_could_show() -> None:
         evaluation(None, difference(base, tuned, higher_is_better=True), base_right=0.29)
     )
     assert found["word"] == NO_DIFFERENCE
-    assert "these 100 examples could show a difference of 13." in found["why"]
+    assert "100 examples can detect a difference of 13." in found["why"]
 
 
 def test_too_few_examples_say_how_many_are_needed() -> None:
     losses = evaluation(difference([1.0] * 9, [0.5] * 9, higher_is_better=False, weights=[1] * 9))
     assert (
-        "(too few examples: 9, a test needs 20); a larger validation set" in verdicts.verdict(losses)["why"]
+        "(too few examples: 9; a test needs 20); use a larger validation set"
+        in verdicts.verdict(losses)["why"]
     )
     asked = evaluation(None, difference([0.0] * 3, [1.0] * 3, higher_is_better=True))
-    assert "(too few examples: 3, a test needs 6)" in verdicts.verdict(asked)["why"]
+    assert "(too few examples: 3; a test needs 6)" in verdicts.verdict(asked)["why"]
     assert asked["difference"]["exact_match"]["verdict"] == TOO_FEW
     tokens = [1000] * 3 + [1] * 40
     long = evaluation(difference([1.0] * 43, [0.5] * 43, higher_is_better=False, weights=tokens))
-    assert "(too few examples: 43 that count as 3, a test needs 20)" in verdicts.verdict(long)["why"]
+    assert (
+        "(too few examples: 43, which weigh as much as 3; a test needs 20)" in verdicts.verdict(long)["why"]
+    )
 
 
 def test_forgetting_does_not_decide_and_is_named() -> None:
     result = evaluation({**FELL}, kept=task({**WRONG}, forgetting=True))
     found = verdicts.verdict(result)
     assert found["word"] == BETTER and found["forgot"] == ["kept"]
-    assert verdicts.title(found) == "Better than the base model, but it forgot something"
+    assert verdicts.title(found) == "Better than the base model, but worse on general tasks"
     assert verdicts.sentence(found).endswith("; worse than the base model on kept")
     slight = evaluation({**FELL}, kept=task(change(-3.6e-7, 1e-9, "score"), forgetting=True))
     assert verdicts.verdict(slight)["forgot"] == []
 
 
 @pytest.mark.parametrize(
-    ("word", "title"), [("same", "No significant difference from the base model"), ("odd", "Not known")]
+    ("word", "title"), [("same", "No significant difference from the base model"), ("odd", "Not enough data")]
 )
 def test_a_stored_verdict_of_an_earlier_version_has_today_s_title(word: str, title: str) -> None:
     assert verdicts.title({"word": word, "why": "because", "forgot": []}).startswith(title)

@@ -53,9 +53,9 @@ def test_assess_reads_the_trials_folders(tmp_path: Path) -> None:
         folder.write("data_report.json", {"train": {}, "validation": {"kept": 50}})
     found = chosen_score.assess(tmp_path, rows, rows[0], "loss")
     assert found == {"fresh": 1.0, "examples": 3, "trials": 2}
-    assert "scored on the other, the loss is 1:" in chosen_score.described(found)
+    assert "Expect a loss of 1 on new examples." in chosen_score.described(found)
     answers = chosen_score.assess(tmp_path, rows, {**rows[0], "value": 0.7}, "exact_match")
-    assert "the best of 2 equally good trials reads about 3.8 points too high" in chosen_score.described(
+    assert "The best of 2 equally good trials scores about 3.8 points too high" in chosen_score.described(
         answers
     )
     RunFolder(tmp_path / "trial-1").write("eval.json", {})

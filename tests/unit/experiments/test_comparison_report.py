@@ -37,11 +37,11 @@ def test_a_winner_claims_no_more_than_the_seeds_show() -> None:
     )
     close = won(of(lora=(0.90, 0.03, 5), dora=(0.88, 0.01, 1), ia3=(0.5, 0.0, 0.1)))
     assert close["type"] == "dora" and close["within_noise"] == ["lora", "dora"]
-    assert "by its cost" in close["why"] and "not by its exact match" in close["why"]
+    assert "wins by the shortest training. These types have no significant difference" in close["why"]
     both = won(of(lora=(0.90, 0.03, 1), dora=(0.88, 0.01, 5)))
-    assert both["type"] == "lora" and "though not for certain" in both["why"]
+    assert both["type"] == "lora" and "types without a significant difference" in both["why"]
     once = won(of(lora=(0.9, None, 5), dora=(0.88, None, 1)))
-    assert once["type"] == "lora" and "noise is not known" in once["why"]
+    assert once["type"] == "lora" and "One run per type does not show the seed noise" in once["why"]
     assert comparison_report.winner({}, [], "", True, False) is None
 
 

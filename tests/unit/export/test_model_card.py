@@ -85,21 +85,21 @@ def test_what_people_read(made) -> None:
     written = made(results=RESULTS, base="org/base")
     text = written.text
     assert written.data.license == "other"
-    assert "**Better than the base model, but it forgot something**: Validation loss fell" in text
+    assert "**Better than the base model, but worse on general tasks**: Validation loss fell" in text
     assert "from 1.9 to 0.3 | nats.; worse than the base model on general_text" in text
     assert "| validation loss | 1.9 | 0.3 | -1.6 [-1.7, -1.5] better |" in text
     assert "| arc: acc | 0.25 | 0.5 ± 0.02 | 0.25 [0.2, 0.3] better |" in text
     assert "| a\\|b | 1 | 2 3 | NO |" in text, "a cell stays a cell"
     assert 'PeftModel.from_pretrained(base, "org/tuned")' in text
     assert "--enable-lora --max-lora-rank 16 --lora-modules tuned=org/tuned" in text
-    assert "licence of the base is not known" in text and "eos_token_id" not in text
+    assert "license of the base model is unknown" in text and "eos_token_id" not in text
 
 
 def test_an_adapter_is_loaded_such_that_it_ends_its_answers(made) -> None:
     """As evaluation had it; the base's generation config may not know the end of turn that was trained."""
     stops = {"answers": [1, 3], "model": [1]}
     text = made(results={**RESULTS, "settings": {"stops": stops}}).text
-    assert "model.generation_config.eos_token_id = [1, 3]  # its answers end so; the base's own: [1]" in text
+    assert "model.generation_config.eos_token_id = [1, 3]  # end of an answer; the base model has [1]" in text
 
 
 def test_a_base_with_padded_embeddings_is_loaded_as_it_was_trained(made, two_layers, tmp_path) -> None:
@@ -117,7 +117,7 @@ def test_a_base_with_padded_embeddings_is_loaded_as_it_was_trained(made, two_lay
 
 def test_an_older_run_without_results(made) -> None:
     written = made()
-    assert "nothing was measured" in written.text and "model-index" not in written.data.to_dict()
+    assert "The run has no validation set" in written.text and "model-index" not in written.data.to_dict()
     assert "sha256 `" in written.text, "a base that is a folder is known by its hashes"
 
 
@@ -130,9 +130,12 @@ def test_a_model_needs_no_base(made) -> None:
 
 def test_a_merge_without_scores_shows_the_adapter_s_as_such(made) -> None:
     written = made("merged", RESULTS, base="org/base", merge={"quantized": None, "scores": {}})
-    assert "| base | adapter |" in written.text and "as measured before merging" in written.text
     assert (
-        "The adapter, before merging: **Better than the base model" in written.text
+        "| base | adapter |" in written.text
+        and "Scores of the base model and the adapter before the merge" in written.text
+    )
+    assert (
+        "The adapter before the merge: **Better than the base model" in written.text
         and "torchao" not in written.text
     )
     for result in written.data.eval_results:
@@ -141,20 +144,23 @@ def test_a_merge_without_scores_shows_the_adapter_s_as_such(made) -> None:
 
 def test_quantised_weights_have_scores_of_their_own(made) -> None:
     scores = {"tuned": {"loss": 0.31, "exact_match": None}, "quantized": {"loss": 0.45, "exact_match": None}}
-    merge = {"quantized": "int8", "storage": "int8, a scale for each output", "scores": scores}
+    merge = {"quantized": "int8", "storage": "int8, one scale per output", "scores": scores}
     written = made("merged", RESULTS, base="org/base", merge=merge)
     loss, accuracy = written.data.eval_results
     assert loss.metric_value == 0.45
-    assert loss.metric_name == "validation loss, nats a token (adapter before merging 0.31)"
+    assert loss.metric_name == "validation loss, nats per token (adapter before merging 0.31)"
     assert accuracy.metric_name.startswith("acc of the adapter before merging")
     assert "| validation loss | 0.31 | 0.45 |" in written.text
-    assert "pip install torchao" in written.text and "int8, a scale for each output" in written.text
+    assert "pip install torchao" in written.text and "int8, one scale per output" in written.text
 
 
 def test_the_rows_are_those_that_were_evaluated(made) -> None:
-    notes = ["other.jsonl is not what the run held out"]
+    notes = ["other.jsonl is not the validation set of the run"]
     text = made(results={**RESULTS, "settings": {"rows": 7, "notes": notes}}).text
-    assert "On 7 validation examples" in text and "Note: other.jsonl is not what the run held out." in text
+    assert (
+        "On 7 validation examples" in text
+        and "Note: other.jsonl is not the validation set of the run." in text
+    )
 
 
 def test_an_older_evaluation_does_not_say_its_rows(made) -> None:
@@ -180,7 +186,7 @@ def test_what_vllm_does_not_serve_is_merged_first(config, why) -> None:
 @pytest.mark.parametrize("config", [{"peft_type": "PROMPT_TUNING"}, {**LORA, "lora_bias": True}])
 def test_what_neither_vllm_serves_nor_peft_merges_is_used_with_peft(config) -> None:
     said = model_card.vllm(config, base_model.Base("org/base", True), "org/tuned")
-    assert "use it with PEFT, which can't merge it" in said and "finetune merge" not in said
+    assert "Use the adapter with PEFT, which can't merge it" in said and "finetune merge" not in said
 
 
 @pytest.mark.parametrize(("rank", "most"), [(4, 8), (8, 8), (65, 128), (512, 512)])

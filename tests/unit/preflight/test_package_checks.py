@@ -163,4 +163,4 @@ def test_missing_of_a_group_looks_into_its_tasks(tasks_folder) -> None:
     write(tasks_folder / "elsewhere", two_yaml="task: two\ndoc_to_text: !function code.text\n")
     write(tasks_folder / "elsewhere", code_py="import absent_three")
     found = task_packages.missing("all", [own / "all.yaml"])
-    assert found and found.what == "all needs absent_one, absent_three, not installed"
+    assert found and found.found == "all needs absent_one, absent_three"

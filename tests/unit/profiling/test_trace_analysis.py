@@ -166,9 +166,9 @@ def test_copies_count_where_nothing_is_computed_beside_them() -> None:
         {"products": 0.5, "memory-bound": 0.15, "attention": 0.0, "communication": 0.1, "data wait": 0.0}
         | {"to the CPU and back": 0.05 + 0.06, "launch gaps": 0.14}
     )
-    for offload, lever in (("activations", "speed.offload: auto"), ("auto", "what moves tensors in each")):
+    for offload, lever in (("activations", "speed.offload: auto"), ("auto", "why tensors move in each step")):
         whole = loader.load(QUICKSTART, [f"speed.offload={offload}"])
         said = recommendations.judge(
             found | {"launch gaps": 0.0}, 0.0, "cudnn", whole, planner.make(loader.load(QUICKSTART), GPU, 1)
         )
-        assert said[0] == "copies to the CPU's memory and back take 11% of the step" and lever in said[1]
+        assert said[0] == "copies between GPU and CPU memory take 11% of the step" and lever in said[1]

@@ -160,7 +160,7 @@ def test_what_was_trained_for_is_what_merge_stores(kind: str, run, capsys) -> No
     folder = run(kind)
     command = ["merge", str(folder.path), "--quantize", "int4"]
     assert main.main([*command, "--dtype", "float32"]) == 0
-    assert "IntxWeightOnlyConfig: int4 in groups of 32 (stored so)" in capsys.readouterr().out
+    assert "IntxWeightOnlyConfig: int4 in groups of 32 (quantized)" in capsys.readouterr().out
     report = folder.read("merge.json")["merged-int4"]
     assert report["against_tuned"]["relative"] < 1e-5, "the trained model, and not near it"
     assert report["against_merged"]["relative"] > 0.01
@@ -170,13 +170,13 @@ def test_what_was_trained_for_is_what_merge_stores(kind: str, run, capsys) -> No
     assert scores["quantized"]["loss"] == pytest.approx(scores["tuned"]["loss"], rel=1e-6)
     assert main.main([*command[:-1], "int8"]) == 2
     said = capsys.readouterr().err
-    assert "trained for other weights" in said and "help:      --quantize int4" in said
+    assert "trained for another quantization" in said and "help:      --quantize int4" in said
 
 
 def test_merged_alone_it_is_proven_against_whole_weights(run, capsys) -> None:
     folder = run("lora")
     assert main.main(["merge", str(folder.path)]) == 0
-    assert "not stored so: see --quantize" in capsys.readouterr().out
+    assert "not quantized: see --quantize" in capsys.readouterr().out
     assert folder.read("merge.json")["merged"]["against_tuned"]["relative"] < 0.2
 
 

@@ -153,7 +153,7 @@ def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
     given = ["train.optim=galore_adamw", "train.optim_target_modules=all-linear"]
     assert optimizer_choice.unsaved(loader.load(QUICKSTART, given).train, "") == "galore_adamw"
     assert optimizer_choice.saved_instead("galore_adamw") == "train.optim=adamw_torch_fused"
-    with pytest.raises(UserError, match="projector: a object can't be kept in a checkpoint"):
+    with pytest.raises(UserError, match="projector: object"):
         serialization.flatten({"projector": object()}, {}, "state", lambda tensor: tensor)
 
 

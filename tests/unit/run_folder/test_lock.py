@@ -72,7 +72,7 @@ def test_a_final_run_of_an_earlier_best_recipe_is_set_aside(tmp_path, capsys) ->
         assert run.exists() == kept
     assert (tmp_path / "final.yaml").read_text() == best.read_text()
     (moved,) = (tmp_path / "aside").iterdir()
-    assert f"earlier best recipe; moved to {moved}" in capsys.readouterr().out.replace("\n", "")
+    assert f"earlier best recipe; finetune moved it to {moved}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch) -> None:
@@ -97,9 +97,9 @@ def test_a_file_system_without_locks_is_no_other_run(tmp_path, monkeypatch, caps
         end = time.monotonic() + 30
         while file.stat().st_mtime == 0 and time.monotonic() < end:
             time.sleep(0.01)
-        with pytest.raises(UserError, match="another run is writing there"), lock.claimed(path, "run"):
+        with pytest.raises(UserError, match="another run uses this folder"), lock.claimed(path, "run"):
             pass
-    assert "no locks on this file system (No locks available)" in capsys.readouterr().err
+    assert "the file system has no locks (No locks available)" in capsys.readouterr().err
     assert not file.exists()
 
 
@@ -124,7 +124,7 @@ def test_a_lock_s_file_that_is_not_touched_is_nobody_s(held, ago, free, tmp_path
     file = tmp_path / lock.LOCK
     file.write_text(held)
     os.utime(file, (time.time() - ago,) * 2)
-    said = contextlib.nullcontext() if free else pytest.raises(UserError, match="not touched for 60 s")
+    said = contextlib.nullcontext() if free else pytest.raises(UserError, match="is older than 60 s")
     with said, lock.claimed(str(tmp_path), "run"):
         assert str(os.getpid()) in file.read_text()
     assert not list(tmp_path.glob("*.tmp"))
