@@ -11,14 +11,21 @@ from support.paths import ROOT
 
 PACKAGES = (
     "autoconfig",
+    "checkpointing",
     "core",
     "data",
     "distributed",
+    "evaluation",
+    "experiments",
+    "export",
     "hardware",
     "launch",
     "planning",
     "preflight",
+    "profiling",
     "recipe",
+    "reporting",
+    "run_folder",
 )
 
 
@@ -42,8 +49,9 @@ def test_problems_of_a_package_have_known_codes(package: str) -> None:
     ] == []
 
 
-def test_codes_of_recipe_problems_in_dictionaries_are_known() -> None:
-    for path in sorted((ROOT / "finetune" / "recipe").glob("*.py")):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_codes_in_dictionaries_are_known(package: str) -> None:
+    for path in sorted((ROOT / "finetune" / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Dict):
                 for key, value in zip(node.keys, node.values, strict=True):
