@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import regular_files, untrusted_files
 from finetune.core.errors import Problem, UserError, panics_as_errors, stage
-from finetune.models import model_files
+from finetune.models import model_files, tokenizer_limits
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(without_backend(type(tokenizer).__name__))
+    tokenizer_limits.check(backend, model.name)
     if tokenizer.eos_token is None:
         fix = "name one in its tokenizer_config.json: the token that ends a turn"
         raise UserError(Problem("the tokenizer has no eos token", "model.name", found=model.name, fix=fix))
@@ -99,6 +100,7 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
             tokenizer = Tokenizer.from_file(str(path))
     except Exception:  # the library's one type for every fault of the file; loading it says which
         return None
+    tokenizer_limits.check(tokenizer, model.name)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])
     tokenizer.no_truncation()
     tokenizer.no_padding()  # `load_tokenizer` does the same

@@ -18,6 +18,7 @@ from finetune.data import chat_templates, example_errors, prepared_cache, source
 from finetune.data.examples import BadRow, Example
 from finetune.data.readers import count_rows, read_file
 from finetune.data.template_sandbox import ChatTemplate, render
+from finetune.models import tokenizer_limits
 from finetune.models.model_files import file_on_disk, tokenizer_files
 from finetune.recipe.schema import Data
 
@@ -349,6 +350,7 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
     path = Path(tokenizer)
     regular_files.check_regular(path, "model.name", regular_files.limit_of(path))
     backend = Tokenizer.from_file(tokenizer)
+    tokenizer_limits.check(backend, tokenizer)
     backend.no_truncation()
     backend.no_padding()
     chats = [(example.messages, example.tools) for example in examples if example.messages]

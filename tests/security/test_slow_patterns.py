@@ -15,6 +15,7 @@ from finetune.core import pattern_time
 from finetune.core.errors import UserError
 from finetune.core.pattern_time import Pattern
 from finetune.evaluation import reopen
+from finetune.models import tokenizer_limits
 from finetune.run_folder import run_folder
 from support.limited_commands import LimitedCommands
 from support.paths import MODEL, QUICKSTART
@@ -130,16 +131,65 @@ def test_usual_patterns_are_not_slow() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["check", "plan"])
-def test_tokenizer_whose_pattern_takes_too_long_is_refused(command: str, tmp_path, commands) -> None:
-    """The library of regular expressions in tokenizers gives up after 10^7 steps with a panic in Rust."""
+def step(kind: str, **options: Any) -> dict[str, Any]:
+    return {"type": kind, **options}
+
+
+def split(pattern: str) -> dict[str, Any]:
+    options = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return {"pre_tokenizer": step("Split", **options)}
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return step("Replace", pattern=pattern, content=content)
+
+
+MANY = [{"SpecialToken": {"id": "x", "type_id": 0}}] * 1001
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "endless split": split("(.|.)+#|a"),
+    "slow split": split("(a|a)+#|."),
+    "slow split of words": split(r"(\w+)+#"),
+    "slow replacement": {"normalizer": replace({"Regex": r"(\s|\s)+zz"}, "")},
+    "slow decoder": {"decoder": replace({"Regex": "(a|a)+#"}, "")},
+    "many patterns": {
+        "normalizer": step(
+            "Sequence", normalizers=[replace({"Regex": f"a{number}"}, "") for number in range(51)]
+        )
+    },
+    "long replacement": {"normalizer": replace({"String": "a"}, "a" * 1_000_000)},
+    "many replacements": {"normalizer": step("Sequence", normalizers=[replace({"String": "a"}, "aa")] * 40)},
+    "long prefix": {"normalizer": step("Prepend", prepend="a" * 10_000_000)},
+    "many tokens": {
+        "post_processor": step(
+            "TemplateProcessing",
+            single=[{"Sequence": {"id": "A", "type_id": 0}}, *MANY],
+            pair=[{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            special_tokens={"x": {"id": "x", "ids": [1] * 1000, "tokens": ["x"] * 1000}},
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("command", soak_except(["check"], ["check", "plan"]))
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_tokenizer_that_takes_too_long_is_refused(name: str, command: str, tmp_path, commands) -> None:
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder)
     content = json.loads((folder / "tokenizer.json").read_text())
-    pattern = {"Regex": "(.|.)+#|a"}
-    content["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "a" * 60, "completion": "a" * 60}) + "\n")
+    (folder / "tokenizer.json").write_text(json.dumps({**content, **TOKENIZERS[name]}))
+    text = ("a" * 20 + " ") * 400
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": text, "completion": text}) + "\n")
     values = [f"model.name={folder}", f"data.name={tmp_path / 'data.jsonl'}", "data.format=auto"]
     ended = commands.run(command, str(QUICKSTART), *values)
-    assert not ended.wrong and ended.code and "error: a library failed while" in ended.said, ended
+    assert not ended.wrong and ended.code == 2 and "error: model.name: the tokenizer" in ended.said, ended
+
+
+def test_usual_patterns_of_tokenizers_are_not_slow() -> None:
+    words = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}]*[\p{Ll}\p{Lm}]+(?i:'s|'t|'re)?|\p{N}{1,3}"
+    usual = [
+        *tokenizer_limits._KNOWN,
+        r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",  # GPT-2
+        rf"{words}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # GPT-4o
+        "[一-龥]+",  # DeepSeek
+    ]
+    assert tokenizer_limits._find_slow(tuple(usual)) is None

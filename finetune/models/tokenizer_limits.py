@@ -1,0 +1,123 @@
+"""What a tokenizer may do with a text: patterns that end, and a limit for texts that grow.
+
+The library of tokenizers runs in Rust and cannot be stopped. It gives up on a pattern after 10 million steps
+for each place of a text, and a text has thousands of places.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+import subprocess
+import sys
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PARTS = ("normalizer", "pre_tokenizer", "decoder")
+SECONDS = 0.5  # of the processor for each pattern; usual ones take 0.02 s
+MOST_PATTERNS, LONGEST_PATTERN = 50, 10_000
+MOST_GROWTH = 100  # characters that one character may become
+MOST_ADDED = 1000  # tokens beside those of the text
+# Patterns that need no trial: of the shipped model, and of Llama 3 and Qwen 2
+_KNOWN = frozenset(
+    {
+        r"\n|\d| +|\p{L}+|[^\s\d\p{L}]+|\s",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    }
+)
+_RUNS = ("a", "A", "1", " ", "\n", ".", "-", "'", "_", "é", "中", "aA1 .", "ab")
+_TRY = """
+import json, signal, sys
+from tokenizers import Regex, pre_tokenizers
+patterns, texts, seconds = json.load(sys.stdin)
+for number, pattern in enumerate(patterns):
+    print(number, flush=True)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    for text in texts:
+        split.pre_tokenize_str(text)
+print(len(patterns))
+"""
+
+
+def check(backend: Any, name: str) -> None:
+    """Refuse a tokenizer that takes too long or needs too much memory (exit 2).
+
+    Args:
+        backend: of the library of tokenizers.
+        name: of the model, for messages.
+    """
+    steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
+    growth = prod(max(1, len(text)) for text in map(_inserted, steps))
+    if growth > MOST_GROWTH:
+        raise _refused("makes texts too long", name, "the normalizer", f"at most {MOST_GROWTH} times as long")
+    if (added := backend.num_special_tokens_to_add(False)) > MOST_ADDED:
+        raise _refused("adds too many tokens", name, f"{added:,}", f"at most {MOST_ADDED:,} to each text")
+    patterns = list(dict.fromkeys(text for step in steps if (text := _regex(step)) and text not in _KNOWN))
+    if len(patterns) > MOST_PATTERNS or any(len(text) > LONGEST_PATTERN for text in patterns):
+        expected = f"at most {MOST_PATTERNS}, of at most {LONGEST_PATTERN:,} characters"
+        raise _refused("has too many or too long patterns", name, f"{len(patterns):,}", expected)
+    if patterns and (slow := _find_slow(tuple(patterns))) is not None:
+        raise _refused("has a pattern that takes too long", name, patterns[slow][:200], "another pattern")
+
+
+def _refused(what: str, name: str, found: str, expected: str) -> UserError:
+    problem = Problem(f"the tokenizer {what}", "model.name", name, found, expected, code="unsafe-file")
+    return UserError(problem)
+
+
+def _state(part: Any) -> Any:
+    """A part of a tokenizer as JSON; `None` if there is none, or if it is Python code of transformers."""
+    if part is None:
+        return None
+    try:
+        return json.loads(part.__getstate__())
+    except Exception:  # the library's one type for a part that it cannot write
+        return None
+
+
+def _steps(state: Any) -> Iterator[dict[str, Any]]:
+    """Each object in nested JSON."""
+    if isinstance(state, dict):
+        yield state
+    for part in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        yield from _steps(part)
+
+
+def _inserted(step: dict[str, Any]) -> str:
+    """The text that a step inserts for a match, or before the text."""
+    name = {"Replace": "content", "Prepend": "prepend"}.get(str(step.get("type")), "")
+    return str(step.get(name, ""))
+
+
+def _regex(step: dict[str, Any]) -> str:
+    pattern = step.get("pattern")
+    return str(pattern.get("Regex", "")) if isinstance(pattern, dict) else ""
+
+
+@cache  # several parts of a command read the tokenizer
+def _find_slow(patterns: tuple[str, ...]) -> int | None:
+    """The index of the first pattern that takes too long on runs of characters, in a process of its own.
+
+    The library skips a text that lacks a letter of the pattern. So the patterns themselves end some texts.
+    """
+    ends = ("", "!", "\n" + string.punctuation + "".join(patterns)[:1000])
+    texts = [run * (length // len(run)) + end for run in _RUNS for length in (30, 2000) for end in ends]
+    ended = subprocess.run(
+        [sys.executable, "-I", "-c", _TRY],
+        input=json.dumps([patterns, texts, SECONDS]),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    begun = ended.stdout.split()
+    return int(begun[-1]) if ended.returncode and begun else None
