@@ -164,7 +164,7 @@ def test_a_character_s_title_says_which_of_its_tokens_carry_loss(tokenizer) -> N
     first = preview.documents(tokenizer, row)[0].pieces[0].tokens[0]
     assert first.title == f"tokens {' '.join(map(str, first.ids))}, in the loss: 3 of 4"
     row["labels"] = [-100] * len(ids)
-    assert preview.documents(tokenizer, row)[0].pieces[0].tokens[-1].title.endswith("no loss")
+    assert preview.documents(tokenizer, row)[0].pieces[0].tokens[-1].title.endswith("not in the loss")
 
 
 def test_special_tokens_are_told_from_their_spelling(tokenizer) -> None:
