@@ -84,12 +84,13 @@ def read(model: Model) -> Architecture:
     missing = [key for key in NEEDED if getattr(text, key, None) is None]
     if missing:
         found = f"{text.model_type}: no {', '.join(missing)}"
-        raise UserError(Problem("its config is not that of a decoder we know", "model.name", found=found))
+        what, fix = "the config is not the config of a decoder", "model.name: a causal language model"
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, code="model-unsupported"))
     unknown = ""
     if experts(text):
-        unknown = f"{text.model_type} has experts, and how many tokens each one gets is not known"
+        unknown = f"finetune does not know how many tokens each expert of {text.model_type} gets"
     elif text.model_type not in NORMS:
-        unknown = f"the layers of {text.model_type} are not known here"
+        unknown = f"finetune does not know the layers of {text.model_type}"
     if folder.is_dir():
         checkpoint_headers.tensors(folder)  # refuses damaged files
     names, source, note = module_lists.read(path, config)
@@ -105,7 +106,8 @@ def config_in(path: Path) -> Any:
             raise UserError(*problems)
         return as_config(raw)
     except (OSError, ValueError, AttributeError) as error:
-        problem = Problem("the folder holds no config.json that can be read", "model.name", found=str(error))
+        what, fix = "finetune can't read the model's config.json", "download the model again"
+        problem = Problem(what, "model.name", str(path), str(error), fix=fix, code="model-files")
         raise UserError(problem) from error
 
 

@@ -42,16 +42,17 @@ def tensors(folder: Path) -> dict[str, list[int]]:
             found |= _header(path)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             refuse_lfs_pointer(path, "model.name")
-            problem = Problem("not a safetensors file", "model.name", str(path), str(error), fix=DOWNLOAD)
+            what, found = "the file is damaged or is not a safetensors file", str(error)
+            problem = Problem(what, "model.name", str(path), found, fix=DOWNLOAD, code="model-files")
             raise UserError(problem) from error
     return found
 
 
 def missing_weights(missing: Collection[str]) -> Problem:
     """The problem of files that lack weights, which transformers would make up."""
-    what = f"its files lack {len(missing)} of the model's weights"
-    found = ", ".join(sorted(missing)[:6])
-    return Problem(what, "model.name", found=found, fix="download it again")
+    what, found = f"the files lack {len(missing)} of the model's weights", ", ".join(sorted(missing)[:6])
+    why = "transformers would set these weights to random values"
+    return Problem(what, "model.name", found=f"no {found}", fix=DOWNLOAD, why=why, code="model-files")
 
 
 def lacks(stored: Collection[str], parameters: Iterable[str]) -> list[str]:

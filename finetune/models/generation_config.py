@@ -23,8 +23,8 @@ def settle_generation(generation: Any, stops: list[int]) -> list[str]:
     """
     notes = []
     if declared_stops(generation) != set(stops):
-        other = f"{stops}, not the base's {generation.eos_token_id}: so the run's answers end"
-        notes.append(f"generation_config.json is saved with eos_token_id {other}")
+        other = f"eos_token_id {stops} in generation_config.json, in place of {generation.eos_token_id}"
+        notes.append(f"finetune saves {other}, because the answers of this run end with it")
         generation.eos_token_id = stops
     return notes + _storable(generation)
 
@@ -39,9 +39,10 @@ def _storable(generation: GenerationConfig) -> list[str]:
     if left == refused:
         generation.do_sample = sampling
     mended = ", ".join(f"{name} {getattr(generation, name)}" for name in refused if name not in left)
-    notes = [f"generation_config.json is saved with do_sample: true, which the base's {mended} asks for"]
+    notes = [f"finetune saves generation_config.json with do_sample: true, which {mended} of the base needs"]
     for name in left:
-        notes.append(f"generation_config.json is saved without the base's {name} {getattr(generation, name)}")
+        value = getattr(generation, name)
+        notes.append(f"finetune saves generation_config.json without the base's {name} {value}")
         setattr(generation, name, None)
     return notes if mended else notes[1:]
 

@@ -35,9 +35,10 @@ def check(config: ModelConfig) -> None:
         raise UserError(model_files.custom_code(f"auto_map of model_type {config.model_type}"))
     if reason := unsupported(config):
         name = next(iter(getattr(config, "architectures", None) or ()), config.model_type)
-        what = f"{name} is not supported: {reason}"
-        fix = "model.name: a checkpoint whose config.json names a class that ends in ForCausalLM"
-        raise UserError(Problem(what, "model.name", found=f"model_type: {config.model_type}", fix=fix))
+        what, found = f"finetune does not support {name}", f"model_type: {config.model_type}"
+        fix = "use a checkpoint whose config.json names a class that ends in ForCausalLM"
+        code = "model-unsupported"
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, why=reason, code=code))
 
 
 def unsupported(config: ModelConfig) -> str:
@@ -54,17 +55,21 @@ def unsupported(config: ModelConfig) -> str:
     if not known:
         return f"transformers has no causal language model of {family or 'no model_type'}"
     if needed := upstream_options.needed_inputs(family, known):
-        return f"its forward needs {', '.join(needed)} beside the text"
+        return f"its forward pass needs {', '.join(needed)} in addition to the text"
     if sees_later_tokens(text):
         return "its attention sees later tokens, and finetune trains causal language models"
     if family in OTHER_HEAD:
-        return "its class computes other logits than its text model alone"
+        return "its class computes other logits than its text model"
     if family in NO_BASE_MODEL:
-        return "its class names no part of it without the output head, which finetune's loss needs"
+        return "its class has no submodule without the output head, and finetune's loss needs one"
     headless = re.search(r"Model$", named) and not GENERATES_TEXT.search(named)
     if headless and not has_tied_head(config):
         return "its checkpoint has no output head"
-    return "" if headless or GENERATES_TEXT.search(named) else "it has another head than a language model's"
+    return (
+        ""
+        if headless or GENERATES_TEXT.search(named)
+        else "its output head is not the head of a language model"
+    )
 
 
 def sees_later_tokens(text: Any) -> bool:

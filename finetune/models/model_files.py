@@ -25,9 +25,11 @@ TOKENIZER_FILES = (
 def check_exists(model: Model) -> None:
     """A local folder that is not there, said before anything loads (exit 2)."""
     if local_path(model.name) and not Path(model.name).exists():
-        found = f"looked in {Path.cwd()} and beside the recipe"
-        fix = similar_files(Path(model.name))
-        raise UserError(Problem(f"local path not found: {model.name}", "model.name", found=found, fix=fix))
+        what = f"the path {model.name} does not exist"
+        found = f"looked in {Path.cwd()} and in the recipe's folder"
+        near = similar_files(Path(model.name))
+        fix = f"model.name: {near}" if Path(near or "-").exists() else near
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, code="model-not-found"))
 
 
 def check_folder(model: Model) -> None:
@@ -45,8 +47,9 @@ def _check_old_quantization(folder: Path) -> None:
         config = folder / "config.json"
         if config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8"):
             return  # whoever reads it says what it means
-        what = f"its weights are quantized ({name}), and finetune cannot train on them"
-        raise UserError(Problem(what, "model.name", found=str(folder), fix=stored_weights.WHOLE))
+        what, found = "finetune can't train on these quantized weights", f"{folder / name}"
+        fix, code = stored_weights.WHOLE, "quantization"
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, code=code))
 
 
 def check_weights(model: Model) -> None:
@@ -95,9 +98,9 @@ def read_config(model: Model) -> Any:
 
 def custom_code(reason: str) -> Problem:
     """The problem of a model that brings its own code."""
-    what = "needs code of its own to be run, which this program does not do"
-    fix = "a model that transformers knows by itself, or one converted to such"
-    return Problem(what, "model.name", found=reason, fix=fix)
+    what = "the model brings its own Python code, and finetune does not run it"
+    fix = "use a model whose architecture is part of transformers"
+    return Problem(what, "model.name", found=reason, fix=fix, code="unsafe-file")
 
 
 def pinned(model: Model) -> Model:
@@ -120,14 +123,12 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
         # said, not left out: without it transformers asks at the terminal whether it may run the code
         return load(model.name, revision=revision, trust_remote_code=False, **options)
     except ImportError as error:  # of a tokenizer, or of a checkpoint that others quantised
-        fix = "install it; of weights that are quantised take those in 16 bits"
-        problem = Problem("wants a package that is not here", "model.name", found=first_line(error), fix=fix)
+        what, fix = "the model needs a package that is not installed", "install the package"
+        problem = Problem(what, "model.name", found=first_line(error), fix=fix, code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (LookupError, TypeError, AttributeError, StrictDataclassError) as error:
-        what = "transformers cannot read a value in the model's files"
-        raise UserError(
-            Problem(what, "model.name", model.name, found=f"{type(error).__name__}: {error}"[:300])
-        ) from error
+        what, found = "transformers can't read the model's files", f"{type(error).__name__}: {error}"[:300]
+        raise UserError(Problem(what, "model.name", model.name, found, code="model-files")) from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
@@ -135,6 +136,6 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
         if "model.safetensors" in reason and "use_safetensors=True" in str(error):
             raise UserError(untrusted_files.only_pickles("model.name", model.name)) from error
         if local_path(model.name):
-            problem = Problem("the folder does not hold a model that loads", "model.name", found=reason)
-            raise UserError(problem) from error
+            what = "transformers can't load the model in this folder"
+            raise UserError(Problem(what, "model.name", found=reason, code="model-files")) from error
         raise UserError(client.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error

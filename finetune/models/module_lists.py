@@ -121,14 +121,15 @@ def _build(folder: Path) -> Names:
             return of_meta_model(build_without_weights(folder))
     except ImportError as error:  # of a model whose images or sound another package reads
         said = " ".join(str(error).split())
-        problem = Problem("transformers can't build it without another package", "model.name", found=said)
+        what = "transformers needs another package to build this model"
+        problem = Problem(what, "model.name", found=said, fix="install the package", code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except Exception as error:  # of a config that no class of transformers takes, whatever it says
         said = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(model_files.custom_code(said)) from error
-        problem = Problem("transformers can't build a model from its config.json", "model.name", found=said)
-        raise UserError(problem) from error
+        what = "transformers can't build a model from this config.json"
+        raise UserError(Problem(what, "model.name", found=said, code="model-config")) from error
     finally:
         logging.disable(logging.NOTSET)
 

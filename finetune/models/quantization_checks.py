@@ -26,8 +26,8 @@ def add_coded_receipt(model: PreTrainedModel, storage: str, ledger: RunChecks) -
     coded = sum(module_names.stored_as(layer) == storage for layer in linear)
     stacked = module_names.of_experts(model)
     got = f"{coded} of {len(linear)} linear layers, {formatting.size(model.get_memory_footprint())} in all"
-    got += f"; {len(linear) - coded} stay as numbers" if coded < len(linear) else ""
-    got += f"; {formatting.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
+    got += f"; {len(linear) - coded} are not quantized" if coded < len(linear) else ""
+    got += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
     how = "what the layers of the live model hold"
     ledger.add("model.quantization", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
 
@@ -43,9 +43,9 @@ def add_receipt(base: PreTrainedModel, ledger: RunChecks) -> None:
     whole = base.get_memory_footprint()
     held = f"{formatting.size(coded)} of {formatting.size(whole)}"
     got = f"{len(layers)} of {len(linear)} linear layers, {held}"
-    got += f"; {narrow} stay: sides not divisible by {FP8_MULTIPLE}" if narrow else ""
-    got += f"; {plain} stay: not fp8 in the checkpoint" if plain else ""
+    got += f"; {narrow} have sides not divisible by {FP8_MULTIPLE}" if narrow else ""
+    got += f"; {plain} are not fp8 in the checkpoint" if plain else ""
     stacked = module_names.of_experts(base)
-    got += f"; {formatting.size(stacked)} of experts stay: they are no linear layers" if stacked else ""
+    got += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
     ledger.add("model.quantization", "fp8", got, how, ok=bool(layers))

@@ -117,7 +117,8 @@ def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
         return
     codes = [name for name in unexpected if name.endswith(CODES)]
     if codes:
-        what = "its weights are quantized, and its config.json has no quantization_config that says how"
+        what = "the weights are quantized, but config.json has no quantization_config"
         found, fix = ", ".join(sorted(codes)[:3]), stored_weights.WHOLE
-        raise UserError(Problem(what, "model.name", found=found, fix=fix), code=Exit.INPUT)
+        problem = Problem(what, "model.name", found=found, fix=fix, code="quantization")
+        raise UserError(problem, code=Exit.INPUT)
     raise UserError(checkpoint_headers.missing_weights(missing))

@@ -23,14 +23,15 @@ def check(config: ModelConfig, asked: float | None) -> None:
     text = config.get_text_config()
     has_router = hasattr(text, "output_router_logits")
     if asked and not has_router:
-        what, fix = "is the loss of a mixture of experts, and the base is none", "drop it"
-        raise UserError(Problem(what, f"train.{COEFFICIENT}", found=f"{asked:g}", fix=fix))
+        what, why = "the base model has no router", "this loss is only for mixture-of-experts models"
+        key, fix, code = f"train.{COEFFICIENT}", f"remove `{COEFFICIENT}`", "recipe-conflict"
+        raise UserError(Problem(what, key, found=f"{asked:g}", fix=fix, why=why, code=code))
     coefficient = getattr(text, COEFFICIENT, None) if asked is None else asked
     counted = architecture.experts(text) and architecture.experts_of_a_token(text)
     if has_router and coefficient and not counted:
-        what = f"the config of {text.model_type} does not say how many experts a layer has, or a token uses"
-        fix = f"train.{COEFFICIENT}: 0.0"
-        raise UserError(Problem(what, f"train.{COEFFICIENT}", found=f"{coefficient:g}", fix=fix))
+        what = f"the config of {text.model_type} lacks the number of experts that the router loss needs"
+        key, found = f"train.{COEFFICIENT}", f"{coefficient:g}"
+        raise UserError(Problem(what, key, found=found, fix=f"{COEFFICIENT}: 0.0", code="model-config"))
 
 
 def count_experts(config: ModelConfig) -> dict[str, Any]:

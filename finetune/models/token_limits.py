@@ -65,14 +65,15 @@ def apply(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, rows: int) ->
     eos: Any = tokenizer.eos_token_id
     pad: Any = tokenizer.pad_token_id
     if eos >= rows:
-        what = f"the tokenizer's eos token {tokenizer.eos_token} has no row in the model's embedding"
-        fix = "model.name: a model with its own tokenizer"
-        raise UserError(Problem(what, "model.name", found=f"id {eos}", expected=f"< {rows}", fix=fix))
+        what = f"the model has no embedding for the tokenizer's eos token {tokenizer.eos_token}"
+        fix, found = "use the tokenizer of this model", f"token id {eos}"
+        expected = f"a token id < {rows}"
+        raise UserError(Problem(what, "model.name", "", found, expected, fix, code="token-limit"))
     if pad < rows:
         return ""
-    own = f"the tokenizer's padding token {tokenizer.pad_token} has id {pad}"
+    own = f"the model has no embedding for the tokenizer's padding token {tokenizer.pad_token} (id {pad})"
     tokenizer.pad_token = tokenizer.eos_token
-    return f"{own}, and the model's embedding {rows} rows: padding is {tokenizer.eos_token}, without loss"
+    return f"{own}, so finetune pads with {tokenizer.eos_token}. Padding is never in the loss"
 
 
 def room_for_answer(longest_prompt: int, longest: int | None, settings: Eval) -> None:
@@ -87,8 +88,9 @@ def room_for_answer(longest_prompt: int, longest: int | None, settings: Eval) ->
         return
     room = longest - longest_prompt
     if room <= 0:
-        what = f"a prompt of {longest_prompt} tokens leaves none of the model's {longest} positions"
-        raise UserError(Problem(f"{what} for an answer", "eval.generate", fix="eval.generate: false"))
+        what = f"a prompt of {longest_prompt} tokens leaves no room for an answer"
+        found, fix = f"the model has {longest} positions", "eval.generate: false"
+        raise UserError(Problem(what, "eval.generate", found=found, fix=fix, code="token-limit"))
     what = f"a prompt of {longest_prompt} tokens leaves {room} of the model's {longest} positions"
-    fix, expected = f"eval.max_new_tokens: {room}", f"at most {room}"
-    raise UserError(Problem(what, "eval.max_new_tokens", found=str(asked), expected=expected, fix=fix))
+    key, fix, expected = "eval.max_new_tokens", f"eval.max_new_tokens: {room}", f"at most {room}"
+    raise UserError(Problem(what, key, "", str(asked), expected, fix, code="token-limit"))

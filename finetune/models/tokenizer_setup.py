@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import regular_files, untrusted_files
 from finetune.core.errors import Problem, UserError, panics_as_errors, stage
+from finetune.core.weight_files import DOWNLOAD
 from finetune.models import model_files, tokenizer_limits
 from finetune.recipe import upstream_options
 
@@ -39,8 +40,8 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
         raise UserError(without_backend(type(tokenizer).__name__))
     tokenizer_limits.check(backend, model.name)
     if tokenizer.eos_token is None:
-        fix = "name one in its tokenizer_config.json: the token that ends a turn"
-        raise UserError(Problem("the tokenizer has no eos token", "model.name", found=model.name, fix=fix))
+        what, fix = "the tokenizer has no eos token", "set eos_token in the model's tokenizer_config.json"
+        raise UserError(Problem(what, "model.name", found=model.name, fix=fix, code="tokenizer"))
     # What tokenizer.json says of them: examples are cut by `fit`, and padded by the collator
     backend.no_truncation()
     backend.no_padding()
@@ -63,8 +64,8 @@ def _damage_named(folder: Path) -> Iterator[None]:
     except Exception:  # the libraries raise plain exceptions for a damaged file
         if (damage := _damage(folder / "tokenizer.json")) is None:
             raise
-        what = "the tokenizer's file is damaged"
-        raise UserError(Problem(what, "model.name", str(folder / "tokenizer.json"), damage[:200])) from None
+        what, where, fix = "the tokenizer's file is damaged", str(folder / "tokenizer.json"), DOWNLOAD
+        raise UserError(Problem(what, "model.name", where, damage[:200], fix=fix, code="tokenizer")) from None
 
 
 def _damage(path: Path) -> str | None:
@@ -133,14 +134,15 @@ def check(model: Model) -> list[str]:
             _check_new(model.add_tokens, read_vocabulary(model.model_copy(update={"add_tokens": []})) or {})
         return []
     load_tokenizer(model)
-    return ["the tokenizer was loaded to check it, which takes some seconds"]
+    return ["finetune loaded the tokenizer to check it, which takes a few seconds"]
 
 
 def _check_new(added: list[str], vocabulary: Collection[str]) -> None:
     """Refuse to add tokens that the tokenizer has (exit 2)."""
     if known := [token for token in added if token in vocabulary]:
-        found = ", ".join(known)
-        raise UserError(Problem("is a token already", "model.add_tokens", found=found, fix=f"drop {found}"))
+        what, found = "the tokenizer has these tokens already", ", ".join(known)
+        fix = f"remove {found} from model.add_tokens"
+        raise UserError(Problem(what, "model.add_tokens", found=found, fix=fix, code="tokenizer"))
 
 
 def settings(folder: Path) -> dict[str, Any] | None:
@@ -168,9 +170,9 @@ def _json(path: Path) -> dict[str, Any]:
 def without_backend(name: str) -> Problem:
     """A tokenizer that transformers runs in Python: it gives no positions in the text, by which turns are
     found."""
-    what = "the tokenizer has no tokenizer.json: finetune needs one of the tokenizers library"
-    fix = "model.name: a model whose folder holds a tokenizer.json"
-    return Problem(what, "model.name", found=f"{name}, which transformers runs in Python", fix=fix)
+    what, fix = "the tokenizer has no tokenizer.json", "use a model with a tokenizer.json"
+    found, why = f"{name}, a tokenizer in Python", "finetune needs the positions of tokens in the text"
+    return Problem(what, "model.name", found=found, fix=fix, why=why, code="tokenizer")
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
@@ -182,8 +184,9 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     vocabulary = tokenizer.get_vocab()
     lost = [t for t in texts if vocabulary.get(t) not in tokenizer.encode(f"0{t}0", add_special_tokens=False)]
     if lost:
-        what, found = "the tokenizer does not see it inside of a text", ", ".join(map(repr, lost))
-        raise UserError(Problem(what, "model.add_tokens", found=found, fix="another text"))
+        what, found = "the tokenizer does not find this new token inside a text", ", ".join(map(repr, lost))
+        fix = "choose another text for the token, such as <my_token>"
+        raise UserError(Problem(what, "model.add_tokens", found=found, fix=fix, code="tokenizer"))
 
 
 def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -192,8 +195,9 @@ def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[s
     own, used = own_template(model), tokenizer.chat_template
     if used is None or (own and digest(used) == digest(own)):
         return []
-    known = f"own ({digest(own)})" if own else "own: it has none"
-    return [f"the chat template ({digest(used)}) is not {model.name}'s {known}"]
+    if own is None:
+        return [f"{model.name} has no chat template of its own; the run uses {digest(used)}"]
+    return [f"the chat template ({digest(used)}) differs from the template of {model.name} ({digest(own)})"]
 
 
 def own_template(model: Model) -> str | dict[str, str] | None:

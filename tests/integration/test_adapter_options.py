@@ -150,7 +150,7 @@ def test_new_tokens_train_their_own_rows(head: str, train, request, tmp_path) ->
 
 def test_a_new_token_that_is_none_is_refused(capsys, train) -> None:
     train("model.add_tokens=['the']", code=2)
-    assert "is a token already" in capsys.readouterr().err
+    assert "the tokenizer has these tokens already" in capsys.readouterr().err
 
 
 def test_a_type_that_can_t_train_rows_says_how_to(train, capsys) -> None:

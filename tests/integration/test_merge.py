@@ -129,8 +129,8 @@ def test_the_merged_generation_config_is_one_that_is_saved(run, tmp_path, capsys
     (base / "generation_config.json").write_text('{"temperature": 0.9, "eos_token_id": 1}')
     assert main.main(["merge", str(folder.path), f"model.name={base}"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "do_sample: true, which the base's temperature 0.9 asks for" in said
-    assert "eos_token_id [1, 3], not the base's 1" in said
+    assert "do_sample: true, which temperature 0.9 of the base needs" in said
+    assert "eos_token_id [1, 3] in generation_config.json, in place of 1" in said
     saved = json.loads((folder.path / "merged" / "generation_config.json").read_text())
     assert saved["do_sample"] and saved["temperature"] == 0.9 and saved["eos_token_id"] == [1, 3]
 
@@ -261,7 +261,7 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
     assert (
         found["option"] == "model.quantization" and found["passed"] and found["actual"].startswith("4 of 4 ")
     )
-    assert found["actual"].endswith("; 0.19 MiB of experts stay: they are no linear layers")
+    assert found["actual"].endswith("; 0.19 MiB of experts are not linear layers")
 
 
 def test_a_base_that_is_none_of_codes_is_no_quantised_one(two_layers) -> None:

@@ -327,8 +327,8 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
     run = RunFolder(tmp_path)
     saving.save(tuned, tokenizer, run, tmp_path, Console())
     said = " ".join(capsys.readouterr().out.split())
-    assert "do_sample: true, which the base's temperature 0.9 asks for" in said
-    assert "eos_token_id [1, 3], not the base's 1" in said
+    assert "do_sample: true, which temperature 0.9 of the base needs" in said
+    assert "eos_token_id [1, 3] in generation_config.json, in place of 1" in said
     saved = LlamaForCausalLM.from_pretrained(run.model).generation_config
     assert saved.temperature == 0.9 and saved.eos_token_id == [1, 3]
 

@@ -510,7 +510,7 @@ def test_safetensors_with_a_lying_header_are_refused(
     (folder / "model.safetensors").write_bytes(content)
     ended = commands.run("check", str(QUICKSTART), f"model.name={folder}")
     assert not ended.wrong and ended.code == 2, ended
-    assert "not a safetensors file" in ended.said
+    assert "is not a safetensors file" in ended.said
 
 
 @pytest.mark.parametrize("length", [10**9, 2**63, 2**64 - 1])

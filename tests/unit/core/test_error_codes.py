@@ -20,6 +20,7 @@ PACKAGES = (
     "export",
     "hardware",
     "launch",
+    "models",
     "planning",
     "preflight",
     "profiling",

@@ -261,7 +261,7 @@ def test_a_model_over_all_devices_is_the_model(two_layers) -> None:
         (
             {"temperature": 0.9, "top_p": 0.6, "top_k": 50},
             {"do_sample": True, "temperature": 0.9, "top_p": 0.6, "top_k": 50},
-            ["do_sample: true, which the base's temperature 0.9, top_p 0.6 asks for"],
+            ["do_sample: true, which temperature 0.9, top_p 0.6 of the base needs"],
         ),
         (
             {"length_penalty": 2.0, "repetition_penalty": 1.1},

@@ -152,7 +152,7 @@ def test_layers_that_a_model_does_not_call_in_training_alone_are_known() -> None
 
 def test_model_that_transformers_does_not_know_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(UserError, match="can't build a model from its config"):
+    with pytest.raises(UserError, match="can't build a model from this config"):
         read(tmp_path / "m", {"model_type": "no-such-family"})
     assert not (tmp_path / "cache").exists()
 

@@ -109,7 +109,7 @@ def test_runs_in_python_classes_of_both_kinds_are_told_apart() -> None:
     ("named", "family", "reason"),
     [
         ("LlamaForCausalLM", "llama", ""),
-        ("LlamaForSequenceClassification", "llama", "another head"),
+        ("LlamaForSequenceClassification", "llama", "not the head of a language model"),
         ("GPT2LMHeadModel", "gpt2", ""),
         ("Blip2ForConditionalGeneration", "blip-2", "needs pixel_values"),
         ("LlavaForConditionalGeneration", "llava", ""),

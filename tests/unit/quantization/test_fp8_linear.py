@@ -181,7 +181,7 @@ def test_layers_that_do_not_fit_stay_and_are_counted(tmp_path) -> None:
     base, ledger = load(tmp_path), RunChecks()
     quantization_checks.add_receipt(base, ledger)
     assert "4 of 7 linear layers" in ledger.as_json()[0]["actual"]
-    assert "3 stay: sides not divisible by 16" in ledger.as_json()[0]["actual"]
+    assert "3 have sides not divisible by 16" in ledger.as_json()[0]["actual"]
     q_proj = base.model.layers[0].self_attn.q_proj
     assert torch.equal(q_proj.bias, made.model.layers[0].self_attn.q_proj.bias)
     assert torch.equal(base.model.layers[0].mlp.up_proj.weight, made.model.layers[0].mlp.up_proj.weight)
@@ -369,7 +369,7 @@ def test_experts_that_stay_are_in_the_receipt() -> None:
     config = AutoConfig.for_model("qwen3_moe", vocab_size=99, num_experts_per_tok=2, **sizes)
     ledger = RunChecks()
     quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
-    assert "of experts stay: they are no linear layers" in ledger.as_json()[0]["actual"]
+    assert "of experts are not linear layers" in ledger.as_json()[0]["actual"]
 
 
 def test_a_convolution_is_no_expert() -> None:

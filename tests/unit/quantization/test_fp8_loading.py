@@ -60,7 +60,7 @@ def test_a_checkpoint_in_fp8_is_taken_byte_for_byte(strategy: str, tmp_path) -> 
         assert module.weight_scale.dtype == torch.float32
         assert torch.equal(module.weight_scale, scale.float().reshape(-1, 1).expand_as(module.weight_scale))
     quantization_checks.add_receipt(base, ledger)
-    assert "3 stay: not fp8 in the checkpoint" in ledger.as_json()[0]["actual"]
+    assert "3 are not fp8 in the checkpoint" in ledger.as_json()[0]["actual"]
     with torch.no_grad():
         assert error(base(IDS).logits, load()(IDS).logits) < 0.15
 

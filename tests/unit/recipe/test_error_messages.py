@@ -209,7 +209,7 @@ def test_what_is_not_all_of_a_safetensors_file_is_said(
     shutil.copy(MODEL / "config.json", tmp_path / "model")
     path = recipe_file(RECIPE.replace('"{model}"', str(tmp_path / "model")))
     said = stderr_of(["check", str(path)], 2, capsys)
-    assert "not a safetensors file" in said and says in said and "download it again" in said
+    assert "is not a safetensors file" in said and says in said and "download the model again" in said
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_what_is_not_all_of_a_safetensors_file_is_said(
         ("adapter.exclude_modules=[q_prj]", "q_proj"),
         ("train.dataloader_prefetch_factor=2", "needs data loader workers"),
         ("train.dataloader_persistent_workers=true", "needs data loader workers"),
-        ("train.router_aux_loss_coef=0.1", "a mixture of experts, and the base is none"),
+        ("train.router_aux_loss_coef=0.1", "the base model has no router"),
     ],
 )
 def test_what_is_seen_once_model_and_data_are_there(override: str, says: str, train, capsys) -> None:
