@@ -1,7 +1,7 @@
-"""All model surgery for speed and memory, in one place and order: fuse, checkpoint, offload, compile.
+"""Change a model for speed and memory, in this order: fuse, checkpoint, offload, compile.
 
-Fused forwards are what a recomputed layer runs again; recomputation wraps a layer's call, offloading of its
-input wraps that, and compile stands inside both, so that a recomputed layer runs its compiled code again.
+A recomputed layer runs its fused forward again. Recomputation wraps the call of a layer, and offloading wraps
+the recomputation. Compilation is inside both, so that a recomputed layer runs its compiled code.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunChecks) -> Decisions:
-    """Change the model's own modules in place, read back what changed, and return what was decided.
+    """Change the model's modules in place, add run checks of the changes, and return the decisions.
 
     Raises:
-        UserError: what was asked for can't be had together, or not here (exit 3).
+        UserError: requested settings do not work together or on this machine (exit 3).
     """
     spec = live_model_spec(model)
     fused = decide_fused(spec, speed.fused, hardware, work.sharded)
@@ -44,8 +44,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
     room = memory_estimate.usable_gib(free_gib(hardware), sharded=bool(work.sharded)) - work.awaited
     usable, host = least(room, work.host)
     decided = decide(spec, speed, work._replace(usable=usable, host=host), hardware, fused)
-    # As rank 0 decides, whose GPU may be another: a layer that one recomputes gathers its weights once more,
-    # where they are split, and a rank that does not would never answer
+    # All ranks use rank 0's decisions. With sharded weights, a recomputed layer gathers its weights again, and
+    # ranks that do not recompute it would never answer.
     decided = collectives.from_main(lambda: decided)
     if spec.layers:
         change_layers(model, decided, hardware, ledger)
@@ -55,27 +55,27 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
 
 
 def change_layers(model: Any, decided: Decisions, hardware: Hardware, ledger: RunChecks) -> None:
-    """Recompute layers, and let their inputs wait in the CPU's memory, as was decided."""
+    """Recompute layers, and offload their inputs to CPU memory, as decided."""
     layers, checkpointing = decoder_layers(model), decided.checkpointing.value
     if checkpointing != "none":
         count, mlps = memory_estimate.split(checkpointing, len(layers))
         rounded, whole = checkpointing.startswith("mlp_int8"), decided.keeps.fused
         add_activation_checkpointing(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
     if count := round(memory_estimate.away(decided.offload.value, len(layers)) * len(layers)):
-        device = torch.device(hardware.device)  # the weights may still be on the CPU: rank 0 hands them on
+        device = torch.device(hardware.device)  # the weights may still be on the CPU until rank 0 sends them
         chosen = [one for one in layers if one.gradient_checkpointing or checkpointing in ("mlp", "mlp_int8")]
         count = min(count, len(chosen))
         Activations([chosen[i * len(chosen) // count] for i in range(count)], device, layers[-1])
 
 
 def compile_layers(model: Any, decided: Decisions, speed: Speed, ledger: RunChecks) -> None:
-    """Compile each decoder layer in place, as CUDA graphs where that was decided."""
+    """Compile each decoder layer in place, with CUDA graphs if decided."""
     layers, graphs = decoder_layers(model), decided.graphs.value == "on"
-    torch.compiler.reset()  # of a run before in this process
+    torch.compiler.reset()  # an earlier run of this process may have compiled layers
     upstream_private.compile_counters().clear()
     upstream_private.allow_graphs(2 * len(layers) + 8)
-    # The first layer's input asks for a gradient, as the others' do: a graph of its own, which it would
-    # be without, is 8 s of compiling (benchmarks/LOG.md), and the gradient a thousandth of a step
+    # The first layer's input requires a gradient as the inputs of the other layers do. Otherwise this layer
+    # needs its own graph, which takes 8 s to compile (benchmarks/LOG.md). The gradient takes 0.1 % of a step.
     base_of(model).enable_input_require_grads()
     mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
     mode = mode or (compilation.GRAPHS[0] if graphs else None)
@@ -85,28 +85,31 @@ def compile_layers(model: Any, decided: Decisions, speed: Speed, ledger: RunChec
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(own_gradient)
     compiled = sum(upstream_private.is_compiled(layer) for layer in layers)
-    how = "layers with a compiled call"
+    how = "decoder layers with a compiled call"
     ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
 
 
 def least(*memory: float) -> list[float]:
-    """Of each number the least that a rank has."""
+    """Return the minimum of each number over all ranks."""
     return [min(each) for each in zip(*collectives.gathered(memory), strict=True)]
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
-    """A CUDA graph writes each gradient where it wrote the last one, to which autograd would add it."""
-    if not hasattr(parameter.grad, "own"):  # to the copy autograd adds in place
+    """Copy a gradient of a CUDA graph, which writes each gradient to the address of the previous one."""
+    if not hasattr(parameter.grad, "own"):  # autograd adds in place to the copy
         assert parameter.grad is not None
         parameter.grad = parameter.grad.clone()
         parameter.grad.own = True  # pyright: ignore[reportAttributeAccessIssue] (a mark of ours)
 
 
 def add_fused(model: Any, chosen: Choice, ledger: RunChecks) -> tuple[Choice, ModelSpec]:
-    """Fuse, with a run check; returns the choice with what was done, and the model as it is then.
+    """Fuse the adapters, and add a run check.
+
+    Returns:
+        The choice with a summary of the fused layers, and the spec of the fused model.
 
     Raises:
-        UserError: asked for, and no layer can be (exit 3).
+        UserError: the recipe asks for fused adapters, and no layer can be fused (exit 3).
     """
     from finetune.speed.fused_layers import Fused
 
@@ -114,9 +117,9 @@ def add_fused(model: Any, chosen: Choice, ledger: RunChecks) -> tuple[Choice, Mo
     served = bool(made.served or made.experts.served)
     if chosen.reason == "asked for" and not served:
         raise none_fused(made.left_out())
-    how = f"fast forwards on the live model, at most {made.worst:.1g} from the modules' own (relative)"
+    how = f"fused layers of the model; largest relative difference from PEFT's own forward {made.worst:.1g}"
     got = made.summary()
-    ledger.add("speed.fused", "what can be fused", got, how, ok=True)
+    ledger.add("speed.fused", "all layers that can be fused", got, how, ok=True)
     spec = replace(live_model_spec(model), unfused=got)
     if chosen.reason == "asked for":
         return chosen, spec
@@ -126,11 +129,11 @@ def add_fused(model: Any, chosen: Choice, ledger: RunChecks) -> tuple[Choice, Mo
 def add_activation_checkpointing(
     model: Any, layers: list[Any], count: int, ledger: RunChecks, *, mlps: int = 0, rounded: bool = False
 ) -> None:
-    """Recompute `count` of the layers, evenly spread, the first among them; of the others their norms.
+    """Recompute `count` layers, evenly spread from the first one, and only the norms of the other layers.
 
     Args:
-        mlps: of so many of the others, the first ones, gate and up too, which are fused.
-        rounded: gate and up that are not made again are kept in int8.
+        mlps: number of the other layers, from the first one, that also recompute gate and up of fused MLPs.
+        rounded: whether gate and up that are not recomputed are stored in int8.
     """
     chosen = {i * len(layers) // count for i in range(count)}
     if count:
@@ -140,7 +143,7 @@ def add_activation_checkpointing(
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen and isinstance(layer, GradientCheckpointingLayer)
         for norm in [] if index in chosen else norms_of(layer):
-            norm.forward = MethodType(_again, norm)  # a partial is its own: each layer would be compiled
+            norm.forward = MethodType(_again, norm)  # with a partial, each layer would be compiled again
     others = [layer for index, layer in enumerate(layers) if index not in chosen]
     for index, layer in enumerate(others):
         for stack in fused_mlps(layer):
@@ -151,28 +154,28 @@ def add_activation_checkpointing(
     again, in_int8 = kept.count("input"), kept.count("int8")
     got = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
     got += f", gate and up of {again} MLPs" if again else ""
-    got += f"; those of {in_int8} kept in int8" if in_int8 else ""
+    got += f"; {in_int8} MLPs in int8" if in_int8 else ""
     some = "mlp" if mlps == total else "mlp_int8" if rounded else "mlp" if mlps else "norms"
     some += f":{mlps}" if 0 < mlps < total else ""
     asked = f"{count} of {total}" if count else some
-    how = "layers with the flag set, norms with a forward that is checkpointed, what MLPs keep"
+    how = "layers with the flag set, norms with a checkpointed forward, saved activations of fused MLPs"
     right = wrapped == count and again == mlps and in_int8 == (total - mlps if rounded else 0)
     ledger.add("speed.activation_checkpointing", asked, got, how, ok=right)
 
 
 def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:
-    """A norm's forward, made again in backward."""
+    """Run a norm's forward, and recompute it in the backward pass."""
     own = type(norm).forward
     return checkpoint(own, norm, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def norms_of(layer: Any) -> list[Any]:
-    """The norms of a decoder layer whose output its linear layers read, and so keep until backward."""
+    """Return the norms of a decoder layer whose outputs its linear layers save for the backward pass."""
     return [m for m in layer.children() if "Norm" in type(m).__name__ and not list(m.children())]
 
 
 def free_gib(hardware: Hardware) -> float:
-    """Memory of the GPU that nothing holds, in GiB."""
+    """Return the free GPU memory in GiB."""
     if hardware.device != "cuda":
         return hardware.memory_gib
     torch.cuda.empty_cache()
@@ -182,9 +185,10 @@ def free_gib(hardware: Hardware) -> float:
 
 
 def flops_per_token(adapted: torch.nn.Module) -> float:
-    """FLOPs of one token's forward and backward through the linear layers (attention's own is not counted).
+    """Return the FLOPs of one token's forward and backward pass through the linear layers, without attention.
 
-    A frozen weight costs 2 FLOPs an element in forward and 2 for its input's gradient; a trained one 2 more.
+    A frozen weight needs 2 FLOPs per element in the forward pass and 2 for the gradient of its input. A
+    trainable weight needs 2 more.
     """
     base = base_of(adapted)
     beside = set(base.modules()) - set(module_names.of_text(base))

@@ -1,4 +1,4 @@
-"""Fuse the adapters of any PEFT model, for a training loop that is not finetune's: `apply` and `remove`."""
+"""Fuse the adapters of any PEFT model in your own training loop: `apply` and `remove`."""
 
 from __future__ import annotations
 
@@ -16,50 +16,51 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 log = logging.getLogger("finetune")
+WITHOUT = "train without `finetune.speed.apply`"
 
 
 @only_user_errors("fused the adapters")
 def apply(model: PeftModel) -> PeftModel:
     """Fuse the adapters of a PEFT model in place, and return the model.
 
-    q, k and v become one product with the base weights and one with the adapters. A gated MLP becomes one
-    operation. LoRA, DoRA, AdaLoRA and IA3 have such forwards. The base weights may be in bf16, fp16, fp32,
-    fp64, fp8 (`finetune.load_model`) or 4 bits (bitsandbytes). The model keeps its modules, parameters and
-    state dict, so that `save_pretrained` writes the same adapter. Every fused layer is compared with PEFT's
-    own forward first. `logging.getLogger("finetune")` says which layers stay PEFT's, with the reason.
+    q, k and v become one GEMM with the base weights and one with the adapters. A gated MLP becomes one
+    operation. LoRA, DoRA, AdaLoRA and IA3 are supported. The base weights may be in bf16, fp16, fp32, fp64,
+    fp8 (`finetune.load_model`) or 4 bits (bitsandbytes). The model keeps its modules, parameters and state
+    dict, so that `save_pretrained` writes the same adapter. finetune first compares every fused layer with
+    PEFT's own forward. `logging.getLogger("finetune")` logs which layers are not fused, with the reason.
 
-    Call it before the first step, on a model that is on its device. Evaluation, generation, and layers whose
-    adapter is off or merged run PEFT's own forward. A second call fuses anew.
+    Call it before the first step, on a model that is on its device. Evaluation, generation, and layers with a
+    disabled or merged adapter run PEFT's own forward. A second call fuses the layers again.
 
     Raises:
-        UserError: the model has no adapter, or none that can be fused.
+        UserError: the model has no adapter, or no adapter that can be fused.
     """
     if not hasattr(model, "peft_config"):
-        fix = "peft.get_peft_model(model, LoraConfig(...)) first"
-        raise UserError(Problem("the model has no adapter", found=type(model).__name__, fix=fix))
+        fix = "call `peft.get_peft_model(model, LoraConfig(...))` first"
+        texts = {"found": type(model).__name__, "expected": "a PeftModel", "fix": fix}
+        raise UserError(Problem("the model has no adapter", **texts, code="speed-option"))
     remove(model)
     layers = live_model_spec.decoder_layers(model)
     if not layers:
-        what = f"finetune does not know where the layers of {type(lm_head_loss.base_of(model)).__name__} are"
-        raise UserError(Problem(what, fix="train without finetune.speed.apply"), code=Exit.ENVIRONMENT)
+        what = f"finetune does not know the decoder layers of {type(lm_head_loss.base_of(model)).__name__}"
+        problem = Problem(what, fix=WITHOUT, code="speed-option")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     fused = Fused(model, layers, every_pass=True)
     left = fused.left_out()
     if not (fused.served or fused.experts.served):
         remove(model)
-        fix = "train without finetune.speed.apply"
-        problem = Problem(
-            "none of the adapter's layers can be fused", found=left or "no adapted layer", fix=fix
-        )
+        what, found = "none of the adapter's layers can be fused", left or "no layer with an adapter"
+        problem = Problem(what, found=found, fix=WITHOUT, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     log.info("fused %s", fused.summary())
     return model
 
 
 def remove(model: PeftModel) -> PeftModel:
-    """Give every layer of `apply` its own forward back, and return the model.
+    """Restore the own forward of every layer that `apply` changed, and return the model.
 
-    Base weights that were put behind each other in memory get a tensor of their own again. A model that was
-    not fused is left as it is.
+    Base weights that were concatenated in memory get their own tensors again. A model that was not fused does
+    not change.
     """
     fused: Fused | None = vars(model).pop("finetune_fused_by", None)
     if fused is None:
@@ -78,7 +79,7 @@ def remove(model: PeftModel) -> PeftModel:
 
 
 def _own_memory(base: Any) -> None:
-    """The weight of a linear layer (and its scale in fp8) in memory that it shares with no other layer."""
+    """Copy the weight of a linear layer, and its fp8 scale, to memory that no other layer shares."""
     if four_bit.is_four_bit(base):
         return
     tensors: list[torch.Tensor] = [base.weight]

@@ -1,4 +1,4 @@
-"""What `autoconfig.decisions` asks of a model in memory, and where its layers and MLPs are."""
+"""Describe a model in memory for `autoconfig.decisions`, and find its layers and MLPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from finetune.speed.lm_head_loss import base_of
 
 
 def live_model_spec(model: Any) -> ModelSpec:
-    """Describe a transformers or PEFT model as it is now. After `Fused` it says what was fused."""
+    """Describe the current state of a transformers or PEFT model, also after `Fused` has changed it."""
     trained = {n: sharded_tensors.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
     layers, ia3 = decoder_layers(model), any("ia3_l" in name for name in trained)
     in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
@@ -44,30 +44,30 @@ def live_model_spec(model: Any) -> ModelSpec:
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The decoder layers of a transformers or PEFT model, in order; none where they are not to be found."""
+    """Return the decoder layers of a transformers or PEFT model in order; empty if they can't be found."""
     layers = getattr(module_names.decoder_of(base_of(model)), "layers", None)
     return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
 
 
 def fused_mlps(layer: Any) -> list[Any]:
-    """Gate and up of a decoder layer's fused MLPs."""
+    """Return the fused gate and up of a decoder layer's MLPs."""
     fused = [m.finetune_fused for m in layer.modules() if hasattr(m, "finetune_fused")]
     return [parts[0] for parts in fused if len(parts) == 3]
 
 
 def experts_of(layer: Any) -> list[Any]:
-    """The experts of a decoder layer's MLP, whose weights stand in one parameter or in a list of modules."""
+    """Return the experts of a decoder layer's MLP, with weights in one parameter or in a list of modules."""
     return [module for name, module in layer.named_modules() if name.endswith("experts")]
 
 
 def head_trains(model: Any) -> bool:
-    """Whether the output head does: with all, or by `modules_to_save`."""
+    """Return whether the output head trains."""
     head = model.get_output_embeddings()
     return head is not None and any(parameter.requires_grad for parameter in head.parameters())
 
 
 def dropped(model: Any) -> int:
-    """Inputs of the layers whose adapter drops some of them, summed over the model."""
+    """Return the number of inputs of all layers with adapter dropout."""
     adapters = (m for m in model.modules() if getattr(m, "lora_dropout", None))
     drops = (
         any(isinstance(d, torch.nn.Dropout) for d in m.lora_dropout.values()) * m.in_features
@@ -77,7 +77,7 @@ def dropped(model: Any) -> int:
 
 
 def breaking(model: Any) -> frozenset[str]:
-    """Forwards of PEFT's that break the graph of torch.compile, of a layer's modules that are not fused."""
+    """Return the adapters of unfused modules whose forward in PEFT breaks the graph of torch.compile."""
     whole = [module for module in model.modules() if hasattr(module, "finetune_fused")]
     fused, found = {id(part) for module in whole for part in module.modules()}, set[str]()
     for module in [module for layer in decoder_layers(model) for module in layer.modules()]:

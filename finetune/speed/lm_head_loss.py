@@ -1,4 +1,4 @@
-"""The chunked loss on a model: whether it is that model's own loss, and the forward that computes it."""
+"""Compute a model's loss in chunks, if the chunked loss equals the model's own loss."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from finetune.core.run_checks import RunChecks
 
-# Relative difference of our logits and the model's own, by the dtype of the head
+# Largest relative difference between finetune's logits and the model's own, by the dtype of the head
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
-TRIED = 16  # tokens of the row on which TRL's loss is tried
-LOGIT_SPREAD = 20.0  # standard deviation of the logits that are tried: a softcap of 30 shows
+TRIED = 16  # tokens of the example on which TRL's loss is tested
+LOGIT_SPREAD = 20.0  # standard deviation of the test logits, large enough to show a softcap of 30
 
 
 class Formula(NamedTuple):
-    """A family's logits, beyond the product with the head: softcap * tanh(scale * (h W^T + b) / softcap)."""
+    """The formula of a family's logits: softcap * tanh(scale * (h W^T + b) / softcap)."""
 
     scale: float
     softcap: float | None
@@ -45,22 +45,22 @@ class Formula(NamedTuple):
 
 @dataclass
 class Installed:
-    """How to take the loss out of a model again, and what it did there, for a run check of the first step."""
+    """The way to remove the loss from a model, and counts for the run check of the first step."""
 
     undo: Callable[[], None]
     calls: int = 0
     rows: int = 0
-    """Rows of hidden states that came in."""
+    """Number of hidden states that the loss received."""
     computed: int = 0
-    """Rows that went through the head."""
+    """Number of hidden states that the head processed."""
     kept: int = 0
-    """Bytes that the first call's backward holds."""
+    """Bytes that the first call saved for the backward pass."""
     logits_kept: bool = False
-    """Whether anything as wide as the vocabulary was among them."""
+    """Whether a saved tensor is as wide as the vocabulary."""
 
 
 class HeadLoss:
-    """The loss of a run: `chunked` on the model's own head, or `trl`, which is TRL's fused head."""
+    """The loss of a run: `chunked` on the model's own head, or `trl` for TRL's fused head."""
 
     def __init__(self, chosen: str, *, compiled: bool = False) -> None:
         """Args: compiled: whether softmax and its gradient are compiled."""
@@ -72,7 +72,7 @@ class HeadLoss:
             self.installed = install(model, compiled=self.compiled)
 
     def remove(self) -> None:
-        """Give the model its own forward back, and let go of the model."""
+        """Restore the model's own forward, and release the model."""
         if self.installed:
             self.installed.undo()
         self.installed = None
@@ -85,8 +85,7 @@ class HeadLoss:
             vars(self.installed).update(counts)
 
     def add_receipt(self, operations: Collection[str], micro_batches: int, ledger: RunChecks) -> None:
-        """Which loss ran in step 1, by the autograd functions among the profiled operations, and what ours
-        kept."""
+        """Add a run check of the loss in step 1, by the profiled autograd functions and the saved tensors."""
         names = {"_OutputHead": "chunked", "ChunkedLogProbFunction": "trl"}
         ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
         how, code, installed = "profile of the first forward", Exit.ENVIRONMENT, self.installed
@@ -94,68 +93,72 @@ class HeadLoss:
             ledger.add("speed.loss", self.chosen, ran, how, code=code)
             return
         kept = "logits" if installed.logits_kept else f"{formatting.size(installed.kept)} and no logits"
-        got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} rows; kept {kept}"
+        got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} tokens; saved {kept}"
         ok = ran == self.chosen and installed.calls == micro_batches and not installed.logits_kept
-        how += "; calls and rows of step 1; what the first call's backward holds"
-        expected = f"{self.chosen}, {micro_batches} calls; no logits kept"
+        how += "; calls and tokens of step 1; tensors that the first call saved for the backward pass"
+        expected = f"{self.chosen}, {micro_batches} calls; no logits saved"
         ledger.add("speed.loss", expected, got, how, ok=ok, code=code)
 
 
 def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice:
-    """`chunked` or `trl`, TRL's fused head; `auto` takes the first wherever it gives the same loss.
+    """Choose `chunked` or `trl`, TRL's fused head. `auto` takes `chunked` if it gives the model's own loss.
 
     Raises:
-        UserError: `chunked`, and it can't be had here; TRL's, and it is not this model's loss (exit 3).
+        UserError: the requested loss does not work here, or is not this model's loss (exit 3).
     """
     obstacle = run_obstacle(model, arguments) or head_obstacle(base_of(model))
     if asked == "trl":
         prove_fused(model, obstacle)
         return Choice("trl", "asked for")
     if not obstacle:
-        return Choice("chunked", "asked for" if asked == "chunked" else "auto: it is the model's own")
+        return Choice(
+            "chunked", "asked for" if asked == "chunked" else "auto: it equals the model's own loss"
+        )
     if asked == "chunked":
-        problem = Problem("can't be had here", "speed.loss", found=obstacle, fix="loss: auto")
+        what, fix = "the chunked loss does not work for this run", "speed.loss: auto"
+        problem = Problem(what, "speed.loss", found=asked, why=obstacle, fix=fix, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return Choice("trl", f"auto: {obstacle}; {prove_fused(model, obstacle)}")
 
 
 def prove_fused(model: nn.Module, obstacle: str) -> str:
-    """That TRL's fused head gives the loss of the model's own logits, on a row of random tokens.
+    """Verify that TRL's fused head gives the loss of the model's own logits on random tokens.
 
-    TRL, too, multiplies what `base_model` returns with the head, and knows some of the families' formulas.
+    TRL multiplies the output of `base_model` with the head, and knows the formulas of some families.
 
     Args:
-        obstacle: why ours can't be had; empty if it can.
+        obstacle: why the chunked loss does not work; empty if it works.
 
     Raises:
-        UserError: it gives another, or none (exit 3).
+        UserError: TRL's head gives another loss or an error (exit 3).
     """
     if is_deepspeed_zero3_enabled() or launch_environment.parallel("CP") > 1:
-        return "TRL's is not tried on split weights"
-    problem = Problem("TRL's fused head does not compute this model's loss", "speed.loss")
-    fix = f"another base model, for ours can't be had: {obstacle}" if obstacle else "loss: auto"
+        return "TRL's loss is not tested on sharded weights"
+    what = "TRL's fused head does not compute this model's loss"
+    fix = "use another base model" if obstacle else "speed.loss: auto"
+    problem = Problem(what, "speed.loss", why=obstacle, fix=fix, code="model-unsupported")
     try:
         with trying(model):
             wanted, got = own_losses(base_of(model)), fused_losses(base_of(model))
     except Untried as error:
-        return f"TRL's could not be tried: {error}"
-    except Exception as error:  # whatever comes of a head that TRL does not know
-        problem = replace(problem, found=f"{type(error).__name__}: {first_line(error)}", fix=fix)
+        return f"TRL's loss could not be tested: {error}"
+    except Exception as error:  # a head that TRL does not know may raise any error
+        problem = replace(problem, found=f"{type(error).__name__}: {first_line(error)}")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     difference = float((got - wanted).norm() / wanted.norm())
     if difference <= ROUNDING.get(base_of(model).get_output_embeddings().weight.dtype, 2e-2):
-        return f"TRL's is this model's own (relative difference {difference:.1g})"
-    found = f"relative difference {difference:.1g} on a row of random tokens"
-    raise UserError(replace(problem, found=found, fix=fix), code=Exit.ENVIRONMENT)
+        return f"TRL's loss equals this model's own loss (relative difference {difference:.1g})"
+    found = f"a relative difference of {difference:.1g} on random tokens"
+    raise UserError(replace(problem, found=found), code=Exit.ENVIRONMENT)
 
 
 class Untried(Exception):
-    """The model's own forward does not run here: there is nothing to compare with."""
+    """The model's own forward does not run here, so no comparison is possible."""
 
 
 @contextlib.contextmanager
 def trying(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation and eager mode, and afterwards as it was, with its own forward."""
+    """Put the model into evaluation and eager mode, and restore its mode and its own forward afterwards."""
     base, training = base_of(model), model.training
     before, compiles = (
         vars(base).get("forward"),
@@ -173,76 +176,79 @@ def trying(model: nn.Module) -> Iterator[None]:
 
 
 def row_of(base: Any) -> Tensor:
-    """Random tokens, on the device of the model's embeddings."""
+    """Return random tokens on the device of the model's embeddings."""
     made = torch.Generator().manual_seed(0)
     ids = torch.randint(base.config.get_text_config().vocab_size, (1, TRIED), generator=made)
     return ids.to(base.get_input_embeddings().weight.device)
 
 
 def own_losses(base: nn.Module) -> Tensor:
-    """Cross-entropy of each token, of the model's own logits."""
+    """Return the cross-entropy of each token from the model's own logits."""
     ids = row_of(base)
     try:
         logits = base(input_ids=ids, use_cache=False).logits[0, :-1].double()
-    except Exception as error:  # whatever a model's own forward raises is the reason
+    except Exception as error:  # a model's own forward may raise any error
         raise Untried(f"{type(error).__name__}: {first_line(error)}") from error
     return torch.nn.functional.cross_entropy(logits, ids[0, 1:].to(logits.device), reduction="none")
 
 
 def fused_losses(base: Any) -> Tensor:
-    """The same as TRL computes it."""
+    """Return the cross-entropy of each token from TRL's fused head."""
     ids = row_of(base)
     add_fused_lm_head(base)
     return -base(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0].double()
 
 
 def run_obstacle(model: Any, arguments: Any) -> str:
-    """What in this run asks for another loss than the labels' negative log-likelihood, or hides the head."""
+    """Return a setting of this run that needs another loss or hides the head; else the empty string."""
     config = model.config.get_text_config()
     coefficient = arguments.router_aux_loss_coef
     if coefficient is None:
         coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     adapter: Any = getattr(model, "peft_config", {}).get("default")
     obstacles = {
-        "virtual tokens stand before the text": adapter is not None and adapter.is_prompt_learning,
+        "the adapter adds virtual tokens": adapter is not None and adapter.is_prompt_learning,
         "label smoothing needs all logits": arguments.label_smoothing_factor != 0,
-        f"loss_type {arguments.loss_type} weighs tokens": arguments.loss_type != "nll",
-        "the experts' balance is part of the loss": hasattr(config, "output_router_logits") and coefficient,
+        f"loss_type {arguments.loss_type} weights tokens": arguments.loss_type != "nll",
+        "the loss includes the router's auxiliary loss": hasattr(config, "output_router_logits")
+        and coefficient,
         "fp16 rounds small probabilities to zero": arguments.fp16,
         "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
-        "context parallelism splits rows": launch_environment.parallel("CP") > 1,
+        "context parallelism splits sequences": launch_environment.parallel("CP") > 1,
     }
     return next((reason for reason, is_so in obstacles.items() if is_so), "")
 
 
 def head_obstacle(base: PreTrainedModel | PeftModel) -> str:
-    """Why the loss can't be computed from this model's head; the empty string if it can.
+    """Return why the loss can't be computed from this model's head; the empty string if it can.
 
-    `formula` is proved: of given hidden states the model's own forward makes the same logits. No layer runs.
+    The check compares the logits of `formula` with the logits of the model's own forward for the same hidden
+    states. No layer runs.
     """
     head = base.get_output_embeddings()
     if type(head) is not torch.nn.Linear:
-        return f"the output head is no plain linear layer ({type(head).__name__})"
+        return f"the output head is not a plain nn.Linear ({type(head).__name__})"
     if head.weight.is_meta:
         return "the output head is offloaded"
     if head.weight.dtype not in ROUNDING:
         return f"the output head is in {str(head.weight.dtype).removeprefix('torch.')}"
     if base.base_model is base:
-        return "the model has no part without a head"
+        return "the model has no backbone without a head"
     try:
         difference = formula_error(base)
-    except Exception as error:  # whatever a model's own forward raises is the reason
-        return (
-            f"its forward can't be tried on hidden states alone: {type(error).__name__}: {first_line(error)}"
-        )
+    except Exception as error:  # a model's own forward may raise any error
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        return f"the head can't be tested without the layers ({reason})"
     if difference > ROUNDING[head.weight.dtype]:
-        return f"this model's logits are not those of its head (relative difference {difference:.1g})"
+        return (
+            f"this model's logits differ from the logits of its head (relative difference {difference:.1g})"
+        )
     return ""
 
 
 @torch.no_grad()
 def formula_error(base: Any) -> float:
-    """Relative difference of `formula`'s logits and the model's own, on four random hidden states."""
+    """Return the relative difference of `formula`'s logits and the model's own for four hidden states."""
     weight = base.get_output_embeddings().weight
     made = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 4, weight.shape[1], generator=made).to(weight)
@@ -258,7 +264,7 @@ def formula_error(base: Any) -> float:
 
 
 class _Given(MoeModelOutputWithPast):
-    """Of a backbone: what it says besides (images' hidden states of Gemma 3, keys of Gemma 4) is `None`."""
+    """The output of a backbone. Other fields, such as Gemma 3's hidden states of images, are `None`."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -267,7 +273,7 @@ class _Given(MoeModelOutputWithPast):
 
 @contextlib.contextmanager
 def last_hidden_state(backbone: Any, hidden: Tensor) -> Iterator[None]:
-    """While it lasts, `backbone` returns `hidden` for whatever it is given."""
+    """Make `backbone` return `hidden` for any input while the context is open."""
     before, output = (
         vars(backbone).get("forward"),
         _Given(last_hidden_state=cast("Any", hidden)),
@@ -280,7 +286,7 @@ def last_hidden_state(backbone: Any, hidden: Tensor) -> Iterator[None]:
 
 
 def formula(config: Any) -> Formula:
-    """Scale and softcap by the names that families have for them; proved by `head_obstacle`."""
+    """Return scale and softcap by the names that families use. `head_obstacle` verifies them."""
     config = config.get_text_config()
     named = ("logit_scale", "output_multiplier", "lm_head_multiplier")
     scale = next((value for name in named if (value := getattr(config, name, None)) is not None), None)
@@ -296,21 +302,21 @@ def scaled_bias(base: Any, scale: float) -> Tensor | None:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model under an adapter, or the model itself."""
+    """Return the transformers model under an adapter, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def install(model: Any, *, compiled: bool) -> Installed:
-    """Let the model compute this loss when asked: `model(input_ids=..., labels=..., num_labels=n)`.
+    """Make `model(input_ids=..., labels=..., num_labels=n)` compute the chunked loss.
 
-    Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels` it answers
-    as before: plain logits, generation, TRL's own loss.
+    Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels`, the model
+    works as before, for logits, generation and TRL's own loss.
 
     Args:
-        compiled: whether softmax and its gradient are compiled (fewer passes over a chunk).
+        compiled: whether softmax and its gradient are compiled, which reads a chunk fewer times.
 
     Returns:
-        Its `undo` brings the model's own forward back; the rest is counted at each call.
+        An object that counts the calls. Its `undo` restores the model's own forward.
     """
     base, found = base_of(model), formula(base_of(model).config)
     before, ran = base.forward, Installed(functools.partial(restore, base, vars(base).get("forward")))
@@ -323,7 +329,7 @@ def install(model: Any, *, compiled: bool) -> Installed:
         hidden = self.base_model(*args, **{**inputs, "use_cache": False}).last_hidden_state
         head = self.get_output_embeddings()
         weight, bias = (
-            t.full_tensor().to(hidden.device) if isinstance(t, DTensor) else t  # FSDP's part may be the CPU's
+            t.full_tensor().to(hidden.device) if isinstance(t, DTensor) else t  # the shard may be on the CPU
             for t in (head.weight, head.bias)
         )
         result = token_loss(
@@ -343,7 +349,7 @@ def install(model: Any, *, compiled: bool) -> Installed:
 
 
 def restore(module: nn.Module, forward: Any) -> None:
-    """An instance's own forward, or its class's if it had none."""
+    """Restore an instance's own forward, or the class's forward if it had none."""
     if forward is None:
         del module.forward
     else:
@@ -351,7 +357,7 @@ def restore(module: nn.Module, forward: Any) -> None:
 
 
 def count(ran: Installed, result: TokenLoss, rows: int, num_labels: int, head: tuple[int, ...]) -> None:
-    """Note what a call computed, and what its backward holds."""
+    """Count a call of the loss, and the bytes that it saved for the backward pass."""
     ran.calls += 1
     ran.rows += rows
     ran.computed += rows if computes_all(rows, num_labels) else num_labels

@@ -1,7 +1,8 @@
-"""Documents in one row must not see each other: proved on the model that is about to be trained.
+"""Verify on the model before training that packed examples can't attend to each other.
 
-Every attention backend has its own way to keep them apart, and its own way to fail: an all-ones mask or a
-cache in the wrong place, and they are one text. So one document is changed, and the other must not notice.
+Each attention kernel separates the examples in its own way, and can fail in its own way, for example with an
+all-ones mask or with a cache. So finetune changes one example and checks that the outputs of the other do not
+change.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
 
-# What is allowed, relative: a GPU may not add up in the same order twice, and experts, on a CPU too, take the
-# tokens of both documents in one product, whose sums go by their number. A leak moves both by 2e-3 up.
+# Allowed relative differences. A GPU may sum in another order each time. Experts process the tokens of both
+# examples in one GEMM, whose order of summation depends on their number. A leak changes both by 2e-3 or more.
 ALLOWED = {"cpu": (0.0, 0.0), "experts": (1e-6, 1e-5), "cuda": (1e-6, 1e-2)}
-# Relative, of one layer's output by two kernels whose sums run in another order, in 16 bits or on fp8.
-# What computes something else - another scale, a token too many - moves it by more than 0.3.
+# Largest relative difference of one layer's output between two kernels with another order of summation, in
+# 16 bits or fp8. A wrong scale or an additional token changes the output by more than 0.3.
 SAME = 0.03
 
 
-# How much more than the same input twice another may move: where a kernel adds up in any order all the same,
-# fp8 makes much of the last bit, layer by layer
+# Allowed ratio of the difference to the difference between two runs on the same input. Some kernels sum in
+# any order, and fp8 layers amplify the last bit.
 NOISE = 1.25
 
 
 class Leak(NamedTuple):
-    """How far the second document's logits and gradients move, relative to their norms."""
+    """The relative changes of the second example's logits and gradients."""
 
     logits: float
     gradients: float
@@ -57,24 +58,25 @@ class Leak(NamedTuple):
 def prove_apart(
     model: PreTrainedModel | PeftModel, tokens: int, attention: str, ledger: RunChecks, switch_off: str = ""
 ) -> None:
-    """RunCheck that the documents of a packed row do not see each other on this model.
+    """Add a run check that packed examples can't attend to each other in this model.
 
     Args:
-        tokens: length of the row that is tried.
-        switch_off: the change of the recipe that packs no more.
+        tokens: the length of the test sequence.
+        switch_off: the change of the recipe that switches packing off.
 
     Raises:
-        UserError: they do, or the model's own code refuses the row (exit 3).
+        UserError: the examples attend to each other, or the model's own code raises an error (exit 3).
     """
     switch_off = switch_off or "data.packing: false"
     with as_trained(model, attention), deterministic():
         try:
             same, moved = leaks(model, tokens)
-        except Exception as error:  # whatever a model's own forward raises is the reason
+        except Exception as error:  # a model's own forward may raise any error
             if should_reduce_batch_size(error):
                 raise
-            what, found = "this model can't be packed here", f"{type(error).__name__}: {first_line(error)}"
-            problem = Problem(what, "model.name", found=found, fix=switch_off)
+            what = "the forward pass of this model fails on packed examples"
+            found, code = f"{type(error).__name__}: {first_line(error)}", "model-unsupported"
+            problem = Problem(what, "model.name", found=found, fix=switch_off, code=code)
             raise UserError(problem, code=Exit.ENVIRONMENT) from error
     routed = model.device.type == "cpu" and architecture.experts(model.config.get_text_config())
     logits, gradients = ALLOWED["experts" if routed else model.device.type]
@@ -83,19 +85,24 @@ def prove_apart(
     got = f"moves logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
     if same != Leak(0.0, 0.0):
         got += f" (the same input twice: {same.logits:.1g}, {same.gradients:.1g})"
-    how = f"one of two documents of a row of {tokens} tokens changed, the other looked at ({attention})"
-    ledger.add("documents apart", "a change in one moves nothing in the other", got, how, ok=ok)
+    how = f"one of two examples in a sequence of {tokens} tokens changed, the other compared ({attention})"
+    ledger.add("documents apart", "a change in one example changes nothing in the other", got, how, ok=ok)
     if not ok:
-        what = f"documents of a packed row see each other with attention {attention}"
-        masked = packing_support.MASKED  # where one mask leaks, another does too
-        fix = switch_off if attention in masked else f"model.attention: auto, or {switch_off}"
-        raise UserError(Problem(what, "model.attention", found=got, fix=fix), code=Exit.ENVIRONMENT)
+        what = f"packed examples attend to each other with attention {attention}"
+        masked = packing_support.MASKED  # if one mask leaks, the others do too
+        fix = switch_off if attention in masked else f"set `model.attention: auto`, or `{switch_off}`"
+        why = f"a change in one example {got} of the other example"
+        problem = Problem(what, "model.attention", found=attention, why=why, fix=fix, code="attention-kernel")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 @contextlib.contextmanager
 def as_trained(model: nn.Module, attention: str) -> Iterator[None]:
-    """The model's forward in training, but without dropout, and in eager mode: no shape but training's is
-    compiled. (flex_attention is compiled by transformers, and needs it.)"""
+    """Put the model into training mode without dropout, and into eager mode.
+
+    Eager mode avoids the compilation of shapes that training does not use. flex_attention stays compiled,
+    because transformers needs that.
+    """
     training = model.training
     dropouts = [(m, m.p) for m in model.modules() if isinstance(m, torch.nn.Dropout)]
     model.train(not _drops_by_numbers(model))
@@ -114,7 +121,7 @@ def as_trained(model: nn.Module, attention: str) -> Iterator[None]:
 
 
 def _drops_by_numbers(model: nn.Module) -> bool:
-    """Whether the model drops values or layers at random by a number, not by a module: OPT's `layerdrop`."""
+    """Return whether the model drops values or layers by a number, such as OPT's `layerdrop`."""
     if attention_choice.read(model.config).dropout:
         return True
     held = (value for m in model.modules() for name, value in vars(m).items() if "drop" in name)
@@ -123,7 +130,7 @@ def _drops_by_numbers(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Sums in one order, where a kernel can: on fp8 layers much comes of a last bit."""
+    """Use deterministic kernels where they exist, because fp8 layers amplify differences in the last bit."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -138,10 +145,10 @@ def deterministic() -> Iterator[None]:
 
 
 def leaks(model: PreTrainedModel | PeftModel, tokens: int, **extra: Any) -> tuple[Leak, Leak]:
-    """What moves in the second document: for the same input once more, and for another first document.
+    """Return the changes in the second example for the same input again, and for another first example.
 
     Args:
-        extra: handed to the model, to try what would break the isolation.
+        extra: further inputs of the model, to test inputs that break the isolation.
     """
     made = torch.Generator().manual_seed(0)
     size = model.config.get_text_config().vocab_size
@@ -151,13 +158,13 @@ def leaks(model: PreTrainedModel | PeftModel, tokens: int, **extra: Any) -> tupl
 
 
 def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: RunChecks) -> None:
-    """RunCheck that attention without a mask computes on this model what attention with one does.
+    """Add a run check that attention without a mask equals attention with a mask in this model.
 
     Args:
-        tokens: length of the row that is tried; the other row is padded to it, or stands beside it.
+        tokens: the length of the longer test example. The other example is padded, or packed with it.
 
     Raises:
-        UserError: it does not (exit 3).
+        UserError: the outputs differ (exit 3).
     """
     if attention not in IMPLEMENTATIONS:
         return
@@ -177,29 +184,34 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: Ru
                 hooks.callback(hook.remove)
         model(**inputs, use_cache=False)
     model.train(training)
-    worst, asked = max(off, default=math.inf), f"what {name} computes within {SAME:g}"
-    how = f"||difference|| / ||output|| of each layer's attention on two rows of random tokens ({attention})"
+    worst, asked = max(off, default=math.inf), f"the result of {name} within {SAME:g}"
+    how = f"largest relative difference of a layer's attention on two random examples ({attention})"
     ok = worst <= SAME
     ledger.add("attention without a mask", asked, f"{worst:.2g}", how, ok=ok)
     if not ok:
-        what = f"attention {attention} does not compute what {name} does on this model"
-        problem = Problem(what, "model.attention", found=f"{worst:.2g}", fix=f"model.attention={name}")
+        what = f"on this model, attention {attention} computes another result than {name}"
+        texts = {"found": f"a relative difference of {worst:.2g}", "expected": f"{SAME:g} or less"}
+        problem = Problem(
+            what, "model.attention", **texts, fix=f"model.attention: {name}", code="attention-kernel"
+        )
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 class _Comparison(NamedTuple):
-    """Attention without a mask beside the attention with one that ran."""
+    """The comparison of attention without a mask and attention with a mask."""
 
     model: Any
     ours: str
     name: str
     real: torch.Tensor
-    """Which tokens are no padding."""
+    """A mask of the tokens that are not padding."""
     differences: list[float]
 
     def compare(self, layer: nn.Module, args: Any, given: Any, output: Any) -> None:
-        """Run one layer's attention again on the same input, without its mask: what differs is its own doing,
-        and not what the layers after it make of a last bit."""
+        """Run one layer's attention again on the same input without a mask, and record the difference.
+
+        Later layers do not amplify this difference, because each layer gets its original input.
+        """
         self.model.set_attn_implementation(self.ours)
         got = layer.forward(*args, **{**given, "attention_mask": None})[0]
         self.model.set_attn_implementation(self.name)
@@ -210,7 +222,7 @@ class _Comparison(NamedTuple):
 
 @contextlib.contextmanager
 def masked(model: Any) -> Iterator[str]:
-    """Attention that takes a mask and a cache, for evaluation of a model in training."""
+    """Switch to an attention that supports a mask and a cache, to evaluate a model in training."""
     name = upstream_private.attention_name(model.config)
     other, _ = attention_choice.for_evaluation(name, attention_choice.read(model.config))
     if name not in (*IMPLEMENTATIONS.values(), "flex_attention"):
@@ -226,9 +238,9 @@ def masked(model: Any) -> Iterator[str]:
 def _second_of(
     model: nn.Module, first: Any, second: Any, extra: dict[str, Any]
 ) -> tuple[torch.Tensor, list[Any]]:
-    """Logits of the second document, and the gradients its loss gives to what is trained.
+    """Return the second example's logits, and the gradients of its loss for all trainable parameters.
 
-    Each call draws the same random numbers: some models have dropout that no module of theirs shows.
+    Each call draws the same random numbers, because some models have dropout outside of modules.
     """
     ids = torch.cat([first, second]).tolist()
     row = {"input_ids": ids, "labels": ids, "seq_lengths": [len(first), len(second)]}
@@ -255,9 +267,9 @@ def _difference(one: tuple[torch.Tensor, list[Any]], other: tuple[torch.Tensor, 
 
 
 def twin(model: Any, setup: Setup, device: str) -> Any:
-    """Two layers of a model's architecture, whole, with random weights.
+    """Return a model of the same architecture with two layers and random weights.
 
-    Where the model itself is in parts, what is to be proved of attention is proved on these.
+    If the weights of the model are sharded, the checks of attention run on this model.
     """
     import torch
 

@@ -14,30 +14,31 @@ if TYPE_CHECKING:
 
 
 def one_shape(rows: int, documents: Iterable[Sized], length: int) -> tuple[int, int, int]:
-    """Of every flattened batch: tokens, documents with those that fill it up, and tokens of the longest.
+    """Return the shape of every flattened batch: tokens, examples with fillers, and the longest example.
 
     Args:
-        rows: packed rows of a batch.
-        documents: of each packed row of the data.
-        length: tokens of a full row.
+        rows: number of packed sequences in a batch.
+        documents: the examples of each packed sequence of the data.
+        length: tokens of a full sequence.
     """
     return rows * length, rows * max(map(len, documents)) + rows + 1, length
 
 
 def tokens_of(shape: tuple[int, int, int], parts: int) -> int:
-    """Tokens of a batch of that shape that is divided in so many parts: room for a document at least, and a
-    multiple that TransformerEngine's products take, too."""
+    """Return the tokens of a part if a batch of this shape is divided into parts.
+
+    A part can hold the longest example. Its length is a multiple that TransformerEngine's GEMMs support.
+    """
     tokens, _, longest = shape
     part = max(longest, math.ceil(tokens / parts))
     return math.ceil(part / launch_environment.TE_TOKENS) * launch_environment.TE_TOKENS
 
 
 def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: int) -> dict[str, Any]:
-    """A flattened batch filled up to `tokens` tokens by more documents, which carry no loss.
+    """Fill a flattened batch up to `tokens` tokens with filler examples that do not contribute to the loss.
 
-    So that compiled code sees one shape: the borders are `documents` + 1 in number, whatever the batch holds,
-    and the longest document is said to be `longest`. No filler is longer: kernels for documents look no
-    further, and leave what stands there as they found it, in gradients too.
+    Compiled code then sees one shape: always `documents` + 1 borders, and `longest` as the longest example.
+    No filler is longer than `longest`, because kernels would leave its end uninitialized, also in gradients.
     """
     given = inputs["input_ids"].shape[1]
     missing, borders = tokens - given, inputs["cu_seq_lens_q"]
@@ -50,8 +51,8 @@ def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: in
     number = (len(borders) - 1 + counted // longest).to(inputs["seq_idx"].dtype)
     filled["seq_idx"] = torch.cat([inputs["seq_idx"], number], dim=1)
     starts = torch.arange(given, tokens, longest, dtype=borders.dtype, device=borders.device)
-    borders = torch.cat([borders, starts[1:]])  # the first starts where the batch ends
-    borders = pad(borders, (0, documents + 1 - len(borders)), value=tokens)  # the rest have no tokens
+    borders = torch.cat([borders, starts[1:]])  # the first filler starts at the end of the batch
+    borders = pad(borders, (0, documents + 1 - len(borders)), value=tokens)  # other fillers have no tokens
     filled["cu_seq_lens_q"] = filled["cu_seq_lens_k"] = borders
     filled["max_length_q"] = filled["max_length_k"] = longest
     return filled

@@ -138,7 +138,7 @@ def test_an_mlp_s_first_half_kept_in_int8(kind: str, base: str) -> None:
     (loss, gradients), whole, layers, _ = recomputed(kind, base)
     (same, rough), less, _, said = recomputed(kind, base, rounded=True)
     assert loss == same and 1e-5 < worst(gradients, rough) < 0.02
-    assert f"those of {len(layers)} kept in int8" in said
+    assert f"{len(layers)} MLPs in int8" in said
     both = len(layers) * IDS.numel() * 2 * layers[0].mlp.up_proj.out_features  # blocks of 128, here of 32
     assert whole - less == both * (4 - 1 - 4 / math.gcd(layers[0].mlp.up_proj.out_features, 128))
 

@@ -224,7 +224,7 @@ def test_prove_apart_dropout_without_a_module_hides_no_leak() -> None:
     model = causal(transformers.BioGptConfig(**sizes(max_position_embeddings=128)))
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.08)
-    with pytest.raises(UserError, match="see each other"):
+    with pytest.raises(UserError, match="attend to each other"):
         prove_apart(model.train(), 64, "sdpa", RunChecks())
 
 

@@ -56,7 +56,7 @@ def test_a_backend_that_leaks_is_refused() -> None:
 
     AttentionInterface.register("leaky", leaky)
     model, ledger = load("leaky"), RunChecks()
-    with pytest.raises(UserError, match="see each other with attention leaky") as raised:
+    with pytest.raises(UserError, match="attend to each other with attention leaky") as raised:
         prove_apart(model, 64, "leaky", ledger)
     assert raised.value.code == 3 and not ledger.receipts[0].passed
 
@@ -71,7 +71,7 @@ def test_experts_sums_go_by_how_many_tokens_they_get_which_is_no_leak() -> None:
     scanning = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2}
     jamba = tiny("jamba", use_mamba_kernels=False, **scanning)
     jamba.set_attn_implementation("sdpa")
-    with pytest.raises(UserError, match="see each other") as raised:
+    with pytest.raises(UserError, match="attend to each other") as raised:
         prove_apart(jamba, 64, "sdpa", ledger)
     assert "help:      data.packing: false" in str(raised.value)
 

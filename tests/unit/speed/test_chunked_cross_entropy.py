@@ -188,11 +188,11 @@ class Doubled(LlamaForCausalLM):
 
 def test_a_head_it_does_not_fit_is_left_to_trl() -> None:
     odd = Doubled(LlamaConfig(**SIZE)).requires_grad_(False)
-    assert "not those of its head (relative difference 0.5)" in lm_head_loss.head_obstacle(odd)
+    assert "differ from the logits of its head (relative difference 0.5)" in lm_head_loss.head_obstacle(odd)
     nested = LlamaForCausalLM(LlamaConfig(**SIZE))
     assert not lm_head_loss.head_obstacle(nested), "whether it trains or not"
     nested.lm_head = torch.nn.Sequential(nested.lm_head)
-    assert "no plain linear layer (Sequential)" in lm_head_loss.head_obstacle(nested)
+    assert "not a plain nn.Linear (Sequential)" in lm_head_loss.head_obstacle(nested)
     half = LlamaForCausalLM(LlamaConfig(**SIZE)).requires_grad_(False).half()
     assert lm_head_loss.head_obstacle(half) == "the output head is in float16"
 
@@ -226,7 +226,7 @@ def test_where_trl_s_head_is_right_it_goes_on_and_where_there_is_none_it_ends() 
     projected = {"word_embed_proj_dim": 32, "ffn_dim": 64}
     opt = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **SIZE, **projected))
     chosen = lm_head_loss.choose("auto", opt, ALONE)
-    assert chosen.value == "trl" and "TRL's is this model's own" in chosen.reason
+    assert chosen.value == "trl" and "TRL's loss equals this model's own loss" in chosen.reason
     experts = {"num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 8}
     whole = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama4_text", **SIZE, **experts))
     with pytest.raises(UserError, match=r"found: +AttributeError"):
@@ -236,8 +236,8 @@ def test_where_trl_s_head_is_right_it_goes_on_and_where_there_is_none_it_ends() 
 @pytest.mark.parametrize(
     ("override", "reason"),
     [
-        ("adapter.type=prompt_tuning", "virtual tokens stand before the text"),
-        ("model.add_tokens=['<a>']", "the output head is no plain linear layer"),
+        ("adapter.type=prompt_tuning", "the adapter adds virtual tokens"),
+        ("model.add_tokens=['<a>']", "the output head is not a plain nn.Linear"),
         ("train.label_smoothing_factor=0.1", "label smoothing needs all logits"),
     ],
 )
@@ -347,7 +347,7 @@ def test_a_request_leaves_a_receipt_and_a_streamed_run_counts_for_itself(train) 
     options = ["data.streaming=true", "train.max_steps=1", "data.validation=null"]
     ours, theirs = (train(f"speed.loss={name}", *options, name=name) for name in ("chunked", "trl"))
     got = receipts(ours)["speed.loss"]
-    assert got["expected"] == "chunked, 1 calls; no logits kept" and got["actual"].startswith(
+    assert got["expected"] == "chunked, 1 calls; no logits saved" and got["actual"].startswith(
         "chunked, 1 calls, "
     )
     assert receipts(theirs)["speed.loss"]["actual"] == "trl"
