@@ -111,7 +111,7 @@ def failures(folder: Path) -> dict[str, Any]:
         "counts": {state: count for state, count in content["counts"].items() if count},
         "killed": len(killed),
         "reasons of the killed": sorted({row["reason"] for row in injected}),
-        "not finite": sum("finite" in row["reason"] for row in content["trials"]),
+        "not finite": sum("finite" in row["reason"] or "NaN" in row["reason"] for row in content["trials"]),
         "best": min(row["value"] for row in content["trials"] if row["value"] is not None),
         "own": next((r["value"] for r in content["trials"] if r["number"] == content["own"]), None),
         "first start, seconds": starts[0],

@@ -44,8 +44,8 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
     room = memory_estimate.usable_gib(free_gib(hardware), sharded=bool(work.sharded)) - work.awaited
     usable, host = least(room, work.host)
     decided = decide(spec, speed, work._replace(usable=usable, host=host), hardware, fused)
-    # All ranks use rank 0's decisions. With sharded weights, a recomputed layer gathers its weights again, and
-    # ranks that do not recompute it would never answer.
+    # All ranks use rank 0's decisions. With sharded weights, a recomputed layer gathers its weights again,
+    # and ranks that do not recompute it would never answer.
     decided = collectives.from_main(lambda: decided)
     if spec.layers:
         change_layers(model, decided, hardware, ledger)

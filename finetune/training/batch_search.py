@@ -81,11 +81,13 @@ def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: R
     size = min(collectives.gathered(fit[-1].rows if fit else 0))
     said = ", ".join(f"{t.rows}: {t.peak / 2**30:.2f} GiB" for t in trials)
     if not size:
-        what = "not even one of the longest rows fits into memory, with a tenth of it to spare"
-        found = f"{said} of {total / 2**30:.1f}"
-        problem = Problem(what, "train.per_device_train_batch_size", found=found, fix="finetune plan")
-        raise UserError(problem, code=Exit.TRAINING)
-    how = f"forward and backward of the longest rows, by rows at once: {said} of {total / 2**30:.1f}"
+        what, expected = "not even one of the longest sequences fits in memory", f"{MARGIN:.0%} of it or less"
+        found = f"{said} of {total / 2**30:.1f} GiB"
+        fix = "run `finetune plan RECIPE`, which suggests settings that need less memory"
+        texts = {"found": found, "expected": expected, "fix": fix, "code": "out-of-memory"}
+        raise UserError(Problem(what, "train.per_device_train_batch_size", **texts), code=Exit.TRAINING)
+    how = f"forward and backward pass of the longest sequences, by micro-batch size: {said} of "
+    how += f"{total / 2**30:.1f} GiB"
     ledger.add("train.per_device_train_batch_size", "auto", size, how, ok=True)
     return Batch(batch.effective, size, share // size)
 
@@ -99,8 +101,8 @@ def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
     key = "train.per_device_train_batch_size"
     size = contract["chosen"].get(key)
     if not size or batch.per_device * batch.accumulation % size:
-        what, fix = "the checkpoint has no micro-batch size that divides the batch", f"{key}: a number"
-        raise UserError(Problem(what, key, found=str(size), fix=fix), code=Exit.ARTEFACT)
+        what, fix = "the checkpoint's micro-batch size does not divide the effective batch", f"{key}: 1"
+        raise UserError(Problem(what, key, found=str(size), fix=fix, code="checkpoint"), code=Exit.ARTEFACT)
     return with_micro_batch(batch, size)
 
 

@@ -45,13 +45,13 @@ def end(seconds: int) -> UserError:
             continue
         with suppress(psutil.NoSuchProcess):
             found.append(f"worker process {worker.pid} ({psutil.Process(worker.pid).status()})")
-            standard_streams.say(f"data loader {found[-1]} stands at:", error=True)
+            standard_streams.say(f"data loader {found[-1]} is at:", error=True)
             os.kill(worker.pid, ASK)
             time.sleep(ANSWER_SECONDS)
         worker.kill()
         worker.join()
-    what = f"a data loader worker hangs: it gave no batch within {seconds} s"
-    said = f"{', '.join(found) or 'no worker is left'}; where each stood is said above"
-    fix = "--resume goes on from the last checkpoint; dataloader_timeout: a larger number, if reading is slow"
-    problem = Problem(what, "train.dataloader_timeout", found=said, fix=fix)
+    what = f"a data loader worker hangs: it returned no batch within {seconds} s"
+    said = f"{', '.join(found) or 'no worker is left'}; the stack of each worker is printed above"
+    fix = "resume with --resume; if reading is slow, set a larger `train.dataloader_timeout`"
+    problem = Problem(what, "train.dataloader_timeout", found=said, fix=fix, code="launch-lost")
     return UserError(problem, code=Exit.TRAINING)

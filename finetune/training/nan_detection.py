@@ -133,7 +133,9 @@ class NonFinite(TrainerCallback):
         self.check()
         self.trainer, self.trained = None, []  # which hold the model
         if self.skipped:
-            self.screen.say(f"note: {self.skipped} steps were left out: their gradients were not finite")
+            self.screen.say(
+                f"note: {self.skipped} steps were skipped, because their gradients were NaN or Inf"
+            )
 
     def on_log(
         self,
@@ -163,7 +165,7 @@ class NonFinite(TrainerCallback):
             return False
         self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
         if self.in_a_row <= self.allowed:
-            self.screen.say(f"step {step} is left out: its gradients are not finite")
+            self.screen.say(f"step {step} is skipped, because its gradients are NaN or Inf")
             return True
         self.stop(step)
 
@@ -185,12 +187,13 @@ class NonFinite(TrainerCallback):
             told = {"step": step, "norm": str(norm), "first_not_finite": findings}
             told["rows"] = {f"rank {number}": each for number, each in enumerate(rows)}
             safe_files.write_text(place, "finding.json", json.dumps(told, indent=1) + "\n")
-        what = f"gradients of step {step} are not finite"
+        what = f"the gradients of step {step} are NaN or Inf"
         if self.in_a_row > 1:
-            what += f", nor were those of {self.in_a_row - 1} steps before it"
+            what += f", after {self.in_a_row - 1} such steps before it"
         found = "; ".join([str(norm), *findings])
-        fix = "lower train.learning_rate, or look at that module and these rows; nothing was saved after it"
-        raise UserError(Problem(what, where=str(place), found=found, fix=fix), code=Exit.TRAINING)
+        fix = "lower `train.learning_rate`, or inspect this module and the examples of the step"
+        problem = Problem(what, where=str(place), found=found, fix=fix, code="non-finite")
+        raise UserError(problem, code=Exit.TRAINING)
 
 
 def watchers(
@@ -202,8 +205,10 @@ def watchers(
         UserError: steps are to be left out under DeepSpeed (exit 3).
     """
     if section.skip_nonfinite and deepspeed_zero.used():
-        what, fix = "DeepSpeed updates before anyone can look: no step can be left out", "skip_nonfinite: 0"
-        raise UserError(Problem(what, "train.skip_nonfinite", fix=fix), code=Exit.ENVIRONMENT)
+        what, key = "train.skip_nonfinite does not work with DeepSpeed", "train.skip_nonfinite"
+        why, found = "DeepSpeed updates the weights before finetune can check", str(section.skip_nonfinite)
+        problem = Problem(what, key, found=found, why=why, fix=f"{key}: 0", code="launch-config")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     allowed, fp16 = section.skip_nonfinite, precision == "fp16"
     steps = Overflow(allowed, screen, ledger) if fp16 else NonFinite(allowed, folder.path, screen)
     return [steps, Spikes(section.stop_at_spike, screen)]
@@ -270,7 +275,7 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
     """
     bad = [name for name, p in trainable_parameters.trainable(model).items() if not torch.isfinite(p).all()]
     if bad:
-        return f"trained weights are not finite themselves ({len(bad)} tensors, {bad[0]} the first)"
+        return f"trained weights are NaN or Inf ({len(bad)} tensors, {bad[0]} the first)"
     model.zero_grad()
     found: list[str] = []
 
@@ -335,20 +340,20 @@ class Overflow(TrainerCallback):
             return
         self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
         if self.in_a_row > self.most:
-            what = f"fp16's loss scaler has left out {self.in_a_row} steps in a row"
-            what += ": the loss or the weights are not finite"
-            fix = "lower train.learning_rate, or a GPU with bf16"
-            problem = Problem(what, found=f"after step {state.global_step}", fix=fix)
+            what = f"the loss scaler of fp16 has skipped {self.in_a_row} steps in a row"
+            why, fix = "the loss or the weights are NaN or Inf", "lower `train.learning_rate`, or use bf16"
+            found = f"after step {state.global_step}"
+            problem = Problem(what, found=found, why=why, fix=fix, code="non-finite")
             raise UserError(problem, code=Exit.TRAINING)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        got, how = f"{self.skipped} of {state.global_step}", "Accelerate's optimizer, asked after each step"
+        got, how = f"{self.skipped} of {state.global_step}", "skipped steps, by Accelerate's optimizer"
         self.ledger.add("steps left out by fp16's loss scaler", "as few as it needs", got, how, ok=True)
         if self.skipped:
             self.screen.say(
-                f"note: fp16's loss scaler left out {self.skipped} steps, whose gradients overflowed"
+                f"note: the loss scaler of fp16 skipped {self.skipped} steps with overflowing gradients"
             )
 
     def on_log(
@@ -389,18 +394,17 @@ class Spikes(TrainerCallback):
         self.losses.append(logs["loss"])
         factor = spike(list(self.losses))
         if self.stop_at is not None and factor > self.stop_at:
-            what = (
-                f"the loss is {factor:.1f} times the median of the {WINDOW} before, {IN_A_ROW} times in a row"
-            )
-            fix = (
-                "lower train.learning_rate, longer warmup_steps; or go on from the last checkpoint: --resume"
-            )
+            what = f"the loss is {factor:.1f} times the median of the previous {WINDOW} values, "
+            what += f"{IN_A_ROW} times in a row"
+            fix = "lower `train.learning_rate` or raise `train.warmup_steps`, or resume with --resume"
             found = f"{logs['loss']:.4g} after step {state.global_step}"
-            problem = Problem(what, "train.stop_at_spike", found=found, fix=fix)
+            problem = Problem(what, "train.stop_at_spike", found=found, fix=fix, code="non-finite")
             raise UserError(problem, code=Exit.TRAINING)
         if factor > WORTH_A_WORD and not self.said:
             self.said = True
-            self.screen.say(f"note: the loss is {factor:.1f} times what it was (see train.stop_at_spike)")
+            self.screen.say(
+                f"note: the loss is {factor:.1f} times its median before (see train.stop_at_spike)"
+            )
 
 
 def spike(losses: list[float]) -> float:

@@ -83,10 +83,10 @@ class MicroBatches:
         rows = math.ceil(self.rows / self.parts)
         least = [n for n in range(1, rows) if self.rows % n == 0]  # a process's share divides by these
         fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
-        what = f"out of memory in step {step}, with {'one row' if rows == 1 else f'{rows} rows'} at once"
-        fix = "; or ".join([*fewer, *self.fixes][:3]) + "; what each gives: finetune plan"
+        what = f"step {step} ran out of memory with a micro-batch size of {rows}"
+        fix = ", or ".join([*fewer, *self.fixes][:3]) + " (`finetune plan RECIPE` shows the memory of each)"
         found = "; ".join(filter(None, [first_line(said), held]))
-        return UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
+        return UserError(Problem(what, found=found, fix=fix, code="out-of-memory"), code=Exit.TRAINING)
 
     def again(self, step: int, describe: Callable[[], str]) -> bool:
         """Whether a rank ran out of memory; then all make the step again, in smaller parts.

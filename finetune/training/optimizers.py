@@ -103,10 +103,10 @@ def _said(rates: set[float | None]) -> str:
 
 
 def check_schedule(arguments: Any, steps: int) -> None:
-    """Make the schedule, and ask it for rates of the whole run, before anything loads.
+    """Build the schedule, and check its learning rates for the whole run before anything loads.
 
     Raises:
-        UserError: it can't be made or followed, or goes above the peak or below 0 (exit 2).
+        UserError: the schedule raises an error, or goes above the peak or below 0 (exit 2).
     """
     from torch import nn, optim
     from transformers.optimization import get_scheduler
@@ -115,17 +115,23 @@ def check_schedule(arguments: Any, steps: int) -> None:
     stand_in = optim.SGD([nn.Parameter()], lr=arguments.learning_rate)
     name, given = SchedulerType(arguments.lr_scheduler_type).value, arguments.lr_scheduler_kwargs
     warm_up, each = arguments.get_warmup_steps(steps), max(1, steps // 1000)
+    what = f"the schedule {name} gives learning rates below 0 or above the peak"
     try:
         made: Any = get_scheduler(name, stand_in, warm_up, steps, scheduler_specific_kwargs=given)
         rates = [of_peak(step) for of_peak in made.lr_lambdas for step in range(0, steps + 1, each)]
-        found = f"{min(rates):g} to {max(rates):g} of it"
+        found = f"{min(rates):g} to {max(rates):g} times train.learning_rate"
         wrong = min(rates) < 0 or max(rates) > 1 + 1e-6
     except (ValueError, TypeError, ArithmeticError) as error:
-        found, wrong = first_line(error), True
+        what, found, wrong = (
+            f"the schedule {name} raises an error with these options",
+            first_line(error),
+            True,
+        )
     if wrong:
         key = "train.lr_scheduler_kwargs" if given else "train.lr_scheduler_type"
-        what, expected = f"{name} can't be followed", "rates from 0 to train.learning_rate"
-        raise UserError(Problem(what, key, found=found, expected=expected))
+        expected, fix = "0 to 1 times train.learning_rate", "train.lr_scheduler_type: cosine"
+        texts = {"found": found, "expected": expected, "fix": fix, "code": "value-range"}
+        raise UserError(Problem(what, key, **texts))
 
 
 def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
@@ -139,7 +145,9 @@ def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, d
     try:
         kind, options = SFTTrainer.get_optimizer_cls_and_kwargs(arguments, adapted)
     except (ImportError, ValueError) as error:
-        problem = Problem("can't be had here", "train.optim", found=" ".join(str(error).split()))
+        what, why = f"the optimizer {arguments.optim} is not available", " ".join(str(error).split())
+        fix = "train.optim: adamw_torch_fused"
+        problem = Problem(what, "train.optim", why=why, fix=fix, code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     if getattr(kind, "__module__", "").startswith("bitsandbytes"):
         from bitsandbytes.optim.optimizer import GlobalOptimManager

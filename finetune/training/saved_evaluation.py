@@ -59,10 +59,14 @@ def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> d
         done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
         if done.returncode:
             said = " ".join(done.stderr.split())[-500:]
-            fix = f"finetune evaluate {folder.path}; what was trained is saved"
-            problem = Problem("what was saved can't be evaluated", found=said, fix=fix)
+            what, fix = "the evaluation failed after training", f"finetune evaluate {folder.path}"
+            problem = Problem(
+                what, found=said, why="the trained weights are saved", fix=fix, code="run-check"
+            )
             if done.returncode == Exit.ARTEFACT:
-                problem = Problem("what was saved does not open", where=str(folder.weights), found=said)
+                what, where = "the saved weights can't be loaded", str(folder.weights)
+                fix = "resume with --resume, or train again"
+                problem = Problem(what, where=where, found=said, fix=fix, code="run-damaged")
                 verify_saved.set_aside(folder)
             raise UserError(problem, code=Exit.of(done.returncode))
     collectives.wait()

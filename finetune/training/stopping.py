@@ -42,9 +42,10 @@ def check(train: Train, resumes: str | None, keeper: str) -> None:
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
         asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
     if parts and asked and resumes != "auto":
-        what = f"{asked}: checkpoints are not made of state that {parts} keeps"
+        what = f"{asked} does not work here, because checkpoints can't store the state that {parts} keeps"
         fix = optimizer_choice.saved_instead(parts)
-        raise UserError(Problem(what, found=parts, fix=fix), code=Exit.ENVIRONMENT)
+        problem = Problem(what, found=parts.rstrip(","), fix=fix, code="checkpoint")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
 class Stop:
@@ -78,12 +79,13 @@ class Stop:
             raise Stopped(f"stopped by {name}")
         hung = time.monotonic() - self.step_began if self.step_began is not None else 0.0
         if collectives.given_up(hung):
-            what = "this process hung in a step, and the others gave up: where it stood is said above"
-            launch_environment.report(str(Problem(what)), time.time() - hung)
+            what = "this process hung in a step, and the other processes gave up"
+            fix = "find the cause in the stack above, then resume with --resume"
+            launch_environment.report(str(Problem(what, fix=fix, code="launch-lost")), time.time() - hung)
             os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills it
         if os.environ.get("RANK", "0") == "0":
-            first = "saving" if self.keeps else "nothing can be saved: leaving"
-            then = ", then leaving" if self.keeps else ""
+            first = "saving" if self.keeps else "exiting without a checkpoint"
+            then = ", then exiting" if self.keeps else ""
             os.write(2, f"\n{name}: {first} after this step{then}; once more: leaving now\n".encode())
 
     @contextlib.contextmanager

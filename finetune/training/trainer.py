@@ -359,10 +359,12 @@ class Trainer(SFTTrainer):
         self.writer.wait()
         collectives.any_of(False)  # a rank that leaves earlier takes the others with it
         if self.schedule.stopped and self.schedule.parts:
-            what = f"stopped by {self.schedule.stopped} after step {self.state.global_step}; nothing is saved"
-            found = f"state that {self.schedule.parts} keeps, of which no checkpoints are made"
+            what = (
+                f"stopped by {self.schedule.stopped} after step {self.state.global_step} without a checkpoint"
+            )
+            why = f"checkpoints can't store the state that {self.schedule.parts} keeps"
             fix = optimizer_choice.saved_instead(self.schedule.parts)
-            raise UserError(Problem(what, found=found, fix=fix), code=Exit.TRAINING)
+            raise UserError(Problem(what, why=why, fix=fix, code="checkpoint"), code=Exit.TRAINING)
         if self.schedule.stopped:
             saved = self.writer.published
             where = f"; saved: {saved}" if saved else ""

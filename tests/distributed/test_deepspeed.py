@@ -46,8 +46,8 @@ TRAINED = {  # name -> config, what the recipe says
     "full, offloaded": ("zero3_8_offload", FULL, 0, ""),
 }
 REFUSED = {  # name -> config, what the recipe says, exit code, what is said
-    "not finite": ("zero2_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
-    "not finite in parts": ("zero3_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are not finite"),
+    "not finite": ("zero2_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are NaN or Inf"),
+    "not finite in parts": ("zero3_8", ["train.learning_rate=1e38"], 5, "gradients of step 2 are NaN or Inf"),
     "checkpoints": (
         "zero2_8",
         ["train.save_steps=2", "train.optim=adamw_bnb_8bit"],

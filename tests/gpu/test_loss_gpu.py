@@ -147,7 +147,7 @@ def test_a_run_follows_trl_s(options: list[str], train) -> None:
 
 def test_a_step_that_is_not_finite_ends_the_run_on_a_gpu_too(train, capsys) -> None:
     run = train("train.learning_rate=1e30", "train.max_steps=6", "train.logging_steps=100", code=5)
-    assert "not finite" in capsys.readouterr().err and not run.adapter.exists()
+    assert "NaN or Inf" in capsys.readouterr().err and not run.adapter.exists()
 
 
 @pytest.mark.parametrize("vocabulary", [99, 8192, 151_936])

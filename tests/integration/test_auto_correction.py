@@ -96,7 +96,7 @@ def test_stated_settings_are_not_corrected(train, capsys) -> None:
     with injected(Fault("oom", step=1)):
         train(*FEW, "train.per_device_train_batch_size=1", f"{CHECKPOINTING}=none", code=5)
     said = capsys.readouterr().err
-    assert "out of memory in step 1, with one row at once" in said and "auto" not in said
+    assert "step 1 ran out of memory with a micro-batch size of 1" in said and "auto" not in said
 
 
 def test_a_later_step_is_not_corrected(train) -> None:

@@ -133,7 +133,7 @@ def test_stopped_by_ctrl_c_it_goes_on(run, tmp_path, monkeypatch) -> None:
 def test_a_run_that_fails_is_a_row_and_the_others_go_on(run, tmp_path) -> None:
     said = run(tmp_path / "c", "--adapters", "full@1e30,lora", "--seeds", "1")
     result = found(tmp_path / "c")
-    assert list(result["failed"]) == ["full-seed42"] and "not finite" in result["failed"]["full-seed42"]
+    assert list(result["failed"]) == ["full-seed42"] and "NaN or Inf" in result["failed"]["full-seed42"]
     assert result["winner"]["type"] == "lora" and "full-seed42 FAILED" in said
     assert "full-seed42 FAILED" in (tmp_path / "c" / "compare.md").read_text()
     said = run(tmp_path / "d", "--adapters", "full@1e30", "--seeds", "1", code=5)

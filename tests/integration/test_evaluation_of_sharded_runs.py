@@ -50,7 +50,7 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     assert raised.value.code == 4 and not run.adapter.exists()
     config = other.adapter / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 3}))
-    with pytest.raises(UserError, match="does not open") as raised:
+    with pytest.raises(UserError, match="the saved weights can't be loaded") as raised:
         saved_evaluation.evaluate(other, live, RunChecks())
     assert raised.value.code == 4 and not other.adapter.exists()
 

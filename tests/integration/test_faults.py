@@ -33,7 +33,7 @@ from support.runs import metrics
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        ("weight", "trained weights are not finite themselves"),
+        ("weight", "trained weights are NaN or Inf"),
         ("input", "the output of base_model.model.model.embed_tokens (micro-batch 1 of 2)"),
         ("nan", "what was not has passed"),
     ],
@@ -44,7 +44,7 @@ def test_a_step_that_is_not_finite_ends_the_run_before_its_update(
     with injected(Fault(fault, step=3)):
         run = train(*FEW, "train.save_steps=1", "train.per_device_train_batch_size=4", code=5)
     text = capsys.readouterr().err
-    assert "gradients of step 3 are not finite" in text and said in text
+    assert "the gradients of step 3 are NaN or Inf" in text and said in text
     last = checkpoints.published(run.checkpoints)[0]
     assert last.name == "step-2"
     assert all(t.isfinite().all() for t in load_file(last / "weights.safetensors").values())
@@ -78,7 +78,7 @@ def test_rows_of_a_flattened_batch_are_found_by_their_tokens() -> None:
 def test_a_step_may_be_left_out_and_the_schedule_waits(train) -> None:
     with injected(Fault("input", step=2)):
         run = train(*FEW, "train.skip_nonfinite=1", "train.save_steps=1", "train.save_total_limit=null")
-    assert "step 2 is left out" in (run.path / "log.txt").read_text()
+    assert "step 2 is skipped" in (run.path / "log.txt").read_text()
     lines = metrics(run)
     assert [line["skipped_steps"] for line in lines] == [0, 1, 1, 1]
     nan = [[str(line[key]).lower() == "nan" for key in ("grad_norm", "loss")] for line in lines]
@@ -94,7 +94,7 @@ def test_a_step_may_be_left_out_and_the_schedule_waits(train) -> None:
 def test_more_steps_in_a_row_than_allowed_end_the_run(train, capsys) -> None:
     with injected(Fault("nan", step=2), Fault("nan", step=3)):
         train(*FEW, "train.skip_nonfinite=1", code=5)
-    assert "nor were those of 1 steps before it" in capsys.readouterr().err
+    assert "after 1 such steps before it" in capsys.readouterr().err
 
 
 def test_the_first_module_is_named() -> None:
@@ -220,7 +220,7 @@ def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None
         watcher.on_step_end(None, state, None, optimizer=optimizer)
     watcher.on_log(None, state, None, logs=logs)
     assert logs == {"skipped_steps": 16 + nan_detection.HALVINGS + 2}
-    with pytest.raises(UserError, match="left out 23 steps in a row") as raised:
+    with pytest.raises(UserError, match="skipped 23 steps in a row") as raised:
         watcher.on_step_end(None, state, None, optimizer=optimizer)
     assert raised.value.code == 5
 

@@ -81,11 +81,11 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
     with injected(Fault("oom", step=1), Fault("oom", rows=1)):
         run = train(*FEW, *stated, code=5)
     said = capsys.readouterr().err
-    assert "out of memory in step 1, with one row at once" in said
+    assert "step 1 ran out of memory with a micro-batch size of 1" in said
     assert "in use, GiB: the base's weights 0.0" in said and "what trains 0.0" in said
     (fix,) = re.findall(r"help: +(.*)", said)
-    changes = "speed.activation_checkpointing=full; or model.quantization=nf4; or data.max_length=128"
-    assert fix == f"{changes}; what each gives: finetune plan"
+    changes = "speed.activation_checkpointing=full, or model.quantization=nf4, or data.max_length=128"
+    assert fix == f"{changes} (`finetune plan RECIPE` shows the memory of each)"
     ((needed, rows),) = re.findall(r"by finetune plan: (\S+) GiB for (.*)", said)
     made = planner.make(loader.load(run.recipe), *planner.planned_machine(None, None))
     assert rows == "one row of 256 tokens" and made.tokens == 256
@@ -220,6 +220,6 @@ def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train) -> None
 def test_not_even_one_row_fits(train, monkeypatch, capsys) -> None:
     monkeypatch.setattr(batch_search, "MARGIN", 0.01)
     train(*FEW, "train.per_device_train_batch_size=auto", code=5)
-    assert "not even one of the longest rows" in capsys.readouterr().err
+    assert "not even one of the longest sequences" in capsys.readouterr().err
     train(*FEW, "train.per_device_train_batch_size=auto", "data.streaming=true", name="other", code=2)
     assert "streamed data" in capsys.readouterr().err

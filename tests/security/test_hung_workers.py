@@ -53,7 +53,7 @@ def test_worker_that_hangs_ends_the_run_in_time(train, capfd, monkeypatch, how: 
             thread.join()
     assert time.monotonic() - began < SECONDS + 20, "torch waits 20 s more for workers that hang"
     said = capfd.readouterr().err
-    assert f"a data loader worker hangs: it gave no batch within {SECONDS} s" in said
+    assert f"a data loader worker hangs: it returned no batch within {SECONDS} s" in said
     assert "train.dataloader_timeout" in said and "Traceback" not in said
     assert ("hang_in_collator" if how == "sleeps" else "(stopped)") in said
     assert not [one for one in multiprocessing.active_children() if one.daemon]

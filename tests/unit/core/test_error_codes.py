@@ -27,6 +27,8 @@ PACKAGES = (
     "recipe",
     "reporting",
     "run_folder",
+    "speed",
+    "training",
 )
 
 

@@ -119,14 +119,14 @@ def test_what_is_let_through_can_be_made(name: str) -> None:
 def test_a_schedule_is_followed_to_its_end_before_anything_loads(name: str, given: dict) -> None:
     asked: Any = SimpleNamespace(learning_rate=1e-3, lr_scheduler_type=name, lr_scheduler_kwargs=given)
     asked.get_warmup_steps = lambda steps: 1
-    with pytest.raises(UserError, match=f"lr_scheduler_kwargs: {name} can't be followed"):
+    with pytest.raises(UserError, match=f"lr_scheduler_kwargs: the schedule {name} (gives|raises)"):
         optimizers.check_schedule(asked, 8)
 
 
 def test_a_schedule_without_options_is_blamed_itself() -> None:
     asked: Any = SimpleNamespace(learning_rate=1e-8, lr_scheduler_type="polynomial", lr_scheduler_kwargs=None)
     asked.get_warmup_steps = lambda steps: 1
-    with pytest.raises(UserError, match="lr_scheduler_type: polynomial can't be followed"):
+    with pytest.raises(UserError, match="lr_scheduler_type: the schedule polynomial raises an error"):
         optimizers.check_schedule(asked, 8)
 
 
