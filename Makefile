@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: quickstart test test-fast test-gpu lint schema locks sbom soak soak-gpu flakes bench clean
+.PHONY: quickstart test test-fast test-gpu lint schema docs docs-test locks sbom soak soak-gpu flakes bench clean
 
 quickstart: .venv/installed
 	$(BIN)/finetune train recipes/quickstart.yaml
@@ -48,7 +48,7 @@ soak: .venv/installed-dev
 flakes: .venv/installed-dev
 	for time in 1 2 3; do $(MAKE) test || exit 1; done
 
-# What this machine can measure again, and the pages made from it; benchmarks/README.md names what else there is.
+# What this machine can measure again, and the pages made from it; docs/reference/benchmarks.md names what else there is.
 # ASSETS: a folder of real models and data, the tests' own; on a GPU other parts of evaluation.py than on a CPU
 ASSETS ?= $(or $(FINETUNE_TEST_ASSETS),../shared/assets)
 GPUS = $(filter-out 0,$(shell $(BIN)/python -c 'import torch; print(torch.cuda.device_count())'))
@@ -75,6 +75,16 @@ schema: .venv/installed
 	$(BIN)/python scripts/make_module_lists.py
 	$(BIN)/python scripts/make_optimizations.py
 	$(BIN)/python scripts/make_tables.py
+	$(BIN)/python scripts/make_reference.py
+	$(BIN)/python scripts/make_diagrams.py
+
+# The documentation as pages to open from the disk: build/docs/index.html. No network is needed
+docs: .venv/installed-docs
+	$(BIN)/python -m sphinx -W -n -q -b html -d build/doctrees docs build/docs
+
+# Every command, recipe, Python block and link of the documentation. `make test` has a sample
+docs-test: .venv/installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/docs
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "finetune needs Python 3.11 or newer: make PYTHON=python3.12")'
@@ -97,6 +107,10 @@ EXTRAS := dev bnb quantize eval sweep
 	$(LOCKED) $(EXTRAS:%=-r locks/%.txt)
 	touch $@
 
+.venv/installed-docs: .venv/installed locks/docs.txt
+	$(LOCKED) -r locks/docs.txt
+	touch $@
+
 # Tools of a release, in an environment of their own: what `locks/` is made with, and a bill of materials (CycloneDX)
 .tools/installed: locks/tools.txt
 	$(PYTHON) -m venv .tools
@@ -108,7 +122,7 @@ locks: .tools/installed
 
 sbom: .tools/installed
 	mkdir -p dist
-	cat $(filter-out locks/dev.txt locks/tools.txt locks/torch-cpu.txt,$(wildcard locks/*.txt)) | .tools/bin/cyclonedx-py requirements \
+	cat $(filter-out locks/dev.txt locks/docs.txt locks/tools.txt locks/torch-cpu.txt,$(wildcard locks/*.txt)) | .tools/bin/cyclonedx-py requirements \
 	  --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json -
 
 clean:

@@ -1,4 +1,4 @@
-"""The tables that benchmarks/README.md and recipes/README.md show, from what `adapters.py` measured."""
+"""The tables that docs/reference/benchmarks.md and recipes/README.md show, from what `adapters.py` measured."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ def workers(folder: Path) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """What stands in docs/sweep.md."""
+    """What stands in docs/guides/sweep.md."""
     lines = ["| what was done | what came of it |", "|---|---|"]
     one, two, three = (results.get(name) for name in ("failures", "resumed", "workers"))
     if one:

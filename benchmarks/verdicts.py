@@ -4,7 +4,7 @@
 
 Each simulated evaluation goes through the functions of the product: `paired_differences.difference` and
 `verdicts.verdict`, and for seeds `comparison_report.winner`. No model is trained. Results: verdicts.json, and
-from it the tables of docs/verdicts.md (`make schema`).
+from it the tables of docs/explanation/verdicts.md (`make schema`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Write docs/optimizations.md from recipes/ablation.yaml and what was measured; a test keeps it current."""
+"""Write docs/reference/optimizations.md from recipes/ablation.yaml and what was measured; a test keeps it current."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
@@ -14,45 +15,48 @@ if TYPE_CHECKING:
     from finetune.experiments.ablation.optimizations import Rung
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "optimizations.md"
+PAGE = ROOT / "docs" / "reference" / "optimizations.md"
 HEAD = """# Optimizations
 
-Made by `scripts/make_optimizations.py` from [recipes/ablation.yaml](../recipes/ablation.yaml) and from
-measurements. `finetune ablate RECIPE` measures each optimization on your machine, alone and on top of the
-others that helped. It writes a recipe with the optimizations that helped.
+<!-- made by scripts/make_optimizations.py -->
 
-**On a CPU**: `finetune ablate recipes/quickstart.yaml`, {cpu}.
-The baseline trains in fp32, and every optimization is off. "Alone" divides the {unit} of one optimization by
-the {unit} of the baseline, or of the optimizations that it builds on. The number after ± is the part that
-noise explains. The noise of one run was {noise} ([the whole table](../benchmarks/ladder.md)).
-A run had {cpu_steps} steps.
+```text
+finetune ablate recipes/quickstart.yaml
+```
 
-**On a GPU**: the same on {layers} layers of an 8B Llama's widths, {gpu}
-([the whole table](../benchmarks/ladder_gpu.md)). A run had {gpu_steps} steps. **Whole model**: rows of
-[benchmarks/gpu.json](../benchmarks/gpu.json) in which nothing else differs (an 8B Llama's shape, LoRA, one
-{device}).
+`finetune ablate` measures each optimization of [recipes/ablation.yaml](../../recipes/ablation.yaml) on your machine, and writes
+a recipe with those that helped ([guide](../guides/ablate.md)).
 
-| | what it does | CPU: alone | verdict | GPU: alone | verdict | whole model, GPU | cost | off |
+| column | measurement |
+|---|---|
+| CPU | `finetune ablate recipes/quickstart.yaml`, {cpu}, {cpu_steps} steps per run. The noise of one run was {noise} ([table](../../benchmarks/ladder.md)). |
+| GPU | {layers} layers of Llama 3.1 8B, {gpu}, {gpu_steps} steps per run ([table](../../benchmarks/ladder_gpu.md)). |
+| whole model | Llama 3.1 8B with LoRA, one {device}: two rows of [gpu.json](../../benchmarks/gpu.json) that differ only in this option. |
+
+The columns "alone" divide {unit} (CPU) or tokens/s (GPU) with this optimization by the same without it. An optimization that
+builds on others is compared with these others. Noise explains the part after ±. The models have random weights on the GPU.
+
+| optimization | effect | CPU: alone | verdict | GPU: alone | verdict | whole model | cost | off |
 |---|---|---|---|---|---|---|---|---|
 """
 NAMED = {
     "elsewhere": """
 ## Measured elsewhere
 
-There is a switch, but `finetune ablate` does not measure it:
+These optimizations have a switch, but `finetune ablate` does not measure them:
 
 """,
     "no-op": """
 ## No-ops
 
-On lists of optimizations, and nothing to switch here:
+These names are often recommended. finetune has nothing to switch:
 
 """,
 }
 
 
 def page() -> str:
-    """The content of docs/optimizations.md."""
+    """The content of docs/reference/optimizations.md."""
     rungs = optimizations.read(ROOT / "recipes" / "ablation.yaml").rungs
     cpu = json.loads((ROOT / "benchmarks" / "ladder.json").read_text(encoding="utf-8"))
     gpu = json.loads((ROOT / "benchmarks" / "gpu.json").read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
-"""Write the JSON schema of recipes into the package, and docs/recipe.md (`make schema`); tests compare."""
+"""Write the JSON schema of recipes and docs/reference/recipe.md (`make schema`); tests compare."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import json
@@ -12,22 +13,31 @@ from finetune.recipe.adapter_keys import ADALORA_KEYS, LORA_KEYS, PEFT_KEYS
 from finetune.recipe.build import json_schema
 from finetune.recipe.schema import Train
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "recipe.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "recipe.md"
 HEAD = """\
-# Every key of a recipe
+# Recipe keys
 
-Made by `scripts/make_schema.py` (`make schema`) from what the program reads. `model.name`, `data.name` and
-`adapter.type` are required. Any key can be given on the command line too: `data.packing=true`.
+<!-- made by scripts/make_schema.py -->
 
-`finetune check RECIPE` names every mistake in a recipe and in the first rows of its data;
-`recipe.resolved.yaml` in the run folder has each value that was used.
-An editor completes and checks a recipe whose first line is a comment,
-`yaml-language-server: $schema=` and the path to [the schema](../finetune/recipe/recipe.schema.json).
+```yaml
+model: {name: examples/tiny_llama/model}
+data: {name: examples/tiny_llama/data/train.jsonl}
+adapter: {type: lora}
+```
 
-Of the environment: `FINETUNE_CACHE` is the folder of prepared data, of the module names of models and of what
-`finetune doctor --measure` found (else `~/.cache/finetune`). `HF_TOKEN` is the Hub's token,
-`FINETUNE_STORAGE` the storage of
-[finetune sweep](sweep.md); `FINETUNE_TIMEOUT_SECONDS` is in [stopping.md](stopping.md).
+These three keys are required. Every key can also be set on the command line: `data.packing=true`.
+
+`finetune check RECIPE` finds mistakes in a recipe and in the first examples. `recipe.resolved.yaml` in the run folder has the
+value of every key. For completion in an editor, start the file with this comment and the path to
+[the schema](../../finetune/recipe/recipe.schema.json): `# yaml-language-server: $schema=PATH`.
+
+| environment variable | effect |
+|---|---|
+| `FINETUNE_CACHE` | folder of prepared data, module names and measured rates; by default `~/.cache/finetune` |
+| `HF_TOKEN` | token of the Hugging Face Hub |
+| `HF_HUB_OFFLINE` | `1`: never ask the Hub |
+| `FINETUNE_STORAGE` | storage of [a sweep](../guides/sweep.md) |
+| `FINETUNE_TIMEOUT_SECONDS` | time limit for a process of [a launch](../guides/multi_gpu.md) that does not answer (1800) |
 """
 BELOW = {
     "Source": ("data.name", "an item with keys of its own"),
@@ -35,15 +45,15 @@ BELOW = {
     "Qat": ("speed.qat", ""),
 }
 ADAPTER = """
-PEFT's own keys, by type; what each means is said in PEFT's documentation and in the schema:
+PEFT's own keys, by type. PEFT's documentation and the schema describe them:
 """
 TRAIN = """
-SFTConfig's own keys; what each means is said in TRL's and transformers' documentation and in the schema:
+Keys of TRL's SFTConfig. TRL's documentation and the schema describe them:
 """
 
 
 def page() -> str:
-    """docs/recipe.md."""
+    """docs/reference/recipe.md."""
     schema = json_schema()
     kinds = schema["$defs"]
     text = HEAD
@@ -54,12 +64,12 @@ def page() -> str:
             continue
         its = kinds[section.capitalize()]["properties"]
         own = {key: value for key, value in its.items() if section != "train" or key in Train.model_fields}
-        text += table(own)
+        text += table(own, section)
         if section == "train":
             text += f"{TRAIN}\n{names(its.keys() - own.keys())}.\n"
         for kind, (key, what) in BELOW.items():
             if key.startswith(f"{section}."):
-                text += f"\n### {key}{f': {what}' if what else ''}\n\n{table(kinds[kind]['properties'])}"
+                text += f"\n### {key}{f': {what}' if what else ''}\n\n{table(kinds[kind]['properties'], key)}"
     return text
 
 
@@ -67,10 +77,10 @@ def adapter(kinds: dict[str, Any], types: dict[str, str]) -> str:
     ours = {**PEFT_KEYS, **LORA_KEYS, **ADALORA_KEYS}
     every = {name: kinds[where.rpartition("/")[2]]["properties"] for name, where in types.items()}
     shared = {key: its[key] for its in every.values() for key in ours if key in its}
-    rows = {"type": {"description": "The method, of the table below. Swapping it is all it takes."}}
+    rows = {"type": {"description": "The method, from the table below."}}
     for key in ours:
         rows[key] = {**shared[key], "description": f"{shared[key]['description']} {of(key, every)}".strip()}
-    text = table(rows) + ADAPTER + "\n| type | keys |\n|---|---|\n"
+    text = table(rows, "adapter") + ADAPTER + "\n| type | keys |\n|---|---|\n"
     alike: dict[str, list[str]] = {}
     for name, its in sorted(every.items()):
         alike.setdefault(names(its.keys() - ours.keys() - {"type"}) or "none", []).append(name)
@@ -87,14 +97,22 @@ def names(keys: Any) -> str:
     return ", ".join(f"`{key}`" for key in sorted(keys))
 
 
-def table(keys: dict[str, Any]) -> str:
+def table(keys: dict[str, Any], section: str = "") -> str:
+    """A table of keys. Each key of a section has an anchor, such as #model-name."""
     text = "| key | default | values | what it does |\n|---|---|---|---|\n"
     for key, described in keys.items():
         told = "default" in described and "$ref" not in described
         shown = f"`{json.dumps(described['default'])}`" if told else ""
         what = " ".join(described.get("description", "").split())
-        text += "| {} |\n".format(" | ".join([f"`{key}`", shown, values(described), shown_whole(what)]))
+        text += "| {} |\n".format(
+            " | ".join([anchor(section, key), shown, values(described), shown_whole(what)])
+        )
     return text
+
+
+def anchor(section: str, key: str) -> str:
+    place = f"{section}-{key}".replace(".", "-")
+    return f'<a id="{place}"></a>`{key}`' if section else f"`{key}`"
 
 
 def shown_whole(text: str) -> str:

@@ -16,10 +16,22 @@ from pkgutil import resolve_name
 from typing import Any
 
 from finetune.experiments.ablation import ablation_report
+from finetune.recipe.build import json_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-PAGES = ("README.md", "benchmarks/README.md", "recipes/README.md", "docs/sweep.md", "docs/verdicts.md")
+PAGES = (
+    "README.md",
+    "docs/reference/benchmarks.md",
+    "docs/guides/choose_method.md",
+    "docs/guides/evaluate.md",
+    "docs/guides/ablate.md",
+    "docs/guides/dataset_formats.md",
+    "docs/guides/sweep.md",
+    "docs/explanation/verdicts.md",
+    "docs/explanation/performance.md",
+    "docs/tutorials/first_run.md",
+)
 BLOCK = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end of table -->", re.DOTALL)
 TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, once that is measured
     "ab": ("ab:table", "ab"),
@@ -46,19 +58,13 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "verdicts_trials": ("verdicts:trials_table", "verdicts"),
     "verdicts_winners": ("verdicts:winners_table", "verdicts"),
 }
-SPEED = {  # rows of gpu.json
-    "lora-fp8": "LoRA, fp8 base",
-    "lora-bf16": "LoRA, bf16 base",
-    "dora-fp8": "DoRA, fp8 base",
-    "qlora": "qLoRA, NF4 base",
-    "lora-fp8-mlp-small": "LoRA, fp8 base, `offload: activations`",
-    "lora-bf16-mlp-small": "LoRA, bf16 base, `offload: activations`",
-    "trl+liger": "TRL with Liger's kernels: LoRA, bf16",
-    "trl-dora+liger": "the same: DoRA, bf16, everything recomputed",
-    "trl-qlora+liger": "the same: qLoRA, NF4 base",
-}
-
-
+SPEED = (  # method; rows of gpu.json: finetune's, and TRL's with Liger kernels
+    ("LoRA, bf16 base model", "lora-bf16", "trl+liger"),
+    ("LoRA, fp8 base model", "lora-fp8", ""),
+    ("DoRA, bf16 base model", "dora-bf16", "trl-dora+liger"),
+    ("QLoRA, NF4 base model", "qlora", "trl-qlora+liger"),
+    ("LoRA, fp8, `offload: activations`", "lora-fp8-mlp-small", ""),
+)
 RUNGS = (
     "bf16", "sdpa", "packing", "length_grouping", "chunked_loss", "no_recompute", "adamw_8bit", "tf32",
     "set_to_none",
@@ -91,24 +97,100 @@ def tables(measured: dict[str, Any]) -> dict[str, str]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
         made = {name: resolve_name(by)(measured[of]) for name, (by, of) in TABLES.items() if of in measured}
+        made["highlights"] = highlights(measured)
+        made["plan_verdict"] = resolve_name("plan:verdict")(measured["plan"]) + "\n"
     finally:
         sys.path.pop(0)
-    return made | {"speed": speed(measured["gpu"]), "ladder": ladder(measured["ladder"])}
+    own = {"speed": speed(measured["gpu"]), "dora": dora(measured["gpu"])}
+    return made | own | {"scaling": scaling(measured["multi_gpu"]), "ladder": ladder(measured["ladder"])}
 
 
-def speed(measured: dict[str, dict[str, float]]) -> str:
-    """An 8B Llama's shape on one GPU."""
-    lines = ["| 8B Llama's shape, one H200, 16,384 tokens a step | tokens/s | peak GiB |", "|---|---|---|"]
-    for name, shown in SPEED.items():
-        row = measured[name]
-        lines.append(f"| {shown} | {row['tokens_per_second']:,.0f} | {row['peak_gib']:.1f} |")
+def speed(measured: dict[str, dict[str, Any]]) -> str:
+    """Llama 3.1 8B on one GPU: finetune beside TRL."""
+    head = "| Llama 3.1 8B architecture, {}, 16,384 tokens per step | finetune | TRL + Liger kernels |"
+    lines = [head.format(measured["lora-bf16"]["gpu"]), "|---|---|---|"]
+    for method, own, peer in SPEED:
+        cells = [_rate_and_peak(measured[name]) if name else "not measured" for name in (own, peer)]
+        cells[1] += " (full activation checkpointing)" if "dora" in peer else ""
+        lines.append(f"| {method} | {cells[0]} | {cells[1]} |")
+    dates = [sorted(measured[row[at]]["date"] for row in SPEED if row[at]) for at in (1, 2)]
+    lines += ["", "Tokens/s and peak GPU memory. "]
+    lines[-1] += f"finetune: {dates[0][0]} to {dates[0][-1]}. "
+    lines[-1] += f"TRL + Liger: {dates[1][0]} to {dates[1][-1]}."
     return "\n".join(lines) + "\n"
+
+
+def dora(measured: dict[str, dict[str, Any]]) -> str:
+    """DoRA's step beside LoRA's, and beside TRL's DoRA."""
+    lines = ["| base model | DoRA's step, times LoRA's | DoRA's tokens/s, times TRL's |", "|---|---|---|"]
+    for base in ("bf16", "fp8"):
+        own, other = measured[f"dora-{base}"], measured[f"lora-{base}"]
+        slower = own["step_seconds"] / other["step_seconds"]
+        faster = own["tokens_per_second"] / measured["trl-dora+liger"]["tokens_per_second"]
+        lines.append(f"| {base} | {slower:.2f} | {faster:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+SCALING = {
+    "lora-bf16 x4": ("Llama 3.1 8B, LoRA, bf16", "lora-bf16 x1"),
+    "lora-fp8 x4": ("Llama 3.1 8B, LoRA, fp8", "lora-fp8 x1"),
+    "70b-fp8 x4": ("Llama 70B, LoRA on attention, fp8, sequences of 8,192", ""),
+    "128k-cp x4": ("Llama 3.1 8B, bf16, sequences of 131,072, context parallelism", ""),
+}
+
+
+def scaling(measured: dict[str, dict[str, Any]]) -> str:
+    """Four GPUs: tokens/s, and how many times those of one GPU."""
+    gpu = measured["lora-bf16 x4"]["gpu"]
+    lines = [
+        f"| 4 x {gpu}, random weights | tokens/s | times one GPU | peak GiB per GPU |",
+        "|---|---|---|---|",
+    ]
+    for name, (shown, one) in SCALING.items():
+        row = measured[name]
+        rate = row["tokens_per_second"]
+        times = f"{rate / measured[one]['tokens_per_second']:.2f}" if one else "not measured"
+        lines.append(f"| {shown} | {rate:,.0f} | {times} | {row['peak_gib']:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def _rate_and_peak(row: dict[str, Any]) -> str:
+    return f"{row['tokens_per_second']:,.0f} tokens/s, {row['peak_gib']:.1f} GiB"
+
+
+def highlights(measured: dict[str, Any]) -> str:
+    """Six facts with one number each, for the README."""
+    gpu, matrix = measured["gpu"], measured["reliability"]["resume matrix"]["cells"]
+    plans, verdicts = resolve_name("plan:errors")(measured["plan"], "gib"), measured["verdicts"]
+    equal, resumed = sum(cell["equal"] for cell in matrix.values()), len(matrix) * 11
+    false = max(rate for sizes in verdicts["false"].values() for rates in sizes.values() for rate in rates)
+    missed = sum("ran_out" in row for row in measured["plan"].values())
+    near = f"{sum(error <= 0.10 for error in plans)} of {len(plans) + missed}"
+    types = len(json_schema()["properties"]["adapter"]["discriminator"]["mapping"])
+    fast, small = gpu["lora-fp8"], gpu["lora-fp8-mlp-small"]
+    rows = [
+        (
+            "Fast",
+            f"{fast['tokens_per_second']:,.0f} tokens/s",
+            f"LoRA on an 8B fp8 base model, {fast['gpu']}",
+        ),
+        ("Small", f"{small['peak_gib']:.1f} GiB", "GPU memory of the same run with offloaded activations"),
+        ("Planned", near, "measured memory peaks are within 10% of the plan"),
+        (
+            "Exact",
+            f"{equal} of {resumed}",
+            "resumed runs equal the uninterrupted run bit for bit, on the CPU",
+        ),
+        ("Honest", f"{false:.1%}", "at most, of simulated evaluations without a change get a false verdict"),
+        ("Complete", f"{types}", "adapter types, `full` included, behind one key"),
+    ]
+    return "\n".join(["| | | |", "|---|---|---|", *(f"| **{a}** | {b} | {c} |" for a, b, c in rows)]) + "\n"
 
 
 def ladder(found: dict[str, Any]) -> str:
     """Some optimizations of the quickstart's ablation, and the speedup of the whole stack."""
     unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU second"}[found["rate"]]
-    lines = ["optimization     alone        stacked      held-out  status"]
+    lines = ["optimization     alone        stacked      loss      status"]
     for row in [row for row in found["rungs"] if row["name"] in RUNGS]:
         cells = [
             f"{row[how]['speedup']:.2f} ±{row[how]['noise']:.2f}" if row.get(how) else "-"
@@ -118,13 +200,13 @@ def ladder(found: dict[str, Any]) -> str:
         held_out = f"{scored['held_out']:.4f}" if scored.get("held_out") else "-"
         cells += [held_out.ljust(9), f"{row['status']}: {row['why']}"]
         lines.append(f"{row['name']:<17}" + " ".join([f"{cells[0]:<12}", f"{cells[1]:<12}", *cells[2:]]))
-    end = f"The numbers are {unit} relative to the baseline, ± the part that noise explains. "
+    end = f"The numbers compare {unit} with the baseline. Noise explains the part after ±. "
     if found["as_is"]:
         own = found["as_is"][found["rate"]] / found["baseline"][found["rate"]]
-        end += f"Your recipe trains {own:.2f} times as fast as the baseline. "
-    end += f"With the kept optimizations it trains {found['speedup']:.2f} times as fast. "
+        end += f"The unchanged recipe trains {own:.2f} times as fast as the baseline. "
+    end += f"With all kept optimizations it trains {found['speedup']:.2f} times as fast. "
     end += f"The ablation took {found['seconds']:.0f} s."
-    return "\n".join(["```", *lines, "```", "", end]) + "\n"
+    return "\n".join(["```text", *lines, "```", "", end]) + "\n"
 
 
 if __name__ == "__main__":

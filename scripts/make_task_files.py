@@ -1,4 +1,4 @@
-"""Write docs/task_files.md from the models that read task files (`make schema`); a test compares."""
+"""Write docs/reference/task_files.md from the models of task files (`make schema`); a test compares."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from finetune.recipe import upstream_options
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "task_files.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "task_files.md"
 HEAD = """\
 # Task files
 
-Made by `scripts/make_task_files.py` (`make schema`) from what the program reads. `eval.tasks` takes two forms
-of task files, and the names of lm-eval's own tasks.
+<!-- made by scripts/make_task_files.py -->
+
+`eval.tasks` takes two forms of task files, and the names of lm-eval's own tasks
+([guide](../guides/write_tasks.md)).
 
 ```yaml
 # colors.yaml. The lines of colors.jsonl: {"question": "...", "choices": ["red", "blue"], "gold": 1}
@@ -53,7 +55,7 @@ WORDS = {"string": "string", "integer": "integer", "number": "number", "boolean"
 
 
 def page() -> str:
-    """docs/task_files.md."""
+    """docs/reference/task_files.md."""
     text = HEAD.replace("{seconds:g}", f"{tasks.limited_patterns.SECONDS:g}") + OWN + table(tasks.Task)
     text += THEIRS.format(deepest=tasks.lm_eval_tasks.DEEPEST)
     for place, model in task_keys.KEYS.items():

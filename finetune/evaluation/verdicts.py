@@ -2,7 +2,7 @@
 
 All measures form one family. Holm's correction limits the probability of any false verdict to 5 %. A
 difference counts if it passes this test and reaches the smallest difference that matters
-(`eval.min_loss_difference`, `eval.min_score_difference`). docs/verdicts.md explains the words.
+(`eval.min_loss_difference`, `eval.min_score_difference`). docs/explanation/verdicts.md explains the words.
 benchmarks/verdicts.py measures their error rates.
 """
 

@@ -115,7 +115,7 @@ def loader(whole: Recipe, machine: Hardware) -> str:
 def more_rows(whole: Recipe, gpu: bool) -> str:
     """Suggest a larger micro-batch size, or a larger effective batch size if there is no accumulation.
 
-    Packing also fills sequences, but it is slower on a CPU (docs/optimizations.md).
+    Packing also fills sequences, but it is slower on a CPU (docs/reference/optimizations.md).
     """
     # Context parallel processes share their sequences
     apart = processes() // launch_environment.parallel("CP")

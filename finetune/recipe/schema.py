@@ -1,6 +1,6 @@
 """The sections of a recipe: frozen, strict about types, and closed to unknown keys.
 
-The docstring below a key describes it. `make schema` copies these texts to docs/recipe.md and to the JSON
+The docstring below a key describes it. `make schema` copies these texts to docs/reference/recipe.md and to the JSON
 schema.
 """
 
@@ -65,7 +65,7 @@ class Model(Section):
     nf4 for the q-types. Under lora, rslora, dora, adalora and ia3 it is fp8 (e4m3) if the GPU has fp8 GEMMs
     and the layers are large enough. Otherwise it is `none`. bitsandbytes provides nf4, fp4 and int8. A
     checkpoint that is quantized already keeps its quantization, or is dequantized
-    (docs/quantized_checkpoints.md)."""
+    (docs/guides/quantized_checkpoints.md)."""
     add_tokens: list[Annotated[str, Field(min_length=1)]] = []
     """Strings to add as new tokens. Their embeddings start as the mean of all others and are trained."""
 

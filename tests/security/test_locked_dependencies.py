@@ -65,7 +65,7 @@ def test_make_installs_by_hash_alone() -> None:
     text = (ROOT / "Makefile").read_text()
     named = dict(re.findall(r"^(LOCKED|OURSELVES|TORCH) := (.*)", text, re.MULTILINE))
     installs = re.findall(r"^.*pip install.*$", text, re.MULTILINE)
-    assert len(installs) == 3 and text.count("$(LOCKED)") == 4
+    assert len(installs) == 3 and text.count("$(LOCKED)") == 5
     for line in installs:
         ours = line.endswith(named["OURSELVES"]) and "--no-deps --no-build-isolation -e ." in line
         assert ours or "--require-hashes --no-deps" in line

@@ -9,7 +9,7 @@ def test_extras_of_doctor_are_those_of_the_package() -> None:
     from finetune.cli import doctor_report
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(project["optional-dependencies"]) == {*doctor_report.EXTRAS, "dev"}
+    assert set(project["optional-dependencies"]) == {*doctor_report.EXTRAS, "dev", "docs"}
 
 
 def test_constraints_are_within_the_ranges() -> None:

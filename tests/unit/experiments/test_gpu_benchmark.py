@@ -154,7 +154,7 @@ def test_the_page_names_every_row_and_the_bars_are_near(monkeypatch) -> None:
     import bars
 
     measured = json.loads(bars.RESULTS.read_text())
-    page = (ROOT / "benchmarks" / "README.md").read_text()
+    page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text()
     made = bars.table(measured)
     short = [float(share) for share in re.findall(r"\| ([\d.]+)% \|", made)]
     assert min(short, default=100.0) > 93 and made.count("| yes |") >= 13

@@ -224,7 +224,7 @@ def test_switched_off_alone_a_rung_does_nothing(name: str, small, two_layers, mo
 
 def test_the_page_of_optimisations_is_current() -> None:
     script = module_of("scripts", "make_optimizations")
-    assert (ROOT / "docs" / "optimizations.md").read_text() == script.page(), "scripts/make_optimizations.py"
+    assert script.PAGE.read_text() == script.page(), "scripts/make_optimizations.py"
 
 
 def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:

@@ -267,13 +267,13 @@ def test_a_cache_that_can_t_be_written_is_said_before_anything_is_measured(monke
     assert "finetune can't write to this path" in capsys.readouterr().err
 
 
-def test_the_readme_s_plan_is_today_s(large: Path, monkeypatch) -> None:
+def test_the_plan_in_the_documentation_is_today_s(large: Path, monkeypatch) -> None:
     (large.parent / "rows.jsonl").write_text(f"{json.dumps({'text': 'w' * 4 * 4096})}\n" * 9)
     monkeypatch.chdir(large.parent)
     made = planned(large, "model.name=8b", gpu="rtx4090", count=2)
     said = plan_report.headline(loader.load(large, ["model.name=8b"]), made)
     said = said.replace("on 8b,", "on models/8b,")
-    assert said in (ROOT / "README.md").read_text()
+    assert said in (ROOT / "docs" / "explanation" / "performance.md").read_text()
 
 
 def test_a_dry_run_looks_for_what_it_would_go_on_from(tmp_path: Path, capsys) -> None:

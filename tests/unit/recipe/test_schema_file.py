@@ -1,4 +1,4 @@
-"""The JSON schema of recipes and docs/recipe.md are those of the code."""
+"""The JSON schema of recipes and docs/reference/recipe.md are those of the code."""
 
 import json
 
@@ -26,4 +26,4 @@ def test_the_schema_is_current() -> None:
 
 def test_every_key_of_a_recipe_is_in_the_docs() -> None:
     make_schema = module_of("scripts", "make_schema")
-    assert (ROOT / "docs" / "recipe.md").read_text() == make_schema.page(), "make schema"
+    assert (ROOT / "docs" / "reference" / "recipe.md").read_text() == make_schema.page(), "make schema"

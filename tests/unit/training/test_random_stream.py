@@ -1,4 +1,4 @@
-"""docs/data.md: finetune's loader leaves the global random stream alone, TRL's loader draws from it."""
+"""The data guide: finetune's loader leaves the global random stream alone, TRL's loader draws from it."""
 
 from pathlib import Path
 

@@ -1,0 +1,88 @@
+"""Sphinx builds the documentation from this folder: `make docs`, which needs no network."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
+
+import finetune  # noqa: E402
+
+project = "finetune"
+copyright = "the finetune authors. Apache-2.0"
+version = release = finetune.__version__
+html_title = f"finetune {version}"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "sphinx_copybutton",
+    "sphinxarg.ext",
+]
+exclude_patterns = ["images/README.md"]
+source_suffix = {".md": "markdown"}
+
+myst_enable_extensions = ["colon_fence", "substitution", "attrs_block"]
+myst_heading_anchors = 3
+myst_substitutions = {"version": version}
+suppress_warnings = ["myst.header", "myst.domains"]
+
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_theme_options = {
+    "source_view_link": "",
+    "announcement": f"This site describes finetune {version}, which is unreleased.",
+}
+html_copy_source = False
+html_show_sourcelink = False
+# Pages are opened from the disk too (file://), where no page may need a server or the network
+html_use_opensearch = ""
+
+nitpicky = True
+# Names of other packages, which the documentation does not describe. One line per name: no pattern
+nitpick_ignore = [
+    ("py:class", "pathlib.Path"),
+    ("py:class", "Path"),
+    ("py:class", "PreTrainedModel"),
+    ("py:class", "PeftModel"),
+]
+# Names in annotations, and the names under which the documentation describes them
+ALIASES = {
+    "finetune.recipe.schema.Recipe": "finetune.Recipe",
+    "Recipe": "finetune.Recipe",
+    "finetune.run_folder.run_folder.RunFolder": "finetune.Run",
+    "Run": "finetune.Run",
+    "Plan": "finetune.planning.planner.Plan",
+    "Quantization": "finetune.load_model",
+}
+
+
+def resolve_alias(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Resolve a name in an annotation that the documentation has under another name."""
+    name = ALIASES.get(node.get("reftarget"))
+    if not name:
+        return None
+    python = env.get_domain("py")
+    kind = python.objects[name].objtype if name in python.objects else "class"
+    return python.resolve_xref(
+        env, node["refdoc"], app.builder, "func" if kind == "function" else "class", name, node, content
+    )
+
+
+def link_other_files(app: Any, document: str, source: list[str]) -> None:
+    """Copy Markdown files outside of docs/ that a page links to, since they are no pages of the site."""
+    source[0] = re.sub(r"\]\((\.\./\.\./[\w./-]+\.md)\)", r"](<path:\1>)", source[0])
+
+
+def setup(app: Any) -> None:
+    app.connect("missing-reference", resolve_alias)
+    app.connect("source-read", link_other_files)

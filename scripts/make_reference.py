@@ -1,0 +1,209 @@
+"""Write the generated pages of docs/reference from code and measurements (`make schema`); a test compares.
+
+python scripts/make_reference.py
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import launch_matrix
+
+from finetune.core import shipped_files
+from finetune.core.error_codes import CODES
+from finetune.core.errors import Exit
+from finetune.recipe import adapter_types, loader
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+MADE = "<!-- made by scripts/make_reference.py -->\n\n"
+EXITS = {
+    Exit.DONE: ("The command did its work.", "Read the results."),
+    Exit.INPUT: ("The recipe, the data or the command line has a mistake.", "Follow `help:`."),
+    Exit.ENVIRONMENT: (
+        "A package, the hardware, the network or credentials are missing.",
+        "Run `finetune doctor`.",
+    ),
+    Exit.ARTEFACT: (
+        "A checkpoint, adapter or run does not verify.",
+        "Do not use it. The message names a valid one.",
+    ),
+    Exit.TRAINING: (
+        "Training failed: NaN or Inf, out of memory, or a run check.",
+        "Read the message and change the recipe.",
+    ),
+    Exit.STOPPED: (
+        "A signal or `--until` stopped the run, which is saved.",
+        "Continue with `--resume=auto`.",
+    ),
+}
+FAMILIES = {
+    "quickstart": "The quickstart",
+    "gpus": "Llama 3.1 8B, by the memory of one GPU",
+    "llama3_8b": "Llama 3.1 8B, by method",
+    "llama3_1b": "Llama 3.2 1B, by method",
+    "mistral_7b": "Mistral 7B, by method",
+    "qwen3_8b": "Qwen3 8B, by method",
+    "adapters": "More methods on the quickstart's model",
+    "isc25": "Eight H100s",
+    "baselines": "Baselines of speed claims",
+}
+
+
+def pages() -> dict[Path, str]:
+    """The content of each page."""
+    return {
+        REFERENCE / "exit_codes.md": exit_codes(),
+        REFERENCE / "error_codes.md": error_codes(),
+        REFERENCE / "adapters.md": adapters(),
+        REFERENCE / "recipe_gallery.md": gallery(),
+        REFERENCE / "launch_matrix.md": matrix(),
+    }
+
+
+def exit_codes() -> str:
+    text = "# Exit codes\n\n" + MADE
+    text += "```bash\nfinetune check quickstart\necho $?   # 0\n```\n\n"
+    text += "| code | name | meaning | next |\n|---|---|---|---|\n"
+    for code, (meaning, what_next) in EXITS.items():
+        text += f"| {int(code)} | `{code.name}` | {meaning} | {what_next} |\n"
+    text += "| 130 | | Ctrl-C, and there was nothing to save. | Run the command again. |\n\n"
+    return text + (
+        "`finetune train --accelerate` and `python -m finetune.launch` end with the code of the process that "
+        "failed first.\nPlain `accelerate launch` ends with 1 for every failure.\n"
+    )
+
+
+def error_codes() -> str:
+    text = "# Error codes\n\n" + MADE
+    text += (
+        "Each error ends with its code in brackets. The codes are stable. A command explains them too:\n\n"
+    )
+    text += "```bash\nfinetune explain unknown-key\n```\n"
+    for code, meaning in CODES.items():
+        text += f"\n## {code}\n\n{meaning}\n"
+    return text
+
+
+def adapters() -> str:
+    """Each adapter type: its defaults, the quantizations that it supports, its usual learning rates."""
+    text = "# Adapter methods\n\n" + MADE
+    text += "```yaml\nadapter: {type: dora, r: 16}\n```\n\n"
+    text += (
+        "A type takes the keys of PEFT's config with the same name ([all keys](recipe.md#adapter)). The column "
+        "of defaults\nshows where finetune differs from PEFT. The column of quantizations lists the values of "
+        "`model.quantization`\nthat the type supports, next to `none`.\n\n"
+        "| type | finetune's defaults | quantized base models | usual learning rates | merge |\n"
+        "|---|---|---|---|---|\n"
+    )
+    refused = []
+    for name, kind in sorted(adapter_types.all_types().items()):
+        if kind.refused:
+            refused.append(name)
+            continue
+        fits = [s for s in adapter_types.QUANTISED if not adapter_types.obstacle(name, s)]
+        stored = kind.storage or (
+            "all" if fits == list(adapter_types.QUANTISED) else ", ".join(fits) or "none"
+        )
+        defaults = ", ".join(
+            f"`{key}: {value}`" for key, value in (kind.defaults if kind.peft else {}).items()
+        )
+        rates = "{:g} to {:g}".format(*kind.learning_rate) if kind.learning_rate else ""
+        merges = "no" if adapter_types.unmerged(name, {}) else "yes"
+        text += f"| `{name}` | {defaults} | {stored} | {rates} | {merges} |\n"
+    text += "\n## Types that are not supported\n\n"
+    text += "These types of PEFT do not fit supervised fine-tuning. `finetune check` prints the reason: "
+    text += ", ".join(f"`{name}`" for name in refused) + ".\n\n"
+    return text + ("[Choose a method](../guides/choose_method.md) has measured quality, time and memory.\n")
+
+
+def gallery() -> str:
+    """Each shipped recipe with its purpose, and its planned and measured step where a benchmark has one."""
+    gpu, plans = (_measured(name) for name in ("gpu", "plan"))
+    text = "# Recipe gallery\n\n" + MADE
+    text += "```bash\nfinetune recipes                         # list them\n"
+    text += "finetune recipes quickstart              # print one\n"
+    text += "finetune recipes quickstart --copy new   # copy one with its files\n```\n\n"
+    text += (
+        "Every command takes these names in place of a file. No recipe for a model with billions of parameters "
+        "has been\ntrained to its end yet.\n"
+    )
+    found = shipped_files.recipes()
+    for family, title in FAMILIES.items():
+        own = {name: path for name, path in found.items() if name.partition("/")[0] == family}
+        planned = family == "gpus"
+        text += f"\n## {title}\n\n| name | method | purpose |{' planned | measured |' if planned else ''}\n"
+        text += "|---|---|---|" + ("---|---|" if planned else "") + "\n"
+        for name, path in own.items():
+            recipe = loader.load(path)
+            row = f"| `{name}` | {recipe.adapter.type} | {_cell(shipped_files.purpose(path))} |"
+            if planned:
+                stem = name.partition("/")[2]
+                row += f" {_planned(plans.get(stem), gpu.get(stem))} | {_ran(gpu.get(stem))} |"
+            text += row + "\n"
+        if planned:
+            text += (
+                "\nThe architecture has random weights, and an H200 whose allocator has no more memory than "
+            )
+            text += (
+                "such a GPU ran\nthe recipe. The memory is the memory of that GPU. The speed is the speed of "
+            )
+            text += "the H200.\n"
+    return text
+
+
+def _planned(plan: dict[str, Any] | None, row: dict[str, Any] | None) -> str:
+    if not plan or not row:
+        return ""
+    rate = row["real_tokens_per_step"] / plan["planned_seconds"]
+    return f"{plan['planned_gib']:.1f} GiB, {rate:,.0f} tokens/s"
+
+
+def _ran(row: dict[str, Any] | None) -> str:
+    return f"{row['peak_gib']:.1f} GiB, {row['tokens_per_second']:,.0f} tokens/s" if row else ""
+
+
+def matrix() -> str:
+    """Which launch config trains which method; the settings of NCCL that were measured."""
+    text = "# Launch matrix\n\n" + MADE
+    text += "```bash\nfinetune check quickstart adapter.type=dora\n```\n\n"
+    text += (
+        "Rows are the configs in `accelerate_configs/`, columns are methods and base models. `yes`: a test or a "
+        "benchmark\ntrained it, on GPUs or on two CPU processes. `no (N)`: finetune stops with the reason N "
+        "below. Without a GPU, only\n`cpu`, `cpu_2` and DeepSpeed's configs are accepted.\n\n"
+    )
+    text += launch_matrix.table()
+    several = _measured("multi_gpu")
+    text += "\n## NCCL settings\n\nLoRA on 8 layers of Llama 3.1 8B in bf16, two H100s with NVLink, one run "
+    text += "each.\n\n| setting | DDP, tokens/s | FSDP2, tokens/s |\n|---|---|---|\n"
+    for setting, name in NCCL.items():
+        cells = [several.get(f"nccl-lora-bf16{kind}{name} x2") for kind in ("", "-fsdp2")]
+        shown = [f"{row['tokens_per_second']:,.0f}" if row else "not measured" for row in cells]
+        text += f"| {setting} | {' | '.join(shown)} |\n"
+    return text
+
+
+NCCL = {
+    "none": "",
+    "`NCCL_P2P_DISABLE=1`": "-no-p2p",
+    "`TORCH_NCCL_TRACE_BUFFER_SIZE=2000`, `TORCH_NCCL_DUMP_ON_TIMEOUT=1`": "-trace",
+    "`NCCL_DEBUG=INFO`": "-debug",
+    "`OMP_NUM_THREADS=8`": "-threads",
+}
+
+
+def _measured(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
