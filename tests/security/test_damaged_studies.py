@@ -123,7 +123,7 @@ def test_study_of_a_release_with_fewer_keys_goes_on_and_one_of_another_recipe_is
         found.set_user_attr("identity", IDENTITY)
         found.tell(found.ask(), 1.0)
         before = dict(found.user_attrs)
-        with pytest.raises(UserError, match=r"another adapter\.r"):
+        with pytest.raises(UserError, match=r"other values of adapter\.r"):
             study.hold(found, Path("study"), IDENTITY | {"adapter.r": "4"})
         assert found.user_attrs == before
         study.hold(found, Path("study"), IDENTITY | dict.fromkeys(varied_keys.NO_RESULT, "5"))

@@ -105,8 +105,8 @@ ATTACKS = {
     "a name that is a path": ("task: ../../evil\n", "task"),
     "answers without end": ("repeats: 1000000000\n", "repeats"),
     "examples without end": ("num_fewshot: 1000000000\n", "num_fewshot"),
-    "a broken template": ("doc_to_text: '{{ question'\n", "broken"),
-    "a broken pattern": (FILTER.format("regex, regex_pattern: '('"), "not a regular expression"),
+    "a broken template": ("doc_to_text: '{{ question'\n", "the template is not valid Jinja"),
+    "a broken pattern": (FILTER.format("regex, regex_pattern: '('"), "not a valid regular expression"),
 }
 
 
@@ -360,7 +360,7 @@ def test_task_with_many_wrong_examples_is_not_read_to_its_end(tmp_path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"other": 1}\n' * 5000)
     text = 'data: rows.jsonl\nkind: exact_match\nprompt: "{{ question }}"\nanswer: "{{ answer }}"\n'
     (tmp_path / "task.yaml").write_text(text)
-    with pytest.raises(UserError, match="1,000 wrong examples or more") as raised:
+    with pytest.raises(UserError, match="after 1,000 examples with problems") as raised:
         tasks.check(Eval(tasks=[str(tmp_path / "task.yaml")]))
     assert len(raised.value.problems) == 6
 

@@ -150,7 +150,7 @@ def test_missing_of_a_task_follows_what_its_code_imports(code: str, needs, tasks
     write(own, task_yaml="task: own\nprocess_results: !function utils.process\n", utils_py=code)
     write(own, helper_py="import absent_two\n")
     found = task_packages.missing("own", [own / "task.yaml"])
-    assert (found and found.what) == (needs and f"own needs {needs}, not installed")
+    assert (found and found.what) == (needs and f"the task `own` needs {needs}")
 
 
 def test_missing_of_a_group_looks_into_its_tasks(tasks_folder) -> None:
@@ -163,4 +163,4 @@ def test_missing_of_a_group_looks_into_its_tasks(tasks_folder) -> None:
     write(tasks_folder / "elsewhere", two_yaml="task: two\ndoc_to_text: !function code.text\n")
     write(tasks_folder / "elsewhere", code_py="import absent_three")
     found = task_packages.missing("all", [own / "all.yaml"])
-    assert found and found.found == "all needs absent_one, absent_three"
+    assert found and found.what == "the task `all` needs absent_one, absent_three"
