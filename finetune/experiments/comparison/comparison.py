@@ -139,8 +139,9 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     found = collectives.from_main(lambda: comparison_report.collect(asked.folder, settings, failed))
     if not found["runs"]:
         problems = [
-            Problem(f"the run {name} failed", found=reason, code="experiment")
+            Problem(what, found=reason, fix=f"read {asked.folder / name}/log.txt", code="experiment")
             for name, reason in failed.items()
+            for what in [f"the run {name} failed"]
         ]
         raise UserError(*problems, code=Exit.TRAINING)
     if state.is_main_process:

@@ -52,13 +52,12 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Fo
     unequal = [part for part in learnt if part.rows]
     screen.say(sentence(unequal, [part.part for part in parts[:3] if part.rows], reasons))
     if must_equal and unequal:
-        raise UserError(
-            *(
-                Problem(f"the {part.part} of the runs differ", found=part.summary, code="run-check")
-                for part in unequal
-            ),
-            code=Exit.ARTEFACT,
-        )
+        why = "--assert-equal asks for equal losses, weights and evaluation"
+        problems = [
+            Problem(f"the {part.part} of the runs differ", found=part.summary, why=why, code="run-check")
+            for part in unequal
+        ]
+        raise UserError(*problems, code=Exit.ARTEFACT)
     return parts
 
 

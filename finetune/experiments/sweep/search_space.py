@@ -148,8 +148,8 @@ def _validated(
 def _key_problems(key: str, at: str) -> list[Problem]:
     section, dot, name = key.partition(".")
     if not (dot and name):
-        what, expected = "recipes have no such key", "a key such as adapter.r"
-        return [Problem(what, "", at, key, expected, code="unknown-key")]
+        what, fix = "recipes have no such key", f"write the section and the key: SECTION.{name or key}"
+        return [Problem(what, "", at, key, "a key such as adapter.r", fix, code="unknown-key")]
     why = REFUSED.get(section) or REFUSED.get(key) or ""
     what, texts = "a sweep can't search this key", {"fix": f"remove `{key}:`", "why": why}
     return [Problem(what, key, at, **texts, code="search-space")] if why else []

@@ -127,12 +127,15 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
 def problems(content: dict[str, Any]) -> list[Problem]:
     """Return why no trial succeeded."""
     rows = [row for row in content["trials"] if row["state"] in ("failed", "pruned")][:HOPELESS]
-    said = [
-        Problem(f"trial {row['number']} {row['state']}", found=row["reason"], code="experiment")
-        for row in rows
-    ]
+    said = [_failed(f"trial {row['number']} {row['state']}", row["reason"], row["folder"]) for row in rows]
     what, fix = "the sweep finished no trial", "raise --trials or --hours"
     return said or [Problem(what, found="0 finished trials", fix=fix, code="experiment")]
+
+
+def _failed(what: str, reason: str, folder: str) -> Problem:
+    """Return the problem of a trial that ended without a score."""
+    fix = f"read logs/{folder}.txt in the folder of the sweep"
+    return Problem(what, found=reason, fix=fix, code="experiment")
 
 
 def prepare(asked: SweepRequest) -> tuple[Recipe, search_space_checks.Looked]:
@@ -297,7 +300,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
         ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
         if ended.state != "lost":
-            failed = Problem(f"trial {drawn.number} failed", found=ended.reason, code="experiment")
+            failed = _failed(f"trial {drawn.number} failed", ended.reason, folder.name)
             job.ran.append(failed if ended.state == "failed" else None)
     record(job, drawn, ended)
 
