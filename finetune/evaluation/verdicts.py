@@ -184,7 +184,7 @@ def title(said: dict[str, Any]) -> str:
     text = said.get("title") or TITLES.get(current_word(str(said.get("word"))), TITLES[UNKNOWN])
     if not said.get("forgot"):
         return text
-    return f"{text}{', but' if said.get('word') == BETTER else '; '} worse on general tasks"
+    return f"{text}{', but' if said.get('word') == BETTER else ';'} worse on general tasks"
 
 
 def reasons(said: dict[str, Any]) -> str:

@@ -135,7 +135,7 @@ def _read_metrics(found: Run, folder: RunFolder) -> None:
             continue
         (found.steps if "loss" in record else found.checks).append(record)
     if torn:
-        found.missing.append(f"the report skips {torn:,} damaged lines of metrics.jsonl")
+        found.missing.append(f"finetune can't read {torn:,} lines of metrics.jsonl; the report skips them")
 
 
 def _float(value: Any) -> float | None:

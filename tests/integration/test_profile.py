@@ -262,4 +262,4 @@ def test_a_lever_is_not_what_is_so_already() -> None:
     assert "faster memory" in lever(passes, "speed.compile=true")
     good = {**padded, "products": 0.9, "memory-bound": 0.0}
     assert lever(good) == "model.quantization: fp8"
-    assert lever(good, "model.quantization=fp8") == lever(good, "adapter.type=full") == "a faster machine"
+    assert lever(good, "model.quantization=fp8") == lever(good, "adapter.type=full") == "use a faster machine"

@@ -431,4 +431,4 @@ def test_caption_of_the_loss_curve_has_the_ends_of_the_curve(count: int, tmp_pat
     steps = [{"step": step + 1.0, "loss": loss} for step, loss in enumerate(losses)]
     run = run_files.Run(tmp_path, steps=steps)
     svg, caption = html_report._loss_chart(run)
-    assert caption == "from 4 to 1" and f"loss: {caption}" in svg
+    assert caption == "training loss 4 \N{RIGHTWARDS ARROW} 1" and f"loss: {caption}" in svg
