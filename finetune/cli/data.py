@@ -34,6 +34,7 @@ DATA: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def data(options: argparse.Namespace) -> dict[str, Any]:
     """Show the training data token by token, with the tokens that contribute to the loss."""
+    from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker
     from finetune.training import load_data
@@ -52,12 +53,14 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         quieten_libraries()
-        tokenizer, prepared = load_data.prepare_data(recipe)
+        screen = Console(quiet=options.quiet)
+        with progress.phase(screen, "preparing the data"):
+            tokenizer, prepared = load_data.prepare_data(recipe)
     from finetune.data import preview
 
     if isinstance(sys.stdout, io.TextIOWrapper):  # data may hold what the terminal's encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
-    screen, unasked = Console(quiet=options.quiet), 0 if page or kept else 3
+    unasked = 0 if page or kept else 3
     preview.summary(screen, prepared)
     preview.show(screen, tokenizer, prepared, unasked if options.show is None else options.show)
     if page:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
 from finetune.cli import arguments
+from finetune.core import progress
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.formatting import WARNING, labelled
 from finetune.data import preview
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
     tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
-    tokenizer, prepared = load_data.prepare_data(recipe)
+    with progress.phase(screen, "preparing the data"):
+        tokenizer, prepared = load_data.prepare_data(recipe)
     token_checks.check_texts(recipe, tokenizer)
     preview.summary(screen, prepared)
     rows = None if recipe.data.streaming else len(prepared.train)

@@ -62,8 +62,10 @@ def main(given: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         outcome = guarded(options.command, options)
     if os.environ.get("RANK", "0") == "0":
-        name = NAMES.get(options.command.__name__, options.command.__name__)
-        standard_streams.say(json_output.render(name, outcome.code, outcome.result, outcome.problems))
+        own: str = options.command.__name__
+        standard_streams.say(
+            json_output.render(NAMES.get(own, own), outcome.code, outcome.result, outcome.problems)
+        )
     return outcome.code
 
 
@@ -127,8 +129,8 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
 
     def add(function: Any, *its: tuple[str, dict[str, Any]]) -> None:
         text = (function.__doc__ or "").strip()
-        name = NAMES.get(function.__name__, function.__name__)
-        command = commands.add_parser(name, help=text, description=text, parents=[common])
+        own: str = function.__name__
+        command = commands.add_parser(NAMES.get(own, own), help=text, description=text, parents=[common])
         for name, settings in its:
             made = command.add_argument(name, **settings)
             made.required = made.required and settings.get("nargs") != "*"  # argparse asks for one

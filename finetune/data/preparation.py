@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from finetune.core import progress
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.verified_files import Damaged
 from finetune.data import chat_templates, prepared_cache, source_loading
@@ -411,7 +412,8 @@ def _chunk(found: Iterator[Any]) -> list[Any]:
 def audited(rows: Iterable[Row | BadRow], data: Data, audit: Audit, name: str) -> Iterator[Any]:
     """Yield (example, encoded documents) of each row that is kept. The audit counts every row."""
     found = source_loading.examples(rows, data, name, audit.report.formats, audit.report.unused)
-    for example, encoded in encode(found, audit.encoder_for):
+    found = progress.track(encode(found, audit.encoder_for), None, lambda _: 1)
+    for example, encoded in found:
         audit.report.read[name] = audit.report.read.get(name, 0) + 1
         if isinstance(example, BadRow) or isinstance(encoded, BadRow):
             audit.bad(example if isinstance(example, BadRow) else encoded, name)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 
+from finetune.core import progress
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import (
@@ -34,6 +35,7 @@ from finetune.run_folder import comparability, run_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from transformers import PreTrainedTokenizerBase
 
@@ -98,7 +100,11 @@ def run(
             screen.say(f"{what} ...")
 
     def measured(asked: Any, which: str) -> Measured:
-        return measure(asked, tokenizer, rows, texts, recipe, lambda what: say(f"{which}: {what}"))
+        def part(what: str) -> AbstractContextManager[None]:
+            say(f"{which}: {what}")
+            return progress.phase(screen if PartialState().is_main_process else None, f"{which}: {what}")
+
+        return measure(asked, tokenizer, rows, texts, recipe, part)
 
     after, before = measured(tuned, "fine-tuned model"), None
     if reopen.base_stands(tuned):
@@ -133,21 +139,27 @@ def measure(
     rows: list[HeldOut],
     texts: list[str],
     recipe: Recipe,
-    say: Callable[[str], None],
+    part: Callable[[str], AbstractContextManager[None]],
 ) -> Measured:
-    """Evaluate one model on everything the recipe selects."""
+    """Evaluate one model on everything the recipe selects.
+
+    Args:
+        part: prints what is evaluated next, and shows the progress.
+    """
     started, settings = time.perf_counter(), recipe.eval
     score, general, found = None, None, {}
     with scoring.memory_errors():
         if rows:
-            say(f"loss{' and answers' * settings.generate} of {len(rows):,} validation examples")
-            score = scoring.score(asked, tokenizer, rows, recipe.data, settings, answers=settings.generate)
+            with part(f"loss{' and answers' * settings.generate} of {len(rows):,} validation examples"):
+                score = scoring.score(
+                    asked, tokenizer, rows, recipe.data, settings, answers=settings.generate
+                )
         if texts:
-            say(f"loss of {len(texts):,} general texts")
-            general = scoring.score_texts(asked, tokenizer, texts, settings)
+            with part(f"loss of {len(texts):,} general texts"):
+                general = scoring.score_texts(asked, tokenizer, texts, settings)
         if settings.tasks and settings.engine == "hf":
-            say(f"tasks {', '.join(settings.tasks)}")
-            found = lm_eval_harness.run(asked, tokenizer, settings, date=recipe.data.template_date)
+            with part(f"tasks {', '.join(settings.tasks)}"):
+                found = lm_eval_harness.run(asked, tokenizer, settings, date=recipe.data.template_date)
     return Measured(score, general, found, time.perf_counter() - started)
 
 

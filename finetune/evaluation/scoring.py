@@ -22,6 +22,7 @@ from transformers import GenerationConfig
 
 from finetune.autoconfig import mixed_precision
 from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, LARGEST_BATCH
+from finetune.core import progress
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data import encoding
 from finetune.data.encoding import Encoded
@@ -234,7 +235,8 @@ def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int
     """Return (loss sum, number of tokens) for each document."""
     found = [(0.0, 0)] * len(documents)
     encoded = [(document.ids, document.labels()) for document in documents]
-    for indices in batches([len(ids) for ids, _ in encoded], batch_size):
+    lengths = [len(ids) for ids, _ in encoded]
+    for indices in progress.track(batches(lengths, batch_size), len(encoded)):
         batch = [encoded[index] for index in indices]
         width = max(len(ids) for ids, _ in batch)
         ids = torch.tensor([row + [pad] * (width - len(row)) for row, _ in batch], device=model.device)
@@ -307,7 +309,8 @@ def greedy_answers(
     pad: Any = tokenizer.pad_token_id
     stops = stop_ids(model, tokenizer)
     answers, positions = [("", False)] * len(prompts), token_limits.positions(model.config)
-    for batch in batches([len(prompt) for prompt in prompts], batch_size, room, positions):
+    lengths = [len(prompt) for prompt in prompts]
+    for batch in progress.track(batches(lengths, batch_size, room, positions), len(prompts)):
         width = max(len(prompts[index]) for index in batch)
         greedy = GenerationConfig(
             max_new_tokens=max(1, min(room, positions - width)) if positions else room,

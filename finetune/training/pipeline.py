@@ -28,7 +28,7 @@ from trl.trainer.sft_config import SFTConfig
 from finetune.adapters import initialization
 from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
-from finetune.core import safe_files, upstream_private
+from finetune.core import progress, safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Stopped, stage
 from finetune.core.run_checks import RunChecks
@@ -164,7 +164,8 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
     set_seed(recipe.train.seed)
 
     recipe = training_data.with_template_date(recipe, folder, asked.resumes)
-    tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
+    with progress.phase(screen, "preparing the data"):
+        tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
     data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     found = find_checkpoint(recipe.train, asked.resumes, setup)
