@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.core import standard_streams
+from finetune.core import safe_files, standard_streams
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.formatting import labelled
@@ -41,7 +41,7 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
         fix = f"--adapter {near or 'lora'}"
         raise UserError(Problem("no such adapter type", found=answers.adapter, fix=fix, code="adapter-type"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(new_recipe.write(answers), encoding="utf-8")
+    safe_files.write_text(path.parent, path.name, new_recipe.write(answers))
     standard_streams.say(f"wrote {path}")
     notes = checker.check(loader.load(path))
     if not options.quiet:
