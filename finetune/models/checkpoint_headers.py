@@ -12,7 +12,7 @@ from finetune.core.paths import refuse_lfs_pointer
 from finetune.core.weight_files import DOWNLOAD, find_weight_files
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
 MOST_DIMENSIONS = 16
@@ -62,6 +62,24 @@ def lacks(stored: Collection[str], parameters: Iterable[str]) -> list[str]:
     """
     layered = {_LAYER.sub(".*.", name) for name in stored if _LAYER.search(name)}
     return [name for name in parameters if name not in stored and _LAYER.sub(".*.", name) in layered]
+
+
+def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse weights that have other shapes than the config.json beside them gives (exit 2).
+
+    Transformers may stack or turn tensors of three and more dimensions when it reads them.
+    """
+    differ = [
+        (name, stored[name], shape)
+        for name, shape in shapes.items()
+        if name in stored and len(shape) <= 2 and list(stored[name]) != list(shape)
+    ]
+    if not differ:
+        return
+    name, held, wanted = differ[0]
+    what = f"{len(differ)} weights of the model have other shapes than its config.json gives"
+    found = f"{name}: {list(held)} in the files, {list(wanted)} by config.json"
+    raise UserError(Problem(what, "model.name", found=found, fix=DOWNLOAD, code="model-files"))
 
 
 def _header(path: Path) -> dict[str, list[int]]:

@@ -343,11 +343,11 @@ def _adapter(recipe: Recipe) -> list[str]:
     notes = continue_from.check(recipe.adapter, recipe.model.name, recipe.model.revision)
     config = _config(recipe.model)
     notes += _tokens_of_source(recipe, config)
-    if not folder.is_dir() or config is None or not adapter_types.find(recipe.adapter.type).peft:
+    if not folder.is_dir() or config is None:
         return notes
     listed = _module_list(recipe.model, config)
-    if listed is None:
-        return notes
+    if listed is None or not adapter_types.find(recipe.adapter.type).peft:
+        return [*notes, *filter(None, (listed and listed.note,))]
     if recipe.speed.qat:
         widths = {name: inputs for name, (_, inputs) in architecture.read(recipe.model).stored.items()}
         qat.check_group_size(recipe.speed.qat, widths)
@@ -385,6 +385,7 @@ def _module_list(section: Model, config: ModelConfig) -> module_lists.ModuleList
     stored = {} if quantized else checkpoint_headers.tensors(folder)  # quantized files hold other tensors
     if missing := checkpoint_headers.lacks(stored, listed.names.parameters):
         raise UserError(checkpoint_headers.missing_weights(missing))
+    checkpoint_headers.check_shapes(stored, listed.names.shapes)
     return listed
 
 
