@@ -125,9 +125,11 @@ def allocate(
         allocator.reset_ipt()
         used, budget = ranks(model)
         if used != budget:
-            fix = "a longer tinit, or a shorter warm-up: ranks whose importances are equal are taken together"
-            what = f"AdaLoRA's last allocation, step {step}, misses its budget"
-            problem = Problem(what, found=f"{used} ranks", expected=f"{budget} ranks", fix=fix)
+            fix = "raise adapter.tinit, or lower train.warmup_steps"
+            what = f"AdaLoRA misses its rank budget in its last allocation (step {step})"
+            found, expected = f"{used} ranks", f"{budget} ranks"
+            why = "AdaLoRA can only remove ranks of equal importance together"
+            problem = Problem(what, "", "", found, expected, fix, why=why, code="adapter-option")
             raise UserError(problem, code=Exit.TRAINING)
 
 
@@ -338,7 +340,7 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
     if wrong:
         what = f"the saved state of AdaLoRA does not fit this model ({len(wrong)} tensors)"
         problems = [
-            Problem(what, where=n, found=_described(found.get(n)), expected=_described(expected.get(n)))
+            Problem(what, "", n, _described(found.get(n)), _described(expected.get(n)), code="checkpoint")
             for n in wrong[:SHOWN]
         ]
         raise UserError(*problems, code=Exit.ARTEFACT)

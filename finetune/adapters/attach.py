@@ -163,7 +163,9 @@ def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
     text = set(module_names.of_text(model))
     count = sum(isinstance(module, nn.Linear) and module not in text for module in model.modules())
     beside = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in held}))
-    ledger.notes.append(f"{count} linear layers stay as they are, for no text runs through them: {beside}")
+    ledger.notes.append(
+        f"{count} linear layers get no adapter, because the model does not use them: {beside}"
+    )
     trained = sum(parameter.requires_grad for parameter in trainable_parameters.towers(model).values())
     how = "parameters with requires_grad outside of the text model and its head"
     ledger.add(f"trained in {beside}", "nothing", trained or "nothing", how)
@@ -213,9 +215,13 @@ def _check_names(model: PreTrainedModel, adapter: Adapter, known: module_names.N
     for name in options.get("modules_to_save") or ():
         held = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
         found = coded([name], held.pop(), adapter.type if kind.storage else "") if held else []
-        problems += [Problem(what, key, **texts) for key, what, texts in found]
+        problems += [_conflict(what, key, **texts) for key, what, texts in found]
     if problems:
         raise UserError(*problems)
+
+
+def _conflict(what: str, key: str, code: str = "recipe-conflict", **texts: str) -> Problem:
+    return Problem(what, key, code=code, **texts)
 
 
 def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) -> None:
@@ -226,7 +232,7 @@ def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) ->
     """
     tied, embedding, head = known.tied, module_names.short(known.embedding), module_names.short(known.head)
     if found := rows_beside(vars(config), tied, bool(added), embedding, head):
-        raise UserError(*(Problem(what, key, **texts) for key, what, texts in found))
+        raise UserError(*(_conflict(what, key, **texts) for key, what, texts in found))
     saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
     if not added or embedding in map(module_names.short, saved):
         return

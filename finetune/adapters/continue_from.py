@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"
 FILES = ("adapter_config.json", "adapter_model.safetensors")
+INIT_FROM = "adapter.init_from"
 
 
 def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
@@ -46,12 +47,9 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
     if folder is None:
         repo, revision = client.split(adapter.source)
         client.check_name(repo, "adapter.init_from")
-        pin = (
-            ""
-            if client.COMMIT.fullmatch(revision or "")
-            else f"; pin it: {repo}@<commit>, or it may be another tomorrow"
-        )
-        return [f"adapter.init_from: {on_the_hub(adapter.source)}; it is checked when it loads{pin}"]
+        note = f"adapter.init_from: {on_the_hub(adapter.source)}, so finetune checks it when it loads"
+        is_pinned = client.COMMIT.fullmatch(revision or "")
+        return [note if is_pinned else f"{note}. It can change: {repo}@<commit> pins it"]
     check_weights(folder, adapter.source)
     saved = untrusted_files.read_object(folder / "adapter_config.json", "adapter.init_from")
     problems = _source_problems(saved, adapter, base, revision)
@@ -65,7 +63,8 @@ def check_weights(folder: Path, source: str) -> None:
     untrusted_files.check_adapter(folder, "adapter.init_from")
     missing = [name for name in FILES if not (folder / name).exists()]
     if missing:
-        raise UserError(Problem(f"has no {', '.join(missing)}", "adapter.init_from", found=source))
+        what, fix = f"the adapter has no {', '.join(missing)}", "save the adapter again with PEFT"
+        raise UserError(Problem(what, INIT_FROM, found=source, fix=fix, code="adapter-files"))
 
 
 def _source_folder(source: str) -> Path | None:
@@ -77,14 +76,20 @@ def _source_folder(source: str) -> Path | None:
     path = Path(source)
     if not path.exists():
         if local_path(source):
-            texts = {"found": f"looked in {Path.cwd()} and beside the recipe", "fix": similar_files(path)}
-            raise UserError(Problem(f"local path not found: {source}", "adapter.init_from", **texts))
+            what, found = (
+                f"the path {source} does not exist",
+                f"looked in {Path.cwd()} and the recipe's folder",
+            )
+            near = similar_files(path)
+            fix = f"init_from: {near}" if Path(near or "-").exists() else near
+            raise UserError(Problem(what, INIT_FROM, found=found, fix=fix, code="adapter-files"))
         return None
     for folder in (path, path / "adapter"):
         if (folder / "adapter_config.json").exists():
             return folder
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
-    raise UserError(Problem(f"no adapter in {path}", "adapter.init_from", found=found, fix="a run folder"))
+    what, expected = f"{path} holds no adapter", "a run folder, or a folder with adapter_config.json"
+    raise UserError(Problem(what, INIT_FROM, "", found, expected, code="adapter-files"))
 
 
 def _source_problems(
@@ -93,50 +98,46 @@ def _source_problems(
     """What keeps a saved adapter's config from being gone on with under this recipe."""
     kind, found = adapter_types.find(adapter.type), []
     if kind.prompt or kind.peft == "adalora":
-        what = f"PEFT can't go on training a saved {adapter.type}"
-        fix = "merge it (finetune merge), and train on what comes out"
-        fix = "drop it: what is saved can't be merged either" if kind.prompt else fix
-        return [Problem(what, "adapter.init_from", fix=fix)]
+        what = f"PEFT can't continue to train a saved {adapter.type} adapter"
+        fix = (
+            "remove `init_from`"
+            if kind.prompt
+            else "merge the adapter (finetune merge), and train the result"
+        )
+        return [Problem(what, INIT_FROM, found=str(adapter.source), fix=fix, code="adapter-type")]
     init = str(saved.get("init_lora_weights")).lower()
     if init.startswith(adapter_types.REBASING_INITS):
-        what = "stands on a base that its first weights were taken out of"
-        fix = "save it as plain LoRA by PEFT"
-        return [Problem(what, "adapter.init_from", found=f"init_lora_weights: {init}", fix=fix)]
+        what, why = "the adapter needs a modified base model", f"{init} moved a part of the base into it"
+        fix, shown = "save the adapter as plain LoRA with PEFT", f"init_lora_weights: {init}"
+        return [Problem(what, INIT_FROM, found=shown, fix=fix, why=why, code="adapter-files")]
     for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
         if saved.get(key) is not None and saved[key] is not False:
-            found.append(Problem(why, "adapter.init_from", found=f"{key}: {saved[key]}"))
+            what, shown = "finetune does not support an option of the saved adapter", f"{key}: {saved[key]}"
+            found.append(Problem(what, INIT_FROM, found=shown, why=why, code="adapter-option"))
     type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
     type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant({**adapter.options(), **kind.sets})}".strip()
     if type_saved != type_asked:
-        found.append(
-            Problem(
-                "is an adapter of another type", "adapter.init_from", found=type_saved, expected=type_asked
-            )
-        )
+        what = "the saved adapter has another type"
+        found.append(Problem(what, INIT_FROM, found=type_saved, expected=type_asked, code="adapter-type"))
     for key, value in adapter.options().items():
         have = saved.get(key)
         same = _same(key, value, saved) if isinstance(value, list) else value == have
         if not same and value != "all-linear":
-            what = "differs from what the adapter was made with"
-            found.append(Problem(what, f"adapter.{key}", found=str(value), expected=str(have), fix="drop it"))
+            what, shown, fix = "the saved adapter has another value", str(value), f"remove `{key}`"
+            place, expected = f"adapter.{key}", str(have)
+            found.append(Problem(what, place, "", shown, expected, fix, code="adapter-option"))
     if not adapter.ours("from_other_base"):
         of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
         same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
         known = [one for one in (commit, revision) if client.COMMIT.fullmatch(str(one))]
         if not same or len({*known}) > 1:  # a branch may be either
-            fix = "the base it was trained on, or from_other_base: true if that is what you want"
-            expected = f"{base} {revision or ''}".strip()
-            what = "was trained on another base"
-            found.append(
-                Problem(
-                    what,
-                    "adapter.init_from",
-                    found=f"{of} {commit or ''}".strip(),
-                    expected=expected,
-                    fix=fix,
-                )
+            what, fix = (
+                "the adapter was trained on another base model",
+                f"model.name: {of}, or from_other_base: true",
             )
+            shown, expected = f"{of} {commit or ''}".strip(), f"{base} {revision or ''}".strip()
+            found.append(Problem(what, INIT_FROM, "", shown, expected, fix, code="adapter-files"))
     return found
 
 
@@ -184,24 +185,22 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
     have = {token: known[token] for token in added}
     whole = _whole_rows(str(adapter.source))
     if whole and trained is not None and whole != rows:
-        what = (
-            "its file holds whole embeddings that do not fit the base model, and that no training continues"
-        )
+        what = "the adapter's file holds embeddings of another size than the base model's"
         its = ", ".join(token for token in theirs if token in added or token in lacking)
         found = f"{whole:,} rows" + (f"; tokens that the base model lacks: {its}" if its else "")
         expected = f"{rows:,} rows"
-        raise UserError(Problem(what, "adapter.init_from", found=found, expected=expected, fix=MERGED))
+        raise UserError(Problem(what, INIT_FROM, "", found, expected, MERGED, code="adapter-files"))
     if needed != have:
-        what, fix = "differs from the tokens that the adapter of adapter.init_from trained", "drop it"
+        what, fix = "the saved adapter has trained other new tokens", "remove `add_tokens`"
         fix = f"model.add_tokens: {json.dumps(sorted(needed, key=needed.__getitem__))}" if needed else fix
         expected, said = (str(tokens or "none") for tokens in (needed, have))
-        raise UserError(Problem(what, "model.add_tokens", found=said, expected=expected, fix=fix))
+        raise UserError(Problem(what, "model.add_tokens", "", said, expected, fix, code="adapter-files"))
     _check_rows(trained, whole, max([rows, *(place + 1 for place in have.values())]))
     if not lacking or needed:
         return []
     split = ", ".join(lacking[:6])
     return [
-        f"adapter.init_from: its tokenizer has tokens that the base model lacks, and it trained none: {split}"
+        f"adapter.init_from: the adapter did not train these tokens, and the base model lacks them: {split}"
     ]
 
 
@@ -213,16 +212,14 @@ def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
         whole: rows of the embeddings in its file.
         rows: of the base model, with the tokens of `model.add_tokens`.
     """
-    key, expected = "adapter.init_from", f"{rows:,} rows"
+    expected = f"{rows:,} rows"
     if trained is None and whole not in (None, rows):
-        what = "its file holds whole embeddings of another size"
-        raise UserError(Problem(what, key, found=f"{whole:,} rows", expected=expected, fix=MERGED))
+        what, found = "the adapter's file holds embeddings of another size", f"{whole:,} rows"
+        raise UserError(Problem(what, INIT_FROM, "", found, expected, MERGED, code="adapter-files"))
     if unnamed := sorted(row for row in trained or () if row >= rows):
-        what, fix = (
-            "trained rows that the base model lacks, and no tokenizer.json names them",
-            "save it there",
-        )
-        raise UserError(Problem(what, key, found=f"rows {unnamed}", expected=expected, fix=fix))
+        what, found = "the adapter has trained token ids that the base model lacks", f"rows {unnamed}"
+        fix = "save the adapter's tokenizer.json in its folder"
+        raise UserError(Problem(what, INIT_FROM, "", found, expected, fix, code="adapter-files"))
 
 
 def _source_file(source: str, name: str) -> Any:
@@ -293,12 +290,13 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     commit = upstream_private.commit_hash(model.config)
     problems = _source_problems(saved, adapter, str(model.name_or_path), commit)
     if (rows := _rows_of(saved)) is not None and (bare := len(set(added) - rows)):
-        what, fix = "this adapter trains no rows for them", "add them where the first adapter is trained"
-        problems.append(Problem(what, "model.add_tokens", found=f"{bare} new tokens", fix=fix))
+        what, fix = "the saved adapter does not train the new tokens", "remove `add_tokens`"
+        found = f"{bare} new tokens"
+        problems.append(Problem(what, "model.add_tokens", found=found, fix=fix, code="adapter-files"))
     if problems:
         raise UserError(*problems)
     check_patterns(folder, model)
-    with refusals(f"the adapter of {source} does not go on this model"):
+    with refusals(f"the adapter of {source} does not fit this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]
     config.base_model_name_or_path, config.revision = model.name_or_path, commit  # what it stands on from now
@@ -331,8 +329,12 @@ def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
     # without embeddings, of which PEFT saves those that were resized, and asks the Hub whether they were
     live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if missing := sorted(live.keys() - set(names)):
-        what, found = f"its file lacks {len(missing)} of the adapter's tensors", ", ".join(missing[:3])
-        problem = Problem(what, where=source, found=found, fix="download it again")
+        what, found = (
+            f"the file lacks {len(missing)} of the adapter's tensors",
+            f"no {', '.join(missing[:3])}",
+        )
+        fix = "download or save the adapter again"
+        problem = Problem(what, where=source, found=found, fix=fix, code="adapter-files")
         raise UserError(problem, code=Exit.ARTEFACT)
 
 
@@ -343,7 +345,7 @@ def refusals(
     *,
     where: str = "",
     key: str = "adapter",
-    fix: str = "another option, or --debug",
+    fix: str = "change the option, or run the command again with --debug",
 ) -> Iterator[None]:
     """PEFT's own errors, in one line, as ours; not those of memory or a device, which tell nothing of it."""
     import torch
@@ -367,4 +369,6 @@ def refusals(
             raise
         said = " ".join(str(error).split())
         found = said if len(said) <= 300 else f"{said[:300]} ..."
-        raise UserError(Problem(what, key, where, found, fix=fix), code=code) from error
+        raise UserError(
+            Problem(what, key, where, found, fix=fix, code="adapter-option"), code=code
+        ) from error

@@ -197,8 +197,10 @@ def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantising lost, as far as r goes."""
     if model.device.type != "cuda":
-        what, fix = "PEFT's LoftQ quantises on a CUDA device only", "init_lora_weights: true"
-        raise UserError(Problem(what, "adapter.init_lora_weights", fix=fix), code=Exit.ENVIRONMENT)
+        what, fix = "PEFT's LoftQ needs a CUDA GPU", "init_lora_weights: true"
+        found, code = f"device {model.device.type}", "hardware"
+        problem = Problem(what, "adapter.init_lora_weights", found=found, fix=fix, code=code)
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     from huggingface_hub import snapshot_download
     from peft import get_peft_model, replace_lora_weights_loftq
 
@@ -210,10 +212,9 @@ def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     try:
         replace_lora_weights_loftq(adapted, f"{folder}/model.safetensors")
     except FileNotFoundError as error:
-        fix = "a model stored as safetensors, or init_lora_weights: true"
-        raise UserError(
-            Problem("LoftQ needs the weights before quantising", "model.name", found=str(error), fix=fix)
-        ) from error
+        what, fix = "LoftQ needs the weights in one file model.safetensors", "adapter.init_lora_weights: true"
+        found, code = str(error), "adapter-option"
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, code=code)) from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float().contiguous()

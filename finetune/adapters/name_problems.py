@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba)
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _MAMBA_TYPES, _MAMBA_LAYERS = ("lora", "adalora", "randlora"), ("out_proj", "conv1d")
+ON_HEAD = "an adapter on the output head would get no gradient"
+HEAD_WEIGHT = "TRL's loss reads the weight of the head itself, without the adapter"
 _PEFT_TIES = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES
 # Norms in the mixers of Mamba 2, by class. A fused kernel reads their weight and epsilon (transformers 5.22)
 _FUSED_NORMS = frozenset(
@@ -59,7 +61,9 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
     for key in ("exclude_modules", "feedforward_modules"):
         wanted = options.get(key) or ()
         lost = unmatched(wanted, list(names.kinds) if key == "exclude_modules" else adaptable, key)
-        found += [replace(problem, fix=_unless_usual(problem.fix, problem) or "drop it") for problem in lost]
+        found += [
+            replace(problem, fix=_unless_usual(problem.fix, problem) or "remove it") for problem in lost
+        ]
     found += _feedforward(options)
     adapted = picked if picked and not options.get("target_parameters") else adaptable
     for key in ("rank_pattern", "alpha_pattern"):
@@ -95,13 +99,25 @@ def _no_module(
     available = [name for name in available if not name.isdecimal()]  # as of the layers in a list
     listed = [] if isinstance(targets, str) else list(targets)
     place = f"adapter.{key}.{listed.index(target)}" if listed else f"adapter.{key}"
-    fix, parts = nearest(target, available), _listed(target, available)
+    near, parts = nearest(target, available), _listed(target, available)
+    fix = _with_name(key, listed or [target], target, near)
     if parts and not listed:
-        fix = f"[{', '.join(parts)}]: a text is a regular expression for whole names"
+        fix = f"{key}: [{', '.join(parts)}]"
     elif len(parts) > 1:
         others = [other for other in listed if other != target]
         fix = f"{key}: [{', '.join(dict.fromkeys([*others, *parts]))}]"
-    return Problem(f'"{target}" matches no module of this model', place, found=", ".join(available), fix=fix)
+    what, found = f'"{target}" matches no module of this model', _modules(available)
+    why = "a string is a regular expression for whole names" if parts and not listed else ""
+    return Problem(what, place, found=found, fix=fix, why=why, code="target-modules")
+
+
+def _modules(available: Collection[str]) -> str:
+    return f"the modules {', '.join(available)}" if available else ""
+
+
+def _with_name(key: str, listed: Iterable[str], target: str, near: str) -> str:
+    """Return the line of a recipe with another name in place of one target."""
+    return f"{key}: [{', '.join(near if one == target else one for one in listed)}]" if near else ""
 
 
 def _listed(target: str, available: Collection[str]) -> list[str]:
@@ -120,12 +136,10 @@ def describe_without_gradient(
         picked: full names of all modules that get an adapter.
     """
     layers = ", ".join(_endings(lost, picked))
-    what = (
-        f"{layers} would never be trained: the model does not call the layer, or only chooses by its output"
-    )
+    what, why = f"an adapter on {layers} would get no gradient", "the loss does not depend on its output"
     found = f"{len(lost)} modules, such as {sorted(lost)[0]}"
     fix = _leave_out(lost, picked, options, peft)
-    return Problem(what, "adapter.target_modules", found=found, fix=fix)
+    return Problem(what, "adapter.target_modules", found=found, fix=fix, why=why, code="no-gradient")
 
 
 def describe_failing(
@@ -142,7 +156,7 @@ def describe_failing(
     lost = [name for name in picked if re.fullmatch(pattern, name)] or [layer]
     what = f"PEFT's {peft} does not run in {', '.join(_endings(lost, picked))} of this model"
     fix = _leave_out(lost, picked, options, peft)
-    return Problem(what, "adapter.target_modules", found=said, fix=fix)
+    return Problem(what, "adapter.target_modules", found=said, fix=fix, code="target-modules")
 
 
 def _endings(lost: Collection[str], picked: Collection[str]) -> list[str]:
@@ -159,7 +173,7 @@ def _leave_out(lost: Collection[str], picked: Collection[str], options: Mapping[
     """The change of the recipe that gives these modules no adapter."""
     endings, targets = _endings(lost, picked), options.get("target_modules")
     if isinstance(targets, list) and set(endings) <= set(targets):
-        return f"target_modules without {', '.join(endings)}"
+        return f"remove {', '.join(endings)} from target_modules"
     if "exclude_modules" in adapter_types.find(peft).keys:
         own = options.get("exclude_modules") or ()
         kept = () if isinstance(own, str) else own
@@ -177,17 +191,19 @@ def _targets(
         if peft not in adapter_types.OWN_TARGETS:
             return []
         what = f"PEFT has no default modules of {peft} for {names.family}"
-        return [Problem(what, key, fix=_suggested(peft, names))]
+        return [Problem(what, key, fix=_suggested(peft, names), code="target-modules")]
     everything = targets == target_modules.EVERYTHING
     if lost := _without_match(targets, names.linear if everything else list(names.kinds)):
         return [_no_target(target, names, adaptable, options, peft) for target in lost]
     if not picked and not options.get("target_parameters"):
         if not targets:
-            return [Problem("is empty", key, found=str(targets), fix=_suggested(peft, names))]
+            what, fix = "the list of target modules is empty", _suggested(peft, names)
+            return [Problem(what, key, found=str(targets), fix=fix, code="target-modules")]
         what = "no module is left for an adapter after the exclusions"
         limits = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
         asked = ", ".join(name for name in limits if options.get(name) is not None)
-        return [Problem(what, key, found=f"{targets} with {asked}", fix=f"drop {asked}")]
+        found, fix = f"{targets} with {asked}", f"remove {asked}"
+        return [Problem(what, key, found=found, fix=fix, code="target-modules")]
     usable = {*adaptable, names.head}
     unfit = {name: names.kinds[name] for name in picked if name not in usable}
     if unfit:
@@ -195,11 +211,12 @@ def _targets(
         available = ", ".join(dict.fromkeys(map(short, adaptable))) or "none"
         return [
             Problem(
-                f"{peft} cannot adapt modules that these targets match",
+                f"{peft} can't adapt these modules",
                 key,
                 found=shown,
                 expected=available,
                 fix=_suggested(peft, names),
+                code="target-modules",
             )
         ]
     return _mamba(names, peft, picked, targets) or _never_called(names, picked, options, peft)
@@ -222,7 +239,7 @@ def _no_target(
     words = set(re.findall(r"[A-Za-z_]\w*", target)) - set(available)
     if not fix or words & module_lists.usual_names():  # a name of another family is no misspelling
         fix = _in_place_of(target, options, names, peft)
-        fix += " without feedforward_modules" if options.get("feedforward_modules") else ""
+        fix += ", and remove feedforward_modules" if options.get("feedforward_modules") else ""
     if experts and _means_experts(target, experts):
         fix = _experts_instead(options, names, peft)
         found += f"; parameters of experts: {', '.join(experts)}"
@@ -303,8 +320,9 @@ def _mamba(names: Names, peft: str, picked: list[str], targets: object) -> list[
     layers = sorted({short(name) for name in picked if _is_read_by_mamba(name, names, peft)})
     if not layers:
         return []
-    what = f"PEFT does not adapt {' and '.join(layers)} of {names.family}: its kernels read the weights"
-    return [Problem(what, "adapter.target_modules", found=str(targets), fix=_suggested(peft, names))]
+    what = f"PEFT does not adapt {' and '.join(layers)} of {names.family}"
+    key, fix, why = "adapter.target_modules", _suggested(peft, names), "Mamba's kernels read these weights"
+    return [Problem(what, key, found=str(targets), fix=fix, why=why, code="target-modules")]
 
 
 def _never_called(names: Names, picked: list[str], options: Mapping[str, Any], peft: str) -> list[Problem]:
@@ -319,13 +337,15 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
     numbers = [wanted] if isinstance(wanted, int) else wanted or ()
     missing = [number for number in numbers if not 0 <= number < names.layers]
     if missing:
-        texts = {"found": ", ".join(map(str, missing)), "expected": f"0 to {names.layers - 1}"}
-        return [Problem("the model has no such layer", key, **texts)]
+        found, expected = ", ".join(map(str, missing)), f"0 to {names.layers - 1}"
+        what = "the model has no layer with this number"
+        return [Problem(what, key, found=found, expected=expected, code="target-modules")]
     if wanted is not None and isinstance(targets, str) and targets != target_modules.EVERYTHING:
-        what = "PEFT does not read it beside target_modules that are a regular expression"
+        what = "PEFT ignores `layers_to_transform` if `target_modules` is a regular expression"
         listed = [name for name in names.kinds if target_modules.match(targets, [name])[targets]]
         fix = f"target_modules: [{', '.join(dict.fromkeys(map(short, listed)))}]"
-        return [Problem(what, key, found=str(wanted), fix=f"{fix}, or drop it")]
+        fix = f"{fix}, or remove `layers_to_transform`"
+        return [Problem(what, key, found=str(wanted), fix=fix, code="target-modules")]
     return []
 
 
@@ -335,24 +355,26 @@ def _heads_and_embeddings(
     """Find adapters on the head or on embeddings that training or saving does not support."""
     found = list[Problem]()
     if names.head and names.head in picked:
-        what = "TRL's loss reads the head's own weight and would pass it by"
         head = short(names.head)
         saved = dict.fromkeys([*(options.get("modules_to_save") or ()), head])
         fix = f"modules_to_save: [{', '.join(saved)}]"
         fix = fix if len(picked) > 1 else f"target_modules: all-linear and {fix}"
-        found.append(Problem(what, "adapter.target_modules", found=head, fix=fix))
+        key = "adapter.target_modules"
+        found.append(Problem(ON_HEAD, key, found=head, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
     elif names.tied and names.embedding in picked and _ties_head(options):
-        what = "ensure_weight_tying puts the embeddings' adapter on the head, which TRL's loss passes by"
-        place, said = "adapter.ensure_weight_tying", short(names.embedding)
-        found.append(Problem(what, place, found=f"target_modules with {said}", fix="drop it"))
+        what = "`ensure_weight_tying` puts the adapter of the embeddings on the output head too"
+        place, said = "adapter.ensure_weight_tying", f"target_modules with {short(names.embedding)}"
+        fix = "remove `ensure_weight_tying`"
+        found.append(Problem(what, place, found=said, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
     if peft == "trainable_tokens" and names.tied and names.embedding in picked:
         found.append(adapter_on_head(peft, options.get("token_indices")))
     init = str(options.get("init_lora_weights"))
     rows = [name for name in picked if names.kinds[name] == "Embedding"]
     if init.startswith(REBASING_INITS) and rows:
-        what = f"{init} is saved as a difference of LoRAs, which has no place for those of embeddings"
-        fix = "linear layers alone, or init_lora_weights: true"
-        found.append(Problem(what, "adapter.target_modules", found=", ".join(rows), fix=fix))
+        what, fix = f"{init} excludes an adapter on the embeddings", "init_lora_weights: true"
+        why, place = "finetune saves it as the difference of two LoRA adapters", "adapter.target_modules"
+        shown, code = ", ".join(rows), "recipe-conflict"
+        found.append(Problem(what, place, found=shown, fix=fix, why=why, code=code))
     return found
 
 
@@ -373,9 +395,10 @@ def adapter_on_head(kind: str, tokens: Any = None) -> Problem:
     Args:
         tokens: that `trainable_tokens` trains.
     """
-    what, fix = "TRL's loss reads the head's own weight and passes the adapter by", "adapter.type: lora"
+    fix = "adapter.type: lora"
     fix += f" and trainable_token_indices: {tokens or '[0]'}" if kind == "trainable_tokens" else ""
-    return Problem(what, "adapter", found=f"{kind} on the output head", fix=fix)
+    found = f"{kind} on the output head"
+    return Problem(ON_HEAD, "adapter", found=found, fix=fix, why=HEAD_WEIGHT, code="no-gradient")
 
 
 def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
@@ -384,8 +407,9 @@ def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
     if not isinstance(targets, list) or not isinstance(forward, list) or set(forward) <= set(targets):
         return []
     beside = ", ".join(name for name in forward if name not in targets)
-    what = "are no part of target_modules"
-    return [Problem(what, "adapter.feedforward_modules", found=beside, expected=", ".join(targets))]
+    what, expected = "these modules are not in `target_modules`", ", ".join(targets)
+    key, fix = "adapter.feedforward_modules", f"target_modules: [{', '.join([*targets, beside])}]"
+    return [Problem(what, key, "", beside, expected, fix, code="target-modules")]
 
 
 def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
@@ -394,7 +418,7 @@ def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
             lost = unmatched([target], names.modules, "modules_to_save")
-            fix = _end_of(target, names)
+            fix = _with_name("modules_to_save", options["modules_to_save"], target, _end_of(target, names))
             found += [
                 replace(problem, key=f"adapter.modules_to_save.{index}", fix=fix or problem.fix)
                 for problem in lost
@@ -414,26 +438,26 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
     found = list[Problem]()
     rows = names.shapes.get(f"{names.embedding}.weight", (0,))[0]
     if peft == "trainable_tokens" and not options.get("token_indices"):
-        found.append(Problem("names no token to train", "adapter.token_indices", fix="a list of token ids"))
+        what, fix = "the list of tokens to train is empty", "token_indices: [0]"
+        found.append(Problem(what, "adapter.token_indices", fix=fix, code="missing-key"))
     for key in ("trainable_token_indices", "token_indices"):
         given = options.get(key) or ()
         for target in (one for one, ids in given.items() if not ids) if isinstance(given, dict) else ():
-            what, fix = "names no token to train", "a list of token ids, or drop it"
-            found.append(Problem(what, f"adapter.{key}.{target}", fix=fix))
+            what, fix = "the list of tokens to train is empty", f"remove `{target}`"
+            found.append(Problem(what, f"adapter.{key}.{target}", fix=fix, code="missing-key"))
         tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
         beyond = [token for token in tokens if not 0 <= token < rows]
         if beyond:
-            texts = {"found": ", ".join(map(str, beyond)), "expected": f"0 to {rows - 1}"}
-            found.append(Problem("the model has no such token", f"adapter.{key}", **texts))
+            what, shown = "the model has no token with this id", ", ".join(map(str, beyond))
+            place, expected = f"adapter.{key}", f"0 to {rows - 1}"
+            found.append(Problem(what, place, found=shown, expected=expected, code="token-limit"))
         holders = [name for name in (names.embedding, names.head) if name]
         for target in given if isinstance(given, dict) else ():
             if not any(name.endswith(target) for name in holders):
                 lost = unmatched([target], holders, key)
-                fix = _end_of(target, names)
-                found += [
-                    replace(problem, key=f"adapter.{key}.{target}", fix=fix or problem.fix)
-                    for problem in lost
-                ]
+                near = _end_of(target, names) or nearest(target, [*map(short, holders)])
+                fix = f"rename it to `{near}`" if near else ""
+                found += [replace(problem, key=f"adapter.{key}.{target}", fix=fix) for problem in lost]
     return found
 
 
@@ -452,8 +476,10 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
     used = {one for matching in hits.values() for one in matching}
     for lost in (one for one in pattern if one not in used):
         what = f'"{lost}" matches no module that gets an adapter'
-        problem = Problem(what, f"adapter.{key}.{lost}", found=", ".join(available))
-        fix = _unless_usual(nearest(lost, available), problem) or "drop it"
+        shown = _modules(available)
+        problem = Problem(what, f"adapter.{key}.{lost}", found=shown, code="target-modules")
+        near = _unless_usual(nearest(lost, available), problem)
+        fix = f"rename it to `{near}`" if near else f"remove `{lost}`"
         problems.append(replace(problem, fix=fix))
     twice = {(them[0], min(them)): name for name, them in hits.items() if them}
     for (first, saved), name in twice.items():
@@ -461,9 +487,9 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
             continue
         depth = len(saved) - len(saved.lstrip("(")) + 1  # "(" stands before what names have
         early = "(" * depth + first + ")" * depth
-        what = f'"{first}" and "{saved}" match the same module, and PEFT saves them in another order'
-        texts = {"found": name, "fix": f'"{early}" in place of "{first}", which stays the first'}
-        problems.append(Problem(what, f"adapter.{key}", **texts))
+        what, why = f'"{first}" and "{saved}" match the same module', "PEFT uses the first one and sorts them"
+        place, fix = f"adapter.{key}", f'"{early}" in place of "{first}", which stays the first'
+        problems.append(Problem(what, place, found=name, fix=fix, why=why, code="target-modules"))
     return problems
 
 
@@ -480,18 +506,22 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
         holders = {name.rpartition(".")[0] for name in matched}
         if not matched:
             what = f'"{target}" matches no parameter of this model'
-            fix = nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"})
+            near = nearest(target, available) or nearest(target, {*map(short, available)} - {"weight"})
+            fix = _with_name("target_parameters", targets, target, near)
             usable = _expert_parameters(names) or available
-            found.append(Problem(what, key, found=", ".join(usable), fix=fix))
+            shown = f"the parameters {', '.join(usable)}"
+            found.append(Problem(what, key, found=shown, fix=fix, code="target-modules"))
         elif sizes - {2, 3}:
-            what = f'"{target}" matches parameters of {min(sizes)} dimension, and PEFT adapts 2 or 3'
-            found.append(Problem(what, key, found=matched[0], fix="a weight of a linear layer or of experts"))
+            what = f'"{target}" matches a parameter with {min(sizes)} dimension'
+            expected = "a weight of a linear layer or of experts, with 2 or 3 dimensions"
+            found.append(Problem(what, key, found=matched[0], expected=expected, code="target-modules"))
         elif holders & set(picked):
-            what = f'"{target}" belongs to a module that target_modules adapt already'
-            found.append(Problem(what, key, found=matched[0], fix="drop one of the two"))
+            what = f'`target_modules` adapts the module of "{target}" already'
+            fix = f"remove {target} from target_parameters"
+            found.append(Problem(what, key, found=matched[0], fix=fix, code="target-modules"))
         elif names.head in holders:
-            what, fix = "TRL's loss reads the head's own weight and would pass it by", short(names.head)
-            found.append(Problem(what, key, found=target, fix=f"drop it and modules_to_save: [{fix}]"))
+            fix = f"remove it, and set modules_to_save: [{short(names.head)}]"
+            found.append(Problem(ON_HEAD, key, found=target, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
     return found + _unlike_lora(options, bool(targets), "adapter.target_parameters")
 
 
@@ -500,9 +530,10 @@ def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list
     beside = [one for one in ("lora_dropout", "lora_bias", "use_dora") if options.get(one)]
     if not parameters or not beside:
         return []
-    what = f"PEFT has no {' and no '.join(beside)} for parameters such as experts' weights"
-    fix = "adapter.type: lora" if "use_dora" in beside else f"drop {' and '.join(beside)}"
-    return [Problem(what, key, found=", ".join(f"{one}: {options[one]}" for one in beside), fix=fix)]
+    what = f"PEFT has no {' and no '.join(beside)} for parameters such as the weights of experts"
+    fix = "adapter.type: lora" if "use_dora" in beside else f"remove {' and '.join(beside)}"
+    found = ", ".join(f"{one}: {options[one]}" for one in beside)
+    return [Problem(what, key, found=found, fix=fix, code="adapter-option")]
 
 
 def experts_named(options: Mapping[str, Any], names: Names) -> dict[str, int]:
@@ -555,7 +586,9 @@ def _experts(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
     if len(named) == 1 and targets != target_modules.EVERYTHING:
         (one,), other = named, next(name for name in layers[:2] if name not in named)
         what = f"PEFT adapts {layers[0]} and {layers[1]} of a mixture of experts only together"
-        return [Problem(what, key, found=one, fix=f"{other} beside {one}, or neither")]
+        listed = [one] if isinstance(targets, str) else [*targets]
+        fix = f"target_modules: [{', '.join([*listed, other])}]"
+        return [Problem(what, key, found=one, fix=fix, code="target-modules")]
     found = _unlike_lora(options, bool(experts_named(options, names)), key)
     return [
         replace(one, fix=f"{one.fix}, or target_modules: [{', '.join(_attention(names))}]") for one in found

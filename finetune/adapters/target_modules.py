@@ -57,9 +57,9 @@ def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str =
     if slow is None:
         return []
     option, text, _ = asked[slow]
-    what, fix = "this regular expression takes too long", "a list of names, or a pattern with fewer repeats"
-    found = f"{option}: {text}" if key else text
-    return [Problem(what, key or f"adapter.{option}", found=found[:200], fix=fix)]
+    what, fix = "this regular expression takes too long", "write a list of names, or fewer repetitions"
+    found, place = f"{option}: {text}" if key else text, key or f"adapter.{option}"
+    return [Problem(what, place, found=found[:200], fix=fix, code="adapter-option")]
 
 
 def with_targets(options: Mapping[str, Any], peft: str, names: Names) -> dict[str, Any]:

@@ -235,7 +235,7 @@ TABLE = [
         make=lambda _: ["model.quantization=fp8"],
     ),
     Row(11, ("adapter.use_dora", "ia3"), "type: lora", "type: ia3\n  use_dora: true"),
-    Row(11, ("train.num_train_epochs", "drop one"), "max_steps: 4", "max_steps: 4\n  num_train_epochs: 1"),
+    Row(11, ("train.num_train_epochs", "remove `"), "max_steps: 4", "max_steps: 4\n  num_train_epochs: 1"),
     Row(12, (":7:28", '"v_porj"', LINEAR, "v_proj"), "r: 8", "target_modules: [q_proj, v_porj]"),
     Row(13, ('"wq"', '"wv"', LINEAR), "r: 8", "target_modules: [wq, wv]"),
     *(

@@ -76,7 +76,7 @@ def test_check_of_trained_rows_names_the_list_and_training_continues_with_it(
     assert check(*given, ADDED) == 0
     train(*given, ADDED)
     (source / "tokenizer.json").unlink()
-    assert check(*given) == 2 and "no tokenizer.json names them" in capsys.readouterr().err
+    assert check(*given) == 2 and "save the adapter's tokenizer.json" in capsys.readouterr().err
 
 
 def test_check_of_an_own_adapter_with_tokens_asks_for_the_same_tokens(

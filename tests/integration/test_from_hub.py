@@ -70,7 +70,7 @@ def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys
     train(f"adapter.init_from=me/notes@{'0' * 40}", *other, name="third", code=3)
     assert "no such repository or revision" in capsys.readouterr().err
     assert main.main(["check", "recipes/quickstart.yaml", "adapter.init_from=me/notes"]) == 0
-    assert "pin it" in capsys.readouterr().out
+    assert "pins it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("token", [True, False])

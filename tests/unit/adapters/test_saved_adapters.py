@@ -34,6 +34,6 @@ def test_pattern_of_a_saved_adapter_that_is_no_regular_expression_is_an_error(
     path.write_text(json.dumps({**json.loads(path.read_text()), key: "(q"}))
     given = [f"adapter.init_from={tmp_path}", "adapter.from_other_base=true"]
     recipe = loader.load(QUICKSTART, [*given, "adapter.r=2", "adapter.lora_alpha=8"])
-    with pytest.raises(UserError, match="does not go on this model") as caught:
+    with pytest.raises(UserError, match="does not fit this model") as caught:
         continue_from.load(base_model(), recipe.adapter, [], RunChecks())
     assert "unterminated subpattern" in str(caught.value)

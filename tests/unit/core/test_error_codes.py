@@ -10,6 +10,7 @@ from finetune.core.error_codes import CODES
 from support.paths import ROOT
 
 PACKAGES = (
+    "adapters",
     "autoconfig",
     "checkpointing",
     "core",

@@ -169,9 +169,9 @@ def test_adapter_that_no_gradient_reaches_is_refused(sharded: str) -> None:
     model = adapted("jamba", target_modules=["q_proj", "dt_proj"])
     setup: Any = SimpleNamespace(launch=FakeLaunch(sharded), attention=SimpleNamespace(value="sdpa"))
     recipe = loader.load(QUICKSTART, ["adapter.target_modules=[q_proj, dt_proj]"])
-    with pytest.raises(UserError, match="dt_proj would never be trained") as caught:
+    with pytest.raises(UserError, match="dt_proj would get no gradient") as caught:
         gradient_probe.check(model, recipe.adapter, setup, RunChecks())
-    assert caught.value.problems[0].fix == "target_modules without dt_proj"
+    assert caught.value.problems[0].fix == "remove dt_proj from target_modules"
     fine = adapted("jamba", target_modules=["q_proj"])
     ledger = RunChecks()
     gradient_probe.check(fine, recipe.adapter, setup, ledger)
