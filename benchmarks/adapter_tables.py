@@ -1,4 +1,4 @@
-"""The tables that docs/reference/benchmarks.md and recipes/README.md show, from what `adapters.py` measured."""
+"""The tables of adapter methods in the documentation, from what `adapters.py` measured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
 
 
 def guide_table(rows: list[dict[str, Any]]) -> str:
-    """What recipes/README.md shows: quality on both tasks, and time, memory and size on the 1.1B shape."""
+    """Quality on both tasks, and time, memory and size of the 1.1B model, for choose_method.md."""
     names = "| type | JSON: exact match | SMS: exact match | step: 4 rows, 16 rows | peak GPU memory | file |"
     lines = [names, "|---|---|---|---|---|---|"]
     for kind in types(rows):

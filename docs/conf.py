@@ -42,6 +42,7 @@ html_theme_options = {
     "source_view_link": "",
     "announcement": f"This site describes finetune {version}, which is unreleased.",
 }
+html_extra_path = ["llms.txt"]
 html_copy_source = False
 html_show_sourcelink = False
 # Pages are opened from the disk too (file://), where no page may need a server or the network

@@ -7,6 +7,7 @@ python scripts/make_reference.py
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "adapters.md": adapters(),
         REFERENCE / "recipe_gallery.md": gallery(),
         REFERENCE / "launch_matrix.md": matrix(),
+        ROOT / "docs" / "llms.txt": llms(),
     }
 
 
@@ -183,6 +185,28 @@ def matrix() -> str:
         cells = [several.get(f"nccl-lora-bf16{kind}{name} x2") for kind in ("", "-fsdp2")]
         shown = [f"{row['tokens_per_second']:,.0f}" if row else "not measured" for row in cells]
         text += f"| {setting} | {' | '.join(shown)} |\n"
+    return text
+
+
+PARTS = ("tutorials", "guides", "reference", "explanation")
+
+
+def llms() -> str:
+    """A list of all pages for language models (https://llmstxt.org), in the order of the site."""
+    text = "# finetune\n\n> Fine-tune LLaMA-style language models from one recipe file, with a plan before the run, "
+    text += "checks of the settings that ran, and a verdict with confidence intervals after it.\n\n"
+    text += "Install from a clone with `make quickstart`. Every command accepts `--json`. A recipe needs "
+    text += "`model.name`, `data.name` and `adapter.type`.\n"
+    for part in PARTS:
+        folder = ROOT / "docs" / part
+        order = re.findall(
+            r"```\{toctree\}\n:hidden:\n\n(.*?)```", (folder / "index.md").read_text(encoding="utf-8"), re.S
+        )
+        text += f"\n## {part.capitalize()}\n\n"
+        for name in order[0].split():
+            page = folder / f"{name}.md"
+            title = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.M) if page.exists() else None
+            text += f"- [{title[1] if title else name}]({part}/{name}.md)\n"
     return text
 
 

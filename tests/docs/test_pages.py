@@ -62,6 +62,10 @@ def test_the_console_lines_of_a_page_run(page: Path, workplace, small, two_layer
         words = shlex.split(command)
         if words[0] in OTHER_PROGRAMS:
             continue
+        if words[-1] == "--help":
+            with pytest.raises(SystemExit, match="0"):
+                main.main(words[1:])
+            continue
         assert words[0] == "finetune", place
         for word in words:  # the page trains a run that the workplace has for other pages
             if words[1] == "train" and word.startswith("train.output_dir="):
