@@ -57,8 +57,9 @@ def life_of_a_run() -> str:
     parts, at = [], []
     for number, (text, below, fill) in enumerate(steps):
         row, column = divmod(number, 5)
-        at.append((20 + column * 152, 24 + row * 96))
-        parts.append(box(Box(*at[-1], 128, text, below, fill)))
+        x, y = 20 + column * 152, 24 + row * 96
+        at.append((x, y))
+        parts.append(box(Box(x, y, 128, text, below, fill)))
     for number in range(len(steps) - 1):
         (x, y), (to_x, to_y) = at[number], at[number + 1]
         if y == to_y:
