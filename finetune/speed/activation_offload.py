@@ -1,10 +1,10 @@
-"""Less GPU memory for the CPU's: what backward keeps of layers, and the optimizer's state.
+"""Offload saved activations of layers to CPU memory.
 
-Under `activation_checkpointing: mlp` or `mlp_int8` layers keep 4 to 6 times their input, tokens x hidden,
-beside what is recomputed or rounded. That is offloaded where the CPU has room for it. Of a layer that is
-recomputed whole, it is the input alone, as in Unsloth: less to copy, more to recompute. TRL's
-`activation_offloading` moves all that backward keeps, 20 times as much.
-Copies run on a stream of their own, beside the layers.
+Under `activation_checkpointing: mlp` or `mlp_int8`, a layer saves 4 to 6 times its input (tokens x hidden) in
+addition to the activations that are recomputed or rounded. finetune offloads these if CPU memory is large
+enough. For a layer that is recomputed whole, it offloads only the input, as Unsloth does. TRL's
+`activation_offloading` moves all saved activations, 20 times as much. Copies run on a separate stream at the
+same time as the layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from finetune.core.run_checks import RunChecks
 
-LEAVING = 1  # passes whose copies forward does not wait for; what they copy is GPU memory
-SMALL = 8  # what is less than this part of a layer's input stays: factors of adapters, attention's sums
+LEAVING = 1  # passes whose copies may still run in the forward pass; their tensors still use GPU memory
+SMALL = 8  # tensors smaller than 1/8 of a layer's input stay, such as adapter outputs and attention's sums
 
 
 class Kept:
-    """A tensor in CPU memory, and on its way back."""
+    """A tensor in CPU memory, and its copy that arrives on the GPU."""
 
     def __init__(self, host: Tensor, device: torch.device, owner: Pass) -> None:
         self.host, self.device, self.owner = host, device, owner
@@ -39,25 +39,25 @@ class Kept:
 
 
 class Pass:
-    """One pass through a layer: what it keeps in CPU memory, which lives as long as autograd holds it."""
+    """One pass through a layer, and its tensors in CPU memory, which live as long as autograd holds them."""
 
     def __init__(self, layer: torch.nn.Module, least: int, before: Pass | None) -> None:
-        self.layer, self.least = layer, max(least, 1)  # numbers of a tensor that leaves
-        self.weights: set[int] | None = None  # where they lie, from the first tensor on: they stay
-        self.before = weakref.ref(before) if before else None  # whose turn in backward is next
+        self.layer, self.least = layer, max(least, 1)  # smallest number of elements to offload
+        self.weights: set[int] | None = None  # addresses of the weights, which stay on the GPU
+        self.before = weakref.ref(before) if before else None  # the next pass in the backward pass
         self.kept: list[weakref.ref[Kept]] = []
         self.leaving: list[Tensor] = []  # GPU memory that copies still read
         self.gone: Any = None  # the event of the last copy
-        self.arrived: Any = None  # that of the last copy back
+        self.arrived: Any = None  # the event of the last copy back
         self.asked = False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor stays: small, a weight, or a part of another, which would hold its memory."""
+        """Return whether a tensor stays, because it is small, a weight or a view of another tensor."""
         if not tensor.is_floating_point() or tensor.element_size() < 2 or tensor.numel() < self.least:
             return True
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             return True
-        if self.weights is None:  # FSDP2's are whole from a layer's call on, and elsewhere at each call
+        if self.weights is None:  # FSDP2 gathers the weights at each call of the layer, at another address
             held = (*self.layer.parameters(), *self.layer.buffers())
             whole = (one for one in held if not isinstance(one, DTensor))
             self.weights = {one.untyped_storage().data_ptr() for one in whole}
@@ -65,16 +65,15 @@ class Pass:
 
 
 class Activations:
-    """Keeps what backward needs of layers in CPU memory, pinned where it comes from a GPU.
+    """Offload saved tensors of layers to CPU memory, which is pinned for tensors of a GPU.
 
-    Around each layer's call: of a checkpointed layer the checkpoint saves the input through the hooks that it
-    stands in and all else through its own; of another all large tensors pass. The layer itself, compiled or
-    not, is not touched, and what comes back is what left, bit for bit: loss and gradients are those of
-    `offload: none`.
+    The hooks are around the call of each layer. A checkpointed layer saves only its input through these
+    hooks. Another layer saves all large tensors through them. The layer itself, compiled or not, does not
+    change. The tensors come back bit for bit, so loss and gradients equal those of `offload: none`.
 
-    In backward what the layer that comes next needs is fetched while a layer is computed: that of two layers
-    is on the GPU at a time, whatever their number. Backward begins with `last`: where that one stays, the
-    first fetch runs beside it.
+    In the backward pass, the tensors of the next layer are copied while a layer runs. So the GPU holds the
+    tensors of two layers at a time. The backward pass begins with `last`. If `last` is not offloaded, the
+    first copy runs at the same time as `last`.
     """
 
     def __init__(self, layers: list[Any], device: torch.device, last: Any = None) -> None:
@@ -83,12 +82,12 @@ class Activations:
         self.restart()
         for layer in layers if last is None or last in layers else [*layers, last]:
             own = upstream_private.checkpoint_function(layer) if layer.gradient_checkpointing else _straight
-            layer.gradient_checkpointing = True  # transformers calls the layer through what follows
+            layer.gradient_checkpointing = True  # transformers then calls the layer through this function
             around = partial(self.run, own, layer) if layer in layers else partial(self.ahead, own)
             upstream_private.set_checkpoint_function(layer, around)
 
     def restart(self) -> None:
-        """Count from here on, and let go of what a pass that failed has left."""
+        """Restart the counts, and release the tensors of a failed pass."""
         self.out = self.back = 0  # passes
         self.tensors = self.bytes = self.pinned = 0
         self.leaving: list[Pass] = []
@@ -98,7 +97,7 @@ class Activations:
     def run(
         self, around: Callable[..., Any], layer: nn.Module, call: Callable[..., Any], *inputs: Any
     ) -> Any:
-        """A layer's call, by transformers' own."""
+        """Call a layer as transformers does, with hooks for its saved tensors."""
         self.wait_for_leaving(LEAVING)
         self.current = Pass(layer, inputs[0].numel() // SMALL, self.last() if self.last else None)
         try:
@@ -112,7 +111,7 @@ class Activations:
             self.current = None
 
     def ahead(self, around: Callable[..., Any], call: Callable[..., Any], *inputs: Any) -> Any:
-        """The call of a layer that stays, in whose backward the first fetch begins."""
+        """Call a layer that is not offloaded. Its backward pass starts the first copy back."""
         made, owner = around(call, *inputs), self.last() if self.last else None
         hidden = made[0] if isinstance(made, tuple) else made
         if owner and hidden.requires_grad:
@@ -120,7 +119,7 @@ class Activations:
         return made
 
     def keep(self, tensor: Tensor) -> Tensor | Kept:
-        """Start to copy what a layer keeps into CPU memory; weights, masks and what is small stay."""
+        """Start to copy a saved tensor to CPU memory. Weights, masks and small tensors stay."""
         if self.current is None or self.current.holds(tensor):
             return tensor
         owner, host = self.current, torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -136,7 +135,7 @@ class Activations:
         return kept
 
     def give_back(self, kept: Tensor | Kept) -> Tensor:
-        """What was kept, for its layer's backward; starts to fetch what the layer after it needs."""
+        """Return a saved tensor for the backward pass, and start to copy the tensors of the next layer."""
         if not isinstance(kept, Kept):
             return kept
         self.wait_for_leaving(0)
@@ -153,7 +152,7 @@ class Activations:
         return tensor
 
     def fetch(self, owner: Pass) -> None:
-        """Start to copy back, into memory of the stream that computes, once that stream is here."""
+        """Start to copy the tensors of a pass back, when the compute stream has reached this point."""
         coming = [kept for one in owner.kept if (kept := one()) and kept.arriving is None]
         for kept in coming:
             kept.arriving = torch.empty_like(kept.host, device=kept.device)
@@ -165,7 +164,7 @@ class Activations:
         owner.arrived = self.mark()
 
     def wait_for_leaving(self, most: int) -> None:
-        """Let go of what passes have copied: what computes waits for it (the CPU does not)."""
+        """Release the tensors that passes have copied. The compute stream waits for the copies."""
         while len(self.leaving) > most:
             gone = self.leaving.pop(0)
             gone.gone.wait(self.gpu.current_stream())
@@ -177,7 +176,7 @@ class Activations:
         return event
 
     def add_receipt(self, micro_batches: int, ledger: RunChecks) -> None:
-        """What left in the first step and came back."""
+        """Add a run check of the tensors that were offloaded and copied back in the first step."""
         asked = len(self.layers) * micro_batches
         got = f"{self.out} out, {self.back} back: {self.tensors} tensors, {formatting.size(self.bytes)}"
         how = f"copies made in step 1: {len(self.layers)} layers x {micro_batches} micro-batches"
@@ -186,12 +185,12 @@ class Activations:
 
 
 def _straight(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """In a checkpoint's place, where the layer is not recomputed whole."""
+    """Call a layer that is not recomputed whole, in place of a checkpoint."""
     return layer(*inputs)
 
 
 def of(model: torch.nn.Module) -> Activations | None:
-    """What stands around this model's layers, if anything does."""
+    """Return the `Activations` of this model's layers, or `None`."""
     for module in model.modules():
         around = getattr(upstream_private.checkpoint_function(module), "func", None)
         owner = getattr(around, "__self__", None)

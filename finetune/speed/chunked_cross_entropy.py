@@ -1,15 +1,15 @@
-"""Cross-entropy on an output head, in chunks of tokens: two matrix products, and no logits kept.
+"""Compute the cross-entropy of an output head in chunks of tokens, with two GEMMs and without saved logits.
 
-The gradient of the hidden states is final as soon as a chunk's logits are known:
-dh = (softmax(z) - onehot) W. Forward computes it next to the loss, and keeps it, (tokens, hidden), in place
-of the logits. Backward multiplies by a number. A head that trains takes a third product,
-dW = (softmax(z) - onehot)^T h, summed over chunks in fp32.
+The gradient of the hidden states is final as soon as the logits of a chunk are known: dh = (softmax(z) -
+onehot) W. The forward pass computes it with the loss, and saves it (tokens, hidden) instead of the logits.
+The backward pass only scales it. A head that trains needs a third GEMM, dW = (softmax(z) - onehot)^T h,
+summed over chunks in fp32.
 
-What others do: TRL's fused head computes the logits again in backward, three products. Liger's
-`LigerFusedLinearCrossEntropyLoss` has the same two, in chunks whose logits are no larger than the hidden
-states (512 of 16,384 tokens for an 8B Llama), which makes the products narrow; it asks the device how many
-labels there are, and drops no row without one. `torch.nn.functional.linear_cross_entropy` (torch >= 2.13) is
-plain cross-entropy unless told how to chunk, and drops none either.
+TRL's fused head recomputes the logits in the backward pass and needs three GEMMs. Liger's
+`LigerFusedLinearCrossEntropyLoss` has the same two GEMMs. Its chunks have logits no larger than the hidden
+states (512 of 16,384 tokens for an 8B Llama), which makes the GEMMs narrow. It also waits for the device to
+count the labels, and computes tokens without a label. `torch.nn.functional.linear_cross_entropy`
+(torch >= 2.13) is plain cross-entropy without a chunk size, and also computes tokens without a label.
 """
 
 from __future__ import annotations
@@ -35,50 +35,50 @@ if torch.cuda.is_available():
     from finetune.kernels import triton_loss
 
 IGNORED = -100
-FEW = 64  # of which one row without a label is computed along: cheaper than picking the others out
+FEW = 64  # up to 1 of 64 tokens without a label is computed too, which is cheaper than selecting the others
 
 
 @dataclass
 class TokenLoss(ModelOutput):
-    """Sums over the tokens that have a label; zero-dimensional tensors on the device."""
+    """Sums over the tokens with a label, as zero-dimensional tensors on the device."""
 
     nll: torch.Tensor | None = None
-    """fp32 (fp64 of fp64 logits), with gradient."""
+    """Negative log-likelihood in fp32 (fp64 for fp64 logits), with gradient."""
     entropy: torch.Tensor | None = None
-    """Of the predicted distributions, nats; not for a head with a bias or softcap, nor without gradient."""
+    """Entropy of the predictions in nats. `None` for a head with a bias or softcap, or without gradient."""
     correct: torch.Tensor | None = None
-    """Tokens whose label has the highest logit, int64."""
+    """Number of tokens whose label has the highest logit, int64."""
 
 
 def counted(collate: Callable[..., dict[str, Any]], rows: list[Any]) -> dict[str, Any]:
-    """A collated batch with its numbers of labels and tokens, counted on the CPU.
+    """Collate a batch, and add its numbers of labels and tokens.
 
-    Counted in the loader's process, before anything is on a device: a GPU that is asked how many rows have a
-    label answers when all its work is done, and stands still until the next is queued.
+    The loader's process counts them on the CPU. A GPU would answer only after all its queued work, and would
+    then be idle until new work is queued.
     """
     batch = collate(rows)
     return {**batch, **dict(zip(("num_labels", "num_tokens"), numbers(batch), strict=True))}
 
 
 def numbers(batch: dict[str, Any]) -> tuple[int, int]:
-    """Labels that a token predicts, and tokens without padding. Waits for the device that holds them."""
+    """Count the labels that a token predicts, and the tokens without padding. Wait for the batch's device."""
     labels = int((batch["labels"][:, 1:] != IGNORED).sum())
     mask = batch.get("attention_mask")
     return labels, batch["input_ids"].numel() if mask is None else int(mask.sum())
 
 
 def computes_all(rows: int, num_labels: int) -> bool:
-    """Whether so few rows lack a label that all are computed where they lie, and nothing is copied."""
+    """Return whether so few tokens lack a label that all tokens are computed, without a copy."""
     return (rows - num_labels) * FEW <= rows
 
 
 class Head(NamedTuple):
-    """An output head: what makes logits of hidden states."""
+    """An output head, which computes logits from hidden states."""
 
     weight: Tensor
-    """(vocabulary, hidden); with a gradient if it trains."""
+    """(vocabulary, hidden), with a gradient if it trains."""
     bias: Tensor | None = None
-    """(vocabulary,), the same."""
+    """(vocabulary,), with a gradient if it trains."""
     softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv 2408.00118)."""
 
@@ -86,14 +86,14 @@ class Head(NamedTuple):
 def token_loss(
     hidden: Tensor, head: Head, labels: Tensor, *, num_labels: int | None = None, compiled: bool = False
 ) -> TokenLoss:
-    """Sum of -log softmax(h W^T + b)[label] over the rows with a label: `cross_entropy(reduction="sum")`.
+    """Sum -log softmax(h W^T + b)[label] over the tokens with a label, as `cross_entropy(reduction="sum")`.
 
-    Softmax in fp32 (fp64 for fp64), products in autocast's dtype or else the hidden states'.
+    Softmax runs in fp32 (fp64 for fp64). GEMMs run in autocast's dtype, or in the dtype of the hidden states.
 
     Args:
-        hidden: (..., hidden), of which row i predicts `labels`[i].
-        labels: (...), int64; -100 where there is none.
-        num_labels: labels that are not -100; `None` asks the device, and waits for it.
+        hidden: (..., hidden). Hidden state i predicts `labels`[i].
+        labels: (...), int64. -100 means no label.
+        num_labels: number of labels that are not -100. `None` waits for the device to count them.
     """
     weight, bias, softcap = head
     device = weight.device
@@ -105,7 +105,7 @@ def token_loss(
     if num_labels is None:
         num_labels = int((labels != IGNORED).sum())
     if not computes_all(len(labels), num_labels):
-        # sorted and cut, for `nonzero` would wait to learn how many there are
+        # a sort, because `nonzero` would wait for the device to count the labels
         picked = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:num_labels]
         labels = labels[picked]
     with torch.autocast(device.type, enabled=False):
@@ -117,7 +117,7 @@ def token_loss(
 
 
 class _OutputHead(torch.autograd.Function):
-    """Negative log-likelihood whose forward computes all gradients."""
+    """Negative log-likelihood with a forward pass that computes all gradients."""
 
     @staticmethod
     def forward(
@@ -126,7 +126,7 @@ class _OutputHead(torch.autograd.Function):
         weight: Tensor,  # (vocabulary, hidden)
         bias: Tensor | None,  # (vocabulary,)
         labels: Tensor,  # (n,)
-        picked: Tensor | None,  # (n,) rows that have a label; all of them if `None`
+        picked: Tensor | None,  # (n,) indices of tokens with a label; `None`: all tokens
         softcap: float | None,
         compiled: bool,
         differentiate: bool,
@@ -158,14 +158,14 @@ class _OutputHead(torch.autograd.Function):
             wanted = labels[part]
             for one in (
                 (chunk, wanted) if compiled and not one_kernel else ()
-            ):  # rows with a label are never as many
+            ):  # the number of tokens with a label changes
                 upstream_private.mark_dynamic(one)
             nll[part], correct[part] = step(chunk, wanted, softcap, wide, differentiate)
             if differentiate:
                 torch.mm(chunk, weight, out=gradient[part])
                 _sum_of_head(chunk, source, has_label[part], *summed)
             if entropy is not None:
-                # H = log Z - sum p z = nll - h (p - onehot) W: the second product has it
+                # H = log Z - sum p z = nll - h (p - onehot) W, from the result of the second GEMM
                 entropy[part] = nll[part] - torch.linalg.vecdot(source.to(wide), gradient[part].to(wide))
         ctx.rows = len(hidden)
         ctx.save_for_backward(gradient, has_label, picked, *summed)
@@ -183,7 +183,7 @@ class _OutputHead(torch.autograd.Function):
         gradient, has_label, picked, *summed = ctx.saved_tensors
         if gradients[0] is None:
             return (None,) * 8
-        # (n, 1) and not a number: that one would be rounded to the gradient's dtype before the product
+        # (n, 1), because a number would be rounded to the gradient's dtype before the multiplication
         weight = torch.where(has_label, gradients[0], 0)[:, None]
         scaled = torch.mul(gradient, weight, out=torch.empty_like(gradient))
         if picked is not None:
@@ -198,10 +198,11 @@ class _OutputHead(torch.autograd.Function):
 def _sum_of_head(
     chunk: Tensor, source: Tensor, has_label: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Add a chunk's part to the gradients of a head that trains; of rows without a label there is none.
+    """Add the part of a chunk to the gradients of a head that trains. Tokens without a label add nothing.
 
     Args:
-        chunk: (n, vocabulary), gradient of the logits; source: (n, hidden).
+        chunk: (n, vocabulary), the gradient of the logits.
+        source: (n, hidden).
     """
     there = has_label.to(chunk.dtype)
     if weight is not None:
@@ -213,24 +214,25 @@ def _sum_of_head(
 def softmax_in_place(
     logits: Tensor, labels: Tensor, softcap: float | None, wide: torch.dtype, differentiate: bool
 ) -> tuple[Tensor, Tensor]:
-    """Negative log-likelihood (n,) in `wide`, and whether the label is the highest logit (n,) bool.
+    """Return the negative log-likelihood (n,) in `wide`, and whether the label has the highest logit (n,)
+    bool.
 
     Args:
-        logits: (n, vocabulary); holds their gradient afterwards, softmax - onehot, if `differentiate`.
-        labels: (n,); where -100, numbers mean nothing.
+        logits: (n, vocabulary). With `differentiate`, their gradient (softmax - onehot) replaces them.
+        labels: (n,). The result for a label of -100 has no meaning.
         softcap: applied to the logits first.
     """
     target = labels.clamp(min=0)[:, None]
     capped = logits if softcap is None else softcap * torch.tanh(logits.to(wide) / softcap)
     highest, best = capped.max(dim=-1, keepdim=True)
     p = torch.softmax(capped, dim=-1, dtype=wide)  # one kernel, fp32 inside
-    # log Z from the largest probability, which is at least 1 / vocabulary: the label's may be nothing at all
+    # log Z from the largest probability, which is at least 1 / vocabulary. The label's may underflow to 0.
     log_z = highest.to(wide) - p.gather(1, best).log()
     nll = log_z - capped.gather(1, target).to(wide)
     if differentiate:
         if (
             torch.compiler.is_compiling()
-        ):  # Inductor fuses the comparison; eager would make two more passes of it
+        ):  # Inductor fuses the comparison, which would need two more kernels in eager mode
             p = p - (torch.arange(logits.shape[1], device=logits.device) == target).to(wide)
         else:
             p.scatter_add_(1, target, torch.full_like(nll, -1))

@@ -1,13 +1,13 @@
-"""DoRA's column scale m / ||W + s B A|| (arXiv 2402.09353) from a norm that is made once a step.
+"""Compute DoRA's column scale m / ||W + s B A|| (arXiv 2402.09353) from a norm that is updated once per step.
 
-On a GPU one kernel a layer reads W once and sums the squares of what it makes of a tile; elsewhere the norm
-is factored, and so are the norms of the run checks everywhere:
+On a GPU, one kernel per layer reads W once and sums the squares of each tile. On a CPU, and in all run
+checks, the norm is factored:
 
     ||w_i + s b_i A||^2 = ||w_i||^2 + 2 s b_i . (W A^T)_i + s^2 b_i (A A^T) b_i^T        for each output i
 
-||W||^2 is summed once; W A^T is a thin product. Nothing of W's size is made either way. The norm carries no
-gradient (the paper's section 4.3), so it changes only when A, B or s does: it is made anew before a forward
-pass that finds them changed. PEFT makes B A and the norm in every pass, and an identity matrix to do so.
+||W||^2 is summed once, and W A^T is a thin GEMM. Neither way allocates memory of W's size. The norm has no
+gradient (section 4.3 of the paper), so it changes only if A, B or s changes. A forward pass that finds a
+change computes it again. PEFT computes B A and the norm in every forward pass, with an identity matrix.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
     from finetune.core.run_checks import RunChecks
 
-ROWS = 4096  # of W that are in float32 at once
+ROWS = 4096  # rows of W that are converted to float32 at a time
 
 
 def column(layer: Any, name: str) -> torch.Tensor | None:
-    """m / ||W + s B A|| of a DoRA layer [out] with m's gradient; `None` for another layer."""
+    """Return m / ||W + s B A|| [out] of a DoRA layer, with m's gradient; `None` for another layer."""
     if name not in layer.lora_magnitude_vector:
         return None
     return layer.lora_magnitude_vector[name].weight / layer.finetune_norm
 
 
 class Norms:
-    """The norms of all DoRA layers: `finetune_norm` of each [out], float32 or the parameters' wider dtype."""
+    """The norms of all DoRA layers: `finetune_norm` [out] of each, in float32 or float64."""
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
@@ -49,11 +49,11 @@ class Norms:
         self.refreshed = 0
 
     def refresh(self, *, stepped: bool = False) -> None:
-        """Make the norms of layers whose A, B or scaling has changed.
+        """Update the norms of layers whose A, B or scaling has changed.
 
         Args:
-            stepped: the optimizer has. Fused ones (torch's, bitsandbytes') do not count it as a new version
-                of a weight, which is what shows other changes.
+            stepped: whether the optimizer has stepped. Fused optimizers of torch and bitsandbytes do not
+                increase the version of a weight, which shows other changes.
         """
         for index, layer in enumerate(self.layers):
             if not (name := _active(layer)):
@@ -69,25 +69,25 @@ class Norms:
                 layer.finetune_norm.copy_(norm(layer, name, self.squares[index]))
 
     def error(self) -> float:
-        """The largest relative difference of a norm from one that is factored now."""
+        """Return the largest relative difference of a norm from the factored norm of the current weights."""
         both = zip(self.layers, self.squares, strict=True)
         made = [(one, factored(one, name, square)) for one, square in both if (name := _active(one))]
         off = [(new - one.finetune_norm).norm() / new.norm() for one, new in made]
         return float(torch.stack(off).max()) if off else 0.0
 
     def rebased(self) -> None:
-        """The base's weights are others than they were."""
+        """Update the norms after the weights of the base model have changed."""
         self.squares, self.seen = [_squares(layer) for layer in self.layers], [()] * len(self.layers)
 
 
 def _active(layer: Any) -> str:
-    """The adapter that a layer runs with, if it is one of DoRA's; others have no norm."""
+    """Return the active adapter of a layer if it is a DoRA adapter; else the empty string."""
     return next((name for name in layer.active_adapters if name in layer.lora_magnitude_vector), "")
 
 
 @torch.no_grad()
 def norm(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
-    """||W + s B A|| of each row [out], float32 or float64, given ||W||^2."""
+    """Return ||W + s B A|| of each row [out] in float32 or float64, given ||W||^2."""
     base = layer.get_base_layer()
     weight, scale = _weight(base), base.weight_scale if isinstance(base, fp8_linear.Fp8Linear) else None
     if not (weight.is_cuda and weight.is_contiguous() and squares.dtype == torch.float32):
@@ -98,7 +98,7 @@ def norm(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def factored(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
-    """What `norm` gives, from ||W||^2 and thin products."""
+    """Return the result of `norm` from ||W||^2 and thin GEMMs."""
     exact = squares.dtype
     a, b = layer.lora_A[name].weight.to(exact), layer.lora_B[name].weight.to(exact)
     scale = layer.scaling[name]
@@ -108,7 +108,7 @@ def factored(layer: Any, name: str, squares: torch.Tensor) -> torch.Tensor:
 
 
 def _times(base: nn.Module, a: torch.Tensor) -> torch.Tensor:
-    """W a^T [out, r] in a's dtype. A 16-bit W goes in as it is, a as three 16-bit parts that sum to it."""
+    """Return W a^T [out, r] in a's dtype. For a 16-bit W, a is split into three 16-bit parts."""
     weight, exact = _weight(base), a.dtype
     if isinstance(base, fp8_linear.Fp8Linear):
         return _parts(weight.to(torch.bfloat16), a) * base.weight_scale
@@ -122,18 +122,18 @@ def _parts(weight: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     for _ in range(3):
         parts.append(rest.to(weight.dtype))
         rest = rest - parts[-1].to(a.dtype)
-    made = torch.mm(weight, torch.cat(parts).t(), out_dtype=torch.float32)  # on a CPU there is none
+    made = torch.mm(weight, torch.cat(parts).t(), out_dtype=torch.float32)  # GPU only
     return made.view(len(weight), 3, len(a)).sum(1)
 
 
 def _weight(base: Any) -> torch.Tensor:
-    """What `base` computes with, but for an fp8 weight's scale; a 4-bit one is made for the occasion."""
+    """Return the weight of a layer without the fp8 scale. A 4-bit weight is dequantized."""
     return four_bit.weight(base) if four_bit.is_four_bit(base) else base.weight
 
 
 @torch.no_grad()
 def _squares(layer: Any) -> torch.Tensor:
-    """||w_i||^2 of each row [out]."""
+    """Return ||w_i||^2 of each row [out]."""
     base = layer.get_base_layer()
     weight = _weight(base)
     exact = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -143,7 +143,7 @@ def _squares(layer: Any) -> torch.Tensor:
 
 
 class RefreshNorms(TrainerCallback):
-    """DoRA's norms of the weights as the optimizer left them, with a run check of the last ones."""
+    """Update DoRA's norms after each optimizer step, and add a run check of the last norms."""
 
     def __init__(self, norms: Any, ledger: RunChecks) -> None:
         self.norms, self.ledger = norms, ledger
@@ -161,11 +161,12 @@ class RefreshNorms(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        error, how = self.norms.error(), "||W + s B A|| after the last step against one made anew (relative)"
-        self.ledger.add("DoRA norms", "those of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
+        error = self.norms.error()
+        how = "relative difference of ||W + s B A|| after the last step from a new computation"
+        self.ledger.add("DoRA norms", "the norms of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
 
 
 def refreshing(model: nn.Module, ledger: RunChecks) -> list[TrainerCallback]:
-    """What makes DoRA's norms anew, where they are fused."""
+    """Return the callback that updates the norms of fused DoRA layers."""
     norms = getattr(model, "finetune_norms", None)
     return [RefreshNorms(norms, ledger)] if norms else []

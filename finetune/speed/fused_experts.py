@@ -370,7 +370,7 @@ def _wrapper_obstacle(wrapper: Any) -> str:
     if len(wrapper.active_adapters) != 1:
         return "it has several adapters"
     if "forward" in vars(wrapper):
-        return "its forward is another's already"
+        return "another library has replaced its forward"
     rank = wrapper.r[wrapper.active_adapters[0]]
     return f"rank {rank} is larger than {MAX_EXPERTS_RANK}" if rank > MAX_EXPERTS_RANK else ""
 

@@ -1,7 +1,7 @@
-"""Put the fused forwards of `fused_lora` on the layers of a model: which layers they serve, and why.
+"""Set the fused forwards of `fused_lora` on the layers of a model, and count the layers that stay unfused.
 
-PEFT's modules keep their weights, names and state. Only `forward` is replaced, on the instance; out of
-training, with the adapter off or merged, or with several, it is PEFT's own that runs.
+PEFT's modules keep their weights, names and state. Only `forward` of the instance is replaced. PEFT's own
+forward runs outside of training, with a disabled or merged adapter, and with several adapters.
 """
 
 from __future__ import annotations
@@ -33,38 +33,39 @@ TYPES: tuple[Any, ...] = (lora.Linear, adalora.SVDLinear, ia3.Linear)
 if is_bnb_4bit_available():
     TYPES += (lora.Linear4bit, adalora.SVDLinear4bit, ia3.Linear4bit)
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that share their input
-TOKENS = 64  # on which a fused module is compared with its own forward
-ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # its relative difference; of fewer bits, 2e-2
+TOKENS = 64  # tokens on which a fused module is compared with its own forward
+ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # largest relative difference; 2e-2 for fewer bits
 
 
 class Group(NamedTuple):
     """Linear layers that were fused together."""
 
     members: list[Any]
-    called: list[Any]  # modules whose forward was replaced: the members, or the MLP that they are
+    called: list[Any]  # modules with a replaced forward: the members, or the MLP of the members
 
 
 class Fused:
-    """What was done to a model.
+    """The fused layers of a model.
 
     Attributes:
-        served: linear layers that run through a fast forward.
-        mlps: gated MLPs among them that are fused whole.
-        parts: gated MLPs of which only the linear layers are, counted by the reason.
-        left: adapted layers that do not, counted by the reason.
+        served: number of linear layers with a fused forward.
+        mlps: number of gated MLPs that are fused as a whole.
+        parts: number of gated MLPs with only their linear layers fused, by reason.
+        left: number of layers with an adapter that are not fused, by reason.
         worst: the largest relative difference of a fused module from its own forward.
-        experts: the stacked experts, by grouped products.
-        norms: of DoRA layers; to be made anew when the optimizer has stepped (`callbacks.RefreshNorms`).
+        experts: the stacked experts, which run by grouped GEMMs.
+        norms: the norms of DoRA layers, which `dora_norm.RefreshNorms` updates after each optimizer step.
     """
 
     def __init__(self, model: Any, layers: list[nn.Module], *, every_pass: bool = False) -> None:
-        """Fuse what can be, in the decoder layers of a PEFT model.
+        """Fuse the decoder layers of a PEFT model where possible.
 
-        Every fused module is compared with its own forward; one that does not compute the same gets it back.
+        Every fused module is compared with its own forward. A module with another result gets its own forward
+        back.
 
         Args:
-            every_pass: make DoRA's norms anew before each pass with gradients, for a loop that does not say
-                when the optimizer has stepped.
+            every_pass: whether to update DoRA's norms before each forward pass with gradients, for a training
+                loop that does not call back after the optimizer step.
         """
         self.left, self.worst, self.parts = Counter[str](), 0.0, Counter[str]()
         self.every_pass = every_pass
@@ -75,12 +76,12 @@ class Fused:
             adapted = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)] or every[:1]
             for module in layer.modules():
                 if drops := _drops(module):
-                    self.parts["lora_dropout is on down_proj, 0 lets them run whole"] += 1
+                    self.parts["down_proj has lora_dropout, set it to 0 to fuse whole MLPs"] += 1
                 whole = [] if drops else _mlp(module, fast, adapted)
                 groups += whole or _stacks(module, fast)
         magnitudes = [m for m in fast if getattr(m, "lora_magnitude_vector", None)]
         self.norms = dora_norm.Norms(magnitudes) if magnitudes else None
-        # on the decoder: a loss in chunks calls it, and not the model
+        # the hook is on the decoder, because the chunked loss calls the decoder and not the model
         decoder = module_names.decoder_of(lm_head_loss.base_of(model))
         groups = self._right(groups, fast)
         self.experts = FusedExperts(model, [] if against else layers, every)
@@ -90,7 +91,7 @@ class Fused:
         self.stacks = {id(s): s for g in groups for m in g.called for s in _stacks_of(m)}.values()
         self.served = sum(len(group.members) for group in groups)
         self.mlps = sum(group.called != group.members for group in groups)
-        reason = against or "no forward of ours is for it"
+        reason = against or "finetune has no fused forward for it"
         for module in model.modules():
             if isinstance(module, BaseTunerLayer) and module not in fast:
                 self.left[obstacle(module) or reason] += 1
@@ -98,17 +99,17 @@ class Fused:
         model.finetune_fused_by = self
 
     def summary(self) -> str:
-        """How many linear layers and experts are fused, and what is not, with the reasons."""
-        parts = [f"{count} MLPs in parts: {reason}" for reason, count in sorted(self.parts.items())]
+        """Describe the number of fused linear layers and experts, and the unfused layers with reasons."""
+        parts = [f"{count} MLPs partly fused: {reason}" for reason, count in sorted(self.parts.items())]
         experts = self.experts.summary()
         return "; ".join(filter(None, [f"{self.served} linear layers", experts, self.left_out(), *parts]))
 
     def left_out(self) -> str:
-        """How many adapted layers PEFT's own forward runs, by the reason."""
+        """Describe the number of layers with an adapter that run PEFT's own forward, by reason."""
         return "; ".join(f"{count} by PEFT: {reason}" for reason, count in sorted(self.left.items()))
 
     def start(self, *_: object) -> None:
-        """Before a forward pass: nothing of one that an error ended, norms of the weights as they are."""
+        """Prepare a forward pass: drop outputs of a failed pass, and update the norms."""
         followed = False
         for stack in self.stacks:
             stack.x, stack.ready = None, {}
@@ -120,9 +121,10 @@ class Fused:
         self.experts.refresh()
 
     def _right(self, groups: list[Group], fast: set[nn.Module]) -> list[Group]:
-        """The groups that compute what is asked of them; the others' modules get their own forwards back.
+        """Return the groups with correct results. The modules of other groups get their own forwards back.
 
-        Of an MLP that can't be one, its linear layers are tried alone: their kernels need less memory.
+        If an MLP can't be fused as a whole, its linear layers are tested alone, because their kernels need
+        less memory.
         """
         right, failed, parts = list[Group](), list[tuple[Group, str]](), list[Group]()
         for group, error in zip(groups, self._errors(groups), strict=True):
@@ -143,7 +145,7 @@ class Fused:
         return right
 
     def _errors(self, groups: list[Group]) -> list[str]:
-        """What is wrong with each group, with adapters that are not zero; empty strings for nothing."""
+        """Return the error of each group with nonzero adapters, or an empty string."""
         made = torch.Generator().manual_seed(0)
         with torch.no_grad(), _stirred([m for group in groups for m in group.called], made):
             if self.norms:
@@ -157,23 +159,23 @@ class Fused:
         inside: Any = base_of(group.members[0])
         stored: torch.dtype = inside.weight.dtype
         dtype = getattr(inside, "compute_dtype", stored)
-        if four_bit.is_four_bit(inside):  # it computes exactly with the weight that it stands for
+        if four_bit.is_four_bit(inside):  # the fused forward uses exactly the dequantized weight
             stored = dtype = four_bit.compute_dtype(inside)
         x = torch.randn(1, TOKENS, inside.in_features, generator=made).to(inside.weight.device, dtype)
         own = torch.cat([type(module).forward(module, x) for module in group.called], dim=-1)
         try:
             ours = torch.cat([module.forward(x) for module in group.called], dim=-1)
-            with torch.enable_grad():  # a kernel of backward too may not fit
+            with torch.enable_grad():  # a kernel of the backward pass may fail too
                 leaf = x.clone().requires_grad_()
                 again = torch.cat([module.forward(leaf) for module in group.called], dim=-1)
                 torch.autograd.grad(again, leaf, torch.ones_like(again))
-        except Exception as error:  # a kernel that does not fit this GPU, say: PEFT's own forward does
-            return f"its fast forward or backward fails here: {' '.join(str(error).split())[:120]}"
+        except Exception as error:  # such as a kernel that does not fit this GPU; PEFT's own forward runs
+            return f"the fused forward or backward pass fails here: {' '.join(str(error).split())[:120]}"
         error = float((ours - own).float().norm() / own.float().norm())
         if error <= ALLOWED.get(stored, 2e-2):
             self.worst = max(self.worst, error)
             return ""
-        return f"its fast forward is not its own: they differ by {error:.0e}"
+        return f"the fused forward differs from PEFT's own by {error:.0e}"
 
 
 def _stacks_of(module: Any) -> list[Stack]:
@@ -181,17 +183,17 @@ def _stacks_of(module: Any) -> list[Stack]:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether an MLP's adapter drops inputs of its last layer, which a whole one never makes."""
+    """Return whether an MLP's last layer has adapter dropout, which a fused MLP does not support."""
     down = getattr(module, "down_proj", None)
     return isinstance(down, lora.LoraLayer) and _dropout(down)
 
 
 def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> list[Group]:
-    """A gated MLP that can be fused whole, its forward replaced; nothing if it is not one.
+    """Replace the forward of a gated MLP that can be fused as a whole; return nothing for other modules.
 
     Args:
-        fast: modules that are in a group; those of this one are added.
-        adapted: of the decoder layer, which say whether the adapter is on where none is in the MLP.
+        fast: the modules of all groups, to which the modules of this group are added.
+        adapted: layers with an adapter in the decoder layer, which show whether the adapter is enabled.
     """
     down, act = getattr(module, "down_proj", None), getattr(module, "act_fn", None)
     act = ACTIVATIONS.get(type(getattr(module, "activation_fn", act)).__name__)
@@ -209,7 +211,7 @@ def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> list[Group]:
     if any(map(obstacle, members)) or not alike(first):
         return []
     if not any(map(_adapted, members)) and not isinstance(base_of(members[-1]), fp8_linear.Fp8Linear):
-        return []  # with nothing adapted there is only the rounding to fp8 to save
+        return []  # without an adapter, fusing saves only the rounding to fp8
     if any(base_of(one).bias is not None for one in members) or any(map(_entered, first)):
         return []
     both, last = Stack(first, adapted), Stack([down], adapted)
@@ -227,7 +229,7 @@ def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _stacks(module: nn.Module, fast: set[nn.Module]) -> list[Group]:
-    """Groups of a module's own linear layers that run as one, their forwards replaced; added to `fast`."""
+    """Replace the forwards of a module's linear layers that run as one, and add the layers to `fast`."""
     found: list[Group] = []
     alone = dict(module.named_children())
     for names in (*TOGETHER, *((name,) for name in list(alone))):
@@ -247,7 +249,7 @@ def _stacks(module: nn.Module, fast: set[nn.Module]) -> list[Group]:
 
 
 def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`forward` of each layer of a stack: the first that sees an input computes for all."""
+    """Run a layer of a stack. The first layer that gets an input computes the outputs of all layers."""
     stack, place = self.finetune_fused
     if args or kwargs or not stack.active():
         return type(self).forward(self, x, *args, **kwargs)
@@ -255,9 +257,9 @@ def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
         parts = list(project(stack, x).split(stack.sizes, dim=-1))
         if len(parts) == 1:
             return parts[0]
-        if len(parts) == 3:  # attention keeps the values for backward, and with a view of them all three
+        if len(parts) == 3:  # attention saves the values, and a view would keep all three outputs
             parts[2] = parts[2].contiguous()
-        # not before the products are done: checkpointing ends a forward of its own in the midst of them
+        # set after the GEMMs, because checkpointing may end its recomputation during them
         stack.x, stack.ready, stack.tracked = x, dict(enumerate(parts)), torch.is_grad_enabled()
     y = stack.ready.pop(place)
     if not stack.ready:
@@ -266,7 +268,7 @@ def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 
 def obstacle(layer: Any) -> str:
-    """Why a linear layer can't have a fast forward; the empty string if it can."""
+    """Return why a linear layer can't be fused; the empty string if it can."""
     base = base_of(layer)
     if type(base) not in (nn.Linear, fp8_linear.Fp8Linear) and not four_bit.is_four_bit(base):
         return f"the base model is stored as {type(base).__name__}"
@@ -277,15 +279,15 @@ def obstacle(layer: Any) -> str:
     if four_bit.is_four_bit(base) and (found := four_bit.obstacle(base)):
         return found
     if any(parameter.requires_grad for parameter in base.parameters()):
-        return "the base trains"
+        return "the base weights train"
     if "forward" in vars(layer):
-        return "its forward is another's already"
+        return "another library has replaced its forward"
     if not isinstance(layer, BaseTunerLayer):
         return ""
     if len(layer.active_adapters) != 1:
         return "it has several adapters"
     if isinstance(layer, IA3Layer):
-        return "IA3 scales its bias" if base.bias is not None else ""
+        return "IA3 also scales the bias" if base.bias is not None else ""
     name = layer.active_adapters[0]
     adapter: Any = layer
     rank = adapter.r[name]
@@ -302,7 +304,7 @@ def obstacle(layer: Any) -> str:
 
 
 def alike(members: list[Any]) -> bool:
-    """Whether layers can lie behind each other: one input, storage and dtype; all with a bias, or none."""
+    """Return whether layers can be stacked: the same input size, storage and dtype, and all or no biases."""
     bases = [base_of(one) for one in members]
     kinds = {(type(b), b.in_features, b.weight.dtype, b.weight.device, b.bias is None) for b in bases}
     ranks = [one.r[one.active_adapters[0]] for one in members if isinstance(one, lora.LoraLayer)]
@@ -319,7 +321,7 @@ def _adapted(module: nn.Module) -> bool:
 
 
 def _entered(layer: nn.Module) -> bool:
-    """Whether an IA3 layer scales its input, which others must not see scaled."""
+    """Return whether an IA3 layer scales its input, which other layers must not use."""
     return isinstance(layer, IA3Layer) and bool(layer.is_feedforward)
 
 
@@ -329,7 +331,7 @@ def _dropout(layer: Any) -> bool:
 
 @contextlib.contextmanager
 def _stirred(modules: list[nn.Module], made: torch.Generator) -> Iterator[None]:
-    """Modules in training without dropout, their trained parameters moved a little; then as they were."""
+    """Put modules into training mode without dropout and with changed parameters; restore all afterwards."""
     training = [(module, module.training) for one in modules for module in one.modules()]
     trained = [(p, p.detach().clone()) for one in modules for p in one.parameters() if p.requires_grad]
     dropouts = [(module, module.p) for module, _ in training if isinstance(module, nn.Dropout)]

@@ -1,14 +1,15 @@
-"""Adapters on frozen layers at the cost of their GEMMs: LoRA, DoRA, AdaLoRA and IA3 as one formula.
+"""Compute LoRA, DoRA, AdaLoRA and IA3 on frozen layers with one formula and few kernels.
 
     y = column * (x W^T + (x a^T) b^T)
 
-Layers that read the same input (q, k and v; gate and up) are one product with the base and one with the
-adapters, whose b stand block-diagonally in one matrix. The scaling is folded into a, the addition into one
-pass over y, the activation between an MLP's two GEMMs is one kernel with its adapters' products inside, and
-what it makes is made again in backward, not kept. Nothing has a gradient but x, a, b and column: W is frozen.
+Layers with the same input (q, k and v; gate and up) run as one GEMM with the base weights and one with the
+adapters, whose b form one block-diagonal matrix. The scaling is folded into a. One kernel adds to y. In an
+MLP, one kernel computes the activation and its adapters' GEMMs, and the backward pass recomputes its output.
+Only x, a, b and column have gradients, because W is frozen.
 
-W is held in one of three ways, a tuple of tensors each: `(weight,)`; `(codes, scale)` in fp8; or packed,
-absmax and table of each layer in 4 bits: its weight is made once in forward, once in backward, and not kept.
+W is a tuple of tensors: `(weight,)`; `(codes, scale)` in fp8; or packed weight, absmax and table of each
+layer in 4 bits. A 4-bit weight is dequantized once in the forward pass and once in the backward pass, and not
+saved.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from finetune.speed import dora_norm
 if TYPE_CHECKING:
     from torch import Tensor
 
-Stored = Sequence[torch.Tensor]  # a frozen weight as it is held
+Stored = Sequence[torch.Tensor]  # a frozen weight in its storage format
 
 
 class Factors(NamedTuple):
-    """An adapter in the formula's terms; what it has not is `None`."""
+    """The factors of an adapter in the formula. A factor that the adapter lacks is `None`."""
 
-    a: torch.Tensor | None = None  # [r, in], the scaling in it
+    a: torch.Tensor | None = None  # [r, in], including the scaling
     b: torch.Tensor | None = None  # [out, r]
     column: torch.Tensor | None = None  # [out]
-    entry: torch.Tensor | None = None  # [in]: a factor of x, of IA3's feedforward layers
+    entry: torch.Tensor | None = None  # [in], a factor of x in IA3's feedforward layers
 
 
 def factors(layer: nn.Module) -> Factors:
-    """The adapter of a layer, made from PEFT's own parameters, so that they get the gradients."""
+    """Return the factors of a layer's adapter, computed from PEFT's own trainable parameters."""
     if not isinstance(layer, BaseTunerLayer):
         return Factors()
     name = layer.active_adapters[0]
@@ -58,23 +59,23 @@ def factors(layer: nn.Module) -> Factors:
 
 
 def base_of(layer: nn.Module) -> Any:
-    """The frozen layer under an adapter, or the layer itself."""
+    """Return the frozen layer under an adapter, or the layer itself."""
     return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
 
 class Stack:
-    """Layers that read the same input, run as one.
+    """Layers with the same input that run as one.
 
     Attributes:
-        stored: the base weights [sum of outputs, in] as they are held; each layer's own tensors are views of
-            these, or these of them: nothing is held twice.
+        stored: the base weights [sum of outputs, in] in their storage format. They share memory with the
+            tensors of the layers.
         bias: [sum of outputs], or `None`.
     """
 
     def __init__(self, layers: list[Any], adapted: list[Any] | None = None) -> None:
         """
         Args:
-            adapted: layers that say whether the adapter is on, where none of `layers` has one.
+            adapted: layers that show whether the adapter is enabled, if none of `layers` has an adapter.
         """
         bases = [base_of(layer) for layer in layers]
         own: list[Any] = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
@@ -83,21 +84,23 @@ class Stack:
         self.layers, self.sizes = layers, [base.out_features for base in bases]
         self.stored, self.places = held(bases), _places(bases)
         self.bias = None if bases[0].bias is None else torch.cat([base.bias.detach() for base in bases])
-        self.x: torch.Tensor | None = None  # the input that the outputs in `ready` are of
+        self.x: torch.Tensor | None = None  # the input of the outputs in `ready`
         self.ready: dict[int, torch.Tensor] = {}
-        self.tracked = True  # whether with gradient
-        self.kept = "product"  # of gate and up, until backward: that, in `int8`, or their `input`
+        self.tracked = True  # whether the outputs have gradients
+        self.kept = "product"  # saved for the backward pass of gate and up: `product`, `int8` or `input`
 
     def active(self) -> bool:
-        """Whether the layers are as they were fused: in training, that adapter on, not merged."""
+        """Return whether the fused forward may run: in training, with the same unmerged adapter."""
         return self.layers[0].training and all(
             layer.active_adapters == names and not layer.disable_adapters and not layer.merged
             for layer, names in zip(self.adapted, self.adapters, strict=True)
         )
 
     def follow(self) -> bool:
-        """Take the base's weights anew where they are others (PEFT puts new ones in place, merging an adapter
-        or taking it out again); whether they were."""
+        """Read the base weights again if they have changed, and return whether they have changed.
+
+        PEFT replaces them when it merges or unmerges an adapter.
+        """
         bases = [base_of(layer) for layer in self.layers]
         if _places(bases) == self.places:
             return False
@@ -111,7 +114,7 @@ def _places(bases: list[Any]) -> list[int]:
 
 
 def held(bases: list[Any]) -> Stored:
-    """The frozen weights of layers as they are stored."""
+    """Return the frozen weights of layers in their storage format."""
     if four_bit.is_four_bit(bases[0]):
         return tuple(tensor for base in bases for tensor in four_bit.stored(base))
     weight = behind_each_other([base.weight for base in bases])
@@ -121,7 +124,7 @@ def held(bases: list[Any]) -> Stored:
 
 
 def behind_each_other(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor of all rows, of which each of `tensors` becomes a view."""
+    """Concatenate tensors along their rows, and make each of them a view of the result."""
     if len(tensors) == 1:
         return tensors[0].detach()
     whole, start = torch.cat([tensor.detach() for tensor in tensors]), 0
@@ -132,10 +135,10 @@ def behind_each_other(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
-    """What all layers of a stack make of x [..., in]: [..., sum of outputs]."""
+    """Return the outputs [..., sum of outputs] of all layers of a stack for x [..., in]."""
     flat = rows_of(x)
     found = [factors(layer) for layer in stack.layers]
-    if found[0].entry is not None:  # such a layer stands alone
+    if found[0].entry is not None:  # such a layer is never stacked with others
         flat = (flat * found[0].entry).to(flat.dtype)
     t, b = inner(flat, stack.layers, found), outer(flat, stack.sizes, found)
     y = _Linear.apply(flat, t, b, stack.stored)
@@ -146,17 +149,17 @@ def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
 
 
 def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)) for x [..., hidden]; `both` is gate and up, or one layer that is both."""
+    """Return down(act(gate(x)) * up(x)) for x [..., hidden]. `both` is gate and up, or one layer for both."""
     flat = rows_of(x)
     found = [factors(layer) for layer in both.layers]
     halves = found if len(found) == 2 else split(found[0])
     size = sum(both.sizes) // 2
     t = inner(flat, both.layers, found, even=True)
-    if t is not None and len(found) == 1:  # one adapter of both halves: one product, and one mask of dropout
+    if t is not None and len(found) == 1:  # one adapter for both halves has one GEMM and one dropout mask
         t = torch.cat([t, t], dim=1)
     b = outer(flat, [size, size], halves, even=True)
     column, last = columns([size, size], halves, flat), factors(down.layers[0])
-    if last.entry is not None:  # a factor of act(gate) * up is one of up
+    if last.entry is not None:  # a factor of act(gate) * up equals a factor of up
         plain = torch.ones(2 * size, device=flat.device) if column is None else column
         column = plain * torch.cat([torch.ones_like(last.entry), last.entry])
     a_down, b_down = last.a, outer(flat, down.sizes, [last])
@@ -168,14 +171,14 @@ def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tens
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """x [..., in] as [T, in], in autocast's dtype where it is on: a norm that trains gives float32."""
+    """Return x [..., in] as [T, in] in autocast's dtype, because a norm that trains returns float32."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 
 def split(both: Factors) -> list[Factors]:
-    """The adapter of a layer that is gate and up, as two that share their a."""
+    """Return the adapter of a layer for gate and up as two adapters that share a."""
     columns = (None, None) if both.column is None else both.column.chunk(2)
     rows = (None, None) if both.b is None else both.b.chunk(2)
     return [Factors(both.a, b, column) for b, column in zip(rows, columns, strict=True)]
@@ -184,10 +187,10 @@ def split(both: Factors) -> list[Factors]:
 def inner(
     x: torch.Tensor, layers: list[Any], found: list[Factors], *, even: bool = False
 ) -> torch.Tensor | None:
-    """x [T, in] times the layers' stacked a: [T, padded ranks]; `None` without any.
+    """Return x [T, in] times the stacked a of the layers, [T, padded ranks]; `None` without adapters.
 
     Args:
-        even: every layer has the same share of the columns.
+        even: whether every layer has the same number of columns.
     """
     size = padded(found, even)
     if size == 0:
@@ -198,7 +201,7 @@ def inner(
         a = x.new_zeros(0, x.shape[1]) if factor.a is None else factor.a.to(x.dtype)
         rows.append(nn.functional.pad(a, (0, 0, 0, share - rank)) if even else a)
         dropouts.append(layer.lora_dropout[layer.active_adapters[0]] if rank else nn.Identity())
-    if any(isinstance(dropout, nn.Dropout) for dropout in dropouts):  # each layer has a mask of its own
+    if any(isinstance(dropout, nn.Dropout) for dropout in dropouts):  # each layer has its own mask
         t = torch.cat([dropout(x) @ a.t() for dropout, a in zip(dropouts, rows, strict=True)], dim=1)
         return nn.functional.pad(t, (0, size - t.shape[1]))
     a = torch.cat(rows)
@@ -208,7 +211,7 @@ def inner(
 def outer(
     x: torch.Tensor, sizes: list[int], found: list[Factors], *, even: bool = False
 ) -> torch.Tensor | None:
-    """The layers' b as one block-diagonal matrix [sum of sizes, padded ranks]; `None` without any."""
+    """Return the layers' b as one block-diagonal matrix [sum of sizes, padded ranks], or `None`."""
     size = padded(found, even)
     if size == 0:
         return None
@@ -222,7 +225,7 @@ def outer(
 
 
 def padded(found: list[Factors], even: bool) -> int:
-    """Columns of the inner product: a power of two, 16 at least, as a kernel's product takes it; or none."""
+    """Return the inner dimension of the adapter GEMM: a power of two of at least 16; 0 without adapters."""
     ranks = [0 if factor.b is None else factor.b.shape[1] for factor in found]
     if not any(ranks):
         return 0
@@ -232,7 +235,7 @@ def padded(found: list[Factors], even: bool) -> int:
 
 
 def columns(sizes: list[int], found: list[Factors], like: torch.Tensor) -> torch.Tensor | None:
-    """The layers' columns as one [sum of sizes]; `None` without any."""
+    """Return the layers' columns as one tensor [sum of sizes]; `None` without columns."""
     if all(factor.column is None for factor in found):
         return None
     ones = [torch.ones(size, device=like.device) for size in sizes]
@@ -240,7 +243,7 @@ def columns(sizes: list[int], found: list[Factors], like: torch.Tensor) -> torch
 
 
 def product(x: torch.Tensor, stored: Stored) -> torch.Tensor:
-    """x [T, in] W^T of a frozen weight [out, in] as it is held, in fp8 if it is stored so."""
+    """Return x [T, in] W^T for a frozen weight [out, in] in its storage format, in fp8 for an fp8 weight."""
     if len(stored) == 2:
         codes, step = ops.quantise_rows(x)
         return fp8_linear.product(codes, step, stored[0], stored[1], x.dtype)
@@ -249,7 +252,7 @@ def product(x: torch.Tensor, stored: Stored) -> torch.Tensor:
 
 
 def input_gradient(grad: torch.Tensor, stored: Stored) -> torch.Tensor:
-    """The gradient of x in `product`."""
+    """Return the gradient of x in `product`."""
     if len(stored) == 2:
         return fp8_linear.input_gradient(grad, stored[0], stored[1])
     if len(stored) == 1:
@@ -278,11 +281,12 @@ class _Linear(torch.autograd.Function):
 
 
 class _GatedMlp(torch.autograd.Function):
-    """y = h W_down^T + (h a_down^T) b_down^T, of h = act(gate) up and (gate, up) = column (x W^T + t b^T).
+    """y = h W_down^T + (h a_down^T) b_down^T, with h = act(gate) up and (gate, up) = column (x W^T + t b^T).
 
-    Kept for backward are the base's product (`kept`: `product`; `int8`: rounded; `input`: x, to make it from)
-    and the thin ones, not h. t, b, column, and a_down with b_down may be `None`. `stored` are W and W_down as
-    they are held.
+    The backward pass uses the output of the base GEMM and the outputs of the thin GEMMs, but not h. `kept`
+    tells what is saved of the base GEMM: its output (`product`), its output in int8, or its `input` x. t, b,
+    column, and a_down with b_down may be `None`. `stored` and `stored_down` are W and W_down in their storage
+    format.
     """
 
     @staticmethod
@@ -313,7 +317,7 @@ class _GatedMlp(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         gu, scale, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
         grad, first = grads[0].contiguous(), stored[: ctx.count]
-        if ctx.kept == "input" and len(first) > 2:  # dequantised once for both products
+        if ctx.kept == "input" and len(first) > 2:  # dequantized once for both GEMMs
             first = (ops.dequantise(list(first), grad.dtype, grad),)
         if ctx.kept == "input":
             gu = product(ops.later(gu, grad), first)

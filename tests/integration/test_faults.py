@@ -152,7 +152,7 @@ def test_a_spike_ends_the_run_where_the_recipe_says_so(monkeypatch) -> None:
             again.on_log(None, state, None, logs={"loss": 9.0})
             assert len(said) == 1 and "9.0 times" in said[0]
         else:
-            with pytest.raises(UserError, match="median of the 32 before"):
+            with pytest.raises(UserError, match="median of the previous 32 values"):
                 again.on_log(None, state, None, logs={"loss": 9.0})
 
 

@@ -209,7 +209,7 @@ def test_dropout_where_a_neighbour_has_no_adapter(targets: list[str]) -> None:
 def test_a_bias_that_trains_is_pefts(bias: Any) -> None:
     model, own = (adapted(ranked(bias=bias), family="qwen2") for _ in range(2))
     fused = Fused(model, decoder_layers(model))
-    assert fused.left == {"the base trains": 6}  # q, k and v of two layers
+    assert fused.left == {"the base weights train": 6}  # q, k and v of two layers
     (loss, gradients), (right, theirs) = step(model), step(own)
     assert abs(float(loss - right)) < 1e-10 and worst(gradients, theirs) < 1e-10
 

@@ -222,4 +222,4 @@ def test_not_even_one_row_fits(train, monkeypatch, capsys) -> None:
     train(*FEW, "train.per_device_train_batch_size=auto", code=5)
     assert "not even one of the longest sequences" in capsys.readouterr().err
     train(*FEW, "train.per_device_train_batch_size=auto", "data.streaming=true", name="other", code=2)
-    assert "streamed data" in capsys.readouterr().err
+    assert "a stream does not know them" in capsys.readouterr().err

@@ -162,7 +162,7 @@ def test_dropout_drops_what_pefts_drops(family: str, targets: Any, mlps: int) ->
     again = adapted(config, family)
     chosen, spec = apply_to_model.add_fused(again, Choice("on", "auto"), ledger)
     assert spec.fused_mlps == bool(mlps)
-    assert ("2 MLPs in parts: lora_dropout" in chosen.reason) == (not spec.fused_mlps)
+    assert ("2 MLPs partly fused: down_proj has lora_dropout" in chosen.reason) == (not spec.fused_mlps)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "adalora", "ia3"])
@@ -232,7 +232,7 @@ def test_an_mlp_that_is_not_its_own_forward_is_refused_and_its_layers_are_served
     monkeypatch.setitem(fused_layers.ACTIVATIONS, "SiLUActivation", "gelu_tanh")
     fused = Fused(model, decoder_layers(model))
     ((reason, count),) = fused.parts.items()
-    assert "its fast forward is not its own" in reason and count == 2
+    assert "the fused forward differs from PEFT's own" in reason and count == 2
     assert (fused.served, fused.mlps, dict(fused.left)) == (14, 0, {})
     assert not any("forward" in vars(layer.mlp) for layer in decoder_layers(model))
     assert all("forward" in vars(layer.mlp.down_proj) for layer in decoder_layers(model))
