@@ -1,8 +1,9 @@
-"""Attention of training rows without a mask: each kernel by a name of ours, through transformers' interface.
+"""Register attention kernels without a mask with transformers, under finetune's own names.
 
-transformers builds no mask for a name that its mask interface does not know. So a row must need none: it is
-causal, and all that stands at its end is padding, which no token before it sees and which carries no loss; or
-it is several documents, whose borders TRL's collator hands on. What would need a mask is refused.
+transformers builds no mask for a name that its mask interface does not know. So a training sequence must not
+need a mask. Either it is causal and has padding only at its end, which no token before sees and which does
+not contribute to the loss. Or it is packed, and TRL's collator gives the borders of its examples. Sequences
+that need a mask raise an error.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ Tensor = torch.Tensor
 
 
 def register(name: str) -> None:
-    """Make `attn_implementation=IMPLEMENTATIONS[name]` known to transformers, if `name` is one of ours."""
+    """Register `attn_implementation=IMPLEMENTATIONS[name]` with transformers if `name` is a known kernel."""
     if name in IMPLEMENTATIONS:
         AttentionInterface.register(IMPLEMENTATIONS[name], without_mask(KERNELS[name]()))
 
 
 def without_mask(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """A kernel as transformers calls attention.
+    """Wrap a kernel in the signature of transformers' attention functions.
 
     Args:
-        kernel: called with queries (rows, tokens, heads, size), keys and values (of fewer heads, it may be),
-            `scale`, `window` (tokens seen, itself included; `None`: all), `softcap`, `borders` (int32,
-            documents + 1; `None`: a row is a document) and `longest` (tokens of a document); returns what
-            the queries attend to, (rows, tokens, heads, size).
+        kernel: takes queries (rows, tokens, heads, size), keys and values (possibly with fewer heads),
+        `scale`,
+            `window` (number of visible tokens with the token itself; `None`: all), `softcap`, `borders`
+            (int32, examples + 1; `None`: each row is one example) and `longest` (tokens of the longest
+            example). It returns the attention output (rows, tokens, heads, size).
     """
 
     def forward(
@@ -59,7 +61,7 @@ def without_mask(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, N
         unknown = [name for name in ("s_aux", "position_bias", "cache") if others.get(name) is not None]
         if attention_mask is not None or not causal or dropout or unknown or query.shape[2] != key.shape[2]:
             raise ValueError("this attention is for training: causal, without mask, cache, dropout or sinks")
-        if torch.is_autocast_enabled(query.device.type):  # rotary embeddings leave queries and keys in fp32
+        if torch.is_autocast_enabled(query.device.type):  # rotary embeddings return queries and keys in fp32
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         longest: Any = query.shape[2] if cu_seq_lens_q is None else max_length_q
@@ -85,10 +87,10 @@ def cudnn(
     borders: Any,
     **_: Any,
 ) -> Tensor:
-    """SDPA by cuDNN alone: whole rows, no window."""
+    """Run SDPA with cuDNN only, for unpacked sequences without a window."""
     if window is not None or softcap is not None or borders is not None:
         raise ValueError("cuDNN's attention has no window, no softcap and no documents")
-    # on the CPU, where the tests prove what stands around it, torch's plain one
+    # on a CPU, which only tests use, torch's plain kernel
     backend = SDPBackend.CUDNN_ATTENTION if query.is_cuda else SDPBackend.MATH
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     grouped = query.shape[1] != key.shape[1]
@@ -98,11 +100,11 @@ def cudnn(
 
 
 def varlen() -> Callable[..., Tensor]:
-    """torch's own FlashAttention-2 of documents; rows of a batch are documents of one length."""
+    """Run torch's own FlashAttention-2 on packed examples. Rows of a batch are examples of one length."""
     from torch.nn.attention.varlen import varlen_attn
 
     attend: Callable[..., Any] = varlen_attn
-    # torch 2.11 takes fewer key heads as they are, 2.13 wants it said
+    # torch 2.13 needs enable_gqa for fewer key heads, and torch 2.11 does not
     takes = inspect.signature(varlen_attn).parameters
     said: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
 
@@ -124,7 +126,7 @@ def varlen() -> Callable[..., Tensor]:
 
 
 def flash(package: Any) -> Callable[..., Tensor]:
-    """FlashAttention 2 or 3: `flash_attn` or `flash_attn_interface`."""
+    """Run FlashAttention 2 or 3 from `flash_attn` or `flash_attn_interface`."""
 
     def kernel(
         query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: Any, softcap: Any, borders: Any,
@@ -141,7 +143,7 @@ def flash(package: Any) -> Callable[..., Tensor]:
             return package.flash_attn_func(query, key, value, **options)
         rows, tokens = query.shape[:2]
         flat: Any = [tensor.reshape(rows * tokens, *tensor.shape[2:]) for tensor in (query, key, value)]
-        # two tensors to torch.compile, which takes no autograd.Function that is given one twice
+        # two tensors, because torch.compile does not support an autograd.Function with the same input twice
         both = borders, borders.view(-1)
         out = package.flash_attn_varlen_func(*flat, *both, longest, longest, **options)
         return out.view(rows, tokens, *out.shape[1:])
@@ -166,10 +168,10 @@ def flash4_forward(
     query: Tensor, key: Tensor, value: Tensor, borders: Tensor | None, longest: int, scale: float,
     window: int | None, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """FlashAttention-4 as one operation, since torch.compile can't look into what it compiles itself.
+    """Run FlashAttention-4 as one operator, because torch.compile can't trace its own compilation.
 
     Returns:
-        What the queries attend to, and the logarithms of the sums of exponentials, fp32.
+        The attention output, and the log-sum-exp in fp32.
     """
     forward, _ = upstream_private.flash_attention_4()
     out, sums = forward(
@@ -190,13 +192,13 @@ def flash4_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor,
     borders: Tensor | None, longest: int, scale: float, window: int | None, softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values."""
+    """Return the gradients of queries, keys and values."""
     _, backward = upstream_private.flash_attention_4()
     options = _flash4_options(borders, longest, scale, window, softcap)
     can = torch.cuda.get_device_capability(query.device) < (
         12,
         0,
-    )  # RTX 50's backward asserts it is not asked
+    )  # the backward pass on RTX 50 raises an error otherwise
     options["deterministic"] = torch.are_deterministic_algorithms_enabled() and can
     dq, dk, dv = backward(query, key, value, out, gradient.contiguous(), sums, **options)[:3]
     return dq, dk, dv

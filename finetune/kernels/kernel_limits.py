@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-# Names that we register with transformers for kernels that take no mask (attention_functions.py).
-# transformers' own flash_attention_* ask the device for the documents' borders in each layer, which breaks
-# the compiled graph, and without the package they fetch a kernel from the Hub.
+# Names that finetune registers with transformers for kernels without a mask (attention_functions.py). In each
+# layer, transformers' own flash_attention_* wait for the device to get the borders of the examples, which
+# breaks the compiled graph. Without the package, they download a kernel from the Hub.
 IMPLEMENTATIONS = {
     "flash_attention_4": "finetune_fa4",
     "flash_attention_3": "finetune_fa3",
@@ -12,7 +12,7 @@ IMPLEMENTATIONS = {
     "cudnn": "finetune_cudnn",
     "varlen": "finetune_varlen",
 }
-# flash-attention: distribution (2 and 4 share an import name) and the extra that brings it, if one does
+# flash-attention: distribution (2 and 4 share an import name) and the extra that installs it, if any
 FLASH = {
     "flash_attention_2": ("flash-attn", "flash"),
     "flash_attention_3": ("flash-attn-3", ""),
@@ -32,9 +32,9 @@ LIMITS = {
     "varlen": ((8, 0), 256),
 }
 
-# cuDNN plans each new length of a batch, in 0.1 to 0.3 s on an H100 (benchmarks/LOG.md). Padding to a
-# multiple of 64 tokens keeps the lengths few
+# cuDNN needs 0.1 to 0.3 s on an H100 for each new length of a batch (benchmarks/LOG.md). Padding to a
+# multiple of 64 tokens limits the number of lengths.
 LENGTH_MULTIPLES = {"cudnn": 64}
 
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
-FP8_MULTIPLE = 16  # fp8 GEMMs want both sides of a weight divisible by it
+FP8_MULTIPLE = 16  # fp8 GEMMs need both dimensions of a weight to be a multiple of this

@@ -1,9 +1,9 @@
-"""The operators that speed needs: rounding to fp8 and int8, a transpose, 4-bit weights, a thin product, an
-activation.
+"""PyTorch operators for rounding to fp8 and int8, a transpose, 4-bit weights, thin GEMMs and an activation.
 
-Each is registered with torch, so that torch.compile takes it as it is: on a GPU a Triton kernel
-(`triton_linear`, `triton_mlp`), elsewhere the same mathematics in plain torch, which the kernels are tested
-against. T is tokens, N outputs, F the intermediate size, R a rank padded to a power of two (16 or more).
+Each operator is registered with torch, so that torch.compile does not trace into it. On a GPU it is a Triton
+kernel (`triton_linear`, `triton_mlp`). On a CPU it is the same mathematics in plain torch, and the tests
+compare the kernels with it. T is tokens, N outputs, F the intermediate size, R a rank padded to a power of
+two (16 or more).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if torch.cuda.is_available():
     from finetune.kernels import triton_linear, triton_mlp
 
 E4M3 = torch.float8_e4m3fn
-LARGEST = 448.0  # of e4m3
-NESTED = 256  # scales of 4-bit blocks that share a scale of their own
-BLOCK = 128  # numbers rounded to int8 that share a scale
-ACTIVATIONS = {  # transformers' and torch's classes, by the names that kernels have for them
+LARGEST = 448.0  # largest e4m3 value
+NESTED = 256  # number of scales of 4-bit blocks that share one scale
+BLOCK = 128  # number of int8 values that share one scale
+ACTIVATIONS = {  # class name in transformers or torch -> name in the kernels
     "SiLUActivation": "silu",
     "SiLU": "silu",
     "GELUTanh": "gelu_tanh",
@@ -38,15 +38,15 @@ ACTIVATIONS = {  # transformers' and torch's classes, by the names that kernels 
 def quantise_rows(
     x: torch.Tensor, column: torch.Tensor | None = None, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales with x * column ~ scale * codes.
+    """Quantize x * column to fp8, so that x * column ~ scale * codes.
 
-    A row of zeros has codes of zero; a row that holds NaN or infinity has NaN among its codes, and so in all
-    that is computed from it.
+    A row of zeros has quantized weights of zero. A row with NaN or Inf has NaN among its quantized weights,
+    so every result computed from it is NaN.
 
     Args:
         x: [rows, columns], any float dtype.
         column: a factor for each column [columns] in float32, or `None`.
-        amax: the largest magnitude of each row of x * column [rows] in float32, where it is known.
+        amax: the largest magnitude of each row of x * column [rows] in float32, if it is known.
 
     Returns:
         codes: [rows, columns] e4m3.
@@ -76,12 +76,12 @@ def _(x: torch.Tensor, column: object = None, amax: object = None) -> tuple[torc
 def quantise_product(
     x: torch.Tensor, column: torch.Tensor | None, amax: torch.Tensor, b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`quantise_rows` of x [rows, columns], and the thin product x b of b [columns, R], in one pass over x.
+    """Compute `quantise_rows` of x [rows, columns] and the thin GEMM x b with b [columns, R] in one kernel.
 
     Returns:
         codes: [rows, columns] e4m3.
         scale: [rows, 1] float32.
-        product: [rows, R], of x without `column`.
+        product: [rows, R], computed from x without `column`.
     """
     if x.is_cuda and b.shape[1] <= triton_linear.THIN:
         return triton_linear.quantise_product(x.contiguous(), column, amax, b)
@@ -99,8 +99,8 @@ def _(
 
 @torch.library.custom_op("finetune::transpose", mutates_args=(), schema="(Tensor codes) -> Tensor")
 def transpose(codes: torch.Tensor) -> torch.Tensor:
-    """A contiguous [in, out] copy of codes [out, in]: an fp8 GEMM wants its second operand column-major."""
-    if codes.is_cuda:  # eager's own is ten times slower, Inductor's two
+    """Return a contiguous [in, out] copy of an fp8 weight [out, in], as an fp8 GEMM needs it."""
+    if codes.is_cuda:  # 10 times faster than eager mode, and 2 times faster than Inductor
         return triton_linear.transpose_bytes(codes.contiguous().view(torch.uint8)).view(codes.dtype)
     return codes.t().clone(memory_format=torch.contiguous_format)
 
@@ -118,12 +118,12 @@ def _(codes: torch.Tensor) -> torch.Tensor:
 def dequantise(
     stored: list[torch.Tensor], dtype: torch.dtype, after: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """4-bit weights behind each other, in one pass and equal to bitsandbytes' `dequantize_4bit`.
+    """Dequantize and concatenate 4-bit weights in one kernel, with the result of `dequantize_4bit`.
 
     Args:
-        stored: packed, absmax and table of each (`four_bit.stored`); all have the same inputs.
-        after: a tensor that must be there before. Backward gives its gradient: else a compiler, seeing
-            that forward has made the same, would keep that for backward.
+        stored: packed, absmax and table of each weight (`four_bit.stored`). All have the same input size.
+        after: a tensor that must be computed before. The backward pass gives its gradient. Otherwise a
+            compiler would save the weight of the forward pass for the backward pass.
 
     Returns:
         [sum of outputs, in] in `dtype`.
@@ -142,8 +142,11 @@ def _(stored: list[torch.Tensor], dtype: torch.dtype, after: object = None) -> t
 
 @torch.library.custom_op("finetune::later", mutates_args=(), schema="(Tensor x, Tensor after) -> Tensor")
 def later(x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """A copy of x that is there no earlier than `after`, in backward its gradient; nor is what is computed of
-    it. A compiler that sees the same product in forward and backward would keep that instead."""
+    """Return a copy of x that can't be computed before `after`.
+
+    The backward pass gives its gradient as `after`. Otherwise a compiler that sees the same GEMM in the
+    forward and the backward pass would save its result.
+    """
     return x.clone()
 
 
@@ -168,7 +171,7 @@ def _dequantise(
     "finetune::add_product", mutates_args=("y",), schema="(Tensor(a!) y, Tensor t, Tensor b) -> ()"
 )
 def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
-    """y [T, N] += t [T, R] b [N, R]^T in place."""
+    """Compute y [T, N] += t [T, R] b [N, R]^T in place."""
     if y.is_cuda:
         triton_linear.add_product_(y, t, b)
     else:
@@ -195,21 +198,22 @@ def activate(
     largest: bool,
     rounded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """h = act(gate) up, of (gate, up) = column (gu + t b^T).
+    """Compute h = act(gate) up, with (gate, up) = column (gu + t b^T).
 
     Args:
-        gu: the base's product [T, 2 F]: gate, then up.
-        t: the adapters' inner product [T, 2 R], or `None`.
-        b: their block-diagonal outer matrix [2 F, 2 R].
+        gu: the output of the base GEMM [T, 2 F]: gate, then up.
+        t: the inner activations of the adapters [T, 2 R], or `None`.
+        b: the block-diagonal outer matrix of the adapters [2 F, 2 R].
         column: a factor for each output [2 F] in fp32, or `None`.
         act: `silu` or `gelu_tanh`.
-        largest: whether each row's largest |h| is wanted, to round h to fp8.
-        rounded: whether gu is wanted in int8, for backward.
+        largest: whether to return the largest |h| of each row, which rounding h to fp8 needs.
+        rounded: whether to return gu in int8 for the backward pass.
 
     Returns:
-        h [T, F]; the largest |h| of each row [T] in float32; `compress` of gu. What is not wanted is empty.
+        h [T, F]; the largest |h| of each row [T] in float32; `compress` of gu. Tensors that were not
+        requested are empty.
     """
-    within = gu.shape[1] // 2 % BLOCK == 0  # a kernel's tiles are blocks then
+    within = gu.shape[1] // 2 % BLOCK == 0  # then each tile of a kernel is a block
     codes, scale = gu.new_empty(0, dtype=torch.int8), gu.new_empty(0, dtype=torch.float32)
     if rounded and not (gu.is_cuda and within):
         codes, scale = compress(gu)
@@ -234,23 +238,25 @@ def _(
 
 
 def compress(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, N] in int8, for backward: half of its memory, each number off by at most 1/254 of the largest in
-    its block of 128 (activation compression: ActNN, arXiv 2104.14129).
+    """Quantize x [T, N] to int8 for the backward pass, which halves its memory.
+
+    Each value changes by at most 1/254 of the largest value in its block of 128 (activation compression:
+    ActNN, arXiv 2104.14129).
 
     Returns:
         codes: [T, N] int8.
-        scale: [T, N / 128] float32; a block that holds NaN or infinity comes back as NaN. (Where 128 does not
-            divide N / 2, blocks are of the largest power of two that does.)
+        scale: [T, N / 128] float32. A block with NaN or Inf becomes NaN. If 128 does not divide N / 2, the
+            block size is the largest power of two that does.
     """
     values = x.float().view(len(x), -1, math.gcd(x.shape[1] // 2, BLOCK))
     scale = (values.abs().amax(-1) / 127).clamp(min=1e-35)
-    scale = scale + scale * 0  # NaN where it is infinite
+    scale = scale + scale * 0  # Inf becomes NaN
     codes = (values / scale[..., None]).round()
     return codes.nan_to_num().to(torch.int8).view(x.shape), scale
 
 
 def expand(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `compress` has kept, [T, N] in `dtype`."""
+    """Return the tensor [T, N] that `compress` has quantized, in `dtype`."""
     return (codes.float().view(*scale.shape, -1) * scale[..., None]).to(dtype).view(codes.shape)
 
 
@@ -272,18 +278,19 @@ def activate_backward(
     weight_scale: torch.Tensor | None,
     scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `activate` gives back for the gradient dh + dt_down a_down of h; h itself is made again inside.
+    """Compute the backward pass of `activate` for the gradient dh + dt_down a_down of h, and recompute h.
 
     Args:
         dh: the gradient through the frozen weight [T, F].
-        dt_down: that of the next adapter's inner product [T, R], or `None`; `a_down` is its matrix [R, F].
-        weight_scale: of the fp8 weight that made gu [2 F], or `None`.
-        scale: with it, gu is what `compress` has made of the base's product; or `None`.
+        dt_down: the gradient of the next adapter's inner activations [T, R], or `None`.
+        a_down: the inner matrix of the next adapter [R, F].
+        weight_scale: the scale of the fp8 weight of gate and up [2 F], or `None`.
+        scale: the scale of `compress` if gu is the int8 output of the base GEMM; else `None`.
 
     Returns:
         dgu [T, 2 F]; the largest |dgu weight_scale| of each row [T] (empty without `weight_scale`); the
-        gradients of `column` [2 F], of b [2 F, 2 R] (where b is not block-diagonal, zero) and of a_down
-        [R, F], each empty without it.
+        gradients of `column` [2 F], of b [2 F, 2 R] (zero outside of the blocks) and of a_down [R, F], each
+        empty without its tensor.
     """
     if scale is not None and not (gu.is_cuda and dh.shape[1] % BLOCK == 0):
         gu, scale = expand(gu, scale, dh.dtype), None
@@ -309,7 +316,7 @@ def activate_backward(
 def _activate_backward(
     gu: Any, t: Any, b: Any, column: Any, act: str, dh: Any, dt_down: Any, a_down: Any, weight_scale: Any
 ) -> tuple[Any, ...]:
-    """dgu, h, amax, dcolumn, and where they are not summed on the way, `None` for the adapters' gradients."""
+    """Return dgu, h, amax, dcolumn and the adapters' gradients, or `None` if not summed here."""
     plain = torch.cat(_gate_and_up(gu, t, b, None), dim=1)
     gate, up = _gate_and_up(gu, t, b, column)
     grad = dh.to(gate.dtype)
@@ -361,7 +368,7 @@ def _gate_and_up(
 
 
 def act_of(x: torch.Tensor, act: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Value and derivative of SiLU, or of GELU's tanh form (arXiv 1606.08415)."""
+    """Return value and derivative of SiLU, or of GELU's tanh form (arXiv 1606.08415)."""
     if act == "gelu_tanh":
         root = math.sqrt(2 / math.pi)
         tanh = torch.tanh(root * (x + 0.044715 * x**3))

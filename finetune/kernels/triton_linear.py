@@ -1,13 +1,14 @@
-"""Triton kernels for what torch and Inductor leave slow; only imported where there is a GPU.
+"""Triton kernels for operations that torch and Inductor run slowly. They are only imported on a GPU.
 
-The same mathematics in plain torch, against which they are tested, stands in `ops`.
-T is tokens, N outputs, F the intermediate size, R a rank padded to a power of two (16 or more). A kernel that
-reads many rows against the same columns walks down the rows with loads in flight (`tl.range(num_stages)`): a
-program a tile ran at a third of the memory's speed.
+`ops` has the same mathematics in plain torch, and the tests compare both. T is tokens, N outputs, F the
+intermediate size, R a rank padded to a power of two (16 or more). A kernel that reads many rows against the
+same columns loops over the rows and prefetches them (`tl.range(num_stages)`). With one program per tile, it
+reached a third of the memory bandwidth.
 """
 
-# Triton has no stubs here, and its constexpr branches look like ordinary ones:
-# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false, reportUnknownVariableType=false
+# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches: pyright:
+# reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false,
+# reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-LONGEST_ROW = 32768  # that one program quantises
-THIN_TILE = {"BT": 64, "BN": 128, "STAGES": 4, "WARPS": 4}  # of a product made while rounding
-THIN = 64  # columns of a product that is made beside something else
+LONGEST_ROW = 32768  # longest row that one program quantizes
+THIN_TILE = {"BT": 64, "BN": 128, "STAGES": 4, "WARPS": 4}  # tile of a thin GEMM that runs while rounding
+THIN = 64  # largest number of columns of a thin GEMM that is fused with another operation
 
 
 def on_its_gpu(launch):
-    """Triton launches on the current GPU: that of the first tensor, where a model lies on several."""
+    """Make the GPU of the first tensor the current GPU, on which Triton launches."""
 
     @functools.wraps(launch)
     def launched(first, *others, **named):
@@ -130,7 +131,7 @@ def _dora_norm(
         values = block.to(tl.float32)
         if SCALED:
             values *= scale[:, None]
-        values += tl.dot(left, right, input_precision="tf32x3")  # as exact as float32's own
+        values += tl.dot(left, right, input_precision="tf32x3")  # as exact as a float32 GEMM
         total += values * values
     tl.store(norm + rows, tl.sqrt(tl.sum(total, 1)), rows < OUT)
 
@@ -138,7 +139,7 @@ def _dora_norm(
 @triton.jit
 def _dequantise(
     packed, absmax, table, out, WORDS, IN_BLOCK: tl.constexpr, NESTED: tl.constexpr, B: tl.constexpr
-):  # a word is 8 codes, so 16 bytes of bf16: what a thread stores at once
+):  # a word holds 8 weights, or 16 bytes of bf16, which a thread stores at once
     start = tl.program_id(0) * B
     words = start + tl.arange(0, B)
     here = words < WORDS
@@ -149,7 +150,7 @@ def _dequantise(
         outer = tl.load(table + 273 + block // 256, here, 0.0)
         scale = tl.load(table + 16 + scale.to(tl.int32)) * outer + tl.load(table + 272)
     place = tl.arange(0, 8)
-    code = (codes[:, None] >> ((place ^ 1) * 4)[None, :]) & 15  # of a byte, the high bits come first
+    code = (codes[:, None] >> ((place ^ 1) * 4)[None, :]) & 15  # the high bits of a byte come first
     values = tl.load(table + code) * scale[:, None]
     at = out + start.to(tl.int64) * 8 + (tl.arange(0, B) * 8)[:, None] + place[None, :]
     tl.store(at, values.to(out.dtype.element_ty), here[:, None])
@@ -157,7 +158,7 @@ def _dequantise(
 
 @on_its_gpu
 def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
-    """One pass over y; cuBLAS's needs two."""
+    """Read y once; cuBLAS needs two passes over y."""
     tokens, size = y.shape
     grid = (triton.cdiv(size, 128), triton.cdiv(tokens, 64))
     _add_product[grid](y, t, b, tokens, size, t.shape[1], 64, 128, num_warps=4)
@@ -182,7 +183,7 @@ def quantise_product(x, column, amax, b):
 def quantise_known(x, column, amax):
     codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
     scale = torch.empty(x.shape[0], 1, device=x.device)
-    grid = (x.shape[0], triton.cdiv(x.shape[1], 4096))  # the second has no more than 65,535
+    grid = (x.shape[0], triton.cdiv(x.shape[1], 4096))  # the second dimension is limited to 65,535
     _quantise[grid](x, column, amax, codes, scale, x.shape[1], column is not None, 4096, num_warps=8)
     return codes, scale
 
@@ -200,7 +201,7 @@ def quantise_rows(x, column):
 
 @on_its_gpu
 def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
-    """A contiguous [columns, rows] copy of `source` [rows, columns] uint8."""
+    """Return a contiguous [columns, rows] copy of `source` [rows, columns] uint8."""
     rows, columns = source.shape
     target = torch.empty(columns, rows, dtype=source.dtype, device=source.device)
     _transpose[(triton.cdiv(rows, 128), triton.cdiv(columns, 128))](
@@ -211,12 +212,16 @@ def transpose_bytes(source: torch.Tensor) -> torch.Tensor:
 
 @on_its_gpu
 def dora_norm(weight, column, a, b, scaling):
-    """||column W + scaling b a|| of each row [out], in one pass over W [out, in]; all else float32."""
+    """Return ||column W + scaling b a|| of each row [out], with one read of W [out, in].
+
+    The other tensors are float32.
+    """
     (size, inputs), rank = weight.shape, len(a)
     norm = torch.empty(size, device=weight.device)
     padded = max(16, triton.next_power_of_2(rank))
-    # Tiles lie in shared memory, of which RTX GPUs have 99 KiB. These take, for a bf16 base and one in fp32
-    # (Triton 3.7): rank 16 52 and 76 KiB, 32 32 and 40, 64 56 and 64, 128 68 and 72, 256 65 and 66
+    # Tiles are in shared memory, and RTX GPUs have 99 KiB. For a bf16 and an fp32 base model (Triton 3.7),
+    # the tiles need in KiB: 52 and 76 at rank 16, 32 and 40 at 32, 56 and 64 at 64, 68 and 72 at 128, 65 and
+    # 66 at 256
     tile = 32 if padded <= 128 else 16
     columns, stages = min(128, 8192 // padded), 4 if padded == 16 else 2
     _dora_norm[(triton.cdiv(size, tile),)](
@@ -228,7 +233,7 @@ def dora_norm(weight, column, a, b, scaling):
 
 @on_its_gpu
 def dequantise(groups, dtype):
-    """All weights of `groups` (packed, absmax, table) in one tensor, at the memory's speed."""
+    """Dequantize all weights of `groups` (packed, absmax, table) into one tensor, at memory bandwidth."""
     rows, columns = [len(packed) for packed, _, _ in groups], 2 * groups[0][0].shape[1]
     out = torch.empty(sum(rows), columns, dtype=dtype, device=groups[0][0].device)
     for (packed, absmax, table), part in zip(groups, out.split(rows), strict=True):
@@ -236,6 +241,6 @@ def dequantise(groups, dtype):
         _dequantise[(triton.cdiv(words, 512),)](
             packed.view(-1).view(torch.int32), absmax, table, part, words, words // absmax.numel(),
             absmax.dtype == torch.uint8, 512, num_warps=4,
-            enable_fp_fusion=False,  # bitsandbytes rounds a scale before the offset is added to it
+            enable_fp_fusion=False,  # bitsandbytes rounds a scale before it adds the offset
         )  # fmt: skip
     return out

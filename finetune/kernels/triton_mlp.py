@@ -1,11 +1,12 @@
-"""Triton kernels of a gated MLP's activation, forward and backward; only imported where there is a GPU.
+"""Triton kernels of a gated MLP's activation, forward and backward. They are only imported on a GPU.
 
-The same mathematics in plain torch, against which they are tested, stands in `ops`. T is tokens, F the
-intermediate size, R a rank padded to a power of two (16 or more).
+`ops` has the same mathematics in plain torch, and the tests compare both. T is tokens, F the intermediate
+size, R a rank padded to a power of two (16 or more).
 """
 
-# Triton has no stubs here, and its constexpr branches look like ordinary ones:
-# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false, reportUnknownVariableType=false
+# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches: pyright:
+# reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false,
+# reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from finetune.kernels.triton_linear import on_its_gpu
 
 TILE = {"ROWS": 512, "BT": 16, "BN": 128, "STAGES": 3, "WARPS": 4}  # H200, F = 14336, R = 16
 PLAIN_TILE = {**TILE, "ROWS": 128, "BT": 8}  # without adapters; H200, F = 28672
-THIN_RANK = 32  # of the adapters whose gradients are summed where the activation's are made
+THIN_RANK = 32  # largest rank of adapters whose gradients are summed in the activation's kernel
 
 
 @triton.jit
 def _act(x, GELU: tl.constexpr):
-    """Value and derivative of SiLU, or of GELU's tanh form."""
+    """Return value and derivative of SiLU, or of GELU's tanh form."""
     if GELU:
         inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
         tanh = 2 * tl.sigmoid(2 * inner) - 1
@@ -35,7 +36,7 @@ def _act(x, GELU: tl.constexpr):
 
 @triton.jit
 def _blocks(b, cols, here, F, R: tl.constexpr):
-    """Both blocks of the block-diagonal b [2 F, 2 R], transposed."""
+    """Return both blocks of the block-diagonal b [2 F, 2 R], transposed."""
     at = b + cols[:, None] * 2 * R + tl.arange(0, R)[None, :]
     gate, up = tl.load(at, here[:, None], 0.0), tl.load(at + F * 2 * R + R, here[:, None], 0.0)
     return tl.trans(gate), tl.trans(up)
@@ -43,13 +44,13 @@ def _blocks(b, cols, here, F, R: tl.constexpr):
 
 @triton.jit
 def _dot(a, b):
-    """Of float32 as exact as float32's own product; of bf16 nothing changes."""
+    """Multiply tiles. A float32 result is as exact as a float32 GEMM."""
     return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
 def _products(t, rows, T, b_gate, b_up, R: tl.constexpr):
-    """What the adapters add to gate and up, and their inner products."""
+    """Return the adapters' additions to gate and up, and the inner activations."""
     at, ok = t + rows[:, None] * 2 * R + tl.arange(0, R)[None, :], (rows < T)[:, None]
     t_gate, t_up = tl.load(at, ok, 0.0), tl.load(at + R, ok, 0.0)
     return _dot(t_gate, b_gate), _dot(t_up, b_up), t_gate, t_up
@@ -62,10 +63,12 @@ def _larger(a, b):
 
 @triton.jit
 def _compress(x, codes, scale, at, rows, block, count, T, ok):
-    """A tile in int8, one scale a row. Floats from 1.5 * 2^23 up are whole: adding that rounds, at a
-    higher rate than `floor` and a conversion."""
+    """Quantize a tile to int8 with one scale per row.
+
+    Adding 1.5 * 2^23 to a float rounds it to an integer, faster than `floor` and a conversion.
+    """
     step = tl.maximum(tl.reduce(tl.abs(x), 1, _larger) / 127, 1e-35, propagate_nan=tl.PropagateNan.ALL)
-    step += step * 0  # NaN where it is infinite: the code of a NaN need not be 0
+    step += step * 0  # Inf becomes NaN, because a NaN may be converted to any integer
     counted = x * (1 / step)[:, None] + 12582912.0
     tl.store(codes + at, counted.to(tl.int32, bitcast=True).to(tl.int8), ok)
     tl.store(scale + rows * count + block, step, rows < T)
@@ -73,13 +76,13 @@ def _compress(x, codes, scale, at, rows, block, count, T, ok):
 
 @triton.jit
 def _float(code):
-    """An int8 as float32, by the same."""
+    """Convert int8 to float32 in the same way."""
     return (code.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
 
 
 @triton.jit
 def _gate_and_up(gu, scale, at, rows, T, F, ok, INT8: tl.constexpr):
-    """The base's product in float32, from what `_compress` has kept of it if INT8."""
+    """Return the output of the base GEMM in float32, dequantized if INT8."""
     gate, up = tl.load(gu + at, ok, 0), tl.load(gu + at + F, ok, 0)
     if INT8:
         step = scale + rows * 2 * tl.num_programs(0) + tl.program_id(0)
@@ -128,7 +131,7 @@ def _activate_backward(
     ADAPTED_DOWN: tl.constexpr, COLUMN: tl.constexpr, AMAX: tl.constexpr, SUMS: tl.constexpr,
     GELU: tl.constexpr, ROWS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """With SUMS each program writes what its rows add to the gradients of b and a_down; else h is written."""
+    """Compute the backward pass. With SUMS, each program writes its part of the gradients of b and a_down."""
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     ranks, ranks_down, here = tl.arange(0, R), tl.arange(0, R_DOWN), cols < F
     if ADAPTED:
@@ -196,7 +199,7 @@ def _activate_backward(
 
 @on_its_gpu
 def activate(gu, t, b, column, act, largest, rounded):
-    """h, amax, codes and scale (empty if not asked for); a tile is as wide as a block (`ops.BLOCK`)."""
+    """Return h, amax, codes and scale, empty if not requested. A tile is as wide as a block (`ops.BLOCK`)."""
     tokens, size = gu.shape[0], gu.shape[1] // 2
     tile = TILE if t is not None else PLAIN_TILE
     h = torch.empty(tokens, size, device=gu.device, dtype=gu.dtype)
@@ -215,7 +218,7 @@ def activate(gu, t, b, column, act, largest, rounded):
 
 @on_its_gpu
 def activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale, scale=None):
-    """dgu, h (if not summed), amax, dcolumn, the two blocks of db and da_down (if summed on the way)."""
+    """Return dgu, h (if not summed), amax, dcolumn, the two blocks of db and da_down (if summed here)."""
     tokens, size = dh.shape
     tile = TILE if t is not None or dt_down is not None else PLAIN_TILE
     grid = (triton.cdiv(size, tile["BN"]), triton.cdiv(tokens, tile["ROWS"]))
@@ -224,7 +227,7 @@ def activate_backward(gu, t, b, column, act, dh, dt_down, a_down, weight_scale, 
     parts = torch.empty(grid[1], 2 * size, device=gu.device) if column is not None else None
     rank = t.shape[1] // 2 if t is not None else 16
     rank_down = dt_down.shape[1] if dt_down is not None else 16
-    sums = max(rank, rank_down) <= THIN_RANK  # they would not fit into registers
+    sums = max(rank, rank_down) <= THIN_RANK  # larger ranks do not fit into registers
     if sums and t is not None:
         db = torch.empty(grid[1], 2 * size, rank, device=gu.device)
     if dt_down is not None and sums:
