@@ -39,14 +39,14 @@ TRANSIENT = (408, 429, 500, 502, 503, 504)
 # Another commit came first.
 CONFLICTS = (409, 412)
 TOKENS = "https://huggingface.co/settings/tokens"
-NO_TOKEN = f"HF_TOKEN in the environment, or `hf auth login`; one that may write: {TOKENS}"
+NO_TOKEN = f"run `hf auth login`, or set HF_TOKEN to a token with write access: {TOKENS}"
 REMEDIES = {
-    401: f"`hf auth login`, or another HF_TOKEN: {TOKENS}",
-    403: f"a token that may write there (fine-grained: write access to the repository): {TOKENS}",
-    404: "check the name; a private repository needs a token that may see it",
-    409: "others commit to it all the time: try again, or another publish.revision",
-    412: "others commit to it all the time: try again, or another publish.revision",
-    429: "the Hub asks for patience: try again later",
+    401: f"run `hf auth login`, or set HF_TOKEN to another token: {TOKENS}",
+    403: f"use a token with write access to the repository: {TOKENS}",
+    404: "check the name. A private repository needs a token with access",
+    409: "try again, or set another publish.revision (others commit at the same time)",
+    412: "try again, or set another publish.revision (others commit at the same time)",
+    429: "try again later (the Hub limits your requests)",
 }
 
 
@@ -80,15 +80,18 @@ def check_name(repo: str, key: str = "publish.repo") -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        expected = "organisation/name, or a name: letters, digits, - _ . and at most 96 of them"
-        raise UserError(Problem("not a repository's name", key, found=repo, expected=expected)) from error
+        what = "this text can't be the name of a repository"
+        expected = "organization/name or name, with at most 96 letters, digits, - _ and ."
+        problem = Problem(what, key, found=repo, expected=expected, code="publish-target")
+        raise UserError(problem) from error
 
 
 def token() -> str:
     """Return the token of the environment or of `hf auth login` (exit 3 without one)."""
     found = any_token()
     if not found:
-        raise UserError(Problem("there is no token for the Hub", fix=NO_TOKEN), code=Exit.ENVIRONMENT)
+        problem = Problem("finetune has no token for the Hub", fix=NO_TOKEN, code="hub")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
     return found
 
 
@@ -132,12 +135,13 @@ def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, lis
             info = patiently(api.repo_info, repo)
             notes.append(f"{repo} is new on the Hub, {'private' if info.private else 'public'} and empty")
         if private and not info.private:
-            fix = "--public (publish.private: false), another --repo, or make it private in its settings"
-            what, expected = "this repository is public already", "a private one (publish.private: true)"
-            problem = Problem(what, "publish.repo", found=repo, expected=expected, fix=fix)
+            fix = "add --public, name another --repo, or make the repository private in its settings"
+            what, expected = "the repository is public", "a private repository (publish.private: true)"
+            key, code = "publish.repo", "publish-target"
+            problem = Problem(what, key, "", repo, expected, fix, code=code)
             raise UserError(problem, code=Exit.ENVIRONMENT)
         if info.private and not private:
-            notes.append(f"{repo} is private and stays so: what is public is decided in its settings")
+            notes.append(f"{repo} stays private: its settings on the Hub decide what is public")
         patiently(api.auth_check, repo, write=True)
         if revision:
             patiently(api.create_branch, repo, branch=revision, exist_ok=True)
@@ -157,7 +161,8 @@ def _check_role(me: dict[str, Any], repo: str) -> None:
         )
     if not may:
         found = f"a {role} token of {me.get('name')}"
-        problem = Problem("the token may not write", "publish.repo", repo, found, fix=REMEDIES[403])
+        what, fix = "the token has no write access", REMEDIES[403]
+        problem = Problem(what, "publish.repo", repo, found, fix=fix, code="hub")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
@@ -210,9 +215,13 @@ def upload(repo: str, files: dict[str, Path], message: str, revision: str | None
                 return Pushed(head, list(sent), there)
             clash = {"adapter_config.json", "config.json", "model.safetensors"} & there.keys() - files.keys()
             if clash:
-                what = "the repository holds other weights, which would load in their place"
-                fix = "another --repo"
-                raise UserError(Problem(what, "publish.repo", repo, ", ".join(sorted(clash)), fix=fix))
+                what, why = (
+                    "the repository holds other weights",
+                    "libraries would load them in place of yours",
+                )
+                found, fix = ", ".join(sorted(clash)), "name another --repo"
+                problem = Problem(what, "publish.repo", repo, found, fix=fix, why=why, code="publish-target")
+                raise UserError(problem)
             sent |= dict.fromkeys(missing)
             if "README.md" in missing:  # an invalid card is an error before gigabytes are sent
                 patiently(ModelCard.load(files["README.md"]).validate)
@@ -337,8 +346,9 @@ def _status(error: Exception) -> int | None:
 def _nor_here(problem: Problem, name: str) -> Problem:
     """Extend the problem of a name that is neither on the Hub nor a local folder: it may be a wrong path."""
     near = similar_folder(name)
-    fix = f"{near}, which is here; or {problem.fix}" if near else problem.fix
-    return replace(problem, found=f"no such folder here; asked on the Hub: {problem.found}"[:300], fix=fix)
+    fix = f"use the local folder {near}, or {problem.fix}" if near else problem.fix
+    found = f"no local folder of this name; on the Hub: {problem.found}"[:300]
+    return replace(problem, found=found, fix=fix)
 
 
 def unread(error: Exception, name: str, revision: str) -> Problem:
@@ -352,20 +362,21 @@ def unread(error: Exception, name: str, revision: str) -> Problem:
         cached = [file for file in files if try_to_load_from_cache(name, file, revision=revision)]
         missing = ", ".join(file for file in files if file not in cached)
         found = f"not in the Hub's cache: {missing or 'a part of its weights'}"
-        what, fix = "can't be had: the Hub can't be reached", "the network, or HF_ENDPOINT"
+        what, fix = "finetune can't reach the Hub", "check the network and HF_ENDPOINT"
         if constants.is_offline_mode():
-            what, fix = "can't be had: the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
-        fix += f"; or fetch it where there is a network: hf download {name} --revision {revision}"
+            what, fix = "the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
+        fix += f", or download the model elsewhere: hf download {name} --revision {revision}"
     elif response.headers.get("X-Error-Code") == "GatedRepo" or status == 403:
-        what = f"is gated, and {'this token has' if any_token() else 'without a token there is'} no access"
-        fix = f"accept its terms on {page}, then `hf auth login` or HF_TOKEN of that account"
+        what = f"the model is gated, and {'this token has' if any_token() else 'you have'} no access"
+        fix = f"accept the terms on {page}, then run `hf auth login`"
     elif status == 401:
         what, fix = "the Hub does not know this token", REMEDIES[401]
     elif status == 404:
-        what, fix = "no such model or revision, or not for this token", REMEDIES[404]
+        what, fix = "the Hub has no such model or revision, or the token has no access", REMEDIES[404]
     else:
-        what, fix = f"the Hub answers {status}", "try again later"
-    problem = Problem(what, "model.name", found=f"{name}@{revision}: {found}"[:300], fix=fix)
+        what, fix = f"the Hub answers with status {status}", "try again later"
+    found = f"{name}@{revision}: {found}"[:300]
+    problem = Problem(what, "model.name", found=found, fix=fix, code="hub")
     return _nor_here(problem, name) if status in (None, 404) else problem
 
 
@@ -376,17 +387,17 @@ def _problem(error: Exception, repo: str) -> Problem:
     if response is None:
         cause = error.__cause__
         said += f" {type(cause).__name__}: {cause}" if cause else ""
-        what, fix = "the Hub can't be reached", "the network, or HF_ENDPOINT; then try again"
+        what, fix = "finetune can't reach the Hub", "check the network and HF_ENDPOINT, and try again"
         if constants.is_offline_mode():
             what, fix = "the Hub's library is in offline mode", "unset HF_HUB_OFFLINE"
         elif isinstance(error, ValueError) and not isinstance(error, JSONDecodeError):
-            what, fix = "the Hub does not take it", ""  # the metadata of the card
+            what, fix = "the Hub does not accept the metadata of the model card", ""
     else:
         status, said = _status(error), getattr(error, "server_message", None) or said
         wait = response.headers.get("Retry-After")
-        known = {401: "the Hub does not know this token", 403: "the token may not do this"}
-        known |= {404: "no such repository or revision, or not for this token"}
-        what = known.get(status or 0, f"the Hub answers {status}")
+        known = {401: "the Hub does not know this token", 403: "the token has no write access"}
+        known |= {404: "the Hub has no such repository or revision, or the token has no access"}
+        what = known.get(status or 0, f"the Hub answers with status {status}")
         fix = f"try again in {wait} s" if wait else REMEDIES.get(status or 0, "try again later")
         said = f"{response.status_code}: {said}"
-    return Problem(what, where=repo, found=masked(said)[:300], fix=fix)
+    return Problem(what, where=repo, found=masked(said)[:300], fix=fix, code="hub")

@@ -49,7 +49,7 @@ def obstacle(base: Any) -> str:
     if tuple(state.shape) != (base.out_features, base.in_features):
         return f"its 4-bit weight is stored as {tuple(state.shape)}"
     if state.nested and state.state2.blocksize != ops.NESTED:
-        return f"its scales are quantised in blocks of {state.state2.blocksize}"
+        return f"its scales are quantized in blocks of {state.state2.blocksize}"
     # On the CPU, bitsandbytes 0.50.2 itself reads such rows incorrectly
     if base.in_features % state.blocksize:
         return f"its rows of {base.in_features} weights are not whole 4-bit blocks of {state.blocksize}"

@@ -148,10 +148,10 @@ def check_checkpoint(config: ModelConfig) -> None:
     """
     stored = stored_weights.read(config)
     if stored and stored.storage != "fp8":
-        what = "the checkpoint is quantised in a way that the fp8 base can't take over exactly"
-        expected = "e4m3 with a scale for each output (compressed-tensors), or not quantised"
-        fix = "the model it was made from: it is quantised while it loads"
-        raise UserError(Problem(what, "model.name", found=str(stored), expected=expected, fix=fix))
+        what, fix = "the fp8 base model can't use this quantized checkpoint exactly", stored_weights.WHOLE
+        expected = "e4m3 with a scale for each output (compressed-tensors), or no quantization"
+        key, code = "model.name", "quantization"
+        raise UserError(Problem(what, key, "", str(stored), expected, fix, code=code))
 
 
 def products(layers: list[Any]) -> int:
@@ -183,12 +183,9 @@ def refuse_merges(adapted: nn.Module) -> None:
 def _merge(layer: Any, *args: Any, **options: Any) -> Any:
     if not isinstance(layer.get_base_layer(), Fp8Linear):  # the base layer has been dequantized since
         return type(layer).merge(layer, *args, **options)
-    what, fix = (
-        "no adapter can be added to a weight in fp8 codes",
-        "finetune merge RUN, from the whole weights",
-    )
-    fix += "; here: model.get_base_model().dequantize(torch.bfloat16) first"
-    raise UserError(Problem(what, "model.quantization", found="fp8", fix=fix))
+    what, fix = "an adapter can't be merged into fp8 weights", "finetune merge RUN"
+    fix += ", or call model.get_base_model().dequantize(torch.bfloat16) before you merge"
+    raise UserError(Problem(what, "model.quantization", found="fp8", fix=fix, code="merge"))
 
 
 def pack(base: nn.Module) -> None:

@@ -99,8 +99,12 @@ def check_group_size(section: Qat, inputs: Mapping[str, int]) -> None:
     uneven = [f"{name} ({width})" for name, width in sorted(inputs.items()) if width % size]
     if uneven:
         found = f"{', '.join(uneven[:3])}{' ...' if len(uneven) > 3 else ''}"
-        what, fix = f"inputs of these layers are no multiple of {size}", "a divisor, or group_size: null"
-        raise UserError(Problem(what, "speed.qat.group_size", found=found, fix=fix))
+        what, expected = (
+            "the group size does not divide the inputs of these layers",
+            "a divisor of each input",
+        )
+        key, code, fix = "speed.qat.group_size", "quantization", "group_size: null"
+        raise UserError(Problem(what, key, "", f"{size}; {found}", expected, fix, code=code))
 
 
 def rounding(model: torch.nn.Module) -> dict[str, Any]:
@@ -183,8 +187,9 @@ def _merging(name: str, layer: nn.Module) -> Callable[[Any], Merged]:
     if type(layer) in (lora.Linear, adalora.SVDLinear) and variant is None and not biased:
         return _added
     found = f"{type(layer).__module__}.{type(layer).__name__}, {type(variant).__name__}, lora_bias {biased}"
-    what = "speed.qat rounds the merged weight, which is not known here for this kind of layer"
-    raise UserError(Problem(what, "adapter", found=f"{name}: {found}", fix="type: lora, with fewer options"))
+    what, why = "`speed.qat` does not support this adapter layer", "QAT needs the merged weight of the layer"
+    found, fix = f"{name}: {found}", "use adapter.type: lora, with fewer options"
+    raise UserError(Problem(what, "adapter", found=found, fix=fix, why=why, code="speed-option"))
 
 
 def _added(layer: Any) -> Merged:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")  # methods that transformers dequantizes exactly during loading
-WHOLE = "model.name: the 16-bit checkpoint that it was made from"
+WHOLE = "use the 16-bit checkpoint that it was quantized from"
 OLD_FILES = (
     "quantize_config.json",
     "quant_config.json",
@@ -118,8 +118,9 @@ def slow_pattern(config: ModelConfig, names: Callable[[], Collection[str]]) -> l
     slow = pattern_time.find_slow([pattern for _, pattern in asked], names()) if asked else None
     if slow is None:
         return []
-    what, fix = f"a regular expression takes too long ({DECLARED})", "the names of the modules"
-    return [Problem(what, "model.name", found=asked[slow][0][:200], fix=fix)]
+    what = f"a regular expression in the {DECLARED} takes too long"
+    found, fix = asked[slow][0][:200], "write the names of the modules"
+    return [Problem(what, "model.name", found=found, fix=fix, code="unsafe-file")]
 
 
 def complete(config: ModelConfig, **values: Any) -> None:
@@ -154,15 +155,15 @@ def _detail(declared: Mapping[str, Any]) -> str:
 def describe(stored: Stored) -> str:
     """Describe in one line how a checkpoint's weights are handled."""
     if stored.stays:
-        return f"the base model is stored in {stored} and stays so"
-    return f"the base model is stored in {stored}; its weights are dequantized while they load"
+        return f"the base model keeps its quantization: {stored}"
+    return f"the base model is stored in {stored}, and finetune dequantizes it while it loads"
 
 
 def refusal(stored: Stored) -> Problem:
     """Return the problem that checkpoints of this method cannot be trained on."""
-    what = f"its weights are quantized by {stored.method} ({DECLARED}), and finetune cannot train on them"
-    expected = f"16-bit weights; or bitsandbytes, {', '.join(DEQUANTIZED)}"
-    return Problem(what, "model.name", found=str(stored), expected=expected, fix=WHOLE)
+    what = f"finetune can't train on weights that {stored.method} quantized ({DECLARED})"
+    expected = f"16-bit weights, or bitsandbytes, {', '.join(DEQUANTIZED)}"
+    return Problem(what, "model.name", "", str(stored), expected, WHOLE, code="quantization")
 
 
 def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
@@ -172,23 +173,22 @@ def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
     if not stored.trains:
         return [refusal(stored)]
     if asked not in ("auto", stored.storage) and not (asked == "none" and stored.dequantizes):
-        what = f"contradicts the checkpoint, which is stored in {stored} already ({DECLARED})"
-        fix = f"model.quantization: auto, or {WHOLE}"
-        return [Problem(what, "model.quantization", found=asked, expected="auto", fix=fix)]
+        what = f"the checkpoint has another quantization already: {stored} ({DECLARED})"
+        key, code, fix = "model.quantization", "quantization", f"model.quantization: auto, or {WHOLE}"
+        return [Problem(what, key, "", asked, "auto", fix, code=code)]
     if stored.dequantizes and meant:
-        what = f"{name} quantizes the base model to {meant} while it loads, and this one is quantized already"
-        fix = f"adapter.type: {name.removeprefix('q')}, for which it is dequantized; or {WHOLE}"
-        return [Problem(what, "adapter.type", found=found, fix=fix)]
+        what = f"{name} needs a base model that is not quantized yet, to quantize it to {meant}"
+        fix = f"adapter.type: {name.removeprefix('q')}, or {WHOLE}"
+        return [Problem(what, "adapter.type", found=found, fix=fix, code="quantization")]
     if not stored.stays:
         return []
     if name == "full":
-        what = "full fine-tuning trains the weights of the base model, and these are quantized"
-        fix = f"adapter.type: lora, or {WHOLE}"
-        return [Problem(what, "adapter.type", found=found, fix=fix)]
+        what, fix = "full fine-tuning can't train quantized weights", f"adapter.type: lora, or {WHOLE}"
+        return [Problem(what, "adapter.type", found=found, fix=fix, code="quantization")]
     if meant and stored.storage not in FOUR_BIT:
-        what = f"{name} means a 4-bit base model, and the checkpoint is stored in {stored}"
+        what = f"{name} needs a 4-bit base model, and the checkpoint is stored in {stored}"
         fix = f"adapter.type: {name.removeprefix('q')}, or {WHOLE}"
-        return [Problem(what, "adapter.type", found=found, fix=fix)]
+        return [Problem(what, "adapter.type", found=found, fix=fix, code="quantization")]
     return _of_options(stored, recipe)
 
 
@@ -207,7 +207,17 @@ def _of_options(stored: Stored, recipe: Recipe) -> list[Problem]:
     }
     found = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]
     if raw["adapter"].get("init_lora_weights") == "loftq":
-        what = "needs the weights before they were quantized"
+        what = "LoftQ needs the weights before quantization"
         found.append(("adapter.init_lora_weights", what, {"found": "loftq"}))
     by = f"the checkpoint is stored in {stored}: "
-    return [Problem(by + what, key, found=texts.get("found", ""), fix=WHOLE) for key, what, texts in found]
+    return [
+        Problem(
+            by + what,
+            key,
+            found=texts.get("found", ""),
+            fix=WHOLE,
+            why=texts.get("why", ""),
+            code=texts.get("code", "quantization"),
+        )
+        for key, what, texts in found
+    ]

@@ -303,7 +303,7 @@ TABLE = [
     of_run(46, partial(on_the_hub, answer=401), 3, "org/gated", "not know this token", "hf auth login"),
     of_run(46, partial(on_the_hub, answer=403, X_Error_Code="GatedRepo"), 3, "is gated", "/org/gated"),
     Row(47, ("pytorch_model.bin", "only in pickles", "safetensors", "convert"), make=pickled),
-    of_run(48, code_of_its_own, 2, "model.name", "code of the model"),
+    of_run(48, code_of_its_own, 2, "model.name", "its own Python code"),
     of_run(50, another_run_s_folder, 2, "is not empty", "weights.safetensors", "overwrites no files"),
     of_run(51, a_live_run_s_folder, 2, "train.output_dir", "another run uses this folder", "process "),
     of_run(52, below_a_file, 3, "train.output_dir", "can't create the folder", "Not a directory"),
@@ -314,7 +314,7 @@ TABLE = [
     Row(58, ("24 or 32",), "max_steps: 4", "effective_batch_size: 30\n  per_device_train_batch_size: 8"),
     Row(60, (":10:3", "HF_TOKEN", "****"), "max_steps: 4", "hub_token: hf_" + "a" * 30),
     Row(60, (":5:3", "HF_TOKEN"), '"{data}"', '"{data}"\n  revision: hf_' + "b" * 30),
-    of_run(61, public_there, 3, "publish.repo", "public already", "--public"),
+    of_run(61, public_there, 3, "publish.repo", "repository is public", "--public"),
     of_run(62, interrupted, 75, "stopped by SIGINT after step 2", "go on with:", "--resume"),
 ]  # fmt: skip
 

@@ -141,7 +141,7 @@ def test_public_is_said_not_slipped_into(hub: Hub, trained, capsys) -> None:
     folder = trained()
     hub.add("me/open", private=False)
     publish(folder, "--repo", "me/open", code=3)
-    assert "is public already" in capsys.readouterr().err
+    assert "the repository is public" in capsys.readouterr().err
     assert hub.repos["me/open"].log == ["initial commit"] and not hub.asked("PUT")
     publish(folder, "--repo", "me/open", "--public")
     publish(folder, "--repo", "me/new", "publish.private=false", "publish.samples=false")
@@ -150,7 +150,7 @@ def test_public_is_said_not_slipped_into(hub: Hub, trained, capsys) -> None:
     hub.add("me/closed")
     publish(folder, "--repo", "me/closed", "--public")
     assert hub.repos["me/closed"].private, "what exists keeps its visibility"
-    assert "stays so" in capsys.readouterr().out
+    assert "stays private" in capsys.readouterr().out
     hub.add("me/model", **{"config.json": b"{}"})
     publish(folder, "--repo", "me/model", code=2)
     assert "other weights" in capsys.readouterr().err
@@ -166,9 +166,9 @@ def test_public_is_said_not_slipped_into(hub: Hub, trained, capsys) -> None:
     ("where", "answer", "said"),
     [
         ("whoami", 401, "hf auth login"),
-        ("auth-check", 403, "may write"),
-        ("/api/models/me/notes", 404, "no such repository"),
-        ("/commit/", 403, "may write"),
+        ("auth-check", 403, "write access"),
+        ("/api/models/me/notes", 404, "has no such repository"),
+        ("/commit/", 403, "write access"),
         ("/commit/", 409, "others commit"),
         ("/commit/", 500, "try again"),
         ("repos/create", 429, "try again in 7200 s"),
@@ -243,7 +243,7 @@ def test_an_upload_that_broke_off_goes_on(hub: Hub, trained) -> None:
             "me/a",
             "fine",
         ),
-        ({"name": "you", "auth": {"accessToken": {"role": "write"}}}, "me/notes", "may not do this"),
+        ({"name": "you", "auth": {"accessToken": {"role": "write"}}}, "me/notes", "has no write access"),
     ],
 )
 def test_a_token_that_may_not_write(user, repo, said, hub: Hub, trained, capsys) -> None:
@@ -317,7 +317,7 @@ def test_no_token(hub: Hub, trained, monkeypatch, capsys) -> None:
 def test_what_would_fail_at_the_end_fails_before_the_start(hub: Hub, train, capsys, tmp_path) -> None:
     hub.add("me/open", private=False)
     folder = train("publish.repo=me/open", code=3)
-    assert "is public already" in capsys.readouterr().err and not folder.path.exists()
+    assert "the repository is public" in capsys.readouterr().err and not folder.path.exists()
     hub.users[TOKEN]["auth"] = {"accessToken": {"role": "read"}}
     folder = train("publish.repo=me/notes", code=3)
     said = capsys.readouterr().err

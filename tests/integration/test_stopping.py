@@ -325,7 +325,11 @@ def test_an_optimizer_whose_state_can_t_be_kept_is_said_after_one_step() -> None
     for strategy in ("auto", "no"):
         schedule = stopping.Schedule(Train(save_strategy=strategy), stopping.Stop(), writer, "")
         schedule.on_train_begin(None, state, control)
-        with pytest.raises(UserError, match="can't store a value of the optimizer state") if strategy == "auto" else nullcontext():
+        with (
+            pytest.raises(UserError, match="can't store a value of the optimizer state")
+            if strategy == "auto"
+            else nullcontext()
+        ):
             schedule.on_step_end(None, state, control, optimizer=optimizer)
 
 

@@ -161,7 +161,9 @@ def test_a_newer_format_is_refused_not_passed_over(tmp_path) -> None:
         with pytest.raises(UserError, match="a newer version of finetune wrote the checkpoint") as raised:
             ask()
         assert raised.value.code == 4
-    assert checkpoints.begin(tmp_path, 1) == ["finetune renamed the later checkpoint step-2 to unverified-step-2"]
+    assert checkpoints.begin(tmp_path, 1) == [
+        "finetune renamed the later checkpoint step-2 to unverified-step-2"
+    ]
 
 
 def test_moments_that_share_memory_are_written_from_where_they_are(tmp_path) -> None:

@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_left_with_its_reason() -> None:
     assert fused.served == 12
     other = layer(64, 128, torch.float32, "nf4", nested=True)
     other.weight.quant_state.state2.blocksize = 128
-    assert "quantised in blocks of 128" in obstacle(other)
+    assert "quantized in blocks of 128" in obstacle(other)
     other.weight.quant_state.shape = torch.Size([128, 64])
     assert "is stored as (128, 64)" in obstacle(other)
     other.weight.quant_state = None

@@ -96,6 +96,6 @@ def test_so_is_one_whose_names_transformers_changes(tmp_path) -> None:
 )
 def test_other_quantised_checkpoints_are_refused_with_the_remedy(held, tmp_path) -> None:
     checkpoint(tmp_path, "channel", **held)
-    with pytest.raises(UserError, match="the model it was made from") as raised:
+    with pytest.raises(UserError, match="the 16-bit checkpoint") as raised:
         load(tmp_path)
     assert raised.value.code == Exit.INPUT

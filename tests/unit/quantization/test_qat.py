@@ -235,7 +235,7 @@ def test_widths_that_don_t_divide_are_named() -> None:
 # PEFT says that a bias can't be merged where the layer has none (peft 0.21.2, tuners/lora/layer.py)
 @pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
 def test_a_layer_whose_merged_weight_is_not_known_is_refused() -> None:
-    with pytest.raises(UserError, match="not known here for this kind of layer"):
+    with pytest.raises(UserError, match="does not support this adapter layer"):
         adapted("lora", Qat(config="IntxWeightOnly"), lora_bias=True)
 
 

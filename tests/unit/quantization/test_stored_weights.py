@@ -93,7 +93,7 @@ def test_check_plan_and_train_give_one_verdict_on_a_quantized_checkpoint(
 def test_every_other_method_of_transformers_is_refused_with_its_name(method: str, model: Path) -> None:
     quantized_checkpoints.declare(model, quant_method=method)
     code, said = verdict(checker.run, recipe_of(model))
-    assert code == Exit.INPUT and f"quantized by {method}" in said and "16-bit checkpoint" in said
+    assert code == Exit.INPUT and f"weights that {method} quantized" in said and "16-bit checkpoint" in said
     assert verdict(choice_checks.setup_of, recipe_of(model)) == (code, said)
 
 
