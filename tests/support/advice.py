@@ -71,7 +71,7 @@ def _change(said: str, problem: Problem, key: str, raw: dict[str, Any]) -> Chang
     if dropped := re.match("drop it,? and ", said):
         return {problem.key: DROP, **dict(_pairs(said[dropped.end() :].removeprefix("set "), problem))}
     if said.startswith("drop "):
-        names = re.sub(r" from \w+$", "", said.removeprefix("drop ").partition(": ")[0])
+        names = re.sub(r" from `?[\w.]+`?$", "", said.removeprefix("drop ").partition(": ")[0])
         return _dropped(names, problem, raw)
     said, *dropped_too = re.split(r",? and (?:drop|remove) ", said)
     if dropped_too:
