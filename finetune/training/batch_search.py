@@ -1,4 +1,4 @@
-"""`train.per_device_train_batch_size: auto`: as many rows at once as memory has room for."""
+"""`train.per_device_train_batch_size: auto`: find the largest micro-batch size that fits in memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 class Trial(NamedTuple):
     rows: int
     peak: float
-    """Bytes in use at most; infinity: memory ran out."""
+    """Peak memory in bytes; infinity: out of memory."""
 
 
 class Rows(NamedTuple):
-    """What is put into batches."""
+    """The data of the search."""
 
     dataset: Any
     """The training data."""
@@ -40,31 +40,31 @@ class Rows(NamedTuple):
 
 
 class StepKind(NamedTuple):
-    """What a step holds beside the model."""
+    """The memory of a step in addition to the model."""
 
     compiled: bool | None
-    """Whether our loss is; `None`: it is not ours, and has all logits."""
+    """Whether the chunked loss is compiled; `None`: another loss, with all logits."""
     beside: float
-    """Bytes of each trained number beside weight and gradient, as `step_work.beside` has them."""
+    """Bytes per trainable parameter in addition to weight and gradient (`step_work.beside`)."""
 
 
 def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: RunChecks) -> Batch:
-    """The largest divisor of each process's share that fits, found with the longest rows.
+    """Find the largest divisor of each process's share that fits with the longest sequences.
 
-    Forward, loss and backward of more and more rows, with the optimizer's state and its like stood in for;
-    no weight is changed, and random numbers go on as if nothing had been drawn. The next size is tried only
-    if what the last two took lets it fit: running out of memory is the exception, and ends the search.
+    The search runs forward pass, loss and backward pass of growing micro-batches, with a placeholder for the
+    optimizer state. It changes no weight and restores the random state. It tests the next size only if the
+    memory of the last two sizes suggests that it fits, so out of memory is rare. It ends the search.
 
     Args:
-        batch: as it is split so far; only its effective size and share are used.
+        batch: the current batch. Only its effective size and the process's share are used.
 
     Raises:
-        UserError: not even one row fits (exit 5).
+        UserError: not even one sequence fits (exit 5).
     """
     share = batch.per_device * batch.accumulation
     lengths = torch.tensor([len(ids) for ids in rows.dataset["input_ids"]])
     longest = lengths.argsort(descending=True, stable=True).tolist()
-    total, trials = _total(model.device), list[Trial]()  # other processes' memory is not ours
+    total, trials = _total(model.device), list[Trial]()  # without the memory of other processes
     random = training_state.random_state()
     for size in sizes(share, len(longest)):
         if len(trials) > 1 and not collectives.all_of(_next(trials, size) <= MARGIN * total):
@@ -74,7 +74,7 @@ def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: R
         trials.append(Trial(size, _peak(model, inputs, step)))
         if not collectives.all_of(trials[-1].peak <= MARGIN * total):
             break
-    torch.compiler.reset()  # it takes what has had several sizes for one that changes: slower graphs
+    torch.compiler.reset()  # after several sizes, torch would compile slower graphs for a changing size
     upstream_private.compile_counters().clear()
     training_state.set_random_state(random)
     fit = [trial for trial in trials if trial.peak <= MARGIN * total]
@@ -93,10 +93,10 @@ def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: R
 
 
 def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
-    """As the run of a checkpoint was split.
+    """Return the batch with the micro-batch size of a checkpoint.
 
     Raises:
-        UserError: the checkpoint does not say it, or its batch is another one (exit 4).
+        UserError: the checkpoint has no micro-batch size, or the size does not divide the batch (exit 4).
     """
     key = "train.per_device_train_batch_size"
     size = contract["chosen"].get(key)
@@ -107,7 +107,7 @@ def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
 
 
 def _next(trials: list[Trial], size: int) -> float:
-    """Bytes that `size` rows would take, as memory has grown so far."""
+    """Extrapolate the memory of a micro-batch size in bytes from the trials."""
     (a, first), (b, last) = trials[-2:]
     return last + (last - first) / (b - a) * (size - b)
 
@@ -122,11 +122,11 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
 
 
 def _peak(model: Any, inputs: dict[str, Any], step: StepKind) -> float:
-    """Bytes in use at most while a step of these rows is made, without its update."""
+    """Return the peak memory in bytes of a step of these sequences without its update."""
     compiled, beside = step
     installed = lm_head_loss.install(model, compiled=compiled) if compiled is not None else None
     trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
-    model.train()  # what is recomputed, and dropout
+    model.train()  # enables recomputation and dropout
     _reset(model.device)
     try:
         held = torch.zeros(round(trained * beside), dtype=torch.uint8, device=model.device)

@@ -1,4 +1,4 @@
-"""Set up the batch of a run: its micro-batch, the search for it, and what follows when memory runs out."""
+"""Set up the micro-batch size of a run, its search, and the recovery from out of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def settle_batch(run: RunContext, batch: Batch, arguments: SFTConfig) -> Batch:
-    """The batch with the micro-batch of a correction, of this run or of the one that it resumes."""
+    """Return the batch with the micro-batch size of a correction of this run or of the resumed run."""
     size, share = run.correction.micro_batch, batch.per_device * batch.accumulation
     if run.found and run.recipe.train.per_device_train_batch_size is None:
         size = run.found.contract["chosen"].get(auto_correction.MICRO_BATCH)
@@ -42,7 +42,7 @@ def put_in_arguments(batch: Batch, arguments: SFTConfig) -> None:
 def search_batch(
     run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice], rows: batch_search.Rows
 ) -> Batch:
-    """As many rows at once as fit, or as the checkpoint's run took."""
+    """Return the largest micro-batch size that fits, or the size of the checkpoint's run."""
     if run.found:
         return batch_search.as_before(batch, run.found.contract)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
@@ -54,7 +54,7 @@ def search_batch(
 def corrector(
     run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> auto_correction.Corrector | None:
-    """What starts the run again if its first step runs out of memory; `None`: no `auto` can take less."""
+    """Return the correction for a first step that runs out of memory; `None` if no `auto` can use less."""
     layers = live_model_spec.decoder_layers(adapted)
     level = fast[auto_correction.CHECKPOINTING].value
     allowed = partial(choice_checks.allows, run.recipe, run.setup)
@@ -76,7 +76,7 @@ def corrector(
 def micro_batches(
     run: RunContext, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> oom_recovery.MicroBatches:
-    """Those of the run, which know what to say where memory runs out."""
+    """Return the micro-batches of the run, with the texts for an out-of-memory error."""
     recipe, setup = run.recipe, run.setup
     allowed = partial(choice_checks.allows, recipe, setup)
     graphs = fast["CUDA graphs"].value == "on"

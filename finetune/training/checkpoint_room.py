@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 def check_space(
     adapted: Any, recipe: Recipe, setup: Setup, where: str | None, groups: Path = training_state.GROUPS
 ) -> None:
-    """Rank 0 looks whether its disk holds the run's checkpoints, and its memory one that is split.
+    """Check on rank 0 that the checkpoints fit on its disk, and a gathered checkpoint in its memory.
 
     Args:
-        groups: where the limits of this process's container stand.
+        groups: the folder with the memory limits of this process's container.
     """
-    section, evaluated = recipe.train, recipe.eval  # a checkpoint may hold the best weights so far, too
+    section, evaluated = recipe.train, recipe.eval  # a checkpoint may also hold the best weights so far
     if section.save_strategy == "no" or optimizer_choice.unsaved(section, setup.launch.keeper):
         return
     place, weights = (
@@ -37,24 +37,28 @@ def check_space(
     )
     sizes = [(sharded_tensors.shape(p).numel(), p.element_size()) for p in weights]
     trained, numbers = sum(count * size for count, size in sizes), sum(count for count, _ in sizes)
-    masters = 4 if setup.launch.splitter == "DeepSpeed" else 0  # ZeRO's weights in fp32, beside the moments
+    masters = (
+        4 if setup.launch.splitter == "DeepSpeed" else 0
+    )  # ZeRO's fp32 weights, in addition to the moments
     low = optimizer_choice.state_bytes(optimizer_choice.asked(section), recipe.speed)
     kept = round(numbers * ((low or 8) + masters))
     each = kept + trained * (2 if evaluated.eval_steps and evaluated.load_best_model_at_end else 1)
     collectives.from_main(lambda: checkpoints.check_space(place, trained, each, section.save_total_limit))
-    if setup.launch.splitter:  # under ZeRO beside a copy of each process's part
+    if setup.launch.splitter:  # under ZeRO in addition to a copy of each process's shard
         held = each + (kept if masters else 0)
         collectives.from_main(lambda: training_state.check_memory(held, training_state.available(groups)))
 
 
 def frozen_fingerprint(adapted: Any, found: Found | None, ledger: RunChecks) -> str:
-    """The fingerprint of the frozen weights; here a run that can't go on from `found` is refused, before
-    anything in its folder is changed."""
+    """Return the fingerprint of the frozen weights.
+
+    Refuse a run that can't resume from `found`, before anything in its folder changes.
+    """
 
     def look() -> str:
         return fingerprint.fingerprint(trainable_parameters.frozen(adapted))
 
-    rebased = initialization.rebases(adapted)  # by rank 0: DDP hands it on
+    rebased = initialization.rebases(adapted)  # by rank 0, and DDP sends it to the others
     if launch_environment.read_by_rank_0() or rebased:
         frozen = collectives.from_main(look)
     else:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Data, Eval, Recipe
     from finetune.training.step_metrics import Metrics
 
-TOLERANCE = 1e-2  # relative, of the best loss measured again when all is saved: adapters may be rounded then
+TOLERANCE = 1e-2  # relative difference of the best loss after saving, because adapters may be rounded
 
 
 class Validate(TrainerCallback):
-    """Every `eval.eval_steps` steps and at the last: validation loss, and `eval.metric_for_best_model`."""
+    """Compute the validation loss and `eval.metric_for_best_model` every `eval.eval_steps` steps."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class Validate(TrainerCallback):
         metrics: Metrics,
         not_before: int,
     ) -> None:
-        """Args: not_before: a step before which nothing is the best: AdaLoRA is still over its budget."""
+        """Args: not_before: first step that may be the best, because AdaLoRA first exceeds its budget."""
         self.rows, self.tokenizer, self.data, self.settings = rows, tokenizer, data, settings
         self.metrics, self.screen, self.not_before = metrics, metrics.screen, not_before
         self.higher = (
             settings.metric_for_best_model == "exact_match"
-        )  # more of it is better; a task says so itself
+        )  # whether larger is better; a task defines it
         self.best: float | None = None
         self.best_step = self.times = self.without_better = 0
         self.best_loss = math.nan
@@ -57,7 +57,7 @@ class Validate(TrainerCallback):
 
     @property
     def ran_out(self) -> bool:
-        """Whether early stopping ends the run."""
+        """Return whether early stopping ends the run."""
         return self.patience is not None and self.without_better >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
@@ -111,20 +111,20 @@ class Validate(TrainerCallback):
         logs: Any = None,
         **kwargs: object,
     ) -> None:
-        """Trackers, which come later, hear it with the step's loss."""
+        """Add the results to the step's log, which the trackers get later."""
         logs.update(self.unsaid)
         self.unsaid = {}
 
     def measure(self, model: Any) -> dict[str, float]:
-        """The validation loss and the metric that decides; random generators stay as they are."""
+        """Compute the validation loss and the deciding metric, and restore the random generators."""
         asks = self.settings.metric_for_best_model == "exact_match"
-        with torch.compiler.set_stance("force_eager"):  # shapes of its own, which would be compiled for
+        with torch.compiler.set_stance("force_eager"):  # evaluation has other shapes, which would be compiled
             score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
         found = {"eval_loss": score.loss}
         if asks:
             share: Any = score.as_json()[
                 "exact_match"
-            ]  # `text_limits.check_metric` saw to it that there is one
+            ]  # `text_limits.check_metric` has checked that there is one
             found["eval_exact_match"] = share
         if "/" in self.settings.metric_for_best_model:
             task, _, metric = self.settings.metric_for_best_model.rpartition("/")
@@ -138,7 +138,7 @@ class Validate(TrainerCallback):
         return found
 
     def keep(self, model: Any) -> None:
-        """Copy what is trained to the host."""
+        """Copy the trainable weights to CPU memory."""
         if self.settings.load_best_model_at_end:
             trained = trainable_parameters.trainable(model)
             self.weights = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
@@ -151,7 +151,7 @@ class Validate(TrainerCallback):
         self.metrics.append(record)
 
     def restore(self, model: nn.Module, state: Any, ledger: RunChecks) -> None:
-        """Put the best weights back, and add a run check that counts the evaluations."""
+        """Restore the best weights, and add a run check that counts the evaluations."""
         steps = state.global_step
         every = self.settings.eval_steps or steps
         asked = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
@@ -160,11 +160,11 @@ class Validate(TrainerCallback):
         if not self.weights:
             return
         for name, parameter in trainable_parameters.trainable(model).items():
-            with torch.no_grad():  # not on `.data`: it counts as a change, which DoRA's norms follow
+            with torch.no_grad():  # a change of `.data` would not update DoRA's norms
                 parameter.copy_(self.weights[name])
 
     def add_receipt(self, loss: float, ledger: RunChecks) -> None:
-        """The loss of the saved weights is the best evaluation's."""
+        """Add a run check that the loss of the saved weights equals the best evaluation loss."""
         if self.weights:
             ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
             asked = f"step {self.best_step}, validation loss {self.best_loss:.6f}"
@@ -179,11 +179,11 @@ def asked(
     metrics: Metrics,
     declared: Collection[int] = (),
 ) -> list[Validate]:
-    """The evaluation while training, if `eval.eval_steps` asks for one."""
+    """Return the callback for evaluation during training, if `eval.eval_steps` is set."""
     if recipe.eval.eval_steps is None:
         return []
     rows = held_out(recipe.data, tokenizer, recipe.train.seed, declared)
     config: Any = getattr(adapted, "peft_config", {}).get("default")
-    # before its budget is reached it has more ranks than were asked for
+    # before this step, the ranks exceed the budget
     in_budget: int = config.total_step - config.tfinal if adalora.allocates(adapted) else 0
     return [Validate(rows, tokenizer, recipe.data, recipe.eval, metrics, in_budget)]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """What a run has decided, and its first step must show."""
+    """The decisions of a run that its first step must show."""
 
     steps: int
     batch: int
@@ -50,10 +50,10 @@ class Planned:
 
 
 class FirstStep(TrainerCallback):
-    """Run checks of the first optimizer step, read from the operations and batches that really ran."""
+    """Run checks of the first optimizer step, from the operations and batches that ran."""
 
     first = 1
-    """The first step of this process: a resumed run has gone further."""
+    """The first step of this process, which is later than 1 in a resumed run."""
     rounding: qat.Watch | None = None
     offloaded: activation_offload.Activations | None = None
 
@@ -63,7 +63,7 @@ class FirstStep(TrainerCallback):
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype = "none seen"
-        # TransformerEngine's products are not torch's
+        # TransformerEngine's GEMMs are no torch operations
         self.own_fp8 = setup.storage.value == "fp8"
         self.fp8 = (self.own_fp8 or setup.launch.fp8 == "AO") and setup.hardware.device == "cuda"
         self.operations: dict[str, list[list[int]]] = {}
@@ -72,10 +72,10 @@ class FirstStep(TrainerCallback):
 
     @contextlib.contextmanager
     def watch(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Count a micro-batch of this process, and see which operations the first one runs.
+        """Count a micro-batch of this process, and profile the operations of the first one.
 
-        The profiler only looks on; a dispatch mode would keep compiled attention from being compiled, and
-        hooks that are gone after the first forward would have every layer compiled again.
+        A dispatch mode would prevent the compilation of attention. Hooks that are removed after the first
+        forward pass would make every layer compile again.
         """
         self.micro_batches += 1
         self.rows += len(inputs["input_ids"])
@@ -91,7 +91,7 @@ class FirstStep(TrainerCallback):
         finally:
             for hook in self.rounding.hooks:
                 hook.remove()
-        # not `profile.function_events`, which makes a tree of them: seconds for a large model
+        # not `profile.function_events`, which needs seconds for a large model
         events = cast("Any", profile).kineto_results.events()
         self.seen_dtype = product_dtype(events)
         self.operations = {event.name(): event.shapes() for event in events}
@@ -101,7 +101,7 @@ class FirstStep(TrainerCallback):
         return self.micro_batches, self.rows, self.loss_tokens
 
     def restore_counts(self, counts: tuple[int, int, int]) -> None:
-        """The step is made again: count it from its beginning."""
+        """Restart the counts, because the step runs again."""
         self.micro_batches, self.rows, self.loss_tokens = counts
         if self.offloaded:
             self.offloaded.restart()
@@ -127,16 +127,18 @@ class FirstStep(TrainerCallback):
         add, step = self.ledger.add, f"step {self.first}"
         how = f"rows of {step}: {self.micro_batches} micro-batches x {self.processes} processes"
         rows = self.rows * self.processes
-        if self.flat:  # all rows of a batch are one there: the loader knows how many
+        if self.flat:  # a flattened batch is one row, but the loader knows its number of sequences
             loader = kwargs["train_dataloader"]
             at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
-            loaded = len(self.planned.micro_batches.kept[state.global_step])  # each may be divided
+            loaded = len(
+                self.planned.micro_batches.kept[state.global_step]
+            )  # each micro-batch may be divided
             rows = loaded * at_once * self.processes
-        # A run may be resumed before the last step of an epoch, which takes the rows that are left
+        # A run may resume before the last step of an epoch, which has the remaining sequences.
         batch, ends_epoch = self.planned.batch, self.first > 1 and float(state.epoch).is_integer()
         add("train.effective_batch_size", batch, rows, how, ok=rows == batch or (ends_epoch and rows < batch))
         add("steps planned", self.planned.steps, state.max_steps, "the Trainer's own count, before training")
-        # of all ranks: one that shares a long row may have none of its answer
+        # of all ranks, because a rank with a part of a long sequence may have no label
         labels = sum(collectives.gathered(self.loss_tokens))
         add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
         how, code = "what most FLOPs of the first forward's matrix products are in", Exit.ENVIRONMENT
@@ -154,7 +156,9 @@ class FirstStep(TrainerCallback):
             self.rounding.add_receipt(self.ledger)
         if self.offloaded:
             self.offloaded.add_receipt(self.micro_batches, self.ledger)
-        optim = getattr(args.optim, "value", args.optim)  # the name: str() of transformers' enum is another
+        optim = getattr(
+            args.optim, "value", args.optim
+        )  # the value, because str() of transformers' enum differs
         optimizers.add_receipt(kwargs["optimizer"], optim, self.planned.optimizer.kind, self.ledger)
         compiled = self.planned.compiled
         if compiled and compiled.value == "on":
@@ -171,7 +175,7 @@ class FirstStep(TrainerCallback):
         self.ledger.check()
 
     def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
-        """Those of a forward through the decoder; 1 where layers lend others their keys, or by torchao."""
+        """Return the number of fp8 GEMMs of a forward pass through the decoder, or 1 if it is not known."""
         layers = live_model_spec.decoder_layers(model)
         text = model.config.get_text_config() if layers else None
         if not self.own_fp8 or getattr(text, "num_kv_shared_layers", 0):
@@ -181,7 +185,7 @@ class FirstStep(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.offloaded = self.rounding = None  # they hold layers, and the model is opened again
+        self.offloaded = self.rounding = None  # they hold layers, and the model is loaded again
         if self.planned.has_graphs:
             add_receipt(self.ledger, len(live_model_spec.decoder_layers(kwargs["model"])))
         if self.compiled_graphs:
@@ -192,13 +196,13 @@ class FirstStep(TrainerCallback):
             )
 
 
-# The kernels of matrix products, and which of their inputs is the left one; fp8 GEMMs are counted apart
+# Operations of GEMMs, and the index of their left input. fp8 GEMMs are counted separately.
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 DTYPES = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16"}
 
 
 def product_dtype(events: Sequence[Any]) -> str:
-    """The dtype in which most FLOPs of the profiled matrix products are."""
+    """Return the dtype with most FLOPs of the profiled GEMMs."""
     flops: Counter[str] = Counter()
     for event in events:
         if (left := PRODUCTS.get(event.name())) is not None:
@@ -214,7 +218,7 @@ class Ran(NamedTuple):
     """What a recipe may call it."""
     kernel: str
     mask: str
-    """Shape of the mask of every token against every other that it was given; empty: none."""
+    """The shape of its mask of all tokens against all tokens; empty: no mask."""
 
     def __str__(self) -> str:
         return f"{self.names[0]} ({self.kernel})" if self.kernel else self.names[0]
@@ -229,13 +233,13 @@ OPERATIONS = {
     "_scaled_dot_product_cudnn": ("sdpa", "cudnn"),
     "_scaled_dot_product": ("sdpa",),
     "flex_attention": ("flex_attention",),
-    "triton_tem": ("flex_attention",),  # Inductor's template kernels: matrix products are not among them
+    "triton_tem": ("flex_attention",),  # Inductor's template kernels, which include no GEMMs
     "aten::_softmax": ("eager",),
 }
 
 
 def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
-    """The attention among profiled operations, each with the shapes of its inputs, and the kernel."""
+    """Find the attention and its kernel among the profiled operations with the shapes of their inputs."""
     for part, names in OPERATIONS.items():
         for name, shapes in operations.items():
             if part in name:
@@ -249,8 +253,7 @@ def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
 
 
 def add_receipt(ledger: RunChecks, layers: int) -> None:
-    """How many graphs were recorded: one forward and one backward a layer, or some were recorded again; and
-    what torch has left out."""
+    """Add a run check of the recorded CUDA graphs: one forward and one backward per layer."""
     recorded = upstream_private.recorded_cuda_graphs()
     skipped = upstream_private.compile_counters()["inductor"]["cudagraph_skips"]
     got = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)

@@ -1,4 +1,4 @@
-"""End a run whose data loader worker hangs, and say where the worker hangs."""
+"""End a run with a hanging data loader worker, and print the worker's stack."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ import psutil
 from finetune.core import standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 
-TIMED_OUT = "DataLoader timed out after"  # torch's words (2.13, torch/utils/data/dataloader.py)
+TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/data/dataloader.py)
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr
-ANSWER_SECONDS = 0.5  # for one worker to do so
+ANSWER_SECONDS = 0.5  # time for one worker to write its stack
 
 
 def answer_signal() -> None:
-    """Have this worker write its stack to stderr on a signal, also while it hangs in a library."""
+    """Make this worker write its stack to stderr on a signal, also while it hangs in a library."""
     if sys.__stderr__:
         faulthandler.register(ASK, file=sys.__stderr__, all_threads=False)
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether an error is that of a data loader which waited too long for a worker."""
+    """Return whether an error is the timeout of a data loader."""
     return isinstance(error, RuntimeError) and str(error).startswith(TIMED_OUT)
 
 
 def end(seconds: int) -> UserError:
-    """Write where each worker stands to stderr, kill the workers, and return the error for the user.
+    """Write each worker's stack to stderr, kill the workers, and return the error for the user.
 
-    A worker that hangs ignores SIGTERM, and Python would wait for it without an end.
+    A hanging worker ignores SIGTERM, and Python would wait for it forever.
 
     Args:
         seconds: how long the run waited.

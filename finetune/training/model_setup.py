@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def adapted_model(
     run: RunContext, arguments: SFTConfig, dataset: Any, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> Any:
-    """The base in its storage, with the adapter on it; first the schedule that it will be trained by."""
+    """Check the schedule, then load the base model in its quantization and attach the adapter."""
     recipe, setup, ledger = run.recipe, run.setup, run.checks
     optimizers.check_schedule(arguments, steps)
     base = loading.load(recipe.model, setup, str(arguments.device), ledger)
@@ -34,6 +34,6 @@ def adapted_model(
     added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
     with stage("attached the adapter", "adapter.type"):
         adapted = attach.attach(base, recipe.adapter, steps, ledger, batches, added)
-    with setup.autocast():  # weights of full fine-tuning are fp32, which flash attention does not take
+    with setup.autocast():  # full fine-tuning has fp32 weights, which flash attention does not support
         gradient_probe.check(adapted, recipe.adapter, setup, ledger)
     return adapted

@@ -1,4 +1,4 @@
-"""Steps that can't be used: gradients that are not finite, and losses far from those before them."""
+"""Detect steps with NaN or Inf gradients, and losses far above the previous losses."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
     from finetune.training.oom_recovery import MicroBatches
 
-HALVINGS = 20  # of fp16's loss scale in a row: 65,536 is 1 after 16
-WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and those that make one
-WORTH_A_WORD = 2.0  # times the median
-SMALL = 0.03  # a median below it counts as it: what is learnt by heart has losses that differ several times
+HALVINGS = 20  # allowed consecutive halvings of fp16's loss scale; 16 halvings take 65,536 to 1
+WINDOW, IN_A_ROW = 32, 3  # logged losses before a spike, and consecutive losses of a spike
+WORTH_A_WORD = 2.0  # factor above the median that prints a note
+SMALL = 0.03  # smallest median: losses of memorized examples differ by several times
 
 
 class Steps(Protocol):
-    """What is asked of the Trainer about a step."""
+    """The methods of the Trainer that these callbacks need."""
 
     micro_batches: MicroBatches
     model_wrapped: Any
@@ -47,27 +47,27 @@ class Steps(Protocol):
 
 
 class NonFinite(TrainerCallback):
-    """Stop before the update of a step whose gradients are not finite, or leave the step out.
+    """Stop before the update of a step with NaN or Inf gradients, or skip the step.
 
-    Ranks share gradients, and tell each other whether theirs are finite: one whose copy was spoilt after the
-    exchange takes the others with it. A GPU is not asked at once, for it would stand still until the next
-    step is queued: a fused optimizer leaves its update out by itself (`found_inf`, as a loss scaler tells
-    it), and the norm is read one step later, or when the step is logged, evaluated or saved. Where steps may
-    be left out, or the optimizer can't, it is asked at once. AdaLoRA has then masked ranks by such gradients
-    already: of a run that ends here, where only the look at the step again meets them.
+    Ranks share gradients, and tell each other whether their gradients are finite, in case a copy was damaged
+    after the exchange. Reading the norm at once would leave the GPU idle until the next step is queued. So a
+    fused optimizer skips its update by itself (`found_inf`, as a loss scaler sets it), and the norm is read
+    one step later, or when the step is logged, evaluated or saved. The norm is read at once if steps may be
+    skipped or the optimizer can't skip its update. AdaLoRA may then have masked ranks by such gradients
+    already. That affects only the second run of the step, because the training run ends here.
     """
 
     trainer: Steps | None = None
-    """Whose micro-batches are looked at again."""
+    """The Trainer, which can run the micro-batches of a step again."""
 
     def __init__(self, allowed: int, folder: Path, screen: Console) -> None:
-        """Args: allowed: steps in a row that may be left out; 0: the first one ends the run."""
+        """Args: allowed: consecutive steps that may be skipped; 0: the first one ends the run."""
         self.allowed, self.folder, self.screen = allowed, folder, screen
-        self.step: int | None = None  # whose norm is on its way
+        self.step: int | None = None  # the step whose norm has not been read yet
         self.in_a_row = self.skipped = 0
 
     def follow(self, trainer: Steps) -> None:
-        """The Trainer's constructor calls it: upstream hands no callback the Trainer."""
+        """Store the Trainer, whose constructor calls this, because callbacks do not get the Trainer."""
         self.trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,9 +98,9 @@ class NonFinite(TrainerCallback):
         self.check()
         assert self.trainer
         engine, inner = self.trainer.model_wrapped, optimizer.optimizer
-        if hasattr(engine, "get_global_grad_norm"):  # DeepSpeed has made its update already
+        if hasattr(engine, "get_global_grad_norm"):  # DeepSpeed has already updated the weights
             norm = float(engine.get_global_grad_norm() or 0.0)
-            norm = torch.tensor(norm if norm >= 0 else math.nan)  # it says -1 of one that is not finite
+            norm = torch.tensor(norm if norm >= 0 else math.nan)  # DeepSpeed returns -1 for NaN or Inf
         else:
             norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
         parts = isinstance(norm, DTensor)  # under FSDP
@@ -116,10 +116,10 @@ class NonFinite(TrainerCallback):
             left_out = self.check()
             upstream_private.mark_step_skipped(optimizer, left_out)
             if left_out and fused:
-                inner.found_inf = torch.ones_like(inner.found_inf)  # perhaps it is another rank's
+                inner.found_inf = torch.ones_like(inner.found_inf)  # the gradient may be another rank's
             if left_out and not fused:
-                optimizer.zero_grad()  # none: nothing to update with
-                getattr(inner, "queue", {}).clear()  # torchao's, of gradients that are on the CPU already
+                optimizer.zero_grad()  # without gradients, the optimizer changes no weight
+                getattr(inner, "queue", {}).clear()  # torchao's queue of gradients on the CPU
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -131,7 +131,7 @@ class NonFinite(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self.check()
-        self.trainer, self.trained = None, []  # which hold the model
+        self.trainer, self.trained = None, []  # release the model
         if self.skipped:
             self.screen.say(
                 f"note: {self.skipped} steps were skipped, because their gradients were NaN or Inf"
@@ -149,10 +149,10 @@ class NonFinite(TrainerCallback):
             logs["skipped_steps"] = self.skipped
 
     def check(self) -> bool:
-        """Read the norm that is on its way, if one is; whether its step is left out.
+        """Read a norm that has not been read yet, and return whether its step is skipped.
 
         Raises:
-            UserError: it is not finite, and no step (more) may be left out (exit 5).
+            UserError: the norm is NaN or Inf, and no further step may be skipped (exit 5).
         """
         if self.step is None:
             return False
@@ -170,14 +170,14 @@ class NonFinite(TrainerCallback):
         self.stop(step)
 
     def stop(self, step: int) -> NoReturn:
-        """End the run, with what was in the step kept for another look."""
+        """End the run, and save the micro-batches of the step for inspection."""
         assert self.trainer
         place = self.folder / f"nonfinite-step-{step}"
         rank, batches = collectives.index(), self.trainer.micro_batches.kept.get(step, [])
         keep(place, rank, batches)
         try:
             own = [sources(self.trainer.train_dataset, batch) for batch in batches]
-        except Exception as error:  # others wait, and why the run ends is not this
+        except Exception as error:  # other ranks wait, and this error is not the reason that the run ends
             own = [[f"not found: {error}"]]
         rows = collectives.gathered(own)
         finding = self.trainer.look_again(step)
@@ -199,10 +199,10 @@ class NonFinite(TrainerCallback):
 def watchers(
     section: Train, precision: str, folder: RunFolder, screen: Console, ledger: RunChecks
 ) -> list[Any]:
-    """The callbacks of this file; under fp16 the loss scaler leaves out steps that are not finite by itself.
+    """Return the callbacks of this module. Under fp16, the loss scaler itself skips steps with NaN or Inf.
 
     Raises:
-        UserError: steps are to be left out under DeepSpeed (exit 3).
+        UserError: the recipe allows skipped steps under DeepSpeed (exit 3).
     """
     if section.skip_nonfinite and deepspeed_zero.used():
         what, key = "train.skip_nonfinite does not work with DeepSpeed", "train.skip_nonfinite"
@@ -215,7 +215,7 @@ def watchers(
 
 
 def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
-    """The micro-batches of a step, as they went into the model: <name>.<micro-batch> in one file a rank."""
+    """Save the micro-batches of a step, with names <name>.<micro-batch>, in one file per rank."""
     from safetensors.torch import save_file
 
     tensors = {
@@ -232,9 +232,9 @@ def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
 
 
 def sources(dataset: Any, batch: dict[str, Any]) -> list[str]:
-    """Where the rows of a micro-batch stand in the data (<file>:<line>), found by their tokens.
+    """Find the examples of a micro-batch in the data by their tokens, as <file>:<line>.
 
-    Loaders are given no more than tokens, so the rows are looked for among all. None of streamed data.
+    Loaders get only tokens, so the function searches all examples. It finds none in streamed data.
     """
     names = getattr(dataset, "column_names", None) or []
     if "where" not in names or not hasattr(dataset, "__len__"):
@@ -256,7 +256,7 @@ def sources(dataset: Any, batch: dict[str, Any]) -> list[str]:
 
 
 def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
-    """Numbers of the rows that hold a document of one of these lengths."""
+    """Return the indices of the sequences with an example of one of these lengths."""
     packed = "seq_lengths" in dataset.column_names
     column, first = "seq_lengths" if packed else "input_ids", 0
     for table in dataset.select_columns([column]).with_format("arrow").iter(10_000):
@@ -268,7 +268,7 @@ def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
 
 
 def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
-    """Where numbers first stop being finite when `forward()` runs and its result goes backward.
+    """Find the first module with NaN or Inf in a forward and backward pass.
 
     Args:
         forward: computes the loss of one micro-batch by `model`.
@@ -310,14 +310,14 @@ def _real(value: object) -> bool:
 
 
 class Overflow(TrainerCallback):
-    """Under fp16: end a run whose loss scaler leaves out one step after another.
+    """End a run in fp16 if the loss scaler skips too many consecutive steps.
 
-    It leaves out a step whose scaled gradients overflow, and halves its scale; from 65,536 that takes 16
-    halvings to 1. What overflows after that is not finite without a scale: the loss, or the weights.
+    The scaler skips a step with overflowing gradients, and halves its scale. From 65,536, it reaches 1 after
+    16 halvings. A later overflow means that the loss or the weights are NaN or Inf without a scale.
     """
 
     def __init__(self, allowed: int, screen: Console, ledger: RunChecks) -> None:
-        """Args: allowed: steps in a row beyond the scaler's own that may be left out."""
+        """Args: allowed: consecutive steps that may be skipped in addition to the scaler's own."""
         self.most, self.screen, self.ledger = HALVINGS + allowed, screen, ledger
         self.in_a_row = self.skipped = 0
 
@@ -368,10 +368,11 @@ class Overflow(TrainerCallback):
 
 
 class Spikes(TrainerCallback):
-    """Losses far over those before them: said once, and the end of the run where the recipe says so.
+    """Print a note at a spike of the loss, or end the run if the recipe asks for it.
 
-    A spike: `IN_A_ROW` logged losses in a row, each over `factor` times the median of the `WINDOW` logged
-    ones before them. One high loss is a hard batch; a median does not follow a few of them, as a mean does.
+    A spike is `IN_A_ROW` consecutive logged losses, each above `factor` times the median of the `WINDOW`
+    logged losses before. A single high loss is a hard batch. Unlike a mean, a median does not follow a few
+    high losses.
     """
 
     def __init__(self, stop_at: float | None, screen: Console) -> None:
@@ -408,11 +409,11 @@ class Spikes(TrainerCallback):
 
 
 def spike(losses: list[float]) -> float:
-    """How many times the median of those before them the least of the last few losses is; 0: too few."""
+    """Return the smallest of the last losses divided by the median before them; 0: too few losses."""
     if len(losses) < WINDOW + IN_A_ROW:
         return 0.0
     before, last = losses[-WINDOW - IN_A_ROW : -IN_A_ROW], losses[-IN_A_ROW:]
-    before = [value for value in before if not math.isnan(value)]  # of steps that were left out
+    before = [value for value in before if not math.isnan(value)]  # skipped steps have NaN
     median = max(SMALL, statistics.median(before or [SMALL]))
     least = min(math.inf if math.isnan(value) else value for value in last)
     return least / median

@@ -1,4 +1,4 @@
-"""When memory runs out in a step: smaller micro-batches, and the same step again."""
+"""Run a step again with smaller micro-batches after it ran out of memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class MicroBatches:
-    """Those of the last two steps, and into how many parts each is divided.
+    """The micro-batches of the last two steps, and the number of parts that each is divided into.
 
-    A step that runs out of memory is made again from its beginning (the same rows, the same random numbers)
-    with twice the parts: the gradients are those of a run whose micro-batches had that size. Nothing but
-    `torch.OutOfMemoryError` is taken for it.
+    A step that runs out of memory is run again from its beginning, with the same examples, the same random
+    numbers and twice the parts. The gradients equal those of a run with this micro-batch size. Only
+    `torch.OutOfMemoryError` counts as out of memory.
     """
 
     parts = 1
@@ -43,14 +43,14 @@ class MicroBatches:
         needs: Callable[[Any, int], str] = lambda model, rows: "",
     ) -> None:
         """Args:
-        rows: of a whole micro-batch.
-        fixes: what the user may change when one row is too much.
-        tell: is called with the step that is made again, and the rows it now takes at once.
-        needs: says how much memory a step of the model takes with so many rows.
+        rows: number of sequences of a whole micro-batch.
+        fixes: changes of the recipe that help if one sequence needs too much memory.
+        tell: is called with the step that runs again and its new micro-batch size.
+        needs: describes the memory of a step with a micro-batch size.
         """
         self.rows, self.fixes, self.tell, self.needs = rows, fixes, tell, needs
         self.kept: dict[int, list[dict[str, Any]]] = {}
-        self.error = ""  # of the attempt that ran out of memory; one that follows it is not made
+        self.error = ""  # of the attempt that ran out of memory
 
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self.parts}
@@ -59,13 +59,13 @@ class MicroBatches:
         self.parts = kept["parts"]
 
     def keep(self, step: int, inputs: dict[str, Any]) -> list[dict[str, Any]]:
-        """All micro-batches of the step so far, with this one."""
+        """Return all micro-batches of the step so far, including this one."""
         self.kept = {number: found for number, found in self.kept.items() if number >= step - 1}
         self.kept.setdefault(step, []).append(inputs)
         return self.kept[step]
 
     def divided(self, batches: list[dict[str, Any]], multiple: int | None) -> Iterator[dict[str, Any]]:
-        """Args: multiple: of which number a row's length is, as the collator pads it."""
+        """Args: multiple: the multiple to which the collator pads a sequence."""
         for batch in batches:
             if self.parts == 1:
                 yield batch
@@ -75,13 +75,13 @@ class MicroBatches:
                 yield from documents_apart(batch, self.parts)
 
     def too_large(self, step: int, said: str, held: str = "") -> UserError:
-        """What to say where a step can't be made again, or not in smaller parts.
+        """Return the error of a step that can't run again or can't be divided further.
 
         Args:
-            held: what takes the memory, of `held`.
+            held: the result of `held`, which describes the memory in use.
         """
         rows = math.ceil(self.rows / self.parts)
-        least = [n for n in range(1, rows) if self.rows % n == 0]  # a process's share divides by these
+        least = [n for n in range(1, rows) if self.rows % n == 0]  # sizes that divide a process's share
         fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
         what = f"step {step} ran out of memory with a micro-batch size of {rows}"
         fix = ", or ".join([*fewer, *self.fixes][:3]) + " (`finetune plan RECIPE` shows the memory of each)"
@@ -89,10 +89,10 @@ class MicroBatches:
         return UserError(Problem(what, found=found, fix=fix, code="out-of-memory"), code=Exit.TRAINING)
 
     def again(self, step: int, describe: Callable[[], str]) -> bool:
-        """Whether a rank ran out of memory; then all make the step again, in smaller parts.
+        """Return whether a rank ran out of memory. Then all ranks run the step again in smaller parts.
 
         Args:
-            describe: says what takes the memory.
+            describe: describes the memory in use.
 
         Raises:
             UserError: there is no smaller part (exit 5).
@@ -118,11 +118,11 @@ def needed(
     model: Any,
     rows: int,
 ) -> str:
-    """GiB that a step of `rows` full rows takes by `finetune plan`'s formulas; empty where they don't hold.
+    """Estimate the GiB of a step of `rows` full sequences by `finetune plan`'s formulas; empty if unknown.
 
     Args:
-        chosen: what was chosen for `speed:`, by option.
-        beside: bytes of each trained number beside weight and gradient.
+        chosen: the choices for `speed:`, by option.
+        beside: bytes per trainable parameter in addition to weight and gradient.
     """
     spec, tokens = live_model_spec(model), rows * length
     if setup.launch.sharded or not spec.layers:
@@ -141,14 +141,14 @@ def needed(
 
 
 def tell(whole: int, screen: Console, ledger: RunChecks, step: int, rows: int) -> None:
-    """Say that steps take `rows` rows at once from here on, in place of `whole`."""
+    """Print that steps use a micro-batch size of `rows` instead of `whole` from now on."""
     screen.say(f"out of memory in step {step}: again, with {rows} rows at once in place of {whole}")
     how = f"memory ran out in step {step}, which was made again; the step's rows are the same"
     ledger.add("rows at once", whole, rows, how, ok=True)
 
 
 def held(model: Any, optimizer: Any, batches: MicroBatches) -> str:
-    """What takes memory, in GiB, and what was needed; on a GPU also what is left of the most in use."""
+    """Describe the memory in use in GiB, and the memory needed. On a GPU, include the rest of the peak."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]
     state = getattr(optimizer, "state", {}).values()
@@ -176,13 +176,13 @@ def fixes(
     *,
     graphs: bool = False,
 ) -> list[str]:
-    """What takes less memory than these settings do, the cheapest first.
+    """Return changes that need less memory than these settings, the cheapest first.
 
     Args:
         quantization: `model.quantization`.
         kind: `adapter.type`.
-        allowed: whether a change is one that the run would not refuse.
-        graphs: layers are CUDA graphs, with memory of their own.
+        allowed: returns whether a run would accept a change.
+        graphs: whether layers run as CUDA graphs, which have their own memory.
     """
     codes = kind in ("lora", "dora", "rslora") and quantization in ("auto", "none", "fp8", "int8")
     further = {"all": (), "activations": ("all",)}.get(speed.offload, ("all", "activations"))
@@ -201,7 +201,7 @@ def fixes(
 
 
 def rows_apart(batch: dict[str, Any], size: int, multiple: int) -> Iterator[dict[str, Any]]:
-    """`size` rows at a time of a padded batch, each part padded to its own longest row, as if collated so."""
+    """Divide a padded batch into parts of `size` sequences, each padded to its own longest sequence."""
     rows = len(batch["input_ids"])
     longest = batch["attention_mask"].sum(1)
     for first in range(0, rows, size):
@@ -216,8 +216,10 @@ def rows_apart(batch: dict[str, Any], size: int, multiple: int) -> Iterator[dict
 
 
 def documents_apart(batch: dict[str, Any], parts: int) -> Iterator[dict[str, Any]]:
-    """A flattened batch, cut between documents, into parts of at most the whole's tokens / `parts` where
-    documents allow it."""
+    """Divide a flattened batch between examples into parts of at most the batch's tokens / `parts`.
+
+    A part is longer if an example is.
+    """
     borders: list[int] = batch["cu_seq_lens_q"].tolist()
     limit, start = math.ceil(borders[-1] / parts), 0
     while start < len(borders) - 1:

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 
 class OptimizerChoice(NamedTuple):
-    """The recipe's optimizer: made already (LoRA+), or by the Trainer of its class and options."""
+    """The recipe's optimizer: an instance for LoRA+, or a class and options for the Trainer."""
 
     kind_and_options: tuple[Any, dict[str, Any]]
     made: Optimizer | None = None
 
     @property
     def kind(self) -> Any:
-        """The class that steps. torchao's offloaded optimizer gets it as an option."""
+        """The class of the optimizer that steps, which is an option of torchao's offloaded optimizer."""
         kind, options = self.kind_and_options
         return options.get("optimizer_class", kind)
 
 
 def choose(arguments: SFTConfig, adapted: Any, adapter: Adapter, speed: Speed) -> OptimizerChoice:
-    """The optimizer of a run.
+    """Return the optimizer of a run.
 
     Raises:
-        UserError: it can't be had here (exit 3).
+        UserError: the optimizer is not available (exit 3).
     """
     found, ratio = kind_and_options(arguments, adapted, speed), adapter.ours("loraplus_lr_ratio")
     made = loraplus_optimizer(adapted, found, ratio, arguments.weight_decay) if ratio else None
@@ -52,11 +52,12 @@ def choose(arguments: SFTConfig, adapted: Any, adapter: Adapter, speed: Speed) -
 def loraplus_optimizer(
     adapted: PeftModel, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
 ) -> Optimizer:
-    """The recipe's optimizer, in which B learns `ratio` times as fast as A; so do one-dimensional weights,
-    such as DoRA's magnitudes.
+    """Build the recipe's optimizer for LoRA+: the learning rate of B is `ratio` times the rate of A.
+
+    One-dimensional weights, such as DoRA's magnitudes, have the rate of B.
 
     Args:
-        made_by: its class and options, of `optimizers.kind_and_options`.
+        made_by: the class and options from `optimizers.kind_and_options`.
         decay: weight decay.
     """
     from peft.optimizers import create_loraplus_optimizer
@@ -69,7 +70,7 @@ def loraplus_optimizer(
         lr=rate,
         loraplus_lr_ratio=ratio,
         loraplus_weight_decay=decay,
-        loraplus_lr_embedding=rate,  # PEFT's 1e-6 would leave LoRA on embeddings where it began
+        loraplus_lr_embedding=rate,  # with PEFT's 1e-6, LoRA on embeddings would not train
         **options,
     )
     if options.get("optim_bits") == 8:  # as the Trainer does; PEFT only for classes that are named so
@@ -86,7 +87,7 @@ def loraplus_optimizer(
 def add_loraplus_receipt(
     adapted: nn.Module, optimizer: Any, rate: float, ratio: float, ledger: RunChecks
 ) -> None:
-    """How fast A and B learn, read from the optimizer that ran; `rate` is the peak learning rate."""
+    """Add a run check of the learning rates of A and B in the optimizer. `rate` is the peak rate."""
     groups = optimizer.param_groups
     rates = {id(p): float(group.get("initial_lr", group["lr"])) for group in groups for p in group["params"]}
     fast, slow, other = set(), set(), set()
@@ -135,10 +136,10 @@ def check_schedule(arguments: Any, steps: int) -> None:
 
 
 def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
-    """The optimizer's class and what it is made with, for the Trainer to make it of its parameter groups.
+    """Return the optimizer's class and options, from which the Trainer builds it with its parameter groups.
 
     Raises:
-        UserError: it can't be had here (exit 3).
+        UserError: the optimizer is not available (exit 3).
     """
     from trl.trainer.sft_trainer import SFTTrainer
 
@@ -164,14 +165,16 @@ def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, d
 
 
 def add_receipt(optimizer: Optimizer, optim: str, kind: object, ledger: RunChecks) -> None:
-    """What stepped, and what its state is kept in, read from the state after the first step.
+    """Add run checks of the optimizer and the dtypes of its state after the first step.
 
     Args:
-        optimizer: Accelerate's, around the one that steps.
+        optimizer: Accelerate's wrapper of the optimizer.
         kind: the class that `optim` means.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    inner = list(getattr(optimizer, "optim_dict", {}).values())  # torchao's offloaded ones, one a tensor
+    inner = list(
+        getattr(optimizer, "optim_dict", {}).values()
+    )  # torchao's offloaded optimizers, one per tensor
     all_of_it = inner or [optimizer]
     kinds, held, large = Counter(), Counter(), 0
     for one in all_of_it:
@@ -182,7 +185,7 @@ def add_receipt(optimizer: Optimizer, optim: str, kind: object, ledger: RunCheck
                 held["GPU" if tensor.is_cuda else "CPU"] += tensor.nbytes
     ran = type(all_of_it[0])
     name = f"{ran.__module__.partition('.')[0]}'s {ran.__name__}"
-    theirs = ran.__module__.startswith("deepspeed")  # which puts its own around it
+    theirs = ran.__module__.startswith("deepspeed")  # DeepSpeed wraps the optimizer
     of = ", ".join(f"{kinds[dtype]} tensors in {dtype}" for dtype in sorted(kinds))
     where = ", ".join(f"{formatting.size(held[place])} on the {place}" for place in sorted(held))
     low = sum(count for dtype, count in kinds.items() if dtype.startswith(("uint8", "OptimState")))
@@ -204,7 +207,7 @@ def add_receipt(optimizer: Optimizer, optim: str, kind: object, ledger: RunCheck
 
 
 def _kept_in(parameter: Tensor, state: dict[str, Any]) -> str:
-    """What the moments of a parameter are kept in: a dtype, or torchao's class of fewer bits."""
+    """Return the type of a parameter's moments: a dtype, or torchao's class with fewer bits."""
     moments = [t for t in state.values() if hasattr(t, "dtype") and t.shape == parameter.shape]
     names = {
         type(t).__name__ if hasattr(t, "tensor_attrs") else str(t.dtype).removeprefix("torch.")
@@ -214,18 +217,18 @@ def _kept_in(parameter: Tensor, state: dict[str, Any]) -> str:
 
 
 def _tensors(state: dict[str, Any]) -> list[Any]:
-    """The plain tensors of a parameter's state."""
+    """Return the plain tensors of a parameter's state."""
     whole = [t for t in state.values() if hasattr(t, "dtype")]
     parts = [[getattr(t, name) for name in getattr(t, "tensor_attrs", ())] or [t] for t in whole]
     return [tensor for part in parts for tensor in part]
 
 
 class SendGradients(TrainerCallback):
-    """Gradients as they are when the optimizer steps, for torchao's CPUOffloadOptimizer.
+    """Copy the clipped gradients for torchao's CPUOffloadOptimizer.
 
-    It copies each gradient to the CPU as backward makes it, which is before `max_grad_norm` clips it, and
-    would step with what was not clipped. So they are copied once more, on its stream and in its order: one
-    tensor's step on the CPU runs beside the next one's copy.
+    It copies each gradient to the CPU during the backward pass, before `max_grad_norm` clips it. So finetune
+    copies the gradients again after clipping, on the same stream and in the same order. The step of one
+    tensor on the CPU runs at the same time as the copy of the next tensor.
     """
 
     def on_pre_optimizer_step(

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 def recording(
     screen: Console, ledger: RunChecks, folder: RunFolder, setup: Setup, *, again: bool
 ) -> Iterator[None]:
-    """Keep log.txt from here on, and leave checks.json behind however the run ends.
+    """Write log.txt from now on, and write checks.json however the run ends.
 
     Args:
-        again: log.txt goes on.
+        again: whether to append to log.txt.
     """
     if setup.launch.main:
         screen.log_to(folder.path / "log.txt", again=again)
-    ended, over = "", True  # why, where it does not come to its end
+    ended, over = "", True  # the reason, if the run does not finish
     try:
         yield
     except StartAgain:
@@ -44,11 +44,11 @@ def recording(
     except UserError as error:
         ended = str(error)
         raise
-    except Exception as error:  # of whatever kind: the page tells a crash from a run that goes on
+    except Exception as error:  # any error, so that the report can tell a crash from a running run
         ended = visible(f"error: {type(error).__name__}: {error}")
         raise
     finally:
-        # On a disk that is full nothing more can be left, and why is on its way already
+        # On a full disk nothing can be written, and the error is being raised already.
         with contextlib.suppress(*[OSError] * bool(ended)), contextlib.closing(screen):
             if ended:
                 screen.log(*ended.split("\n"))

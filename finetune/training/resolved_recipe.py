@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
-    """Versions, git revision, hardware and launch: what one needs to explain or repeat the run."""
+    """Return versions, git revision, hardware and launch, which explain a run and help to repeat it."""
     return {
         "format_version": run_folder.FORMAT_VERSION,
         "python": platform.python_version(),
@@ -44,7 +44,7 @@ def describe_environment(hardware: Hardware, launch: Launch) -> dict[str, Any]:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit and dirty flag of the source tree this package runs from, if it is a checkout."""
+    """Return commit and dirty flag of the source tree, if this package runs from a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
@@ -59,7 +59,7 @@ def _git() -> dict[str, Any] | None:
 def choices(
     run: RunContext, batch: Batch, steps: int, adapted: nn.Module, fast: dict[str, Choice]
 ) -> run_folder.Choices:
-    """Every value that was not simply read from the recipe, with who set it and why."""
+    """Return every value that the recipe does not set, with who set it and why."""
     recipe, setup, correction = run.recipe, run.setup, run.correction
     launch, set_by = setup.launch, recipe.origin.set_by
     derived = attach.derived(adapted, recipe.adapter)
@@ -143,7 +143,7 @@ def write_start(
     folder = run.folder
     values = {**library_defaults(run.recipe, adapted, arguments), **chosen}
     folder.write_text(folder.recipe.name, run_folder.resolved_yaml(run.recipe, values))
-    load_recipe(folder.recipe)  # what later commands read must load: better to know now
+    load_recipe(folder.recipe)  # later commands read this file, so check now that it loads
     folder.write("data_report.json", {name: asdict(split) for name, split in data.items()})
     environment = describe_environment(run.setup.hardware, run.setup.launch)
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})

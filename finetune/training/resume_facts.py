@@ -1,4 +1,4 @@
-"""What must be equal, on all ranks and in a resumed run."""
+"""Collect the facts that must be equal on all ranks and in a resumed run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 
-SPLIT = ("per_device", "accumulation")  # of a batch: the machine may decide on it
+SPLIT = ("per_device", "accumulation")  # parts of the batch that the machine may decide
 
 
 def recipe_facts(recipe: Recipe, *, finished: bool = False) -> dict[str, str]:
-    """Every value of the recipe, and whether the run is finished. All processes of a launch must agree."""
-    own = ("output_dir", "cache_dir")  # places of a machine
+    """Return every value of the recipe, and whether the run is finished. All processes must agree on them."""
+    own = ("output_dir", "cache_dir")  # paths of a machine
     held = {"the run's state": "finished" if finished else "not finished"}
     for section in type(recipe).model_fields:
         values = getattr(recipe, section).model_dump()
@@ -33,7 +33,7 @@ def recipe_facts(recipe: Recipe, *, finished: bool = False) -> dict[str, str]:
 
 
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
-    """What else they must agree on: versions, precision, ways to split, storage, the date of the template."""
+    """Return further facts: versions, precision, sharding, quantization and the date of the template."""
     found = resolved_recipe.describe_environment(setup.hardware, setup.launch)
     held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
     held |= {name: str(number) for name, number in found["packages"].items()}
@@ -43,7 +43,7 @@ def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
 
 
 class RunLength(NamedTuple):
-    """How many steps a run has, and of what batches."""
+    """Return the number of steps of a run, and its batch."""
 
     batch: Batch
     steps: int
@@ -57,7 +57,7 @@ def contract_of(
     prepared: Prepared,
     arguments: SFTConfig,
 ) -> dict[str, Any]:
-    """What a run that goes on from a checkpoint of this one must have in common with it; so must ranks."""
+    """Return the facts that a resumed run must share with the checkpoint's run, and ranks with each other."""
     counts = {
         "steps": length.steps,
         "rows": prepared.report["train"].kept,
@@ -65,10 +65,14 @@ def contract_of(
     }
     counts |= {"data: token ids": prepared.report["train"].token_ids}
     counts |= {"validation: token ids": prepared.report["validation"].token_ids}
-    if recipe.train.per_device_train_batch_size == "auto":  # what it became is with what was chosen
+    if recipe.train.per_device_train_batch_size == "auto":  # the chosen size is among the choices
         counts = {name: value for name, value in counts.items() if name not in SPLIT}
-    if recipe.data.streaming:  # each worker reads its own shards: their number decides on the order of rows
-        workers = collectives.gathered(arguments.dataloader_num_workers)  # as many as a machine's cores allow
+    if (
+        recipe.data.streaming
+    ):  # each worker reads its own shards, so the number of workers decides the order of examples
+        workers = collectives.gathered(
+            arguments.dataloader_num_workers
+        )  # the number depends on the machine's cores
         counts["train.dataloader_num_workers"] = workers[0] if len({*workers}) == 1 else workers
     made = resume_contract.contract(
         recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content
