@@ -173,7 +173,7 @@ def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
     if not stored.trains:
         return [refusal(stored)]
     if asked not in ("auto", stored.storage) and not (asked == "none" and stored.dequantizes):
-        what = f"the checkpoint has another quantization already: {stored} ({DECLARED})"
+        what = f"the checkpoint is stored in {stored} already ({DECLARED})"
         key, code, fix = "model.quantization", "quantization", f"model.quantization: auto, or {WHOLE}"
         return [Problem(what, key, "", asked, "auto", fix, code=code)]
     if stored.dequantizes and meant:

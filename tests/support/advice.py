@@ -117,9 +117,10 @@ def _dropped(names: str, problem: Problem, raw: dict[str, Any]) -> Change:
     """The keys or the items of a list that advice drops."""
     if names.startswith(("it", "one of")):
         return {problem.key: DROP}
-    said, items = re.split(r", | and ", names), value_of(raw, problem.key)
+    key = re.sub(r"\.\d+$", "", problem.key)
+    said, items = re.split(r", | and ", names), value_of(raw, key)
     if isinstance(items, list) and all(one in items for one in said):
-        return {problem.key: [item for item in items if item not in said]}
+        return {key: [item for item in items if item not in said]}
     return {_whole(name, problem): DROP for name in said}
 
 
