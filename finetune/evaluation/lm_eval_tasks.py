@@ -114,7 +114,7 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
     own = document.value
     if not isinstance(own, dict):
         what, expected = "the task file is not a mapping of keys", "the keys of an lm-eval task"
-        found, fix = recipe_errors.show(own), "see docs/task_files.md for all keys"
+        found, fix = recipe_errors.show(own), "see docs/reference/task_files.md for all keys"
         raise UserError(Problem(what, "", str(path), found, expected, fix, code="eval-task"))
     named = own.pop("include", [])
     merged: dict[str, Any] = {}

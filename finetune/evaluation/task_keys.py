@@ -1,9 +1,9 @@
 """Define every key and value that a task file in lm-eval's form can have.
 
-docs/reference/task_files.md lists the keys, and finetune reads no other key. lm-eval would import the functions and
-metrics that a file names, download from addresses, and render most strings as templates. Here, lists hold
-every name that a file can use. This module does not import lm-eval, and a test compares the lists with
-lm-eval's registry.
+docs/reference/task_files.md lists the keys, and finetune reads no other key. lm-eval would import the
+functions and metrics that a file names, download from addresses, and render most strings as templates. Here,
+lists hold every name that a file can use. This module does not import lm-eval, and a test compares the lists
+with lm-eval's registry.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Estimate the score of the best trial on examples that did not select it.
 
-The best of many trials is partly the luckiest one, so its own score is too good. finetune selects a trial on
-one half of the examples and scores it on the other half. This needs the loss of every example, and no
+The best of many trials is partly the luckiest one, so its own score is too good. This module selects a
+trial on one half of the examples and scores it on the other half. It needs the loss of every example, and no
 training.
 """
 
