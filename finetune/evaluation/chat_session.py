@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     from finetune.data.encoding import Encoder
 
 MAX_NEW_TOKENS = 512
-HELP = (
-    "/reset: clear the conversation   /system TEXT: set the system message   /quit or Ctrl-D: end\n"
-    "/base, /tuned, /both: choose which model answers"
-)
+HELP = "/reset: new conversation  /system TEXT  /base, /tuned, /both: who answers  /quit"
 # Chat can need more memory than training: for a separate base model or a long conversation
 LESS_MEMORY = "add --max-new-tokens=128, or set ACCELERATE_USE_CPU=true to use the CPU"
 # Speakers in training data that consists of chats (`data_report.json`)

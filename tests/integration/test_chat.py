@@ -22,7 +22,7 @@ from support.paths import ROOT
 QUESTION = "12 pears for Ada Lovelace in Utrecht."
 RUNS: dict[str, Path] = {}
 BEGINS = re.compile(  # of what is said; an answer may have several lines
-    "^(?=base: |tuned: |tuned will|base will|base and|forgotten|system message|no system|this model|/reset "
+    "^(?=base: |tuned: |tuned will|base will|base and|the conversation is|system message|no system|this model|/reset: "
     "|error: )",
     re.MULTILINE,
 )
@@ -143,7 +143,7 @@ def test_plain_text_is_the_prompt_itself(run, talk, tmp_path) -> None:
 def test_a_talk_that_is_too_long(run, talk) -> None:
     folder = run()
     said = talk(folder, "word " * 3000, "Hello", "--max-new-tokens", "4")
-    assert "too long for the model" in said[0] and said[0].endswith("a shorter text")
+    assert "too long for the model" in said[0] and said[0].endswith("type a shorter prompt")
     assert said[1].startswith("base: "), "the long one is not in the history"
     asked_once = talk(folder, "--prompt", "word " * 2999 + "word", code=2)
     assert asked_once == said[:1], "the error is said, and is the command's"
@@ -195,7 +195,7 @@ def test_at_a_terminal(run) -> None:
         return before
 
     try:
-        assert "/reset: clear the conversation" in until("> ")
+        assert "/reset: new conversation" in until("> ")
         for _ in range(6):  # Python loses an interrupt that comes while a destructor or a C callback runs
             os.write(ours, b"Hello\n")
             until("base")

@@ -189,7 +189,7 @@ def test_weights_that_are_not_finite_are_refused(run, capsys) -> None:
     folder = run("lora")
     scale(folder, float("inf"))
     merge(folder, code=4)
-    assert "not finite" in capsys.readouterr().err and left_behind(folder) == []
+    assert "are NaN or Inf" in capsys.readouterr().err and left_behind(folder) == []
 
 
 def test_a_tied_head_stays_tied(run) -> None:
@@ -363,7 +363,7 @@ def test_without_held_out_rows_training_rows_prove_it(run, capsys) -> None:
     folder = run("ia3", UNEVALUATED)
     assert main.main(["merge", str(folder.path), "--quantize", "int8"]) == 0
     said = capsys.readouterr().out
-    assert "6 training rows" in said and "exact match" not in said
+    assert "6 training examples" in said and "exact match" not in said
     report = folder.read("merge.json")["merged-int8"]
     assert report["rows"]["from"] == "training" and report["scores"] == {}
 

@@ -426,6 +426,6 @@ def test_of_a_profile_that_is_stopped_nothing_is_kept(small, two_layers, tmp_pat
             os.kill(os.getpid(), signal.SIGTERM)
 
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=2"]
-    with pytest.raises(Stopped, match=r"^stopped by SIGTERM.*; nothing of a profile is kept"):
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM.*; a stopped profile is not saved"):
         profiler.run(str(QUICKSTART), given, str(tmp_path), [Tells()])
     assert list(tmp_path.iterdir()) == []
