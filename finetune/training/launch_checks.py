@@ -1,4 +1,4 @@
-"""What a launch asked for, read back from the Accelerator, and from the model and optimizer it prepared."""
+"""Check that the Accelerator, and its model and optimizer, have the settings of the launch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def add(trainer: Trainer, launch: Launch, ledger: RunChecks) -> None:
-    """Precision and process count are the launch's: what the Accelerator has must be what was asked."""
+    """Add run checks that the Accelerator has the precision and the number of processes of the launch."""
     got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
     ledger.add("precision", launch.precision, got.mixed_precision, how, code=code)
     ledger.add("processes", launch.processes, got.num_processes, how, code=code)
@@ -62,11 +62,11 @@ def add_loader_check(trainer: Any, ledger: RunChecks) -> None:
 
 
 def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, steps: int) -> list[str]:
-    """A note of the examples that each epoch trains twice, if the run reaches the end of one.
+    """Return a note on the sequences that each epoch trains twice, if the run reaches the end of an epoch.
 
     Args:
-        rows: `None` if they are streamed.
-        shards: processes that have rows of their own.
+        rows: number of sequences; `None` for a stream.
+        shards: number of processes with their own sequences.
         steps: optimizer steps of the run.
     """
     if rows is None or shards == 1 or train.passed_on().get("dataloader_drop_last"):
@@ -81,17 +81,18 @@ def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, 
 
 
 def count_repeated(rows: int, per_device: int, shards: int) -> int:
-    """Rows that an epoch gives a second time, so that all processes have as many full batches: its end is
-    filled up from its beginning (accelerate's BatchSamplerShard, even_batches).
+    """Return the number of sequences that an epoch repeats, so that all processes have full batches.
+
+    Accelerate fills the end of an epoch with sequences of its beginning (BatchSamplerShard, even_batches).
 
     Args:
-        shards: processes that have rows of their own.
+        shards: number of processes with their own sequences.
     """
     return -rows % (per_device * shards)
 
 
 def asked_of(backend: str) -> dict[str, str]:
-    """What the accelerate config says of the fp8 recipe, by the names of the object that holds it."""
+    """Return the fp8 recipe of the accelerate config, by the attribute names of its object."""
     names = {"TE": ("fp8_format", "amax_history_len", "amax_compute_algo"), "AO": ()}[backend]
     found = {name: said(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}") for name in names}
     if backend == "AO":
@@ -102,8 +103,10 @@ def asked_of(backend: str) -> dict[str, str]:
 
 
 class Prepared(TrainerCallback):
-    """Run checks of the prepared model: what trains, what of it the optimizer holds, what is sharded;
-    and after the first step of what was multiplied, or gathered, in codes."""
+    """Run checks of the prepared model: trainable parameters, the optimizer's tensors and the shards.
+
+    After the first step, it checks fp8 GEMMs and gathered quantized weights.
+    """
 
     def __init__(self, launch: Launch, trainer: Any, ledger: RunChecks) -> None:
         self.launch, self.trainer, self.ledger = launch, trainer, ledger
@@ -118,7 +121,7 @@ class Prepared(TrainerCallback):
         inner = getattr(optimizer, "optimizer", optimizer)
         groups = [group["params"] for group in inner.param_groups]
         collectives.wait_alike()
-        if self.launch.splitter == "DeepSpeed":  # it steps on flattened copies; by ZeRO-1 and 2, or by 3
+        if self.launch.splitter == "DeepSpeed":  # its optimizer steps on flattened copies
             groups = getattr(inner, "bit16_groups", None) or inner.fp16_groups
         held = {id(p) for group in groups for p in group}
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -159,7 +162,7 @@ class Prepared(TrainerCallback):
         self.ledger.check()
 
     def _gathered(self, model: Any) -> None:
-        """Codes as a forward sees them, which are any bits and no numbers, beside the stored parts."""
+        """Compare the quantized weights that a forward pass gathers with the stored shards, bit by bit."""
         sharded_tensors.give_back(model)
         coded = {
             name: module
@@ -181,7 +184,7 @@ class Prepared(TrainerCallback):
         self.ledger.add("codes that FSDP gathers", f"all {len(coded)}", f"all {same}", how, code=code)
 
     def _by_zero(self, model: Any) -> None:
-        """The engine's own stage, and this process's share where that splits weights."""
+        """Add run checks of the engine's ZeRO stage, and of this process's share of sharded weights."""
         stage, processes = self.trainer.model_wrapped.zero_optimization_stage(), self.launch.processes
         parts = [p.ds_tensor.numel() for p in model.parameters() if hasattr(p, "ds_tensor")]
         share = sum(parts) / sum(sharded_tensors.shape(p).numel() for p in model.parameters())
@@ -194,7 +197,7 @@ class Prepared(TrainerCallback):
         self.ledger.add("split by DeepSpeed", asked, got, how, ok=ok, code=code)
 
     def _converted(self, model: nn.Module) -> None:
-        """Layers that Accelerate put in place of plain linear ones."""
+        """Add a run check of the layers that Accelerate replaced by fp8 layers."""
         own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
         made = [m for m in model.modules() if type(m).__module__.startswith(own)]
         plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
@@ -207,5 +210,5 @@ _COPIES = ("torchao.optim.cpu_offload",)
 
 
 def numbers(model: Any) -> int:
-    """Numbers that train, over all processes."""
+    """Return the number of trainable parameters over all processes."""
     return sum(sharded_tensors.shape(p).numel() for p in model.parameters() if p.requires_grad)

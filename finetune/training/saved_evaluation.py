@@ -39,18 +39,21 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 
-# What a launcher sets for its processes; one that is to be alone must not see it
+# Variables that a launcher sets for its processes, and that a process outside of the launch must not see
 _LAUNCHERS = re.compile(
     "(ACCELERATE|FSDP|PARALLELISM|TORCHELASTIC|TORCH_NCCL|LOCAL|GROUP|ROLE|MASTER)_.*|RANK|WORLD_SIZE"
 )
 
 
 def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> dict[str, Any]:
-    """The content of eval.json. What was saved is compared with what was trained from the file alone.
+    """Evaluate the saved weights in another process, and return the content of eval.json.
+
+    The saved weights are verified from the file alone.
 
     Raises:
-        UserError: the file is not what was trained, or does not open, and is moved aside (exit 4); the
-            evaluation's own failure.
+        UserError: the file differs from the trained weights or can't be loaded, and is moved aside (exit 4);
+        or
+            the evaluation failed.
     """
     if collectives.main():
         verify_saved.add_saved_receipts(live, folder, ledger)
@@ -75,15 +78,15 @@ def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> d
 
 
 def alone() -> dict[str, str]:
-    """The environment of a process outside this launch."""
+    """Return the environment for a process outside of this launch."""
     return {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
 
 
 def evaluated(live: verify_saved.Live, folder: RunFolder, ledger: RunChecks) -> dict[str, Any]:
-    """The content of eval.json, of a model that is what was trained; weights that don't open are moved aside
-    like those that don't verify.
+    """Evaluate the saved weights, and return the content of eval.json.
 
-    What else fails says nothing against the weights: before they are opened, an evaluation's own options.
+    Weights that can't be loaded or verified are moved aside. Other errors, such as wrong options of the
+    evaluation, do not concern the weights.
     """
     opened = False
 
@@ -108,9 +111,9 @@ def reopen_and_evaluate(
     recipe: Recipe,
     setup: Setup,
 ) -> dict[str, Any]:
-    """The content of eval.json; what is evaluated is proved to be what was trained, and the best of it."""
+    """Verify that the saved weights are the best trained weights, evaluate them, and return the results."""
     torch.compiler.reset()  # CUDA graphs hold the weights that they read
-    clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
+    clear_device_cache(garbage_collection=True)  # frees the trained model, which is loaded again
     if setup.launch.processes > 1 and collectives.from_main(lambda: reopen.too_large(recipe.model, setup)):
         return evaluate(folder, live, ledger)
     result = evaluated(live, folder, ledger)

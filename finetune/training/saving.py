@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def save(
     adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Console
 ) -> None:
-    """Adapter (or model) and tokenizer, by rank 0; the others wait, once they gave their parts."""
+    """Save adapter or model and tokenizer on rank 0. The other ranks send their shards and wait."""
     processes, tensors = (
         PartialState(),
         transformer_engine_layers.weights(adapted)
@@ -43,4 +43,4 @@ def save(
             initialization.save(adapted, private, initial, tensors)
             tokenizer.save_pretrained(str(private))
     processes.wait_for_everyone()
-    collectives.appears(target / "tokenizer_config.json")  # what is saved last
+    collectives.appears(target / "tokenizer_config.json")  # the last file that is saved

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 AS_BEFORE = "as in the checkpoint's run"
 
 
-PROOF_TOKENS = 128  # of the row that proves documents apart
+PROOF_TOKENS = 128  # length of the sequence that tests the isolation of packed examples
 
 
 def make_fast(
     run: RunContext, adapted: Any, arguments: SFTConfig, work: compilation.Work
 ) -> dict[str, run_checks.Choice]:
-    """`speed:` on the model, with attention proved before and after; what was chosen, by option."""
+    """Apply `speed:` to the model, verify attention before and after, and return the choices by option."""
     recipe, setup, ledger = run.recipe, run.setup, run.checks
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
     proved = packing_isolation.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
-    with setup.autocast():  # before layers are compiled: they see no other shapes than training's
+    with setup.autocast():  # before layers are compiled, so that they see only shapes of training
         packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
-    name = collectives.from_main(lambda: setup.hardware.name)  # another rank's GPU may be another
+    name = collectives.from_main(lambda: setup.hardware.name)  # ranks may have different GPUs
     section, before = resume_contract.as_chosen(recipe.speed, run.found, name)
     corrected = run.correction.choice(auto_correction.CHECKPOINTING)
     if corrected:

@@ -1,4 +1,4 @@
-"""Between steps: metrics, DoRA's norms, run checks of the first step."""
+"""Write the metrics of each logged step, and print notes on slow data loading."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.run_folder.run_folder import RunFolder
 
-DATA_WAIT = 0.05  # of the time of all steps, from which it is worth a word
-COUNTED = 20  # steps of a process, from which that is said while it trains
+DATA_WAIT = 0.05  # share of the time of all steps that prints a note
+COUNTED = 20  # steps of a process before a note during training
 WAITING = "train.dataloader_num_workers, or `finetune profile` for where the time goes"
 
 
 class Metrics(TrainerCallback):
-    """One flat JSON object a logged step into metrics.jsonl, and a line for the screen."""
+    """Write one flat JSON object per logged step to metrics.jsonl, and a line to the screen."""
 
     def __init__(
         self, folder: RunFolder, screen: Console, setup: Setup, *, batch: int, flops_per_token: float
@@ -33,13 +33,13 @@ class Metrics(TrainerCallback):
         self.folder, self.screen, self.batch = folder.path, screen, batch
         self.hardware, self.processes = setup.hardware, setup.launch.processes
         self.flops_per_token = flops_per_token
-        self.waited = 0.0  # seconds since the last logged step in which the next one's rows were waited for
+        self.waited = 0.0  # seconds of waiting for data since the last logged step
         self.all_waited = self.all_seconds = 0.0
         self.idle_since = self.logged_at = self.live_since = time.perf_counter()
         self.logged_step = self.logged_tokens = 0
         self.live_steps, self.live_waited, self.warned = 0, 0.0, False
 
-        self.elapsed = 0.0  # seconds since the last logged step, before this process went on from it
+        self.elapsed = 0.0  # seconds since the last logged step before this process resumed
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -68,7 +68,7 @@ class Metrics(TrainerCallback):
     ) -> None:
         now = time.perf_counter()
         self.waited += now - self.idle_since
-        if self.live_steps == 0:  # the first rows come from workers that are only starting
+        if self.live_steps == 0:  # the workers are still starting for the first batch
             self.live_since = now
         else:
             self.live_waited += now - self.idle_since
@@ -130,11 +130,11 @@ class Metrics(TrainerCallback):
             file.write(json.dumps(strict_json.spelt(record)) + "\n")
 
     def loads(self) -> None:
-        """From now on rows are waited for: what was logged and saved after the step is done."""
+        """Start to count the waiting time for data, after logging and saving."""
         self.idle_since = time.perf_counter()
 
     def pause(self, seconds: float) -> None:
-        """Time in which something else than training ran."""
+        """Exclude time in which something other than training ran."""
         self.logged_at += seconds
         self.live_since += seconds
 
@@ -144,9 +144,9 @@ class Metrics(TrainerCallback):
 
 
 def memory(hardware: Hardware) -> dict[str, float | None]:
-    """Peak memory of the GPU and of this process, GiB, and how busy the GPU is (a share).
+    """Return the peak memory of the GPU and of this process in GiB, and the GPU utilization.
 
-    Where the CPU trains also the CPU seconds that this process and its loaders have taken so far.
+    On a CPU, also return the CPU seconds of this process and its loaders so far.
     """
     import psutil
 

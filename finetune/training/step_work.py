@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> compilation.Work:
-    """What a process is to do, and what comes to its GPU when it trains.
+    """Estimate the work of a process, and the memory that training adds on its GPU.
 
     The memory to come depends on the launch:
 
@@ -49,7 +49,9 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         outside = whole - sum(layers) if layers else 0
         count = len(layers) if launch_environment.keeps_layers() else memory_estimate.GATHERED_LAYERS
         awaited = whole // launch.processes + sum(layers[:count]) + outside
-        awaited -= sum(p.nbytes for p in every if p.device.type == setup.hardware.device)  # codes: all of it
+        awaited -= sum(
+            p.nbytes for p in every if p.device.type == setup.hardware.device
+        )  # quantized weights move completely
     if sharded == "DeepSpeed":
         awaited = (
             memory_estimate.zero3_gib(sum(sharded_tensors.shape(p).numel() for p in every))
@@ -79,10 +81,10 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
 
 
 def beside(recipe: Recipe, setup: Setup) -> float:
-    """Bytes that a process holds of each number that trains, beside weight and gradient.
+    """Return the bytes of a process per trainable parameter in addition to weight and gradient.
 
-    The optimizer's state, the copy of the gradient that DDP sends, DeepSpeed's of the weight in fp32, and
-    AdaLoRA's averages; of a state that is split, this process's part.
+    These are the optimizer state, DDP's copy of the gradient, DeepSpeed's fp32 copy of the weight, and
+    AdaLoRA's averages. For a sharded state, only this process's shard counts.
     """
     launch, held = (
         setup.launch,
@@ -95,10 +97,12 @@ def beside(recipe: Recipe, setup: Setup) -> float:
 
 
 def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:
-    """Tokens of a process: of a forward pass, at most; of a step on average, without padding."""
+    """Return the tokens of a process: the maximum per forward pass, and the mean per step without padding."""
     data, most = recipe.data, recipe.data.max_length
-    full = data.packing or data.streaming  # as `finetune plan` takes them
-    number = sum(report.lengths["counts"]) if report.lengths else report.kept  # a text's pieces are rows
+    full = data.packing or data.streaming  # as `finetune plan` assumes
+    number = (
+        sum(report.lengths["counts"]) if report.lengths else report.kept
+    )  # each piece of a split text is a sequence
     row = most if full else min(most, report.tokens / max(1, number))
     at_once = batch.per_device / setup.launch.sharing
     return int(at_once * most), at_once * row * batch.accumulation

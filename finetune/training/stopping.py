@@ -1,4 +1,4 @@
-"""When a run saves, and when it ends before its last step: signals, a time, a step. All ranks alike."""
+"""Decide when a run saves, and when it ends before its last step: at a signal, a time or a step."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Train
     from finetune.training.stop_condition import Until
 
-MINUTES = 10  # from one checkpoint to the next, where the recipe does not say
+MINUTES = 10  # between checkpoints, if the recipe does not set it
 
 
 def check(train: Train, resumes: str | None, keeper: str) -> None:
-    """Checkpoints hold whole state (exit 3 where they are asked for, and none can be made)."""
+    """Refuse requested checkpoints if they can't store the whole state of the run (exit 3)."""
     parts = optimizer_choice.unsaved(train, keeper)
     asked = "--resume" if resumes else ""
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
@@ -49,16 +49,16 @@ def check(train: Train, resumes: str | None, keeper: str) -> None:
 
 
 class Stop:
-    """The wish to end a run: a signal, or what `--until` says."""
+    """A request to end a run: a signal, or `--until`."""
 
     signal = ""
-    """The name of the first one."""
+    """The name of the first signal."""
     keeps = True
-    """Whether a checkpoint can be made."""
+    """Whether the run can write a checkpoint."""
     deferred = False
-    """While it trains or saves: it ends by itself as soon as it can. Elsewhere a signal ends it at once."""
+    """Whether the run trains or saves, and so ends after the step. Otherwise a signal ends it at once."""
     failed = False
-    """Whether what was not to be cut in two failed: it says why, and no signal in place of that."""
+    """Whether the protected block raised an error, which is reported instead of a signal."""
     step_began: float | None = None
     """When the current step began, by `time.monotonic()`."""
 
@@ -82,7 +82,7 @@ class Stop:
             what = "this process hung in a step, and the other processes gave up"
             fix = "find the cause in the stack above, then resume with --resume"
             launch_environment.report(str(Problem(what, fix=fix, code="launch-lost")), time.time() - hung)
-            os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills it
+            os._exit(Exit.TRAINING)  # the launcher would wait 30 s before it kills this process
         if os.environ.get("RANK", "0") == "0":
             first = "saving" if self.keeps else "exiting without a checkpoint"
             then = ", then exiting" if self.keeps else ""
@@ -90,11 +90,11 @@ class Stop:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """What must not be cut in two; a signal meanwhile ends the run after it."""
+        """Protect a block from signals. A signal during the block ends the run after it."""
         self.deferred = True
         try:
             yield
-        except Exception:  # of any kind: it goes on its way, and no signal is said in its place
+        except Exception:  # any error is raised again, and no signal is reported instead
             self.failed = True
             raise
         finally:
@@ -105,10 +105,10 @@ class Stop:
             raise stopped
 
     def due(self, step: int, seconds: float) -> str:
-        """Why the run is to end after this step; empty: it goes on.
+        """Return why the run must end after this step; the empty string if it continues.
 
         Args:
-            seconds: that one step more and a checkpoint would take.
+            seconds: the time of one more step and a checkpoint.
         """
         if self.signal:
             return self.signal
@@ -118,12 +118,12 @@ class Stop:
 
 
 class Schedule(TrainerCallback):
-    """Says at which steps a checkpoint is made, and ends the run with one if it is told to."""
+    """Decide at which steps to save, and end the run with a checkpoint if requested."""
 
     stopped = ""
-    """Why the run ended before its last step."""
+    """The reason that the run ended before its last step."""
     complete = False
-    """Whether it would have ended here by itself."""
+    """Whether the run would have ended at this step anyway."""
 
     def __init__(self, train: Train, stop: Stop, writer: Writer, keeper: str) -> None:
         self.train, self.stop, self.writer = train, stop, writer
@@ -139,7 +139,7 @@ class Schedule(TrainerCallback):
     ) -> None:
         self.saved_at, self.longest = time.monotonic(), 0.0
         self.stepped_at: float | None = None
-        given = self.train.save_steps or 500  # upstream's own number
+        given = self.train.save_steps or 500  # the default of transformers
         self.every = given if given >= 1 else math.ceil(given * state.max_steps)
 
     def on_step_begin(
@@ -158,12 +158,12 @@ class Schedule(TrainerCallback):
         self.stop.step_began = None
         self.writer.check()
         if self.stepped_at is None and optimizer is not None and self.strategy != "no":
-            # what can't be kept is said now, not when the first checkpoint is made
+            # an error about checkpoints comes now, not at the first checkpoint
             serialization.flatten(
                 deepspeed_zero.state_dict(optimizer), {}, "optimizer", lambda tensor: tensor
             )
         now, step = time.monotonic(), state.global_step
-        if self.stepped_at is not None:  # this process's first one also compiled, and found its place
+        if self.stepped_at is not None:  # the first step of this process also compiles
             self.longest = max(self.longest, now - self.stepped_at)
         self.stepped_at = now
         self.complete = control.should_training_stop or step >= state.max_steps
@@ -178,7 +178,7 @@ class Schedule(TrainerCallback):
             self.saved_at = now
 
     def planned(self, step: int, state: Any) -> bool:
-        """Whether the recipe has a checkpoint after this step."""
+        """Return whether the recipe asks for a checkpoint after this step."""
         if self.strategy == "steps":
             return self.complete or step % self.every == 0
         if self.strategy == "epoch":
@@ -207,9 +207,9 @@ def add_steps_check(state: Any, planned: int, patience: int | None, ledger: RunC
 
 
 def keep_workers(prepare: Any) -> Any:
-    """What begins loader workers that signals to the whole group do not end: the run still reads from them.
+    """Start loader workers that ignore signals to the process group, because the run still reads from them.
 
-    When this process ends they may: Python sends them SIGTERM and waits, without an end, until they are gone.
+    They may end with this process. Python sends them SIGTERM and waits until they have ended.
     """
     over = multiprocessing.RawValue("b")
     atexit.register(setattr, over, "value", 1)

@@ -1,7 +1,7 @@
-"""`train.report_to`: TensorBoard, W&B, MLflow, trackio ..., each fed by the Trainer's own callback.
+"""`train.report_to`: log to TensorBoard, W&B, MLflow, trackio and others by the Trainer's own callbacks.
 
-Nothing is reported unless it is asked for. TensorBoard's and W&B's files lie in the run folder; MLflow and
-trackio keep stores of their own, which many runs share (MLFLOW_TRACKING_URI, TRACKIO_DIR).
+finetune reports nothing unless the recipe asks for it. TensorBoard and W&B write to the run folder. MLflow
+and trackio write to their own stores, which many runs share (MLFLOW_TRACKING_URI, TRACKIO_DIR).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
     from finetune.run_folder.run_folder import RunFolder
 
-LONGEST_NAME = 128  # characters of a name that W&B takes
+LONGEST_NAME = 128  # most characters of a name in W&B
 TOLD_LAST = ("tensorboard", "trackio", "wandb")  # MLflow would begin a second run
 
 
 def safe_name(name: str) -> str:
-    """A run's or a project's name as trackers store and show it: on one line, short, without a secret."""
+    """Return a name for trackers on one line, truncated and without secrets."""
     return visible(masked(name))[:LONGEST_NAME]
 
 
 class Tracked(TrainerCallback):
-    """The trackers of one run, from its first log to the scores of what it saved."""
+    """The trackers of one run, from its first log to the scores of the saved weights."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class Tracked(TrainerCallback):
         self.where: Any = ()
 
     def follow(self, trainer: Any) -> None:
-        """Put trackers after our callbacks, which add to a log, and TensorBoard's files in the run folder."""
+        """Move trackers behind finetune's callbacks, which add to a log, and set TensorBoard's folder."""
         names = trainer.args.report_to
         for name, kind in zip(names, get_reporting_integration_callbacks(names), strict=True):
             callback: Any = trainer.pop_callback(kind)
@@ -59,7 +59,7 @@ class Tracked(TrainerCallback):
         self.where = (args, state, control)
 
     def tell_scores(self) -> None:
-        """Base and tuned, as eval.json has them."""
+        """Log the scores of the base model and the fine-tuned model from eval.json."""
         told = {name: self.trackers[name] for name in TOLD_LAST if name in self.trackers}
         if not told or not self.where[1].is_world_process_zero:
             return
@@ -74,12 +74,12 @@ class Tracked(TrainerCallback):
 
 @contextlib.contextmanager
 def running(arguments: Any, folder: RunFolder) -> Iterator[Tracked]:
-    """The run's trackers, told its scores at the end.
+    """Yield the run's trackers, and log the scores at the end.
 
-    W&B's files lie in the run folder unless WANDB_DIR is set, and its run ends with this one.
+    W&B writes to the run folder unless WANDB_DIR is set. Its run ends with this run.
 
     Raises:
-        UserError: W&B refuses: no key, no network (exit 3).
+        UserError: W&B has no key or no network (exit 3).
     """
     tracked = Tracked(folder)
     if "wandb" not in arguments.report_to:

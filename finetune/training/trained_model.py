@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def train(trainer: Trainer, section: Adapter, found: Found | None, ledger: RunChecks) -> None:
-    """Train, with the run checks made before, and the weights compared with what they were after."""
+    """Train with run checks, and compare the weights before and after training."""
     ledger.check()
     adapted: Any = trainer.model
     rounded = trainable_parameters.train_in_fp32(adapted) if section.type != "full" else {}
@@ -37,9 +37,9 @@ def train(trainer: Trainer, section: Adapter, found: Found | None, ledger: RunCh
     stopping.add_steps_check(trainer.state, trainer.first_step.planned.steps, ended_by, ledger)
     launch_checks.add_repeated_check(trainer, ledger)
     launch_checks.add_loader_check(trainer, ledger)
-    if trainer.state.global_step >= trainer.first_step.first:  # a run may go on after its last step
+    if trainer.state.global_step >= trainer.first_step.first:  # a run may resume after its last step
         gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
-    trainer.loss.remove()  # it holds the model, which is opened again
+    trainer.loss.remove()  # it holds the model, which is loaded again
     if section.type != "full":
         same = fingerprint.fingerprint(trainable_parameters.frozen(adapted))
         ledger.add(

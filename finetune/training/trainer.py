@@ -1,4 +1,4 @@
-"""TRL's trainer, subclassed once: our loss, AdaLoRA's regulariser, an eye on step 1, our checkpoints."""
+"""The subclass of TRL's trainer, with finetune's loss, checkpoints, run checks and AdaLoRA's regularizer."""
 
 from __future__ import annotations
 
@@ -51,38 +51,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What our Trainer has beside the arguments of TRL's. The Trainer is complete when it is constructed."""
+    """The arguments of the Trainer in addition to TRL's. The Trainer is complete when it is constructed."""
 
     callbacks: Sequence[TrainerCallback]
-    """In the order in which upstream calls them. The callbacks below are among them."""
+    """All callbacks, including those below, in the order of their calls."""
     first_step: first_step_checks.FirstStep
     micro_batches: oom_recovery.MicroBatches
     loss: lm_head_loss.HeadLoss
     optimizer: optimizers.OptimizerChoice
     schedule: Schedule
-    """Says when to save and when to stop."""
+    """Decides when to save and when to stop."""
     metrics: step_metrics.Metrics | None = None
     """Measures how long a step waits for its batch."""
     nonfinite: nan_detection.NonFinite | None = None
     validations: Sequence[Validate] = ()
-    """The evaluation while training, if there is one."""
+    """The callback for evaluation during training, or `None`."""
     contract: Mapping[str, Any] = field(default_factory=dict)
-    """What must be the same when a checkpoint of this run is resumed."""
+    """The facts that must be equal when a run resumes from a checkpoint."""
     remembered: Sequence[Any] = ()
     """Parts with `state_dict` and `load_state_dict`: checkpoints hold their state."""
     corrector: Corrector | None = None
-    """Starts the run again with what `auto` takes next, if its first step runs out of memory."""
+    """Starts the run again with stronger settings if its first step runs out of memory."""
     regularizer: adalora.Regularizer | None = None
     fixed_shape: tuple[int, int, int] | None = None
-    """Tokens, documents and longest document of each flattened batch, where compiled code wants one shape."""
+    """Tokens, examples and longest example of each flattened batch, if compiled code needs one shape."""
     loader_timeout: int = 0
     """Seconds to wait for a batch of a data loader worker; 0: without a limit."""
 
 
 class Trainer(SFTTrainer):
-    """TRL's trainer, with our loss, AdaLoRA's regularizer (TRL ignores `outputs.loss`), and checks of step 1.
+    """TRL's trainer with finetune's loss, AdaLoRA's regularizer and run checks of step 1.
 
-    It saves and resumes by `training_state`, where upstream does, and does not write upstream's files.
+    AdaLoRA's regularizer is needed because TRL ignores `outputs.loss`. Saving and resuming use
+    `training_state` instead of the files of transformers.
     """
 
     resumed: dict[str, Any] | None = None
@@ -93,11 +94,11 @@ class Trainer(SFTTrainer):
     loader: Any = None
     """torch's loader of the training examples."""
     exchanged = 0
-    """Bytes of gradients in the last step, where we exchange them."""
+    """Bytes of gradients in the last step, if finetune exchanges them itself."""
     ends_step = False
-    """Whether this forward is the last of its step."""
+    """Whether this forward pass is the last of its step."""
     walked: Any = None
-    """The model, as it is wrapped, whose `modules` these are."""
+    """The wrapped model of these `modules`."""
     modules: list[torch.nn.Module]
 
     def __init__(
@@ -115,7 +116,7 @@ class Trainer(SFTTrainer):
         self.fixed_shape, self.loader_timeout = parts.fixed_shape, parts.loader_timeout
         self.remembered = {type(part).__name__: part for part in parts.remembered}
         self.sums: dict[str, Any] = defaultdict(int)
-        """What the loss has counted since the last log: tensors that are read then, not before."""
+        """The sums of the loss since the last log, as tensors that are read only when logged."""
         made = {name: weight.data for name, weight in trainable_parameters.trainable(adapted).items()}
         super().__init__(
             model=adapted,
@@ -128,11 +129,13 @@ class Trainer(SFTTrainer):
         )
         for name, weight in trainable_parameters.trainable(adapted).items():
             weight.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
-        if self.aux_loss_enabled:  # TRL asks for it in each forward; saved, it would end every `generate`
+        if (
+            self.aux_loss_enabled
+        ):  # TRL passes it in each forward pass; in a saved config it would break `generate`
             adapted.config.get_text_config().output_router_logits = False
         four_bit.use_policy(self.accelerator, adapted)
         self.remove_callback(PrinterCallback)
-        # TRL's and our loss count a step's labels themselves, whatever the model's own forward takes
+        # TRL's loss and finetune's loss count the labels of a step themselves
         self.model_accepts_loss_kwargs = True
         self.loss.install(adapted)
         if self.loss.installed and isinstance(dataset, Sized):  # streams join batches, of tensors alone
@@ -141,7 +144,7 @@ class Trainer(SFTTrainer):
             self.nonfinite.follow(self)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
-        """One micro-batch, or the whole step again in smaller ones (see `oom_recovery`)."""
+        """Run one micro-batch, or the whole step again in smaller ones (see `oom_recovery`)."""
         step, last = self.state.global_step + 1, self.accelerator.sync_gradients
         batches = self.micro_batches.keep(step, inputs)
         if len(batches) == 1:
@@ -159,10 +162,10 @@ class Trainer(SFTTrainer):
         return value
 
     def attempt(self, model: nn.Module, batches: Any, items: Any, *, last: bool) -> Any:
-        """The gradients of some micro-batches, unless memory runs out, or has before; their summed loss.
+        """Compute the gradients of micro-batches and return their summed loss, unless memory runs out.
 
         Args:
-            last: whether they end the step.
+            last: whether these micro-batches end the step.
         """
         total, parts = torch.zeros((), device=self.args.device), self.micro_batches
         if parts.error:
@@ -174,7 +177,7 @@ class Trainer(SFTTrainer):
                 apart = gradient_reduction.ours(model) or last != self.ends_step
                 unsynced = self.accelerator.no_sync(model) if apart else contextlib.nullcontext()
                 with unsynced, self.in_training(model):
-                    if self.first_step.planned.has_graphs:  # what the pass before has made is given up
+                    if self.first_step.planned.has_graphs:  # release the outputs of the previous pass
                         torch.compiler.cudagraph_mark_step_begin()
                     total = total + super().training_step(model, inputs, items)
         except torch.OutOfMemoryError as error:
@@ -185,7 +188,7 @@ class Trainer(SFTTrainer):
                 step = self.state.global_step + 1
                 raise parts.too_large(step, parts.error, self.describe_memory()) from error
         if parts.error:
-            torch.compiler.reset()  # CUDA graphs hold memory, and a second shape is taken for any
+            torch.compiler.reset()  # CUDA graphs hold memory, and a second shape compiles for any shape
             clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
 
@@ -193,15 +196,16 @@ class Trainer(SFTTrainer):
         return oom_recovery.held(self.model, self.optimizer, self.micro_batches)
 
     def in_first_step(self) -> bool:
-        """Whether this process has not finished a step yet."""
+        """Return whether this process has not finished a step yet."""
         return self.state.global_step < self.first_step.first
 
     @contextlib.contextmanager
     def in_training(self, model: nn.Module) -> Iterator[None]:
-        """`model.train()`, which upstream calls before every forward, does nothing where nothing is to do: it
-        walks all modules, 12 ms of Python for 32 layers with LoRA, in which a GPU stands still.
+        """Skip `model.train()`, which transformers calls before every forward pass, if all modules train
+        already.
 
-        No module may be replaced after the first step.
+        It visits all modules, which takes 12 ms for 32 layers with LoRA while the GPU is idle. No module may
+        be replaced after the first step.
         """
         if self.walked is not model:
             self.walked, self.modules = model, list(model.modules())
@@ -217,14 +221,17 @@ class Trainer(SFTTrainer):
             del model.train
 
     def repeats(self, model: nn.Module, items: object) -> bool:
-        """Whether a step can be made again, in parts: no other process waits in the middle of it, for its
-        gradients or for what TRL's loss gathers; and nothing in the loss goes by the number of passes."""
+        """Return whether a step can run again in smaller parts.
+
+        No other process may wait during the step, for gradients or for values that TRL's loss gathers. The
+        loss must not depend on the number of forward passes.
+        """
         alone = self.accelerator.num_processes == 1 and not hasattr(model, "backward")  # DeepSpeed's engine
         apart = alone or (gradient_reduction.ours(model) and self.loss.installed is not None)
         return apart and items is not None and not getattr(self, "aux_loss_enabled", False)
 
     def look_again(self, step: int) -> str:
-        """What is not finite in a step that was not."""
+        """Find the first NaN or Inf in a step with NaN or Inf gradients."""
         batches, model = self.micro_batches.kept.get(step, []), cast("Any", self.model)
         if sharded_tensors.sharded(model) or hasattr(self.model_wrapped, "backward"):
             return "not looked for: the launch splits the weights or their state"
@@ -263,7 +270,7 @@ class Trainer(SFTTrainer):
         if self.regularizer and step_ends and self.regularizer.is_due(step):
             penalty = adalora.orthogonality(self.regularizer.vectors)
             self._metrics["train"]["orthogonality"].append(penalty.detach())
-            # `training_step` divides a loss that no token count went into; the value logged stays the tokens'
+            # `training_step` divides a loss without a token count. The logged value stays the loss per token.
             divided_by = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
             weight = self.regularizer.weight * self.regularizer.every * divided_by
             value = value + weight * (penalty - penalty.detach())
@@ -272,7 +279,7 @@ class Trainer(SFTTrainer):
     def chunked_loss(
         self, model: nn.Module, inputs: dict[str, Any], counts: Any, num_items_in_batch: Any
     ) -> Any:
-        """TRL's loss to rounding, from the wrapped model; what TRL logs is summed where it is."""
+        """Compute TRL's loss with the wrapped model, and sum the logged values on the device."""
         num_labels, num_tokens = chunked_cross_entropy.numbers(inputs) if None in counts else counts
         found = model(**inputs, num_labels=num_labels)
         items = num_labels if num_items_in_batch is None else num_items_in_batch
@@ -303,11 +310,11 @@ class Trainer(SFTTrainer):
         if "orthogonality" in metrics:
             metrics["orthogonality"] = torch.stack(metrics["orthogonality"]).tolist()
         super().log(logs, start_time)
-        if "loss" in logs:  # upstream takes from the sum what it has logged, which leaves NaN as NaN
+        if "loss" in logs:  # transformers subtracts the logged sum, which would keep NaN
             self._tr_loss.zero_()
 
     def totals(self) -> dict[str, Any]:
-        """What has been counted since the last logged step. The tensors are live."""
+        """Return the sums since the last logged step. The tensors are not copies."""
         metrics = {name: list(values) for name, values in self._metrics["train"].items()}
         return {"tokens": self._total_train_tokens, "metrics": metrics, "sums": dict(self.sums)}
 
@@ -318,7 +325,7 @@ class Trainer(SFTTrainer):
             live.update(send_to_device(values, self.args.device))
 
     def log_state(self) -> dict[str, Any]:
-        """All that the next logged line is made of. The tensors are live."""
+        """Return all values of the next logged line. The tensors are not copies."""
         return {"loss": self._tr_loss.detach(), "step": self._globalstep_last_logged, **self.totals()}
 
     def restore_log(self, kept: dict[str, Any]) -> None:
@@ -330,11 +337,11 @@ class Trainer(SFTTrainer):
         self.batches = torch.as_tensor(kept, device=self.args.device)
 
     def train_from(self, checkpoint: Path | None) -> None:
-        """Train, from the beginning or from where a checkpoint was taken.
+        """Train from the beginning, or resume from a checkpoint.
 
         Raises:
-            Stopped: told to end before the last step; a checkpoint is published.
-            UserError: the same where none can be made, or a data loader worker hangs (exit 5).
+            Stopped: the run was told to stop before the last step, and has saved a checkpoint.
+            UserError: the run was told to stop and can't save, or a data loader worker hangs (exit 5).
             StartAgain: the first step ran out of memory, and `auto` has stronger settings.
         """
         self.resumed, no_memory = training_state.read(checkpoint) if checkpoint else None, ""
@@ -351,13 +358,13 @@ class Trainer(SFTTrainer):
             self.schedule.stop.step_began = None
             if self.loader is not None:
                 upstream_private.end_loader_workers(self.loader)
-        if self.corrector and no_memory:  # here no traceback holds the step's tensors
+        if self.corrector and no_memory:  # after the except block, no traceback holds the step's tensors
             self.accelerator.free_memory()
             self.corrector.start_again()
             raise self.micro_batches.too_large(self.first_step.first, no_memory, self.describe_memory())
         self.resumed = None
         self.writer.wait()
-        collectives.any_of(False)  # a rank that leaves earlier takes the others with it
+        collectives.any_of(False)  # a rank that exits earlier would end the others
         if self.schedule.stopped and self.schedule.parts:
             what = (
                 f"stopped by {self.schedule.stopped} after step {self.state.global_step} without a checkpoint"
@@ -375,7 +382,7 @@ class Trainer(SFTTrainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
-        """Upstream calls it by name. Under DeepSpeed it would look for DeepSpeed's own files."""
+        """Override transformers' method, which looks for DeepSpeed's own files under DeepSpeed."""
         apart = resume_from_checkpoint if self.is_deepspeed_enabled else None
         with transformer_engine_layers.head_kept(self.model):
             theirs = None if apart else resume_from_checkpoint
@@ -387,7 +394,7 @@ class Trainer(SFTTrainer):
 
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()
-        inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
+        inner = getattr(loader, "base_dataloader", loader)  # Accelerate wraps the loader
         inner.worker_init_fn = stopping.keep_workers(inner.worker_init_fn)
         inner.timeout = self.loader_timeout if inner.num_workers else 0
         # torch draws a seed for workers when they begin, in each life of a run where they persist: from this
@@ -398,10 +405,10 @@ class Trainer(SFTTrainer):
 
     def _save_checkpoint(self, model: object, trial: object) -> None:
         if self.nonfinite:
-            self.nonfinite.check()  # on a GPU the step's norm may still be on its way
+            self.nonfinite.check()  # on a GPU the norm of the step may not have been read yet
         self.store_flos()
         if self.args.device.type == "cuda":
-            torch.cuda.synchronize()  # the step's own work is not the checkpoint's
+            torch.cuda.synchronize()  # so that the time of the step does not count for the checkpoint
         started = time.monotonic()
         training_state.save(self)
         self.writer.waited.append(time.monotonic() - started)
@@ -425,13 +432,13 @@ class Trainer(SFTTrainer):
             training_state.put_back(self, "scaler")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Upstream calls it when the first batch has been read: what a loader draws is drawn by then."""
+        """Restore the random state. transformers calls this after the first batch is loaded."""
         if checkpoint:
             training_state.put_back(self, "rng")
 
     def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
         place = super()._init_training_state(max_steps, *args, **kwargs)
-        self.state.compute_steps(self.args, max_steps)  # of this recipe, not of the checkpoint's
+        self.state.compute_steps(self.args, max_steps)  # of this recipe, not of the checkpoint's recipe
         return place
 
     def _run_epoch(self, *args: object, **given: Any) -> None:  # upstream calls it by name
@@ -440,14 +447,14 @@ class Trainer(SFTTrainer):
             inside = given["steps_trained_in_current_epoch"]
             training_state.put_back(self, "epoch_rng" if inside else "rng")
             if self.state.global_step >= self.state.max_steps or self.schedule.complete:
-                self.control.should_training_stop = True  # upstream would take one step more
+                self.control.should_training_stop = True  # transformers would run one more step
                 return
         self.epoch_rng = training_state.random_state()
         super()._run_epoch(**given)
 
 
 class _Before:
-    """What a step changes before its update: kept at its beginning, put back to make it again."""
+    """Save the state that a step changes before its update, to restore it if the step runs again."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.random, self.batches = training_state.random_state(), trainer.batches
@@ -465,6 +472,6 @@ class _Before:
 
 
 def _with_copied_sums(totals: dict[str, Any]) -> dict[str, Any]:
-    """The totals with tensors of their own: the loss adds to its sums in place."""
+    """Copy the totals, because the loss adds to its sums in place."""
     sums = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in totals["sums"].items()}
     return {**totals, "sums": sums}

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerInputs:
-    """What the Trainer trains, and on what."""
+    """The model and the data of the Trainer."""
 
     adapted: Any
     arguments: SFTConfig
@@ -47,7 +47,7 @@ class TrainerInputs:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How a run makes its steps."""
+    """The settings of a run's steps."""
 
     steps: int
     batch: Batch
@@ -55,13 +55,13 @@ class StepPlan:
     """The choices for `speed:`, by option."""
     flops_per_token: float
     contract: dict[str, Any]
-    """What must be the same when a checkpoint of this run is resumed."""
+    """The facts that must be equal when a run resumes from a checkpoint."""
 
 
 def build(
     run: RunContext, inputs: TrainerInputs, plan: StepPlan, stop: Stop, watchers: Sequence[TrainerCallback]
 ) -> Trainer:
-    """The Trainer of a run.
+    """Build the Trainer of a run.
 
     Args:
         stop: ends the run before its last step.
@@ -106,14 +106,14 @@ def build(
 
 
 def step_callbacks(run: RunContext, adapted: Any) -> list[TrainerCallback]:
-    """Callbacks in an optimizer step: AdaLoRA's allocation, and gradients for an offloaded optimizer."""
+    """Return the callbacks of an optimizer step: AdaLoRA's allocation, and gradients for offloading."""
     allocates = [adalora.AllocateRanks()] if adalora.allocates(adapted) else []
     offloaded = run.recipe.speed.offload in ("optimizer", "all")
     return [*allocates, *([optimizers.SendGradients()] if offloaded else [])]
 
 
 def regularizer(adapted: Any, section: Adapter) -> adalora.Regularizer | None:
-    """AdaLoRA's orthogonality term. `None` for other adapters."""
+    """Return AdaLoRA's orthogonality term, or `None` for other adapters."""
     if not adalora.allocates(adapted):
         return None
     weight, every = adapted.peft_config["default"].orth_reg_weight, section.ours("orth_reg_every") or 1
@@ -121,9 +121,9 @@ def regularizer(adapted: Any, section: Adapter) -> adalora.Regularizer | None:
 
 
 def fixed_shape(run: RunContext, dataset: Any, plan: StepPlan) -> tuple[int, int, int] | None:
-    """Tokens, documents and longest document that each flattened batch is filled up to.
+    """Return tokens, examples and longest example to which each flattened batch is filled.
 
-    Compiled code and TransformerEngine want one shape. `None`: batches keep their own shapes.
+    Compiled code and TransformerEngine need one shape. `None`: batches keep their own shapes.
     """
     data = run.recipe.data
     needed = plan.choices["speed.compile"].value == "on" or transformer_engine_layers.used()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -> Recipe:
-    """The recipe with the one date that this run's chat template is told, if it asks for any.
+    """Return the recipe with the date for this run's chat template, if the template uses a date.
 
     A resumed run keeps the date of its checkpoints.
     """
@@ -55,9 +55,9 @@ def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -
 
 
 def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBase, Prepared]:
-    """The data, which one process of each machine prepares for the others, once all mean the same run.
+    """Prepare the data in one process per machine, after all processes agree on the run.
 
-    If another process finds it damaged and prepares it again, all processes open the data once more.
+    If another process finds damaged data and prepares it again, all processes open the data again.
     """
     collectives.agree(resume_facts.facts(recipe, setup))
     if recipe.data.streaming:
@@ -66,11 +66,11 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
 
     first = PartialState().is_local_main_process
     if not first:
-        collectives.wait()  # without a limit: Accelerate's own way to take turns ends after half an hour
+        collectives.wait()  # without a time limit, because Accelerate's own waits end after 30 minutes
     tokenizer, prepared = load_data.prepare_data(recipe)
     if first:
         collectives.wait()
-    collectives.wait()  # for a process that found damage
+    collectives.wait()  # for a process that has found damage
     notes = collectives.gathered(prepared.report["train"].notes)
     if collectives.any_of(not first and not prepared.cached)[0]:
         tokenizer, prepared = load_data.prepare_data(recipe)
@@ -82,7 +82,7 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
 def add_data_receipts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, report: Report, screen: Console, ledger: RunChecks
 ) -> None:
-    """Rows that don't teach the model to stop are why it will not; rows half empty are half the speed."""
+    """Add run checks that examples train the end of a turn, and that packed sequences are full."""
     data = recipe.data
     add_template_receipt(recipe.model, tokenizer, screen, ledger)
     without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
@@ -97,7 +97,7 @@ def add_data_receipts(
 
 
 def add_stream_receipt(prepared: Prepared, screen: Console, ledger: RunChecks) -> None:
-    """How many rows were left out of those read while training: the audit has seen the first ones alone."""
+    """Add a run check of the examples skipped while streaming. The audit saw only the first examples."""
     if prepared.read is None:
         return
     read, left_out = map(sum, zip(*collectives.gathered(prepared.read.sum(0).tolist()), strict=True))
@@ -109,7 +109,7 @@ def add_stream_receipt(prepared: Prepared, screen: Console, ledger: RunChecks) -
 
 
 def add_template_receipt(section: Model, tokenizer: Any, screen: Console, ledger: RunChecks) -> None:
-    """Which chat template it is, beside the one in the base's repository; another one is said."""
+    """Add a run check of the chat template, and note a template that differs from the base model's."""
     if tokenizer.chat_template is None:
         return
     own, used = (

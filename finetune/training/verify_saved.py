@@ -1,6 +1,6 @@
 """Check that the saved weights are the trained weights: reopen them from disk and compare.
 
-Where no single GPU holds the base model, one process does this on all GPUs while the others wait.
+If no single GPU can hold the base model, one process does this on all GPUs while the others wait.
 """
 
 from __future__ import annotations
@@ -46,38 +46,41 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 
-PROBE_ROWS, PROBE_TOKENS = 4, 512  # of the rows whose logits the saved weights must reproduce
-TOLERANCE = 1e-2  # relative, of logits whose sums may run in another order: on a GPU, or compiled
-ROUNDED = 5e-2  # the same on an fp8 base, where a last bit may turn a code into the next one
-# Relative, of logits of weights that training rounds otherwise: an adapter that was taken out of the base's
-# weights, which have it in them afterwards; all that FSDP gathers in 16 bits, norms and adapters too. What
-# was trained is compared bit for bit all the same
+PROBE_ROWS, PROBE_TOKENS = 4, 512  # number and length of the test sequences for the logits
+TOLERANCE = 1e-2  # relative difference of logits if sums may run in another order: on a GPU, or compiled
+ROUNDED = 5e-2  # relative difference with an fp8 base model, where the last bit may change a quantized value
+# Relative difference of logits if training rounds weights in another way: for an adapter whose initialization
+# modifies the base model, and for weights that FSDP gathers in 16 bits, with norms and adapters. The trained
+# tensors themselves are compared bit for bit.
 ROUNDED_TO = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# The same of COFT's rotations, which PEFT projects in each forward, what is reopened once more: a projected
-# one is not projected to itself bit for bit (peft 0.21.2, tuners/oft/layer.py)
+# Relative difference for COFT's rotations. PEFT projects them in each forward pass, and a second projection
+# changes the last bits (peft 0.21.2, tuners/oft/layer.py).
 PROJECTED = 1e-6
 
 
 class Live(NamedTuple):
-    """The trained model, as far as what is saved must reproduce it."""
+    """The properties of the trained model that the saved weights must reproduce."""
 
     tensors: dict[str, str]  # hash of each trained tensor in fp32, by name
     shapes: dict[str, torch.Size]
     rows: list[list[int]]
     logits: list[torch.Tensor]
     base: str
-    """Name of the base, and its commit if it is from the Hub."""
+    """Name of the base model, and its commit if it is from the Hub."""
     bound: float
     """Largest relative difference of logits; 0: bit for bit."""
 
 
 def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
-    """What the saved weights must reproduce: the trained tensors, and the logits of the first rows.
+    """Return the trained tensors and the logits of the first sequences, which the saved weights must
+    reproduce.
 
-    On a CPU the same operations run in the same order when it is reopened, so not a bit may differ.
+    On a CPU, the same operations run in the same order after loading, so no bit may differ.
     """
     exact, split = setup.hardware.device == "cpu", setup.launch.sharded and setup.launch.precision != "no"
-    split = split and setup.storage.value not in FOUR_BIT  # gathered as it is stored: four_bit.fsdp_policy
+    split = (
+        split and setup.storage.value not in FOUR_BIT
+    )  # 4-bit weights are gathered as stored (four_bit.fsdp_policy)
     rows = [row["input_ids"][:PROBE_TOKENS] for row in islice(dataset, PROBE_ROWS)]
     bound = 0.0 if exact else TOLERANCE
     by_torchao = any(type(module).__name__ == "Float8Linear" for module in adapted.modules())
@@ -87,19 +90,19 @@ def remember(adapted: Any, dataset: Any, setup: Setup) -> Live:
         bound = max(bound, ROUNDED_TO[adapted.get_input_embeddings().weight.dtype])
     if getattr(getattr(adapted, "peft_config", {}).get("default"), "coft", False):
         bound = max(bound, PROJECTED)
-    if split:  # beside what rounding to codes makes of it
+    if split:  # in addition to the rounding of quantized weights
         gathered = ROUNDED_TO[getattr(torch, setup.compute_dtype)]
         bound = bound + gathered if bound == ROUNDED else max(bound, gathered)
     config: Any = adapted.config
     base = f"{config.name_or_path} {upstream_private.commit_hash(config) or ''}".strip()
     shapes = {name: sharded_tensors.shape(tensor) for name, tensor in _to_save(adapted).items()}
-    with torch.compiler.set_stance("force_eager"):  # as it is reopened: nothing is compiled for four rows
+    with torch.compiler.set_stance("force_eager"):  # the loaded model is not compiled either
         logits = scoring.logits(adapted, rows)
     return Live(hashes(adapted, shapes), shapes, rows, logits, base, bound)
 
 
 def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
-    """A hash of each trainable tensor, in fp32: PEFT may load it in another dtype than it was saved in."""
+    """Return a hash of each trainable tensor in fp32, because PEFT may load it in another dtype."""
     sharded_tensors.give_back(adapted)
     return {
         name: fingerprint.fingerprint({name: sharded_tensors.in_fp32(p)})
@@ -110,7 +113,7 @@ def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
 def add_moved_receipt(
     before: dict[str, str], adapted: torch.nn.Module, steps: int, ledger: RunChecks
 ) -> None:
-    """How many trainable tensors are others than `before`, by their kind."""
+    """Count the trainable tensors that differ from `before`, by kind."""
     after = fingerprints(adapted)
     moved = Counter(family(name) for name in after if after[name] != before[name])
     asked = Counter(map(family, after))
@@ -123,16 +126,16 @@ def add_moved_receipt(
 
 
 def family(name: str) -> str:
-    """`...q_proj.lora_A.default.weight` -> `lora_A`; weights of the base itself -> `weights`."""
+    """Return `lora_A` for `...q_proj.lora_A.default.weight`, and `weights` for the base model."""
     before, named, _ = name.partition(".default")
     return before.rpartition(".")[2] if named else "weights"
 
 
 def hashes(adapted: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, str]:
-    """Hashes, in fp32, of the tensors that must come back from disk, by name.
+    """Return fp32 hashes of the tensors that the files must hold, by name.
 
-    Where a saved one is larger, the trained one is its first part: PiSSA and its kin come back as [A | A0]
-    and [B | -B0], less their beginning.
+    If a saved tensor is larger, the trained tensor is its first part: PiSSA and similar initializations are
+    saved as [A | A0] and [B | -B0], which subtracts their initial values.
     """
     sharded_tensors.give_back(adapted)
     named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
@@ -144,7 +147,7 @@ def hashes(adapted: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, str]:
 
 
 def _to_save(adapted: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained tensors; of vectors before the prompt what PEFT saves, not the net that makes them."""
+    """Return the trained tensors. For virtual tokens, return the vectors that PEFT saves, not the network."""
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     if config is not None and config.is_prompt_learning:
         from peft import get_peft_model_state_dict
@@ -154,7 +157,7 @@ def _to_save(adapted: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChecks) -> None:
-    """What the saved file itself holds: no empty tensor, no trained one all zero, and the base's name."""
+    """Check that the saved file has no empty tensor and no trained tensor of zeros, and the right base model."""
     if folder.weights != folder.adapter:
         return
     zero, empty, count = [], [], 0
@@ -167,7 +170,7 @@ def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChec
             elif name in trained and not tensor.any():
                 zero.append(name)
     config = json.loads((folder.adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    pruned = config["peft_type"] == "ADALORA"  # a module whose ranks were all taken away
+    pruned = config["peft_type"] == "ADALORA"  # a module may have lost all ranks
     ok = count > 0 and (pruned or not empty) and (not zero or steps < 4)
     got = f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero"
     how, code = "adapter_model.safetensors", Exit.ARTEFACT
@@ -177,9 +180,9 @@ def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChec
 
 
 def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None:
-    """What the files hold against what was trained, where no process can reopen it beside the others.
+    """Compare the files with the trained tensors, if no process can load the model next to the others.
 
-    Experts, which transformers stores under other names, are read on the CPU as it reads them.
+    Experts have other names in transformers' files, and are read on the CPU as transformers reads them.
     """
     # a magnitude has no `.weight` on disk
     on_disk = re.compile(r"(?<=magnitude_vector)\.default\.weight$|(\.modules_to_save)?\.default(?=\.|$)")
@@ -202,7 +205,7 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
 
 
 def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: RunChecks) -> None:
-    """What was saved must be what was trained: the same tensors, and the same logits."""
+    """Add run checks that the saved tensors and their logits equal the trained ones."""
     code = Exit.ARTEFACT
     same = hashes(reopened, live.shapes)
     equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
@@ -218,7 +221,7 @@ def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: RunChec
 
 
 def check(folder: RunFolder, ledger: RunChecks) -> None:
-    """Run the checks once weights are saved; weights that do not verify are moved aside."""
+    """Run the checks after weights are saved, and move weights aside that do not verify."""
     try:
         ledger.check()
     except UserError:
@@ -227,11 +230,11 @@ def check(folder: RunFolder, ledger: RunChecks) -> None:
 
 
 def set_aside(folder: RunFolder) -> None:
-    """Weights with their scores, so that nothing takes them for a finished run."""
+    """Move the weights and their scores aside, so that no command takes the run for finished."""
     if PartialState().is_main_process:
         weights, scores = folder.weights.name, run_folder.EVALUATED
         aside = f"{weights}.unverified"
-        safe_files.remove(folder.path, aside)  # of an earlier life of this run
+        safe_files.remove(folder.path, aside)  # from an earlier attempt of this run
         safe_files.rename(folder.path, weights, aside)
         if (folder.path / scores).exists():
             safe_files.rename(folder.path, scores, f"{aside}/{scores}")
