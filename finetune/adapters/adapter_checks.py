@@ -52,8 +52,8 @@ def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names
     changed = Counter(module_names.short(name) for name in getattr(adapted, "targeted_module_names", ()))
     if changed:
         targets = options.get("target_modules")
-        as_saved = adapter.source and targets != "all-linear"  # by the names of the adapter it goes on from
-        limits = vars(config) if adapter.source else {}  # what of all layers that one leaves out
+        as_saved = adapter.source and targets != "all-linear"  # the saved adapter names its modules
+        limits = vars(config) if adapter.source else {}  # the saved adapter may exclude layers
         expected = changed if targets is None or as_saved else _expected({**limits, **options}, known)
         if expected != changed:
             expected = _without_experts(config, options, expected, known, ledger)
@@ -88,7 +88,7 @@ def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names
 
 
 def _add_pattern_receipt(adapted: Any, config: Any, ledger: RunChecks) -> None:
-    """Rank and scale of each module, beside those that PEFT's rule for patterns gives it."""
+    """Record rank and scale of each module, and the values of PEFT's rule for patterns."""
     from peft.utils.other import get_pattern_key
 
     asked, got = Counter[str](), Counter[str]()
@@ -113,8 +113,8 @@ def _without_experts(
 ) -> Counter[str]:
     """The layers asked for, less those whose names PEFT takes for the weights of a mixture's experts.
 
-    Its conversion for transformers 5 makes `target_parameters` of them, where an MLP that is dense, or shared
-    by all experts, has layers of these names (peft 0.21.2, utils/transformers_weight_conversion.py).
+    PEFT's conversion for transformers 5 turns these names into `target_parameters`. A dense MLP or a shared
+    expert may have layers of the same names (peft 0.21.2, utils/transformers_weight_conversion.py).
     """
     made = sorted(set(config.target_parameters or ()) - set(options.get("target_parameters") or ()))
     if not made:

@@ -1,4 +1,4 @@
-"""Put an adapter on a model, or go on from one; then say which modules it changed and which weights train.
+"""Add an adapter to a model, or continue from one. Then record its modules and the trainable weights.
 
 `recipe/adapter_types.py` has the types and their keys, `initialization.py` what looks at data.
 """

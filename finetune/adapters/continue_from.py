@@ -1,4 +1,4 @@
-"""Going on from a saved adapter (`adapter.init_from`): one of this type, with these options, on this base?"""
+"""Continue from a saved adapter (`adapter.init_from`): check its type, its options and its base model."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ INIT_FROM = "adapter.init_from"
 
 
 def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
-    """Whether training can go on from `adapter.init_from`; reads its config only, no torch.
+    """Check whether training can continue from `adapter.init_from`. Reads only its config, without torch.
 
     Returns:
-        Notes: what can be seen only when it loads.
+        Notes on checks that need the loaded adapter.
 
     Raises:
-        UserError: no adapter there, one of another type, of other options or of another base (exit 2).
+        UserError: the adapter is missing, or its type, options or base model differ (exit 2).
     """
     if adapter.source is None:
         return []
@@ -95,7 +95,7 @@ def _source_folder(source: str) -> Path | None:
 def _source_problems(
     saved: dict[str, Any], adapter: Adapter, base: str, revision: str | None
 ) -> list[Problem]:
-    """What keeps a saved adapter's config from being gone on with under this recipe."""
+    """Return the problems that prevent training of a saved adapter with this recipe."""
     kind, found = adapter_types.find(adapter.type), []
     if kind.prompt or kind.peft == "adalora":
         what = f"PEFT can't continue to train a saved {adapter.type} adapter"
@@ -142,8 +142,10 @@ def _source_problems(
 
 
 def _same(key: str, value: list[Any], saved: dict[str, Any]) -> bool:
-    """Whether a recipe's list is what a saved config has. Of embeddings and a head that are tied, PEFT saves
-    the embeddings, by their whole name beside or in place of what was asked for (`ensure_weight_tying`)."""
+    """Return whether a recipe's list equals the list in a saved config.
+
+    With `ensure_weight_tying`, PEFT saves the full name of tied embeddings, with or without the other names.
+    """
     asked, have = set(value), set(saved.get(key) or ())
     tied = set[str]()
     if saved.get("ensure_weight_tying") and key in ("modules_to_save", "target_modules"):
@@ -158,7 +160,7 @@ def _variant(options: Any) -> str:
 
 
 def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int], rows: int) -> list[str]:
-    """Whether the tokens of `adapter.init_from` that the base model lacks are those of `model.add_tokens`.
+    """Check that `model.add_tokens` holds the tokens of `adapter.init_from` that the base model lacks.
 
     Args:
         known: the ids of the base model's tokens and of the added ones.
@@ -205,7 +207,7 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
 
 
 def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
-    """Refuse an adapter whose rows are not those of the base model with its new tokens (exit 2).
+    """Refuse an adapter with another vocabulary than the base model with its new tokens (exit 2).
 
     Args:
         trained: rows that it trains by themselves; `None`: it trains the embeddings as a whole.
@@ -299,7 +301,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     with refusals(f"the adapter of {source} does not fit this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]
-    config.base_model_name_or_path, config.revision = model.name_or_path, commit  # what it stands on from now
+    config.base_model_name_or_path, config.revision = model.name_or_path, commit  # its base model from now on
     on_disk = load_peft_weights(str(folder), device="cpu")
     live = get_peft_model_state_dict(adapted, **initialization.embeddings(adapted))
     check_whole(adapted, list(on_disk), source)
@@ -326,7 +328,7 @@ def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
     """
     from peft import get_peft_model_state_dict
 
-    # without embeddings, of which PEFT saves those that were resized, and asks the Hub whether they were
+    # PEFT would ask the Hub whether embeddings were resized
     live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if missing := sorted(live.keys() - set(names)):
         what, found = (
@@ -347,7 +349,7 @@ def refusals(
     key: str = "adapter",
     fix: str = "change the option, or run the command again with --debug",
 ) -> Iterator[None]:
-    """PEFT's own errors, in one line, as ours; not those of memory or a device, which tell nothing of it."""
+    """Raise PEFT's errors as a UserError. Errors of memory or of a device pass unchanged."""
     import torch
     from accelerate.utils.memory import should_reduce_batch_size
     from safetensors import SafetensorError

@@ -20,7 +20,7 @@ def towers(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
 
 
 def shapes(model: PreTrainedModel) -> Shapes:
-    """What adapter types need to know of a model; the shapes of quantised layers are those of their maths."""
+    """Facts about a model for adapter types. A quantized layer has its unquantized shape."""
     return {name: _sizes(module) for name, module in linear_layers(model).items()}
 
 

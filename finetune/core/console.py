@@ -1,7 +1,7 @@
-"""What a person sees: tables and progress on the terminal, plain lines elsewhere, all of it in log.txt.
+"""Output for a person: tables and progress on the terminal, plain lines elsewhere. log.txt gets all of it.
 
-Everything goes through here, so nothing is printed or logged with a secret, or with characters of others that
-act on a terminal. Each string that is said is one line: a line break in it is shown, not made.
+All output goes through this module. It masks secrets and shows characters that would act on a terminal.
+Each string is one line: the console shows a line break in it as an escape.
 Only rank 0 speaks. Messages of other libraries go to log.txt, since the user can't act on them.
 """
 
@@ -87,13 +87,13 @@ class Console:
                 self._log.print(Text(visible(masked(line))))
 
     def flush(self) -> None:
-        """Write what was said to the terminal and to log.txt now."""
+        """Flush the terminal and log.txt."""
         self.console.file.flush()
         if self._log:
             self._log.file.flush()
 
     def log_to(self, path: Path, *, again: bool = False) -> None:
-        """Write all that is said to `path`, `again` after what it holds; warnings of libraries too."""
+        """Write all output and the warnings of libraries to `path`. `again` appends to the file."""
         write_to = safe_files.open_append if again else safe_files.open_new
         file = write_to(path.parent, path.name)
         self._log = RichConsole(file=file, width=140, highlight=False, markup=False, emoji=False)

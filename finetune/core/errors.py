@@ -8,7 +8,8 @@ error: model.attention: `flash_attention_3` is not available on this machine (my
   why:       the kernel uses instructions of the Hopper generation
   help:      attention: auto
 
-`finetune explain attention-kernel` describes the code in brackets; `error_codes.py` holds all codes.
+`finetune explain attention-kernel` describes the kind of problem in brackets. `error_codes.py`
+lists all kinds.
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ if TYPE_CHECKING:
 _LABELLED = re.compile(r"  (found|expected|why|help): +(.*)")
 _CODED = re.compile(r"(.*) \[([a-z-]+)\]")
 _PLACE = re.compile(r"(.+):(\d+):(\d+)")
-MOST_PROBLEMS = 100  # that one error shows; it counts the others
-LONGEST_LINE = 120  # characters of a line that is shown
-LONGEST_NAME = 200  # characters of a name that is compared with others
+MOST_PROBLEMS = 100  # in one error
+
+LONGEST_LINE = 120  # characters of the recipe's line in an error
+
+LONGEST_NAME = 200  # characters of a name in `nearest`
+
 # Of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
@@ -44,7 +48,7 @@ NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's words, of no
 
 
 class Exit(IntEnum):
-    """What the process says to the shell when it ends."""
+    """The exit status of the process."""
 
     DONE = 0
     INPUT = 2  # the user's input: recipe, data, command line
@@ -65,7 +69,7 @@ class Problem:
 
     what: str
     key: str = ""
-    """Dotted recipe key (`adapter.r`); the command line turns it into file:line:col."""
+    """Dotted recipe key, such as `adapter.r`. The command line adds its place in the file."""
     where: str = ""
     found: str = ""
     expected: str = ""
@@ -256,7 +260,7 @@ def _library_of(filename: str) -> tuple[str, str]:
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that was told to end, and can be resumed (exit 75); its text says what it leaves behind."""
+    """A signal or `--until` stopped a run that can be resumed (exit 75). The text names what is left."""
 
     folder = ""
     """The run folder, once there is one."""
@@ -265,10 +269,10 @@ class Stopped(KeyboardInterrupt):
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The one of `names` that `name` most likely means, or the empty string.
+    """Return the most likely meaning of `name` among `names`, or the empty string.
 
-    Two letters that changed places come first (lroa: lora, not road), then a name that was not ended (adam:
-    the first that begins so), then the likest.
+    Names with two swapped letters come first: `lroa` means `lora`, not `road`. Then come names that begin
+    with `name`, and then the most similar name.
     """
     if len(name) > LONGEST_NAME:
         return ""

@@ -36,7 +36,7 @@ class Search:
         return is_new
 
     def entries(self, folder: Path) -> list[Path]:
-        """What stands in a folder, links to folders last.
+        """Return the entries of a folder. Links to folders come last.
 
         Raises:
             UserError: it can't be read, or there is too much to look at (exit 2).
@@ -83,7 +83,7 @@ def _matches(place: Path, part: str, search: Search) -> list[Path]:
 
 
 def _folders_below(folder: Path, search: Search) -> Iterator[Path]:
-    """A folder and all below it, less hidden ones and those that were seen."""
+    """Yield a folder and its subfolders, without hidden folders and without a folder that was read before."""
     if not os.path.isdir(folder) or not search.is_new(folder):
         return
     yield folder

@@ -1,4 +1,4 @@
-"""Import installed packages only: a file in the working directory must not stand in for one."""
+"""Import only installed packages, never a file of the working directory with the same name."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _OWN = {"benchmarks", "finetune", "scripts", "tests"}  # folders of a checkout t
 
 
 def leave_working_directory() -> None:
-    """Take the working directory from the places to import from, here and in all that this process starts.
+    """Remove the working directory from the import path of this process and of its child processes.
 
-    `python -m`, DeepSpeed's launcher and an open end of PYTHONPATH put it there. What stands in it may be
-    another person's: a `wandb.py` would be imported in place of the package that is not installed. A checkout
-    of finetune stays, unless modules were added to it.
+    `python -m`, DeepSpeed's launcher and an open end of PYTHONPATH add it. Its files may belong to another
+    person: Python would import a `wandb.py` in place of a package that is not installed. A checkout of
+    finetune stays, unless somebody added modules to it.
     """
     here = os.path.realpath(os.getcwd())
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)

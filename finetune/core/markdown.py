@@ -15,7 +15,7 @@ _SPAN = re.compile(r"`[^`]*`")
 
 
 def plain(text: object) -> str:
-    """A text on one line in which Markdown finds nothing but code spans."""
+    """Return a text on one line in which Markdown finds only code spans."""
     line = " ".join(visible_lines(text).split())
     parts, at = [], 0
     for span in _SPAN.finditer(line):

@@ -17,7 +17,7 @@ _ROOT = Path(__file__).resolve().parents[2]  # of the checkout, or site-packages
 
 
 def installed(package: str) -> bool:
-    """Whether `import package` would find something; nothing is imported, nor what it is a part of."""
+    """Return whether `import package` would find the package. The function imports no package."""
     top, *inner = package.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not inner:
@@ -38,10 +38,10 @@ def install_command(*requirements: str) -> str:
 
 
 def _has_pip() -> bool:
-    """Whether this environment has pip; one that uv has made has none.
+    """Return whether this environment has pip. Environments of uv have no pip.
 
-    `importlib.util.find_spec("pip")` would make setuptools stop providing distutils (Python 3.11), and then
-    torch.compile fails on the CPU (setuptools, _distutils_hack, spec_for_pip).
+    `importlib.util.find_spec("pip")` would make setuptools stop providing distutils in Python 3.11. Without
+    distutils, torch.compile fails on the CPU. See `spec_for_pip` in setuptools.
     """
     try:
         importlib.metadata.distribution("pip")

@@ -60,7 +60,7 @@ DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".ta
 
 
 def can_be_path(name: str) -> bool:
-    """Whether the system takes a name as a path: not one with NUL, or one that is too long."""
+    """Return whether the system accepts a name as a path. Names with NUL and very long names are no paths."""
     try:
         os.stat(name)
     except ValueError:
@@ -71,7 +71,7 @@ def can_be_path(name: str) -> bool:
 
 
 def similar_files(path: Path) -> str:
-    """A file beside `path` with a name like it, for one that is not there; of a folder, its YAML files."""
+    """Return a similar name in the folder of a missing file. For a folder, name its YAML files."""
     if path.is_dir():
         inside = [entry.name for entry in sorted(path.iterdir()) if entry.suffix in (".yaml", ".yml")]
         return f"name a file of this folder: {', '.join(inside[:5])}" if inside else ""
@@ -90,7 +90,7 @@ def similar_folder(name: str) -> str:
 
 
 def on_the_hub(name: str) -> str:
-    """What a name is taken for, that is no path here: said so that a mistyped path is seen."""
+    """Return a note that finetune takes a name for a Hub id, so that a user sees a mistyped path."""
     near = similar_folder(name)
     if near:
         return f"{name} is not a local folder, so finetune looks for it on the Hub (the folder {near} exists)"

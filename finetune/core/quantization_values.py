@@ -1,4 +1,4 @@
-"""What a model's config says of its quantization: values of the types that finetune and transformers read.
+"""Check the quantization in a model's config: its values must have the types that libraries expect.
 
 transformers reads lists of modules to skip as regular expressions. `skipped` returns them.
 """
@@ -24,7 +24,7 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"  # transformers' `should_convert_module`, qu
 
 
 def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
-    """What is wrong with the sections of a config that declare a quantization.
+    """Find wrong values in the sections of a config that declare a quantization.
 
     Args:
         entries: each key and value of the config, also of nested objects.

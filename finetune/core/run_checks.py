@@ -1,4 +1,4 @@
-"""Run checks: what a recipe asked for, what the running system has, and how that was read."""
+"""Run checks: the expected value, the actual value in the running system, and how finetune read it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunChecks:
     receipts: list[RunCheck] = field(default_factory=list)
     checked: int = 0
     notes: list[str] = field(default_factory=list)
-    """What was found while building, to be said with the plan."""
+    """Notes on the model, which the command prints with the plan."""
 
     def add(
         self,

@@ -39,7 +39,7 @@ _NAN = re.compile(r"\.(nan|NaN|NAN)")
 
 @dataclass
 class Document:
-    """A parsed file: plain values, and where each stands (`{("adapter", "r"): "a.yaml:3:6"}`)."""
+    """A parsed file: plain values and the place of each (`{("adapter", "r"): "a.yaml:3:6"}`)."""
 
     value: Any = None
     where: dict[Keys, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ def text_of(path: pathlib.Path, what: str) -> str:
         what: it is, for the message.
 
     Raises:
-        UserError: it is too large, or not UTF-8, with the first byte that is not (exit 2).
+        UserError: the file is too large or not UTF-8 (exit 2).
         OSError: it can't be read.
     """
     if not path.is_dir():  # a folder is an OSError, which says so
@@ -166,7 +166,7 @@ def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str)
         here = (*path, name)
         if name in items:
             first = document.where[here]
-            found, fix = f"first at {first}", "remove one of the two"
+            found, fix = f"first at {first}", "remove the second key"
             document.problems.append(
                 Problem(TWICE, ".".join(here), where, found, fix=fix, code="yaml-syntax")
             )

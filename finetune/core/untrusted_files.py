@@ -28,7 +28,7 @@ def check_files(folder: Path, key: str) -> None:
     """Links, and what the JSON files of a model or tokenizer say (exit 2).
 
     Raises:
-        UserError: naming each file and what in it is refused.
+        UserError: finetune refuses an entry. The error names each file and entry.
     """
     problems = list(_links(sorted(folder.iterdir()), key))
     if problems:
@@ -75,7 +75,7 @@ def check_hub(name: str, revision: str, key: str) -> None:
 
 
 def from_hub(name: str, revision: str, file: str) -> str | None:
-    """Where a file of a repository lies; `None`: it has none, or can't be reached."""
+    """Return the local path of a repository's file, or `None` without the file or the Hub."""
     from transformers.utils.hub import cached_file
 
     missing_is_fine = {
@@ -87,7 +87,7 @@ def from_hub(name: str, revision: str, file: str) -> str | None:
 
 
 def check_links(files: Iterable[Path], key: str) -> None:
-    """Links that leave their folder (exit 2): what is published or loaded must be what lies there."""
+    """Refuse links that lead out of their folder (exit 2)."""
     if problems := list(_links(files, key)):
         raise UserError(*problems)
 
@@ -196,7 +196,7 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
 
 
 def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
-    """PEFT opens these where an adapter goes on to train: tokenizers, adapters and pickles by their names."""
+    """Refuse names of files that PEFT would open to continue the training of an adapter."""
     base, tokenizer = content.get("base_model_name_or_path"), content.get("tokenizer_name_or_path")
     named = {
         "tokenizer_name_or_path": tokenizer if tokenizer != base else None,

@@ -1,7 +1,8 @@
 """Text that finetune did not write, such that a person sees what is in it.
 
-Names, samples, settings and messages of libraries may hold characters that act on a terminal, that change the
-order of a line, or that nobody can see. Each becomes an escape such as `\\u001b`, which JSON and YAML read.
+Names, samples, settings and messages of libraries may hold characters that act on a terminal. They may
+also change the order of a line or be invisible. Each becomes an escape such as `\\u001b`, which JSON and
+YAML read.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def visible_lines(text: object) -> str:
 
 
 def continued(text: object) -> str:
-    """A text of several lines after whose first none can be taken for a message of ours."""
+    """Return a text of several lines, in which no later line looks like a message of finetune."""
     return visible_lines(text).replace("\n", f"\n{CONTINUED}")
 
 

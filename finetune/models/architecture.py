@@ -58,7 +58,7 @@ class Architecture:
 
     @cached_property
     def stored(self) -> dict[str, tuple[int, int]]:
-        """The same of all linear layers, those of a multimodal model's towers too."""
+        """The same for all linear layers, also of a multimodal model's encoders."""
         return {**self.linear, **self.names.tower_linear_shapes}
 
     @cached_property
@@ -67,7 +67,7 @@ class Architecture:
 
     @cached_property
     def of_text(self) -> int:
-        """Parameters, without the towers of a multimodal model."""
+        """Parameters, without a multimodal model's encoders."""
         return sum(map(prod, self.names.shapes.values()))
 
 
@@ -75,7 +75,7 @@ def read(model: Model) -> Architecture:
     """The shapes of a local model, or of one on the Hub, of which only config.json is fetched.
 
     Raises:
-        UserError: no config.json, or not one of a decoder (exit 2); the Hub can't be reached (exit 3).
+        UserError: the config.json is missing or no decoder's (exit 2). The Hub can't be reached (exit 3).
     """
     folder = Path(model.name)
     path = folder / "config.json" if folder.is_dir() or local_path(model.name) else _from_hub(model)
@@ -188,7 +188,7 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def weights(found: Architecture, storage: str, precision: str) -> float:
-    """Bytes of the base as it is stored; a quantised one with its scales, the rest in the launch's dtype."""
+    """Bytes of the base model: quantized weights with scales, other weights in the launch's dtype."""
     if storage in STORED:
         return found.parameters * BYTES[STORED[storage]]
     linear, other = found.stored, BYTES[DTYPES[precision]]

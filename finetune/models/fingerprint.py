@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def fingerprint(tensors: dict[str, torch.Tensor]) -> str:
-    """A hash of names, shapes and bytes, computed where each tensor lives; of parts, that of the whole.
+    """Return a hash of names, shapes and bytes, computed on each tensor's device. Shards give the full hash.
 
     Two 64-bit sums for each tensor (plain, and weighted by position) see any single changed byte for certain.
     """

@@ -30,7 +30,7 @@ def settle_generation(generation: Any, stops: list[int]) -> list[str]:
 
 
 def _storable(generation: GenerationConfig) -> list[str]:
-    """Make it one that can be saved: transformers opens one that samples without `do_sample`, and won't."""
+    """Change values with which transformers does not save a generation config, although it opens them."""
     refused, sampling = _refused(generation), generation.do_sample
     if not refused:
         return []

@@ -33,7 +33,7 @@ def check_exists(model: Model) -> None:
 
 
 def check_folder(model: Model) -> None:
-    """What a model's files must not say or hold, where they are here (exit 2)."""
+    """Check the files of a local model (exit 2)."""
     check_exists(model)
     if Path(model.name).is_dir():
         untrusted_files.check_model(Path(model.name), "model.name")
@@ -120,9 +120,9 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
     try:
         if not local_path(model.name):
             untrusted_files.check_hub(model.name, revision, "model.name")
-        # said, not left out: without it transformers asks at the terminal whether it may run the code
+        # Without `trust_remote_code`, transformers asks at the terminal whether it may run the code
         return load(model.name, revision=revision, trust_remote_code=False, **options)
-    except ImportError as error:  # of a tokenizer, or of a checkpoint that others quantised
+    except ImportError as error:  # of a tokenizer, or of a quantized checkpoint
         what, fix = "the model needs a package that is not installed", "install the package"
         problem = Problem(what, "model.name", found=first_line(error), fix=fix, code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error

@@ -20,7 +20,7 @@ KINDS = (*LINEAR, "Embedding", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention
 
 @dataclass(frozen=True)
 class Names:
-    """What a recipe may call by name in a model, without PEFT's prefixes: modules that text runs through.
+    """Names of modules that a recipe may use, without PEFT's prefixes. Text runs through these modules.
 
     `module_lists.read` makes it from a config, `of_model` from a model in memory. Both are equal.
     """
@@ -77,7 +77,7 @@ class Names:
 
     @cached_property
     def has_decoder_layers(self) -> bool:
-        """Whether the decoder layers stand in one list named `layers`, as `decoder_of(model).layers`."""
+        """Return whether `decoder_of(model).layers` is the list of the decoder layers."""
         lists = {found[1] for name in self.kinds if (found := re.match(r"((?:.*?\.)?layers)\.\d+", name))}
         return len([name for name in lists if "encoder" not in name]) == 1
 
@@ -137,7 +137,7 @@ def _name_of(named: list[tuple[str, Any]], module: Any) -> str:
 
 
 def kind_of(module: nn.Module) -> str:
-    """The class that PEFT takes a module for: one of `KINDS`, or the name of its own class.
+    """Return a module's class as PEFT sees it: an entry of `KINDS`, or the name of its own class.
 
     Some modules are none of `KINDS`, because an adapter's forward would compute nonsense there, or fail:
 
@@ -166,7 +166,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def of_experts(model: nn.Module) -> int:
-    """Bytes of the experts' weights that stand in one parameter for all: no linear layers."""
+    """Return the bytes of experts' weights that are stacked in one parameter."""
     named = model.named_parameters()
     return sum(p.nbytes for name, p in named if p.dim() == 3 and ".experts." in name)
 
@@ -184,7 +184,7 @@ def stored_as(layer: nn.Module) -> str:
 
 
 def of_text(model: PreTrainedModel) -> list[Any]:
-    """The modules of a transformers model that text runs through: all, but for a multimodal one's towers."""
+    """Return the modules of a transformers model, without the encoders of a multimodal model."""
     if model.config.get_text_config() is model.config:
         return list(model.modules())
     head = model.get_output_embeddings()

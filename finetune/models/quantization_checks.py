@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_coded_receipt(model: PreTrainedModel, storage: str, ledger: RunChecks) -> None:
-    """Linear layers of a base that bitsandbytes or torchao quantised, and what it weighs, counted on the live
+    """Linear layers that bitsandbytes or torchao quantized, and what it weighs, counted on the live
     model, before an adapter is on it."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]

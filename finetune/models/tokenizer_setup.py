@@ -146,8 +146,10 @@ def _check_new(added: list[str], vocabulary: Collection[str]) -> None:
 
 
 def settings(folder: Path) -> dict[str, Any] | None:
-    """What a folder's files say of its tokenizer; `None`: transformers may read it by a class in Python, or
-    finds no tokenizer.json or no eos token."""
+    """Return the tokenizer's settings in a folder.
+
+    `None`: the tokenizer may run in Python, or it has no tokenizer.json or no eos token.
+    """
     said, config = (_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
     named = said.get("tokenizer_class") or config.get("tokenizer_class")
     named = named or upstream_options.tokenizer_classes().get(str(config.get("model_type")), "")
@@ -176,7 +178,7 @@ def without_backend(name: str) -> Problem:
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
-    """New tokens, each of which is seen wherever its text stands."""
+    """Add new tokens, and check that the tokenizer finds each of them inside a text."""
     from transformers import AddedToken
 
     # found in the text as it stands: a normaliser, such as Llama 2's, may put a space before it
@@ -218,7 +220,7 @@ def own_template(model: Model) -> str | dict[str, str] | None:
 
 
 def digest(template: str | dict[str, str]) -> str:
-    """Of a chat template; of several by name, of the two that transformers renders chats by."""
+    """Return a hash of a chat template, or of the two named templates that transformers uses for chats."""
     if isinstance(template, dict):
         used = [template.get(name, "") for name in ("default", "tool_use")]
         template = "\0".join(used) if used[1] else used[0]
@@ -226,7 +228,7 @@ def digest(template: str | dict[str, str]) -> str:
 
 
 def declared_ends(model: Model, config: ModelConfig | None = None) -> set[int]:
-    """Ids that the model's own files say to end an answer: the config's, without one of generation.
+    """Return the ids that end an answer: of the generation config or, without one, of the config.
 
     Args:
         config: the model's, if it has been read.
