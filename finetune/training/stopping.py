@@ -207,9 +207,9 @@ def add_steps_check(state: Any, planned: int, patience: int | None, ledger: RunC
 
 
 def keep_workers(prepare: Any) -> Any:
-    """Start loader workers that ignore signals to the process group, because the run still reads from them.
+    """Return the start function of loader workers that ignore signals, because the run still reads from them.
 
-    They may end with this process. Python sends them SIGTERM and waits until they have ended.
+    They end with this process. Python sends them SIGTERM and waits until they have ended.
     """
     over = multiprocessing.RawValue("b")
     atexit.register(setattr, over, "value", 1)

@@ -157,7 +157,7 @@ def _to_save(adapted: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChecks) -> None:
-    """Check that the saved file has no empty tensor and no trained tensor of zeros, and the right base model."""
+    """Check that the saved file has no empty tensor, no trained tensor of zeros, and the right base model."""
     if folder.weights != folder.adapter:
         return
     zero, empty, count = [], [], 0
