@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_coded_receipt(model: PreTrainedModel, storage: str, ledger: RunChecks) -> None:
-    """Linear layers that bitsandbytes or torchao quantized, and what it weighs, counted on the live
-    model, before an adapter is on it."""
+    """Count the linear layers that bitsandbytes or torchao quantized, before an adapter is added."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
     coded = sum(module_names.stored_as(layer) == storage for layer in linear)

@@ -48,7 +48,7 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
 
 
 def _quantised(storage: str, compute: torch.dtype) -> Any:
-    """transformers' quantisation config: NF4 and FP4 in blocks of 64 with double quantization (arXiv
+    """transformers' quantization config: NF4 and FP4 in blocks of 64 with double quantization (arXiv
     2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
     if storage == "torchao_int8":
         from torchao.quantization import Int8WeightOnlyConfig

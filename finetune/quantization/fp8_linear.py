@@ -193,7 +193,7 @@ class Fp8Linear(torch.nn.Linear):
         super()._apply(fn, recurse)
         packed = self.weight.dtype == torch.bfloat16 and 2 * self.weight.shape[1] == self.in_features
         if not (packed or self.weight.dtype == E4M3) or self.weight_scale.dtype != torch.float32:
-            raise TypeError("an fp8 layer can't be cast to another dtype: load the base unquantised instead")
+            raise TypeError("an fp8 layer can't be cast: load the base model without quantization")
         return self
 
 

@@ -1,7 +1,7 @@
 """The sections of a recipe: frozen, strict about types, and closed to unknown keys.
 
-The docstring below a key describes it. `make schema` copies these texts to docs/reference/recipe.md and to the JSON
-schema.
+The docstring below a key describes it. `make schema` copies these texts to docs/reference/recipe.md and to
+the JSON schema.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Section(BaseModel):
 
 def _can_be_path(name: str) -> str:
     if not can_be_path(os.path.expanduser(name)):
-        raise ValueError("no path: it has a NUL, or is too long")
+        raise ValueError("a path can't contain NUL or be this long")
     return name
 
 
@@ -199,12 +199,12 @@ PEFT_KEYS: dict[str, Any] = {
         OptionalPath,
         Field(
             default=None,
-            description="Adapter to go on training: a run or PEFT folder, or organisation/name@commit.",
+            description="Adapter to continue from: a run folder, a PEFT folder or organization/name@commit.",
         ),
     ),
     "from_other_base": (
         bool,
-        Field(default=False, description="Go on from an adapter that was trained on another base."),
+        Field(default=False, description="Continue from an adapter that was trained on another base model."),
     ),
 }
 LORA_KEYS: dict[str, Any] = {
@@ -214,7 +214,7 @@ LORA_KEYS: dict[str, Any] = {
             default=None,
             ge=1,
             allow_inf_nan=False,
-            description="LoRA+ (arXiv 2402.12354): B learns so many times as fast as A; 16 is usual.",
+            description="LoRA+ (arXiv 2402.12354): learning rate of B divided by the rate of A. 16 is usual.",
         ),
     ),
 }
@@ -224,7 +224,7 @@ ADALORA_KEYS: dict[str, Any] = {
         Field(
             default=1,
             ge=1,
-            description="The orthogonality term at every n-th step, with n times its weight.",
+            description="Compute the orthogonality term only in every n-th step, with n times its weight.",
         ),
     ),
 }
