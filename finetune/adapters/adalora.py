@@ -1,13 +1,12 @@
-"""AdaLoRA's training (arXiv 2303.10512): what PEFT leaves to its caller, and what it does not save.
+"""Train AdaLoRA (arXiv 2303.10512): the steps and the state that PEFT leaves to its caller.
 
 A module's update is P diag(E) Q (eq. 3): `lora_B` is P (out, r), `lora_E` is E (r, 1), `lora_A` is Q (r, in),
-fp32 but where the caller made them otherwise. A rank is one triplet: a column of P, an entry of E, a row
-of Q.
+in fp32 unless the caller changes it. A rank is one triplet: a column of P, an entry of E and a row of Q.
 
-Pruned ranks are masked, not removed: their E is zero after an allocation, yet P, E and Q keep r = init_r
-rows, gradients and optimizer state. So pruning saves NO time and no memory in training. That is the method: a
-masked triplet goes on learning and may win its rank back at a later allocation (section 3.2). Only
-`drop_masked_ranks`, after training, makes the adapter small.
+Pruned ranks are masked, not removed. Their E is zero after an allocation, but P, E and Q keep r = init_r
+rows, gradients and optimizer state. So pruning saves NO time and no memory during training. This is the
+method: a masked triplet still learns and may be used again after a later allocation (section 3.2). Only
+`drop_masked_ranks` makes the adapter smaller, after training.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ if TYPE_CHECKING:
 
     Vectors = list[tuple[bool, list[torch.nn.Parameter]]]
 
-AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # the allocator's memory, by PEFT's names
-AT_ONCE = 32  # tensors of one call: few launches on a GPU, and still in a CPU's cache
+AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # the allocator's moving averages, by PEFT's names
+AT_ONCE = 32  # tensors per call: few launches on a GPU, and they fit in a CPU's cache
 SHOWN = 5  # tensors named in an error
 
 
 class Regularizer(NamedTuple):
-    """AdaLoRA's orthogonality term (eq. 4), and how often it is computed."""
+    """AdaLoRA's orthogonality term (eq. 4), and its interval."""
 
     weight: float
     every: int
-    """Optimizer steps from one computation to the next. The weight is multiplied by it."""
+    """Optimizer steps between two computations. The weight is multiplied by it."""
     vectors: Vectors
 
     def is_due(self, step: int) -> bool:
@@ -45,17 +44,17 @@ class Regularizer(NamedTuple):
 
 
 class AllocateRanks(TrainerCallback):
-    """`allocate` at each optimizer step; nothing upstream calls PEFT's `update_and_allocate`.
+    """Call `allocate` at each optimizer step, because transformers does not call PEFT's
+    `update_and_allocate`.
 
-    The Trainer calls this once an optimizer step, after gradients were summed over micro-batches, averaged
-    over processes (bit for bit the same on each, so all allocate alike without talking), clipped and used,
-    and before they are zeroed. `global_step` is counted up only later, so the step that just ran is one
-    more.
+    The Trainer calls this once per optimizer step. The gradients are then summed over micro-batches, averaged
+    over processes, clipped and used, but not zeroed. They are equal bit for bit on all processes, so all
+    processes allocate the same ranks. `global_step` increases later, so the current step is one more.
 
-    Clipped: importance is |parameter x gradient| (eq. 8), so clipping by c scales all importances of that
-    step by the same c. The order within a step stays; in the moving averages a step with a spike weighs
-    less, as it did in the update itself. PEFT's example has the same order of calls (optimizer.step(),
-    update_and_allocate(), zero_grad()) and does not clip.
+    Importance is |parameter x gradient| (eq. 8), so clipping by c scales all importances of the step by c.
+    The order within a step stays. In the moving averages, a step with a spike has less weight, as in the
+    update itself. PEFT's example has the same order of calls (optimizer.step(), update_and_allocate(),
+    zero_grad()) and does not clip.
     """
 
     def on_train_begin(
@@ -80,7 +79,7 @@ class AllocateRanks(TrainerCallback):
 
 
 def tensors(model: PeftModel) -> dict[str, torch.nn.Parameter]:
-    """P, E and Q of every module, by the allocator's names. Walks the whole model: collect them once."""
+    """Return P, E and Q of every module, by the allocator's names. Call it once, because it is slow."""
     adalora: Any = model.base_model
     named = adalora.model.named_parameters()
     return {name: p for name, p in named if "lora_" in name and adalora.trainable_adapter_name in name}
@@ -91,17 +90,17 @@ def allocate(
 ) -> None:
     """Update importances and masks after optimizer step `step` (from 1), as `update_and_allocate` does.
 
-    The same numbers bit for bit, but faster: PEFT asks the device once a module, and walks the model; here it
-    is asked by who wants to know (`ranks`, `allocation_state`), and PEFT's `rank_pattern` is behind until
-    then. The last allocation is at step total_step - tfinal, whatever deltaT is.
+    The results are equal bit for bit, but faster. PEFT waits for the device once per module, and visits the
+    model. Here only `ranks` and `allocation_state` wait for the device, and update PEFT's `rank_pattern`. The
+    last allocation is at step total_step - tfinal for every deltaT.
 
     Args:
-        named: of `tensors`, with their gradients.
-        masks: of the ranks that are masked for good, by the names of E; filled after the last allocation.
+        named: the result of `tensors`, with gradients.
+        masks: the masks of the final ranks, by the names of E. The last allocation fills them.
 
     Raises:
-        UserError: the last allocation does not reach the budget: PEFT masks everything up to a threshold,
-            so equal importances go together, all of them if nothing has been learnt by then (exit 5).
+        UserError: the last allocation does not reach the budget (exit 5). PEFT masks all importances up to a
+            threshold, so equal importances are masked together, for example if nothing was learned.
     """
     adalora: Any = model.base_model
     allocator = adalora.rankallocator
@@ -135,12 +134,11 @@ def allocate(
 
 @torch.no_grad()
 def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> None:
-    """Averages of sensitivity and its uncertainty (eq. 8 to 10), bit for bit those of PEFT's `update_ipt`.
+    """Update the averages of sensitivity and uncertainty (eq. 8 to 10), bit for bit as PEFT's `update_ipt`.
 
     Args:
-        allocator: PEFT's RankAllocator; its three dicts of tensors (each like its parameter) are updated.
-        named: parameters by the allocator's names; one without a gradient, which nothing runs through, has
-            no importance.
+        allocator: PEFT's RankAllocator, with three dicts of tensors of the parameters' shapes.
+        named: parameters by the allocator's names. A parameter without a gradient has no importance.
     """
     if not allocator.ipt:
         for kind in AVERAGES:
@@ -170,7 +168,7 @@ def mask_to_budget(
     """Mask the triplets of least importance, bit for bit as PEFT's method of this name.
 
     Returns:
-        The names of E, and which of all their ranks, one after another, are masked: on their device.
+        The names of E, and one mask for their concatenated ranks, on the device.
     """
     diagonals = [name for name in named if "lora_E" in name]
     means: list[Tensor] = []
@@ -194,7 +192,7 @@ def mask_to_budget(
 
 
 def ranks(model: PeftModel) -> tuple[int, int]:
-    """Ranks in use (rows of E that are not masked), and the budget they must sum to."""
+    """Return the ranks in use (unmasked rows of E), and the budget that they must sum to."""
     config: Any = model.peft_config["default"]
     diagonals = _diagonals(model)
     kept = _pattern(cast("Any", model.base_model).rankallocator, diagonals)
@@ -202,11 +200,11 @@ def ranks(model: PeftModel) -> tuple[int, int]:
 
 
 def drop_masked_ranks(model: PeftModel) -> None:
-    """After training: make the live adapter what PEFT saves and will load, by PEFT's own function.
+    """Reduce the adapter after training to the ranks that PEFT saves and loads, by PEFT's own function.
 
-    PEFT saves only the ranks in use and, on loading, rounds them to the dtype of the base, then casts them
-    to fp32 (peft 0.21.2, `resize_modules_by_rank_pattern`). A module may keep no rank at all: its tensors are
-    saved empty, load in plain PEFT (which warns of them, mistaking them for shards) and add exactly zero.
+    PEFT saves only the ranks in use. When loading, it rounds them to the dtype of the base model and casts
+    them to fp32 (peft 0.21.2, `resize_modules_by_rank_pattern`). A module may keep no rank. Its tensors are
+    saved empty, load in plain PEFT (with a warning about shards) and add exactly zero.
     """
     config: Any = model.peft_config["default"]
     base: Any = model.base_model
@@ -217,13 +215,13 @@ def drop_masked_ranks(model: PeftModel) -> None:
 
 
 def allocates(model: Any) -> bool:
-    """Whether the model's adapter is AdaLoRA."""
+    """Return whether the model's adapter is AdaLoRA."""
     config: Any = getattr(model, "peft_config", {}).get("default")
     return config is not None and config.peft_type == "ADALORA"
 
 
 def singular_vectors(model: PeftModel) -> Vectors:
-    """P and Q of all modules, up to 32 of one shape together, and whether they are Q. Collect them once."""
+    """Return P and Q of all modules in groups of up to 32 with one shape, and whether they are Q."""
     groups: dict[tuple[bool, torch.Size], list[torch.nn.Parameter]] = {}
     for name, parameter in tensors(model).items():
         if "lora_E" not in name:
@@ -236,18 +234,18 @@ def singular_vectors(model: PeftModel) -> Vectors:
 
 
 def orthogonality(vectors: Vectors) -> Tensor:
-    """AdaLoRA's regulariser, fp32 scalar: mean over P and Q of ||P^T P - I||_F and ||Q Q^T - I||_F (eq. 4).
+    """Return AdaLoRA's regularizer: the mean over P and Q of ||P^T P - I||_F and ||Q Q^T - I||_F (eq. 4),
+    fp32.
 
-    The paper squares the norms; PEFT does not and takes the mean, and this is PEFT's term.
+    The paper squares the norms. This is PEFT's term, which does not square them and uses the mean.
 
-    Parameters stand still within an optimizer step, so the trainer adds it once a step, not once a
-    micro-batch. Computed at every n-th step only, its weight is n times as large: the gradient's average
-    over steps is the same. What follows from a gradient is not linear in it, so n > 1 is
-    another run than n = 1: Adam divides by the root of the mean square, clipping cuts the larger steps, and
-    importances of those steps count the term n-fold.
+    Parameters do not change within an optimizer step, so the Trainer adds the term once per step, not once
+    per micro-batch. If it is computed every n steps, its weight is n times as large, so the mean gradient
+    over steps is the same. A run with n > 1 still differs from n = 1: Adam divides by the root of the mean
+    square, clipping reduces the larger steps, and importances of these steps count the term n times.
 
     Args:
-        vectors: of `singular_vectors`.
+        vectors: the result of `singular_vectors`.
     """
     count = sum(len(group) for _, group in vectors)
     with torch.autocast(vectors[0][1][0].device.type, enabled=False):
@@ -256,10 +254,10 @@ def orthogonality(vectors: Vectors) -> Tensor:
 
 
 class _Deviation(torch.autograd.Function):
-    """Sum of ||G - I||_F over the Gram matrices G (r, r) of tensors of one shape, in fp32.
+    """The sum of ||G - I||_F over the Gram matrices G (r, r) of tensors of one shape, in fp32.
 
-    The gradient is written out, (G - I) Q / ||G - I||_F x 2: G is symmetric, so it is half of what autograd
-    would multiply, and one product does for all tensors of the group. Where the norm is 0 it is 0.
+    The gradient is explicit: (G - I) Q / ||G - I||_F x 2. Because G is symmetric, this needs half of
+    autograd's work, and one GEMM for all tensors of the group. It is 0 if the norm is 0.
     """
 
     @staticmethod
@@ -281,12 +279,12 @@ class _Deviation(torch.autograd.Function):
 
 
 def allocation_state(model: PeftModel) -> dict[str, Tensor]:
-    """All that a checkpoint needs beside the optimizer to go on exactly, for `safetensors`.
+    """Return the tensors that a checkpoint needs for an exact resume in addition to the optimizer.
 
-    PEFT's own saved adapter holds the ranks in use only, and none of the importances.
+    PEFT's own saved adapter has only the ranks in use, and no importances.
 
     Returns:
-        The live tensors (no copies): write them before the next step. Their names:
+        The tensors for `safetensors`. They are no copies, so write them before the next step. Their names:
         `parameter.<name>`: every trainable tensor, whole;
         `ipt.`, `exp_avg_ipt.`, `exp_avg_unc.<name>`: importances, from the first step to the last allocation;
         `mask.<name>`: (r,) bool, true where a rank is in use, from the first allocation on.
@@ -300,9 +298,10 @@ def allocation_state(model: PeftModel) -> dict[str, Tensor]:
 
 
 def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
-    """The ranks in use by the names of E; empty before the first allocation. PEFT's config then has them too.
+    """Return the ranks in use by the names of E, and store them in PEFT's config.
 
-    The device is asked here, not at each allocation, after which a GPU would wait for Python.
+    The dict is empty before the first allocation. Only this function waits for the device. If each allocation
+    did, the GPU would be idle after it.
     """
     if masked := vars(allocator).pop("masked", None):
         diagonals, flags = masked[0], (~masked[1]).cpu()
@@ -318,13 +317,14 @@ def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, 
 
 @torch.no_grad()
 def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
-    """Put an `allocation_state` back into a model made anew from the same recipe, before the first step.
+    """Restore an `allocation_state` in a new model of the same recipe before the first step.
 
-    Made anew without a rank_pattern: PEFT would shrink the modules to it, and then mask too short a tensor.
+    The new model must have no rank_pattern. PEFT would shrink the modules to it, and then mask a shorter
+    tensor.
 
     Raises:
-        UserError: naming tensors that are missing, unknown, or of another shape or dtype (exit 4);
-            nothing was changed then.
+        UserError: tensors are missing, unknown, or of another shape or dtype (exit 4). The model is
+        unchanged.
     """
     allocator: Any = model.base_model.rankallocator
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}

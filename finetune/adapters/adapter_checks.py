@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_row_receipt(adapted: PeftModel, added: Sequence[int], ledger: RunChecks) -> None:
-    """Each new token's row trains, in embeddings and head: by itself, or in what trains as a whole."""
+    """Check that the row of each new token trains in embeddings and head, alone or with the whole tensor."""
     count, heads = (
         _rows_trained(module, added)
         for module in (adapted.get_input_embeddings(), adapted.get_output_embeddings())
@@ -33,7 +33,7 @@ def add_row_receipt(adapted: PeftModel, added: Sequence[int], ledger: RunChecks)
 
 
 def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
-    """How many of the new tokens' rows train in embeddings or a head, as PEFT has wrapped them."""
+    """Count the rows of new tokens that train in embeddings or a head wrapped by PEFT."""
     if rows := getattr(module, "token_adapter", None):
         found = set(rows.token_indices["default"]) & set(added)
         return len(found) if rows.trainable_tokens_delta["default"].requires_grad else 0
@@ -42,7 +42,7 @@ def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
 
 
 def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names, ledger: RunChecks) -> None:
-    """Type, modules by name, ranks, and what else trains: read back from the live model."""
+    """Add run checks of the adapter's type, modules, ranks and other trainable tensors in the model."""
     config, kind = adapted.peft_config["default"], adapter_types.find(adapter.type)
     asked = " ".join([kind.peft.upper(), *(f"with {key}" for key in kind.sets)])
     got = str(getattr(config.peft_type, "value", config.peft_type))
@@ -103,7 +103,7 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: RunChecks) -> None:
 
 
 def _expected(options: dict[str, Any], known: module_names.Names) -> Counter[str]:
-    """The layers that PEFT's rules pick, counted by name."""
+    """Count the layers that PEFT's rules select, by name."""
     targets = target_modules.targeted(options, known)
     return Counter(map(module_names.short, targets))
 
@@ -111,7 +111,7 @@ def _expected(options: dict[str, Any], known: module_names.Names) -> Counter[str
 def _without_experts(
     config: Any, options: dict[str, Any], asked: Counter[str], known: module_names.Names, ledger: RunChecks
 ) -> Counter[str]:
-    """The layers asked for, less those whose names PEFT takes for the weights of a mixture's experts.
+    """Return the requested layers without the layers whose names PEFT takes for weights of experts.
 
     PEFT's conversion for transformers 5 turns these names into `target_parameters`. A dense MLP or a shared
     expert may have layers of the same names (peft 0.21.2, utils/transformers_weight_conversion.py).

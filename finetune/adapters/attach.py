@@ -1,6 +1,7 @@
 """Add an adapter to a model, or continue from one. Then record its modules and the trainable weights.
 
-`recipe/adapter_types.py` has the types and their keys, `initialization.py` what looks at data.
+`recipe/adapter_types.py` has the types and their keys. `initialization.py` has initializations that read
+data.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ def attach(
     batches: Callable[[], list[dict[str, torch.Tensor]]] = list,
     added: Sequence[int] = (),
 ) -> PeftModel | PreTrainedModel:
-    """Put the adapter on the model. `full` trains the model as it is.
+    """Attach the adapter to the model. `full` trains the model itself.
 
     Args:
-        steps: optimizer steps of the whole run; AdaLoRA's schedule is made from it.
-        batches: gives batches of training data, for initialisations that look at it.
-        added: ids of tokens that are new to the model; their rows train.
+        steps: optimizer steps of the whole run, for AdaLoRA's schedule.
+        batches: gives batches of training data, for initializations that read data.
+        added: ids of tokens that are new to the model. Their rows train.
 
     Raises:
-        UserError: a name that matches no module, with the nearest; what PEFT refuses (exit 2).
+        UserError: a name matches no module, or PEFT refuses the options (exit 2).
     """
     from finetune.quantization import fp8_loading
 
@@ -88,10 +89,11 @@ def attach(
 
 
 def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> None:
-    """Name the base in the config, freeze what PEFT leaves to train by mistake, and let TRL find the head.
+    """Name the base model in the config, freeze tensors that PEFT trains by mistake, and let TRL find the
+    head.
 
     Raises:
-        UserError: an adapter on the head, which TRL's loss passes by (exit 2).
+        UserError: the head has an adapter, which TRL's loss ignores (exit 2).
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -104,12 +106,12 @@ def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> Non
     head = adapted.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
         raise UserError(name_problems.adapter_on_head(adapter.type))
-    if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper of trained tokens has none to give
+    if not hasattr(head, "bias"):  # TRL reads it, and PEFT's wrapper for trained tokens lacks it
         head.register_parameter("bias", None)
 
 
 def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
-    """No adapter in a multimodal base's towers, whose layers may be called as those of its text model are."""
+    """Exclude a multimodal model's encoders, whose layers may have the names of the text model's layers."""
     if not trainable_parameters.towers(model):
         return
     decoder = model.get_decoder()
@@ -123,13 +125,13 @@ def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names
 
 
 def _fit_to_layers(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
-    """Tell PEFT how GPT-2's layers are stored, and keep "all-linear" to layers that return one tensor."""
+    """Tell PEFT how GPT-2's layers are stored, and limit "all-linear" to layers that return one tensor."""
     from torch import nn
 
     options = vars(config)
     picked = target_modules.targeted(options, known)
     if hasattr(config, "fan_in_fan_out") and any(known.kinds[name] == "Conv1D" for name in picked):
-        config.fan_in_fan_out = True  # or PEFT warns, and sets it itself
+        config.fan_in_fan_out = True  # otherwise PEFT sets it with a warning
     if options.get("target_modules") != target_modules.EVERYTHING:
         return
     linear = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n != known.head]
@@ -138,13 +140,14 @@ def _fit_to_layers(model: PreTrainedModel, config: Any, known: module_names.Name
 
 
 def _fit_to_width(model: PreTrainedModel, config: PeftConfig) -> None:
-    """Sizes of prompt vectors. PEFT reads them by names that many configs lack (`num_attention_heads`)."""
+    """Return the sizes of virtual tokens. PEFT reads them by names that many configs lack."""
     text: Any = model.config.get_text_config()
     embedding: Any = model.get_input_embeddings()
     sizes = {
         "num_layers": text.num_hidden_layers,
         "token_dim": embedding.weight.shape[1],
-        "num_attention_heads": getattr(text, "num_attention_heads", None) or 1,  # only past keys have heads
+        "num_attention_heads": getattr(text, "num_attention_heads", None)
+        or 1,  # only adapters with past keys use the heads
     }
     for key, size in sizes.items():
         if getattr(config, key, None) is None:
@@ -152,7 +155,7 @@ def _fit_to_width(model: PreTrainedModel, config: PeftConfig) -> None:
 
 
 def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
-    """Trained biases, whole modules and all of `full` stop at the text model too."""
+    """Freeze trainable weights outside of the text model."""
     from torch import nn
 
     held = trainable_parameters.towers(model)
@@ -172,10 +175,10 @@ def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
 
 
 def peft_config(adapter: Adapter, steps: int, model: Shapes, family: str = "") -> PeftConfig:
-    """PEFT's config of the recipe's section, completed for this model and this run.
+    """Build PEFT's config from the recipe's section, completed for this model and this run.
 
     Raises:
-        UserError: options that leave the type nothing to do (exit 2).
+        UserError: with these options, the adapter would change nothing (exit 2).
     """
     from peft import TaskType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -186,19 +189,19 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes, family: str = "") -
         options["target_modules"] = sorted(set(map(module_names.short, model)))  # PEFT wants a list beside it
     if kind.build:
         options = kind.build(options, steps, model, family)
-    if options.get("trainable_token_indices") in ([], {}):  # of which PEFT would make an empty tensor
+    if options.get("trainable_token_indices") in ([], {}):  # PEFT would create an empty tensor
         del options["trainable_token_indices"]
     init = options.get("init_lora_weights")
     if init in adapter_types.CONFIGURED_INITS:
-        options.setdefault(f"{init}_config", {})  # or PEFT warns that it takes the defaults
-    if init == "loftq":  # PEFT's own would quantise the weights once more
+        options.setdefault(f"{init}_config", {})  # otherwise PEFT warns that it uses the defaults
+    if init == "loftq":  # PEFT's own LoftQ would quantize the weights again
         options["init_lora_weights"] = True
     classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
 
 
 def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """PEFT keys that a builder set, not the recipe: AdaLoRA's schedule, IA3's feed-forward modules."""
+    """Return PEFT's keys that finetune sets: AdaLoRA's schedule and IA3's feed-forward modules."""
     builds = () if adapter.source else adapter_types.find(adapter.type).builds
     values = {
         key: getattr(model.peft_config["default"], key) for key in builds if key not in adapter.options()
@@ -207,7 +210,7 @@ def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
 
 
 def _check_names(model: PreTrainedModel, adapter: Adapter, known: module_names.Names) -> None:
-    """Names and numbers of the recipe that nothing in the model answers to are errors, all at once."""
+    """Refuse names and numbers of the recipe that match nothing in the model, all in one error."""
     kind = adapter_types.find(adapter.type)
     options = {**adapter.options(), **kind.sets}
     problems = name_problems.problems(options, known, kind.peft)
@@ -225,15 +228,15 @@ def _conflict(what: str, key: str, code: str = "recipe-conflict", **texts: str) 
 
 
 def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) -> None:
-    """New tokens need rows that train: in the embeddings, and in the head if it has its own.
+    """Make the rows of new tokens trainable in the embeddings, and in the head if it has its own.
 
     Raises:
-        UserError: embeddings or a head that train as a whole, and the other that does not (exit 2).
+        UserError: only one of embeddings and head trains as a whole (exit 2).
     """
     tied, embedding, head = known.tied, module_names.short(known.embedding), module_names.short(known.head)
     if found := rows_beside(vars(config), tied, bool(added), embedding, head):
         raise UserError(*(_conflict(what, key, **texts) for key, what, texts in found))
-    saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has none
+    saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has no such key
     if not added or embedding in map(module_names.short, saved):
         return
     own = getattr(config, "trainable_token_indices", None) or []

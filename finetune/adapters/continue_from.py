@@ -59,7 +59,7 @@ def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
 
 
 def check_weights(folder: Path, source: str) -> None:
-    """Whether a folder holds an adapter in safetensors, the one format that is read (exit 2)."""
+    """Check that a folder has an adapter in safetensors, the only supported format (exit 2)."""
     untrusted_files.check_adapter(folder, "adapter.init_from")
     missing = [name for name in FILES if not (folder / name).exists()]
     if missing:
@@ -68,10 +68,10 @@ def check_weights(folder: Path, source: str) -> None:
 
 
 def _source_folder(source: str) -> Path | None:
-    """The local folder of `adapter.init_from`: a PEFT folder, or a run's adapter; `None`: it is on the Hub.
+    """Return the local folder of `adapter.init_from`: a PEFT folder or a run's adapter; `None` on the Hub.
 
     Raises:
-        UserError: a folder without an adapter (exit 2).
+        UserError: the folder has no adapter (exit 2).
     """
     path = Path(source)
     if not path.exists():
@@ -131,7 +131,7 @@ def _source_problems(
         of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
         same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
         known = [one for one in (commit, revision) if client.COMMIT.fullmatch(str(one))]
-        if not same or len({*known}) > 1:  # a branch may be either
+        if not same or len({*known}) > 1:  # a branch may be any commit
             what, fix = (
                 "the adapter was trained on another base model",
                 f"model.name: {of}, or from_other_base: true",
@@ -163,14 +163,14 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
     """Check that `model.add_tokens` holds the tokens of `adapter.init_from` that the base model lacks.
 
     Args:
-        known: the ids of the base model's tokens and of the added ones.
-        rows: of the base model's embeddings, without added tokens.
+        known: the ids of the base model's tokens and of the added tokens.
+        rows: number of rows of the base model's embeddings, without added tokens.
 
     Returns:
-        Notes: tokens whose texts the saved adapter saw whole, and this run sees in pieces.
+        Notes on texts that were one token for the saved adapter, and are several tokens in this run.
 
     Raises:
-        UserError: other tokens, or embeddings saved whole that do not fit (exit 2).
+        UserError: the tokens differ, or whole saved embeddings do not fit (exit 2).
     """
     saved = _source_file(adapter.source, "adapter_config.json") if adapter.source else None
     if saved is None:
@@ -210,9 +210,9 @@ def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
     """Refuse an adapter with another vocabulary than the base model with its new tokens (exit 2).
 
     Args:
-        trained: rows that it trains by themselves; `None`: it trains the embeddings as a whole.
-        whole: rows of the embeddings in its file.
-        rows: of the base model, with the tokens of `model.add_tokens`.
+        trained: rows that the adapter trains; `None`: it trains the whole embeddings.
+        whole: number of rows of the embeddings in the adapter's file.
+        rows: number of rows of the base model, including the tokens of `model.add_tokens`.
     """
     expected = f"{rows:,} rows"
     if trained is None and whole not in (None, rows):
@@ -225,7 +225,7 @@ def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
 
 
 def _source_file(source: str, name: str) -> Any:
-    """The content of a JSON file of a saved adapter; `None`: it is missing or broken."""
+    """Return the content of a JSON file of a saved adapter; `None` if it is missing or damaged."""
     with contextlib.suppress(UserError, OSError, ValueError):
         folder = _source_folder(source)
         if folder is None:
@@ -239,14 +239,14 @@ def _source_file(source: str, name: str) -> Any:
 
 
 def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
-    """Regular expressions of `adapter.init_from` and of the recipe that take too long on a model's names."""
+    """Return problems of regular expressions that take too long on a model's names."""
     saved = _source_file(str(adapter.source), "adapter_config.json")
     options = {**(saved if isinstance(saved, dict) else {}), **adapter.options()}
     return target_modules.slow_patterns(options, [*names.kinds, *names.tower_kinds], "adapter.init_from")
 
 
 def check_patterns(folder: Path, model: Any) -> None:
-    """Refuse an adapter with a regular expression that PEFT would not finish on a model (exit 2)."""
+    """Refuse an adapter with a regular expression that takes too long on the model's names (exit 2)."""
     path = folder / "adapter_config.json"
     options = untrusted_files.read_object(path, str(path))
     names = [name for name, _ in model.named_modules() if name]
@@ -255,7 +255,7 @@ def check_patterns(folder: Path, model: Any) -> None:
 
 
 def _whole_rows(source: str) -> int | None:
-    """The rows of embeddings or a head that a local adapter's file holds whole; `None`: it holds none."""
+    """Return the number of rows of whole embeddings or a whole head in an adapter's file, or `None`."""
     folder = None
     with contextlib.suppress(UserError):
         folder = _source_folder(source)
@@ -270,7 +270,7 @@ def _whole_rows(source: str) -> int | None:
 
 
 def _rows_of(saved: dict[str, Any]) -> set[int] | None:
-    """Tokens whose rows an adapter trains, wherever they have any; `None`: all of them."""
+    """Return the tokens whose rows an adapter trains; `None`: all tokens."""
     if {*EMBEDDINGS} & set(map(module_names.short, saved.get("modules_to_save") or ())):
         return None
     rows = saved.get("trainable_token_indices") or ()
@@ -278,7 +278,7 @@ def _rows_of(saved: dict[str, Any]) -> set[int] | None:
 
 
 def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger: RunChecks) -> Any:
-    """Load the adapter of `adapter.init_from` to train it further; every tensor of its file must be used."""
+    """Load the adapter of `adapter.init_from` for training, and check that its whole file is used."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
 
@@ -321,10 +321,11 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
 
 
 def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
-    """Every tensor of the adapter is in its file; PEFT leaves what is missing as it was drawn (exit 4).
+    """Check that the file has every tensor of the adapter, because PEFT leaves missing tensors random (exit
+    4).
 
     Args:
-        names: of the file's tensors.
+        names: the names of the file's tensors.
     """
     from peft import get_peft_model_state_dict
 
@@ -364,7 +365,7 @@ def refusals(
         NotImplementedError,
         RuntimeError,
         AttributeError,
-        re.error,  # of a pattern in the config of a saved adapter
+        re.error,  # from a pattern in the config of a saved adapter
         SafetensorError,
     ) as error:
         if should_reduce_batch_size(error):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def towers(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """What a multimodal base has beside its text model and head, by name: no text runs through it."""
+    """Return the parts of a multimodal base model other than its text model and head, by name."""
     text = {id(p) for module in module_names.of_text(model) for p in module.parameters(recurse=False)}
     return {name: p for name, p in model.named_parameters() if id(p) not in text}
 
@@ -25,7 +25,7 @@ def shapes(model: PreTrainedModel) -> Shapes:
 
 
 def _sizes(layer: Any) -> tuple[int, int]:
-    """(outputs, inputs) of a linear layer; GPT-2's Conv1D is stored transposed."""
+    """Return (outputs, inputs) of a linear layer. GPT-2's Conv1D is stored transposed."""
     if hasattr(layer, "out_features"):
         return layer.out_features, layer.in_features
     inputs, outputs = layer.weight.shape
@@ -33,21 +33,22 @@ def _sizes(layer: Any) -> tuple[int, int]:
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, torch.nn.Module]:
-    """The linear layers that text runs through by their full names, without the output head."""
+    """Return the linear layers of the text model by full name, without the output head."""
     return {name: model.get_submodule(name) for name in module_names.of_model(model).linear}
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Parameters that the optimizer will move, by name."""
+    """Return the trainable parameters by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def train_in_fp32(model: torch.nn.Module) -> dict[str, torch.dtype]:
-    """Give every trained weight fp32, where small steps are not lost: PEFT does so for its own matrices only,
-    not for modules that train whole.
+    """Cast every trainable weight to fp32, so that small steps are not lost.
+
+    PEFT casts only its own matrices, not modules that train as a whole.
 
     Returns:
-        The dtypes they had and will be loaded in, by name.
+        The original dtypes by name, in which the weights are loaded again.
     """
     import torch
 
@@ -59,16 +60,16 @@ def train_in_fp32(model: torch.nn.Module) -> dict[str, torch.dtype]:
 
 
 def frozen(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor that must be the same after training: frozen parameters and buffers.
+    """Return every tensor that must not change in training: frozen parameters and buffers.
 
-    AdaLoRA's `ranknum` is bookkeeping of the adapter, not of the base.
+    AdaLoRA's `ranknum` belongs to the adapter, not to the base model.
     """
     tensors: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     tensors.update(model.named_buffers())
     for name, tensor in list[tuple[str, Any]](tensors.items()):
         if hasattr(tensor, "__tensor_flatten__") and not hasattr(
             tensor, "full_tensor"
-        ):  # torchao keeps codes and scales in one tensor
+        ):  # torchao stores quantized weights and scales in one tensor
             del tensors[name]
             inner, _ = tensor.__tensor_flatten__()
             tensors.update({f"{name}.{part}": getattr(tensor, part) for part in inner})
