@@ -21,7 +21,7 @@ import multi_gpu
 from gpu_inputs import SHAPES, document_lengths
 
 from finetune.hardware import gpus
-from finetune.planning import dataset_estimate, memory_by_phase, planner, sharding_cost
+from finetune.planning import dataset_estimate, memory_by_phase, plan, planned_machine, planner, sharding_cost
 from finetune.recipe import loader
 
 if TYPE_CHECKING:
@@ -94,9 +94,7 @@ def compare() -> dict[str, dict[str, Any]]:
     return made
 
 
-def planned_row(
-    name: str, measured: dict[str, Any], place: Path, changes: Sequence[str] = ()
-) -> planner.Plan:
+def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Sequence[str] = ()) -> plan.Plan:
     """The plan of a row of gpu.py, on as many layers as it was measured with; `changes`: more overrides."""
     row = (gpu.ROWS | gpu.RECIPES)[name]
     shape, stored = row.model.split("-")
@@ -116,7 +114,7 @@ def planned_row(
     return make(loader.load(path, [*row.changes, *changes]), measured["gpu"], row.cap_gib)
 
 
-def planned_launch(name: str, measured: dict[str, Any], place: Path) -> planner.Plan:
+def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
     """The plan of a row of multi_gpu.py, under its launch."""
     kind, count = name.rpartition(" x")[0], measured["gpus"]
     row = multi_gpu.ROWS[kind]
@@ -139,7 +137,7 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> planner.
     return make(loader.load(path, given), measured["gpu"], None, count, by if count > 1 else None)
 
 
-def planned_shape(row: dict[str, Any], place: Path) -> planner.Plan:
+def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
     """The plan of a row of adapters.py on the 1.1B shape."""
     model, rows = write_config(place / "1.1b", LARGE, tied=True), int(row["task"].split()[0])
     given = [f"adapter.type={row['type']}", f"model.name={model}", f"data.max_length={LARGE_LENGTH}"]
@@ -162,9 +160,9 @@ def make(
     cap_gib: float | None,
     count: int = 1,
     by: sharding_cost.Sharding | None = None,
-) -> planner.Plan:
+) -> plan.Plan:
     known = next(name for name, kind in gpus.GPUS.items() if kind is gpus.of_device(device))
-    machine, processes = planner.planned_machine(known, count)
+    machine, processes = planned_machine.find(known, count)
     if cap_gib:
         machine = replace(
             machine, memory_gib=cap_gib + memory_by_phase.CONTEXT_GIB
@@ -182,7 +180,7 @@ def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
     return folder
 
 
-def compared(made: planner.Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
+def compared(made: plan.Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
     """A row of plan.json; `None`: not measured yet."""
     assert made.step_seconds is not None
     return {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import only_user_errors
 from finetune.recipe.loader import load as load_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Model, Recipe
 from finetune.run_folder.run_folder import RunFolder as Run
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from finetune.planning.planner import Plan
+    from finetune.planning.plan import Plan
     from finetune.recipe.schema import Quantization
 
 __all__ = [
@@ -46,9 +46,9 @@ def check(recipe: Recipe) -> list[str]:
 @only_user_errors("planned the run")
 def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
     """Estimate memory, time and cost on `gpus` GPUs of a type such as "h100", or on this machine."""
-    from finetune.planning import planner
+    from finetune.planning import planned_machine, planner
 
-    machine, processes = planner.planned_machine(gpu, gpus)
+    machine, processes = planned_machine.find(gpu, gpus)
     return planner.make(recipe, machine, processes)
 
 
@@ -75,27 +75,9 @@ def load_model(
     Raises:
         UserError: the model can't be read, or not in this storage on this machine.
     """
-    from finetune.autoconfig import attention_choice, machine_setup
-    from finetune.distributed import launch_environment
-    from finetune.models import loading, model_files
-    from finetune.preflight import choice_checks
-    from finetune.quantization import stored_weights
-    from finetune.recipe.schema import Model
+    from finetune.models import frozen_model
 
-    section = Model(name=name, revision=revision, quantization=quantization)
-    config = model_files.read_config(section)
-    setup = machine_setup.choose(
-        attention="auto",
-        base=quantization,
-        adapter_type="lora",
-        attends=attention_choice.read(config),
-        weights=machine_setup.Weights(
-            stored_weights.read(config), lambda: choice_checks.config_against_fp8(config)
-        ),
-    )
-    gpu = f"cuda:{launch_environment.said('LOCAL_RANK', '0')}"
-    loaded = loading.load(section, setup, device or ("cpu" if setup.hardware.device == "cpu" else gpu))
-    return loaded.requires_grad_(False)
+    return frozen_model.load(Model(name=name, revision=revision, quantization=quantization), device)
 
 
 @only_user_errors("trained the model")

@@ -220,6 +220,13 @@ def allocates(model: Any) -> bool:
     return config is not None and config.peft_type == "ADALORA"
 
 
+def regularizer(model: Any, every: int) -> Regularizer | None:
+    """AdaLoRA's orthogonality term, computed at every n-th step. `None` for other adapters."""
+    if not allocates(model):
+        return None
+    return Regularizer(model.peft_config["default"].orth_reg_weight, every, singular_vectors(model))
+
+
 def singular_vectors(model: PeftModel) -> Vectors:
     """Return P and Q of all modules in groups of up to 32 with one shape, and whether they are Q."""
     groups: dict[tuple[bool, torch.Size], list[torch.nn.Parameter]] = {}

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
+from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 
 # Settings that need workers. A start method without workers is no error: it has no effect.
 OF_WORKERS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
+
+
+def loader_of_launch(hardware: Hardware, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings for the processes of this launch on this machine."""
+    return loader(hardware, int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), given)
 
 
 def loader(

@@ -43,6 +43,13 @@ class Setup:
         """The dtype of GEMMs: autocast's dtype, or the dtype of the weights without autocast."""
         return mixed_precision.compute_dtype(self.launch.precision, self.storage.value)
 
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype of the weights that are not quantized."""
+        quantized = self.storage.value in adapter_types.QUANTISED
+        name = mixed_precision.DTYPES[self.launch.precision]
+        return name if quantized else mixed_precision.STORED[self.storage.value]
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The launch's autocast."""
         return mixed_precision.autocast(self.hardware.device, self.launch.precision)

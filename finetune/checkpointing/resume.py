@@ -132,6 +132,11 @@ def _saved(folder: RunFolder) -> bool:
     return whole and (folder.checkpoints / checkpoints.CONTRACT).exists()
 
 
+def find_in(where: str | None, asked: str | None) -> Found | None:
+    """Return the verified checkpoint to resume from in this folder, as `find` does."""
+    return find(RunFolder(Path(where)), asked) if where else None
+
+
 def find(folder: RunFolder, asked: str | None) -> Found | None:
     """Return the verified checkpoint to resume from; `None` for a new run.
 

@@ -26,9 +26,9 @@ ABLATE: tuple[tuple[str, dict[str, Any]], ...] = (
 def ablate(options: argparse.Namespace) -> dict[str, Any]:
     """Measure each optimization on a recipe, alone and on top of the optimizations that helped."""
     with located(load(options)):
-        from finetune.experiments.ablation import ablation
+        from finetune.experiments.ablation import ablation, optimizations
 
-        file = Path(options.optimizations) if options.optimizations else ablation.default_ladder()
+        file = Path(options.optimizations) if options.optimizations else optimizations.default_ladder()
         folder = Path(options.output or f"runs/ablate-{Path(options.recipe).stem}")
         asked = ablation.Asked(options.recipe, options.overrides, file, folder)
         return ablation.run(asked, quiet=options.quiet)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import math
+import datetime
 import os
 import re
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from finetune.training.stop_condition import Until
+
+if TYPE_CHECKING:
+    pass
+
+import math
 
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import launch_environment
@@ -152,3 +160,24 @@ OF_RUN = (
 def flags(options: argparse.Namespace) -> list[str]:
     """The flags every command has, as they were given."""
     return [f"--{flag}" for flag in ("quiet", "debug", "json") if getattr(options, flag)]
+
+
+def until(text: str) -> Until:
+    """A step (500), a time from now (7h30m), the next 06:30, or a date and time (2026-11-22T06:30)."""
+    try:
+        return _until(text)
+    except (ValueError, argparse.ArgumentTypeError):
+        raise wrong(text, "a step (500), or a time: 7h30m, 06:30, 2026-11-22T06:30") from None
+
+
+def _until(text: str) -> Until:
+    if text.isdigit():
+        return Until(text, step=at_least_one(text))
+    if re.fullmatch(r"\d\d:\d\d", text):
+        now = datetime.datetime.now()
+        hour, minute = map(int, text.split(":"))
+        at = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
+        return Until(text, time=(at if at > now else at + datetime.timedelta(days=1)).timestamp())
+    if "-" in text:
+        return Until(text, time=datetime.datetime.fromisoformat(text).timestamp())
+    return Until(text, deadline=time.monotonic() + seconds(text))

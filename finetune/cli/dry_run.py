@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.autoconfig.batch_size import count_steps, split_batch
-from finetune.checkpointing import resume, resume_contract
+from finetune.checkpointing import resume
 from finetune.cli import arguments
 from finetune.core import progress
 from finetune.core.console import Console, quieten_libraries
-from finetune.core.formatting import WARNING, labelled
+from finetune.core.formatting import WARNING
 from finetune.data import preview
 from finetune.launch import launcher
-from finetune.planning import plan_report
-from finetune.preflight import choice_checks, token_checks
-from finetune.run_folder.run_folder import RunFolder
-from finetune.training import load_data, optimizers
+from finetune.planning import plan_report, planned_machine
 
 if TYPE_CHECKING:
     import argparse
@@ -41,38 +36,19 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
         launcher.check(config)
         launcher.check_count(config, [], arguments.train_again(options))
     quieten_libraries()
-    from finetune.evaluation import lm_eval_harness, tasks
-    from finetune.training import resume_facts, stopping, training_arguments
+    from finetune.training import start_checks
 
-    setup = choice_checks.setup_of(recipe)
-    found = resume.find(RunFolder(Path(where)), options.resume) if where else None
-    screen.say(*(labelled(note) for note in notes if not note.startswith(WARNING)))  # which the plan prints
-    batch = split_batch(recipe.train, setup.launch.rows_apart)
-    alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
-    made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
-    tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
+    screen.note(*(note for note in notes if not note.startswith(WARNING)))  # which the plan prints
     with progress.phase(screen, "preparing the data"):
-        tokenizer, prepared = load_data.prepare_data(recipe)
-    token_checks.check_texts(recipe, tokenizer)
-    preview.summary(screen, prepared)
-    rows = None if recipe.data.streaming else len(prepared.train)
-    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
-    if made:
-        optimizers.check_schedule(made, steps)
-    if here := made if not options.accelerate else None:  # its processes hold other state
-        stopping.check(recipe.train, options.resume, setup.launch.keeper)
-        length = resume_facts.RunLength(batch, steps)
-        contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, here)
-        if found:
-            resume_contract.compare(found.contract, contract, found.path)
-    asked = plan_report.Asked(None, None, None, options.accelerate)
+        start = start_checks.check_start(recipe, options.resume, launches=bool(options.accelerate))
+    preview.summary(screen, start.prepared)
+    asked = planned_machine.Asked(None, None, None, options.accelerate)
     planned = plan_report.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(launcher.command_line([*arguments.train_again(options), *launched]))
-    then = f"it would go on after step {found.step}; " if found else ""
-    unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(found and not here)
-    if unseen:
-        screen.say(f"note: {', '.join(unseen)}: looked at when the launch's processes train")
+    then = f"it would go on after step {start.found.step}; " if start.found else ""
+    if start.unseen:
+        screen.say(f"note: {', '.join(start.unseen)}: looked at when the launch's processes train")
     screen.say("", f"dry run: nothing was trained; {then}next: {again}")
-    reports = {name: report.as_json() for name, report in prepared.report.items()}
+    reports = {name: report.as_json() for name, report in start.prepared.report.items()}
     return {"plan": plan_report.as_json(*planned), "data": reports, "next": again}

@@ -39,9 +39,9 @@ PLAN: tuple[tuple[str, dict[str, Any]], ...] = (
 def plan(options: argparse.Namespace) -> dict[str, Any]:
     """Estimate memory, time and cost of a recipe before a weight is loaded, and suggest changes."""
     from finetune.core.console import Console
-    from finetune.planning import plan_report
+    from finetune.planning import plan_report, planned_machine
 
     with located(recipe := load(options)):
-        asked = plan_report.Asked(options.gpu, options.gpus, options.price_per_hour, options.accelerate)
+        asked = planned_machine.Asked(options.gpu, options.gpus, options.price_per_hour, options.accelerate)
         screen = Console(quiet=options.quiet)
         return plan_report.as_json(*plan_report.run(recipe, options.overrides, screen, asked))

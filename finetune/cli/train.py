@@ -3,47 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import os
-import re
 import shlex
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
-from finetune.core import standard_streams
 from finetune.core.errors import Stopped
-from finetune.core.formatting import labelled
 from finetune.core.visible_text import visible
-from finetune.training.stop_condition import Until
 
 if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
-
-
-def until(text: str) -> Until:
-    """A step (500), a time from now (7h30m), the next 06:30, or a date and time (2026-11-22T06:30)."""
-    try:
-        return _until(text)
-    except (ValueError, argparse.ArgumentTypeError):
-        raise arguments.wrong(text, "a step (500), or a time: 7h30m, 06:30, 2026-11-22T06:30") from None
-
-
-def _until(text: str) -> Until:
-    if text.isdigit():
-        return Until(text, step=arguments.at_least_one(text))
-    if re.fullmatch(r"\d\d:\d\d", text):
-        now = datetime.datetime.now()
-        hour, minute = map(int, text.split(":"))
-        at = now.replace(hour=hour, minute=minute, second=0, microsecond=0)
-        return Until(text, time=(at if at > now else at + datetime.timedelta(days=1)).timestamp())
-    if "-" in text:
-        return Until(text, time=datetime.datetime.fromisoformat(text).timestamp())
-    return Until(text, deadline=time.monotonic() + arguments.seconds(text))
 
 
 TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -64,7 +37,7 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
         "--until",
         {
             "metavar": "WHEN",
-            "type": until,
+            "type": arguments.until,
             "help": "save and exit with 75 before this time (7h30m, 06:30, 2026-11-22T06:30) or step (500)",
         },
     ),
@@ -75,7 +48,7 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Train a recipe, save the weights, load them again, and evaluate them."""
     from finetune.core.console import Console, quieten_libraries
-    from finetune.export import publishing
+    from finetune.export import after_training
     from finetune.launch import launcher
     from finetune.planning import planner
     from finetune.preflight import checker, choice_checks, publish_target
@@ -93,28 +66,25 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         again = arguments.train_again(options) + arguments.flags(options)
         launcher.if_needed(again, functools.partial(planner.launch_of, recipe), options.accelerate)
         if main and recipe.publish.repo:
-            notes += publishing.check(recipe.publish, recipe.model.name)
+            notes += after_training.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
             said_later = {*recipe.origin.notices, *checker.advice(recipe)}
-            if now := [labelled(note) for note in notes if note not in said_later]:
-                standard_streams.say(*now)
+            Console().note(*(note for note in notes if note not in said_later))
         quieten_libraries()
 
         with fast_imports():
-            from finetune.evaluation.scoring import memory_errors
             from finetune.training import pipeline
 
         where = recipe.train.output_dir
         finished = where is not None and run_folder.RunFolder(Path(where)).finished  # it is left as it is
         asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
         try:
-            with memory_errors():
-                folder = pipeline.run(recipe, quiet=options.quiet, command=True, **asked)
+            folder = pipeline.run(recipe, quiet=options.quiet, command=True, **asked)
         except Stopped as stopped:
             again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
             raise Stopped(f"{visible(stopped)}\n  go on with: {visible(again)}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
-            publishing.after_training(recipe, folder, Console(quiet=options.quiet))
+            after_training.publish_run(recipe, folder, Console(quiet=options.quiet))
         return _result(folder) if main else {}
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from finetune.core import safe_files, upstream_private
+from finetune.core.formatting import labelled
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
 from finetune.core.visible_text import continued, visible
 
@@ -60,6 +61,10 @@ class Console:
                 self.console.print(shown, **plain)
             if self._log:
                 self._log.print(shown, **plain)
+
+    def note(self, *notices: str) -> None:
+        """Print notices, each labelled as a warning or a note."""
+        self.say(*map(labelled, notices))
 
     def table(
         self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], wide: Collection[str] = ()

@@ -49,6 +49,21 @@ def set_attention_name(config: ModelConfig, name: str) -> None:
     config._attn_implementation = name
 
 
+def experts_name(config: ModelConfig) -> str:
+    """The name of the function that a model's experts call."""
+    return str(config._experts_implementation)
+
+
+def is_expert_parallel(module: nn.Module) -> bool:
+    """Whether transformers gave this module only a part of the experts."""
+    return getattr(module, "_is_expert_parallel", False)
+
+
+def gate_of(experts: Any) -> Any:
+    """The function with which experts multiply the activation of gate by up."""
+    return experts._apply_gate
+
+
 def modules_in_fp32(model: Any) -> list[str]:
     """Parts of the names of weights that transformers keeps in float32 where the rest is in 16 bits."""
     return list(model._keep_in_fp32_modules or ())

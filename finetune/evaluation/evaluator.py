@@ -8,7 +8,6 @@ one verdict.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,9 @@ from finetune.core import progress
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import (
+    earlier_results,
     lm_eval_harness,
+    measurement,
     reopen,
     results,
     scoring,
@@ -30,22 +31,13 @@ from finetune.evaluation import (
 )
 from finetune.evaluation.results import Measured
 from finetune.hardware import detection
-from finetune.models import generation_config, token_limits, tokenizer_setup
-from finetune.run_folder import comparability, run_folder
+from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from transformers import PreTrainedTokenizerBase
-
     from finetune.core.console import Console
-    from finetune.data.preparation import HeldOut
-    from finetune.recipe.schema import Recipe
-    from finetune.run_folder.run_folder import RunFolder
-
-# For other examples than the run's validation set, or for another base model
-OTHER = "eval.other.json"
 
 
 def run(
@@ -85,15 +77,10 @@ def run(
     if inspect:
         inspect(tuned)
     tokenizer = reopen.tokenizer_of(folder)
-    declared = sorted(generation_config.declared_stops(tuned.generation_config))
-    stops = {"answers": scoring.stop_ids(tuned, tokenizer), "model": declared}
+    stops = scoring.stops(tuned, tokenizer)
     rows, notes = validation_set.held_out(folder, recipe, tokenizer)
-    known, longest = tuned.get_input_embeddings().weight.shape[0], token_limits.text_limit(tuned.config)
-    notes += [
-        *text_limits.check(recipe.eval, tokenizer, known, longest, recipe.data.template_date),
-        *reopen.storage_note(recipe),
-        *tokenizer_setup.foreign_template(recipe.model, tokenizer),
-    ]
+    notes += text_limits.check_model(recipe, tokenizer, tuned)
+    notes += reopen.notes(recipe, tokenizer)
 
     def say(what: str) -> None:
         if screen and PartialState().is_main_process:
@@ -104,7 +91,7 @@ def run(
             say(f"{which}: {what}")
             return progress.phase(screen if PartialState().is_main_process else None, f"{which}: {what}")
 
-        return measure(asked, tokenizer, rows, texts, recipe, part)
+        return measurement.measure(asked, tokenizer, rows, texts, recipe, part)
 
     after, before = measured(tuned, "fine-tuned model"), None
     if reopen.base_stands(tuned):
@@ -116,119 +103,18 @@ def run(
         before = measured(reopen.open_base(recipe), "base model")
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
         say(f"fine-tuned and base model: tasks {', '.join(recipe.eval.tasks)}")
-        before.tasks, after.tasks = by_vllm(folder, recipe, tokenizer)
+        before.tasks, after.tasks = measurement.by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes, texts)
     result["settings"]["stops"] = stops
     result["settings"]["model"] = run_folder.named(recipe.model.name, recipe.model.revision)
     result["settings"]["storage"] = reopen.setup_of(recipe).storage.value
-    apart = others(folder, recipe, result)
+    apart = earlier_results.others(folder, recipe, result)
     result["settings"]["notes"] += apart
     name = (
-        OTHER if apart or validation_set.overridden(recipe) else "eval.json"
+        earlier_results.OTHER if apart or validation_set.overridden(recipe) else "eval.json"
     )  # eval.json keeps the run's own result
-    result["tasks"] = {**_earlier(folder, name, result), **result["tasks"]}
+    result["tasks"] = {**earlier_results.earlier_tasks(folder, name, result), **result["tasks"]}
     result["verdict"] = verdicts.verdict(result)
     if PartialState().is_main_process:
         folder.write(name, result)
     return result
-
-
-def measure(
-    asked: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    rows: list[HeldOut],
-    texts: list[str],
-    recipe: Recipe,
-    part: Callable[[str], AbstractContextManager[None]],
-) -> Measured:
-    """Evaluate one model on everything the recipe selects.
-
-    Args:
-        part: prints what is evaluated next, and shows the progress.
-    """
-    started, settings = time.perf_counter(), recipe.eval
-    score, general, found = None, None, {}
-    with scoring.memory_errors():
-        if rows:
-            with part(f"loss{' and answers' * settings.generate} of {len(rows):,} validation examples"):
-                score = scoring.score(
-                    asked, tokenizer, rows, recipe.data, settings, answers=settings.generate
-                )
-        if texts:
-            with part(f"loss of {len(texts):,} general texts"):
-                general = scoring.score_texts(asked, tokenizer, texts, settings)
-        if settings.tasks and settings.engine == "hf":
-            with part(f"tasks {', '.join(settings.tasks)}"):
-                found = lm_eval_harness.run(asked, tokenizer, settings, date=recipe.data.template_date)
-    return Measured(score, general, found, time.perf_counter() - started)
-
-
-def by_vllm(
-    folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Evaluate `eval.tasks` on base model and fine-tuned model with vLLM, which serves the saved adapter."""
-    rank = getattr(recipe.adapter, "r", None)
-    plain = recipe.adapter.type in ("lora", "rslora") and recipe.model.quantization in ("auto", "none")
-    if folder.weights != folder.adapter or not plain:
-        what, expected = "vLLM can't run this adapter", "type lora or rslora on a base model in bf16"
-        found = f"{recipe.adapter.type} with model.quantization {recipe.model.quantization}"
-        raise UserError(Problem(what, "eval.engine", "", found, expected, "engine: hf", code="eval-setting"))
-    engine = lm_eval_harness.vllm(recipe.model.name, recipe.model.revision, str(folder.adapter), rank or 8)
-    after = lm_eval_harness.run(engine, tokenizer, recipe.eval)
-    engine.lora_request = None
-    return lm_eval_harness.run(engine, tokenizer, recipe.eval), after
-
-
-def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[str]:
-    """Return why this result is not about the run's own weights.
-
-    The base model can be stored in another format than in training. Or the overrides name another base model,
-    which its validation loss shows.
-    """
-    origin, now = recipe.origin.set_by, result["settings"]["storage"]
-    own = comparability.resolved(folder).get("model.storage", ("", ""))[0].strip('"')
-    # format 1 could request bf16 under any precision; today `none` means the precision of the launch
-    in_bf16 = folder.format_version == 1 and own == "bf16" and recipe.model.quantization == "none"
-    if (in_bf16 or origin.get("model.quantization") == "override") and now != own:
-        was = f"this run used {own}" if own else "the run does not say what it used"
-        return [f"this evaluation stores the base model in {now}, but {was}"]
-    asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
-    earlier = folder.found("eval.json")
-    if validation_set.overridden(recipe) or not asked or _same_base(earlier, result) is not False:
-        return []
-    losses = [one["base"]["loss"] for one in (result, earlier)]
-    text = "this is not the base model of the run: the validation loss is {:.4f} in place of {:.4f}"
-    return [text.format(*losses)]
-
-
-def _same_base(earlier: dict[str, Any], now: dict[str, Any]) -> bool | None:
-    """Return whether two evaluations have the same base model, by its validation loss.
-
-    `None` if not known.
-    """
-    losses = [one.get("base", {}).get("loss") for one in (earlier, now)]
-    rows = [one.get("settings", {}).get("rows") for one in (earlier, now)]
-    return None if None in losses or rows[0] != rows[1] else comparability.near(*losses)
-
-
-def _earlier(folder: RunFolder, name: str, now: dict[str, Any]) -> dict[str, Any]:
-    """Return the tasks of an earlier evaluation on the same base model that were not repeated now.
-
-    For another base model than the run's, the same name is not sufficient.
-    """
-    earlier = folder.found(name)
-    was, same, strict = earlier.get("settings", {}), _same_base(earlier, now), name == OTHER
-    keys = ("model", "storage") if strict else ("model",)
-    alike = all(was.get(key) == now["settings"][key] for key in keys)
-    if not alike or not (same if strict else same is not False):
-        return {}
-    gone = {*now["tasks"], results.GENERAL}  # the general texts are evaluated each time, or are not wanted
-    return {name: _tested(task) for name, task in earlier.get("tasks", {}).items() if name not in gone}
-
-
-def _tested(task: dict[str, Any]) -> dict[str, Any]:
-    """Remove the verdict of an older evaluation's task if it has no p-value."""
-    for change in task.get("difference", {}).values():
-        if "p" not in change:
-            change.pop("verdict", None)
-    return task

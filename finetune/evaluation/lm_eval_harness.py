@@ -19,7 +19,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list
 
 from finetune.autoconfig import mixed_precision
-from finetune.autoconfig.memory_estimate import LARGEST_BATCH
 from finetune.core import packages, standard_streams, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data.template_sandbox import ChatTemplate, render
@@ -224,7 +223,7 @@ def run(
     results: dict[str, Any] = {}
     # If only some ranks run out of memory, the others wait forever
     several = PartialState().num_processes > 1
-    size = LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
+    size = scoring.LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
     for chat, specs in grouped(model, tokenizer, settings).items():
         asked = partial(_evaluate, Subject(model, tokenizer, settings, date), specs, chat, seeded=seeded)
         results |= scoring.fitting(asked, size)

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from finetune.evaluation import gpu_room
+from finetune.launch.launcher import Start
+from finetune.recipe.schema import Model
+from finetune.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.hardware.detection import Hardware
+    from finetune.run_folder.run_folder import RunFolder
+
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,19 +22,15 @@ from accelerate.utils import disable_fsdp_ram_efficient_loading
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune.adapters import continue_from
-from finetune.autoconfig import attention_choice, machine_setup, memory_estimate
+from finetune.autoconfig import attention_choice, machine_setup
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.launch.launcher import Start
-from finetune.models import architecture, checkpoint_headers, loading, model_files, tokenizer_setup
+from finetune.models import checkpoint_headers, loading, model_files, tokenizer_setup
 from finetune.quantization import qat, stored_weights
-from finetune.recipe.schema import Model
-from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
@@ -56,6 +64,11 @@ def storage_note(recipe: Recipe) -> list[str]:
     return [stored] if value == "fp8" and reason != "asked for" else []
 
 
+def notes(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the notes on the storage of the base model, and on a chat template that is not its own."""
+    return [*storage_note(recipe), *tokenizer_setup.foreign_template(recipe.model, tokenizer)]
+
+
 def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     """Load the base model of a recipe as in training.
 
@@ -69,7 +82,7 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     )
     setup = setup_of(recipe, section)
     state, device = PartialState(cpu=setup.hardware.device == "cpu"), "auto"
-    if not too_large(section, setup):
+    if not gpu_room.too_large(section, setup):
         device = str(state.device)
     elif state.num_processes > 1:
         what, found = "the base model does not fit on one GPU", section.name
@@ -79,30 +92,6 @@ def open_base(recipe: Recipe, name: str | None = None) -> PreTrainedModel:
     disable_fsdp_ram_efficient_loading()  # otherwise all processes except one would get empty weights
     unset_hf_deepspeed_config()  # otherwise ZeRO-3 would shard a model without an engine
     return qat.prepare(loading.load(section, setup, device).eval(), recipe.speed.qat).eval()
-
-
-def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
-    """Return the shipped config that distributes the examples over all GPUs.
-
-    There is no config if one process needs all GPUs for the model.
-    """
-    recipe = run_folder.recipe_of(run, overrides)
-    if too_large(recipe.model, setup_of(recipe)):
-        reason = f"the base model does not fit on one GPU, so one process uses all {machine.count} GPUs"
-        return Start("", reason, 1)
-    if recipe.eval.engine == "vllm" and recipe.eval.tasks:
-        return Start("", "vLLM runs in one process", 1)
-    reason = f"each of {machine.count} GPUs has the whole base model and a part of the examples"
-    return Start("ddp_8", reason, machine.count)
-
-
-def too_large(section: Model, setup: Setup) -> bool:
-    """Return whether no single GPU can hold the base model and this machine has several."""
-    machine = setup.hardware
-    if machine.device == "cpu" or machine.count < 2:
-        return False
-    base = architecture.weights(architecture.read(section), setup.storage.value, setup.launch.precision)
-    return base / memory_estimate.GIB > 0.85 * machine.memory_gib
 
 
 def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
@@ -131,3 +120,18 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
 def tokenizer_of(folder: RunFolder) -> PreTrainedTokenizerBase:
     """Load the tokenizer that is saved with the weights."""
     return tokenizer_setup.load_tokenizer(Model(name=str(folder.weights)))
+
+
+def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
+    """Return the shipped config that distributes the examples over all GPUs.
+
+    There is no config if one process needs all GPUs for the model.
+    """
+    recipe = run_folder.recipe_of(run, overrides)
+    if gpu_room.too_large(recipe.model, setup_of(recipe)):
+        reason = f"the base model does not fit on one GPU, so one process uses all {machine.count} GPUs"
+        return Start("", reason, 1)
+    if recipe.eval.engine == "vllm" and recipe.eval.tasks:
+        return Start("", "vLLM runs in one process", 1)
+    reason = f"each of {machine.count} GPUs has the whole base model and a part of the examples"
+    return Start("ddp_8", reason, machine.count)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.core.errors import Problem, UserError
 from finetune.data import template_sandbox
 from finetune.evaluation import tasks
+from finetune.models import token_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.recipe.schema import Eval
+    from finetune.recipe.schema import Eval, Recipe
 
 MOST_SHOWN = 3
 SPECIAL, A_CHAT = 8, 256  # tokens that a tokenizer or a chat template can add to a text
@@ -32,6 +33,12 @@ class _Text(NamedTuple):
     """Number of tokens that are generated after it."""
     has_prefix: bool = False
     """Whether lm-eval adds its prefix token (BOS, or EOS without a BOS token)."""
+
+
+def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: Any) -> list[str]:
+    """Check the texts of an evaluation against a loaded model, as `check` does."""
+    rows, longest = model.get_input_embeddings().weight.shape[0], token_limits.text_limit(model.config)
+    return check(recipe.eval, tokenizer, rows, longest, recipe.data.template_date)
 
 
 def check(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Values that --max-lora-rank accepts
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# The number of a repeated file name, from `publishing.numbered`
+# The number of a repeated file name, from `published_text.numbered`
 _NUMBER = re.compile(r" \(\d+\)$")
 HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
 Table = list[tuple[Any, ...]]

@@ -6,13 +6,30 @@ single stacked parameter keep their dtype. So a head that is tied to the embeddi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.core.errors import Exit, Problem, UserError, first_line
-from finetune.models import model_class, module_names
+from finetune.core import packages
+from finetune.core.errors import Problem, UserError, first_line
 from finetune.quantization import qat
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Qat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Qat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Qat
+
+from typing import TYPE_CHECKING
+
+from finetune.core.errors import Exit
+from finetune.models import model_class, module_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -125,3 +142,8 @@ def kept(model: torch.nn.Module, size: int) -> str:
 def is_quantised(weight: torch.Tensor) -> bool:
     """Return whether torchao stores the weight."""
     return type(weight).__module__.startswith("torchao.")
+
+
+def check_installed() -> None:
+    """Refuse to quantize without torchao (exit 3)."""
+    packages.require("torchao", "quantize", "--quantize needs the package torchao")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from finetune.autoconfig.mixed_precision import DTYPES, STORED
 from finetune.core import upstream_private
 from finetune.core.errors import UserError, stage
 from finetune.core.paths import local_path
 from finetune.distributed import launch_environment
 from finetune.models import model_class, model_files, tokenizer_setup
 from finetune.quantization import stored_weights
-from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +41,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
         raise UserError(*slow)
     upstream_private.set_attention_name(config, setup.attn_implementation)
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
-    dtype = DTYPES[setup.launch.precision] if storage in QUANTISED else STORED[storage]
-    options["dtype"] = getattr(torch, dtype)
+    options["dtype"] = getattr(torch, setup.weights_dtype)
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
     # Accelerate hands on what rank 0 read; DeepSpeed splits it while it is read, and takes no map
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
@@ -69,22 +66,8 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if storage == "fp8":
-        from finetune.models import quantization_checks
-        from finetune.quantization import fp8_loading
-
-        if ledger:
-            quantization_checks.add_receipt(loaded, ledger)
-        if setup.launch.sharded == "FSDP":
-            fp8_loading.pack(loaded)
-    elif ledger and storage in QUANTISED:
-        from finetune.models import quantization_checks
-
-        quantization_checks.add_coded_receipt(loaded, storage, ledger)
-    if storage in FOUR_BIT and setup.launch.sharded == "FSDP":
-        from finetune.quantization import four_bit
-
-        four_bit.pack(loaded)
+    if storage in quantized_loading.QUANTISED:
+        quantized_loading.check_and_pack(loaded, storage, ledger, for_fsdp=setup.launch.sharded == "FSDP")
     if not local_path(model.name):
         upstream_private.set_commit_hash(loaded.config, model_files.commit(model))
     if model.add_tokens:

@@ -10,7 +10,7 @@ from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.models import checkpoint_headers, module_names
 from finetune.quantization import stored_weights
-from finetune.recipe.adapter_types import QUANTISED
+from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -122,3 +122,24 @@ def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
         problem = Problem(what, "model.name", found=found, fix=fix, code="quantization")
         raise UserError(problem, code=Exit.INPUT)
     raise UserError(checkpoint_headers.missing_weights(missing))
+
+
+def check_and_pack(
+    loaded: PreTrainedModel, storage: str, ledger: RunChecks | None, *, for_fsdp: bool
+) -> None:
+    """Add the run check of the quantized weights, and pack them as FSDP shards them.
+
+    Args:
+        storage: one of QUANTISED.
+    """
+    from finetune.models import quantization_checks
+    from finetune.quantization import four_bit, fp8_loading
+
+    if ledger and storage == "fp8":
+        quantization_checks.add_receipt(loaded, ledger)
+    elif ledger:
+        quantization_checks.add_coded_receipt(loaded, storage, ledger)
+    if for_fsdp and storage == "fp8":
+        fp8_loading.pack(loaded)
+    if for_fsdp and storage in FOUR_BIT:
+        four_bit.pack(loaded)

@@ -6,6 +6,17 @@ few milliseconds is about 10% higher. `finetune plan` reads the rates from a fil
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import memory_estimate
+from finetune.models import architecture
+from finetune.planning import (
+    measured_rates,
+)
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+
 import math
 import os
 import re
@@ -298,3 +309,13 @@ def _shapes(one: Widths) -> list[tuple[int, int]]:
     """Return (outputs, inputs) of a layer's GEMMs. One GEMM computes q, k and v, another gate and up."""
     hidden, wide = one.hidden, one.intermediate
     return [(one.qkv, hidden), (hidden, one.queries), (2 * wide, hidden), (hidden, wide)]
+
+
+def cpu_rate(recipe: Recipe) -> float:
+    """Return FLOP/s of a layer of this model on this CPU.
+
+    The rate comes from `finetune doctor --measure`, or is measured now.
+    """
+    one = memory_estimate.widths(architecture.read(recipe.model).config)
+    found, _ = measured_rates.read_for("CPU", one)
+    return found["layer"] if found else measured_rates.layer(one)

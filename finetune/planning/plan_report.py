@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from finetune.core.errors import Problem, UserError
-from finetune.core.formatting import WARNING, duration, labelled
+from finetune.core.formatting import WARNING, duration
 from finetune.data import template_sandbox
-from finetune.hardware import detection, gpus
-from finetune.launch import accelerate_config, launcher
-from finetune.planning import planner, sharding_cost, suggestions
-from finetune.preflight import choice_checks
+from finetune.hardware import gpus
+from finetune.planning import measured_rates, planned_machine, planner, suggestions
+from finetune.preflight import model_checks
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from finetune.core.console import Console
     from finetune.hardware.detection import Hardware
-    from finetune.planning.planner import Plan
+    from finetune.planning.plan import Plan
     from finetune.planning.suggestions import Change
     from finetune.recipe.schema import Recipe
 
@@ -29,18 +25,9 @@ KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits
 WORK = {"products": "GEMMs", "launch gaps": "GPU idle", "to the CPU and back": "CPU transfers"}  # shown as
 
 
-class Asked(NamedTuple):
-    """The arguments of `finetune plan` apart from the recipe."""
-
-    gpu: str | None
-    gpus: int | None
-    price: float | None
-    """The price of one GPU for one hour, in any currency."""
-    config: str | None
-    """An accelerate config, by name or file. It sets the number of processes if `gpus` is not given."""
-
-
-def run(recipe: Recipe, overrides: list[str], screen: Console, asked: Asked) -> tuple[Plan, list[Change]]:
+def run(
+    recipe: Recipe, overrides: list[str], screen: Console, asked: planned_machine.Asked
+) -> tuple[Plan, list[Change]]:
     """Plan a recipe and its cheapest changes, and print both.
 
     Args:
@@ -49,24 +36,14 @@ def run(recipe: Recipe, overrides: list[str], screen: Console, asked: Asked) -> 
     Raises:
         UserError: the recipe or the command line is wrong, or a run would refuse them.
     """
-    choice_checks.check_model(recipe)
+    model_checks.check_model(recipe)
     # The renderer starts while torch is imported, which takes as long. If torch is imported already, the
     # renderer starts after the CPU is timed, so that it does not slow the measurement.
     imported = "torch" in sys.modules
     if not imported:
         template_sandbox.start()
-    config = launcher.find(asked.config) if asked.config else None
-    if config and asked.gpu:
-        on_gpus(config)
-    elif config:  # a plan for this machine
-        launcher.check(config)
-    by, count = sharding_cost.of_config(config, asked.gpus) if config else (None, asked.gpus)
-    if config and not asked.gpus and not asked.gpu and detection.detect().device == "cpu":
-        machine, processes = planner.planned_machine(None, None)[0], count or 1
-        machine = replace(machine, memory_gib=machine.memory_gib / processes)  # of one process
-    else:
-        machine, processes = planner.planned_machine(asked.gpu, count)
-    rate = planner.cpu_rate(recipe) / processes if machine.device == "cpu" else None
+    machine, processes, by = planned_machine.of_arguments(asked)
+    rate = measured_rates.cpu_rate(recipe) / processes if machine.device == "cpu" else None
     if imported:
         template_sandbox.start()
     made = planner.make(recipe, machine, processes, rate, by)
@@ -108,17 +85,6 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }
 
 
-def on_gpus(config: Path) -> None:
-    """Refuse a config for the CPU if the plan is for a GPU (exit 2)."""
-    if accelerate_config.read(config).get("use_cpu") is True:
-        what, fix = (
-            "the config is for the CPU, and --gpu plans for a GPU",
-            "--accelerate ddp_8, or omit --gpu",
-        )
-        texts = {"found": "use_cpu: true", "fix": fix, "code": "launch-config"}
-        raise UserError(Problem(what, "--accelerate", str(config), **texts))
-
-
 def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price: float | None) -> None:
     """Print the headline, the tables of memory, time and choices, the suggestions and the notes."""
     screen.say("", headline(recipe, now))
@@ -137,7 +103,7 @@ def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price:
         faster = "no single change of this recipe is much faster"
         screen.say(faster if now.fits else "no change of this recipe fits; use a larger GPU")
     warned = [line for line in adapter_types.advice(recipe) if line.startswith(WARNING)]
-    screen.say(*map(labelled, [*warned, *now.notes]))
+    screen.note(*warned, *now.notes)
 
 
 def headline(recipe: Recipe, now: Plan) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 from finetune.autoconfig import (
-    attention_choice,
-    base_quantization,
     compilation,
     cuda_graphs,
     memory_estimate,
@@ -16,34 +13,13 @@ from finetune.autoconfig import (
 )
 from finetune.autoconfig.compilation import Work
 from finetune.autoconfig.decisions import ModelSpec
-from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
-from finetune.planning import sharding_cost, step_time
-from finetune.preflight import choice_checks
+from finetune.planning import step_time
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
-    from finetune.models.architecture import Architecture
-    from finetune.planning.planned_run import PlannedRun, Target
+    from finetune.planning.planned_run import PlannedRun
     from finetune.planning.sharding_cost import Share
-    from finetune.recipe.schema import Recipe
-
-
-def storage_and_attention(recipe: Recipe, found: Architecture, target: Target) -> tuple[Choice, Choice]:
-    """Choose the base model's storage and the attention, as `choice_checks.setup_of` does for a run."""
-    flat, kind = recipe.data.packing or recipe.data.padding_free, recipe.adapter.type
-    against = partial(choice_checks.against_fp8, recipe, found.config)
-    by, precision, machine = target.by, target.precision, target.machine
-    launched = sharding_cost.launched(by, 1, precision)
-    if kept := base_quantization.whole_base(launched):
-        against = partial(str, kept)
-    asked = "fp8" if by.frozen_fp8 and recipe.model.quantization == "auto" else recipe.model.quantization
-    stored = choice_checks.check_stored(recipe, found.config)
-    base = base_quantization.choose_base(asked, kind, precision, machine, against, stored)
-    dtype = mixed_precision.compute_dtype(precision, base.value)
-    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
-    attends = attention_choice.read(found.config)
-    return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))
 
 
 def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:

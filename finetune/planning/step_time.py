@@ -141,7 +141,7 @@ def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None
 
 
 def of_cpu(one: Widths) -> str:
-    """Return the source of the rate that `planner.cpu_rate` takes for this CPU."""
+    """Return the source of the rate that `measured_rates.cpu_rate` takes for this CPU."""
     measured, why = measured_rates.read_for("CPU", one)
     if measured:
         return f"one layer, by `finetune doctor --measure` on {measured['date']}, at {measured['shapes']}"

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.core.errors import UserError
 from finetune.planning import dataset_estimate, plan_notes, planner
+from finetune.planning.plan import COMPILE_SECONDS
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from finetune.planning.planner import Plan
+    from finetune.planning.plan import Plan
     from finetune.planning.sharding_cost import Sharding
     from finetune.recipe.schema import Recipe
 
@@ -161,11 +162,11 @@ def faster(recipe: Recipe, now: Plan) -> Iterator[tuple[str, str]]:
     compiles, why = now.choices["compile"]
     if compiles == "off" and now.machine.device == "cuda":
         why = f"; {why.removeprefix('auto: ')}" if "not measured" in why else ""
-        yield "speed.compile=true", f"about {planner.COMPILE_SECONDS} s more before the first step{why}"
+        yield "speed.compile=true", f"about {COMPILE_SECONDS} s more before the first step{why}"
     if speed.compile == "default":
         yield "speed.compile=true", "the same results, with CUDA graphs if they are faster"
     if now.choices["compile"].value == "on":
-        yield "speed.compile=false", f"{planner.COMPILE_SECONDS} s less before the first step"
+        yield "speed.compile=false", f"{COMPILE_SECONDS} s less before the first step"
     if speed.fused is False:
         yield "speed.fused=auto", SAME
     if speed.offload not in ("auto", "none"):

@@ -24,7 +24,15 @@ from finetune.models import (
     token_limits,
     tokenizer_setup,
 )
-from finetune.preflight import adapter_trial, choice_checks, package_checks, publish_target, token_checks
+from finetune.preflight import (
+    adapter_names,
+    adapter_trial,
+    choice_checks,
+    model_checks,
+    package_checks,
+    publish_target,
+    token_checks,
+)
 from finetune.quantization import qat, stored_weights
 from finetune.recipe import adapter_types, upstream_options
 from finetune.recipe.renames import meant
@@ -214,7 +222,7 @@ def _model(recipe: Recipe) -> list[str]:
             raise UserError(Problem(what, "model.revision", found=found, fix=fix, code="recipe-conflict"))
         config = architecture.config_in(Path(recipe.model.name) / "config.json")
         model_class.check(config)
-        stored = choice_checks.check_stored(recipe, config)
+        stored = model_checks.check_stored(recipe, config)
         if stored and (slow := stored_weights.slow_pattern(config, lambda: _modules(recipe.model, config))):
             raise UserError(*slow)
         said = [f"model.name: {stored_weights.describe(stored)}"] if stored else []
@@ -351,7 +359,7 @@ def _adapter(recipe: Recipe) -> list[str]:
     if recipe.speed.qat:
         widths = {name: inputs for name, (_, inputs) in architecture.read(recipe.model).stored.items()}
         qat.check_group_size(recipe.speed.qat, widths)
-    if problems := choice_checks.against_names(recipe, listed.names):
+    if problems := adapter_names.against_names(recipe, listed.names):
         raise UserError(*problems)
     uneven = target_modules.uneven(recipe.adapter.options().get("target_modules"), listed.names)
     return [*notes, *filter(None, (listed.note, uneven))]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.hardware.detection import Hardware
-    from finetune.planning.planner import Plan
+    from finetune.planning.plan import Plan
     from finetune.recipe.schema import Recipe
 
 ENOUGH = 0.05  # share of a step below which a cause is not reported

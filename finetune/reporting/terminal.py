@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.autoconfig.batch_size import short_of_peak
 from finetune.core import formatting
 from finetune.core.command_lines import command
-from finetune.core.formatting import is_share, labelled
+from finetune.core.formatting import is_share
 from finetune.evaluation import verdicts
 from finetune.recipe import adapter_types
 from finetune.run_folder import run_folder
@@ -51,7 +51,7 @@ def show_plan(
     for notice in [*train.remarks(), *of_validation, *recipe.origin.notices, *notes]:
         screen.say(f"note: {notice}")
     for line in [*adapter_types.advice(recipe), *short_of_peak(recipe.train, chosen["train.steps"][0])]:
-        screen.say(labelled(line))
+        screen.note(line)
     screen.say("")
 
 

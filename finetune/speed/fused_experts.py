@@ -25,6 +25,7 @@ from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
 from finetune.autoconfig.compilation import MAX_EXPERTS_RANK, STACKED
+from finetune.core import upstream_private
 from finetune.kernels import expert_ops as ops
 from finetune.kernels.ops import ACTIVATIONS
 from finetune.speed import lm_head_loss
@@ -284,7 +285,7 @@ class FusedExperts:
         self.before = self.base.get_experts_implementation()
         for module in self.base.modules():
             if hasattr(module, "is_concatenated"):  # set by transformers' decorator
-                module.finetune_before = module.config._experts_implementation
+                module.finetune_before = upstream_private.experts_name(module.config)
         self.base.set_experts_implementation(NAME)
         self._prove()
 
@@ -350,11 +351,11 @@ def obstacle(module: Any, wrappers: list[Any]) -> str:
         return "the experts have a bias, no gate, or weights in another order"
     if {name for name, _ in module.named_parameters()} != {FIRST, LAST}:
         return "the experts have other parameters, too"
-    if type(module)._apply_gate.__module__ != ExpertsInterface.__module__:
+    if upstream_private.gate_of(type(module)).__module__ != ExpertsInterface.__module__:
         return "the experts have a gate of their own"
     if type(module.act_fn).__name__ not in ACTIVATIONS:
         return f"the experts' activation is {type(module.act_fn).__name__}"
-    if getattr(module, "_is_expert_parallel", False):
+    if upstream_private.is_expert_parallel(module):
         return "expert parallelism splits the experts"
     weights: list[Any] = [getattr(module, name) for name in (FIRST, LAST)]
     if any(type(one) is not nn.Parameter or not one.is_floating_point() for one in weights):

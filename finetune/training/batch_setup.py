@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl.trainer.sft_config import SFTConfig
+
+    from finetune.autoconfig.batch_size import Batch
+    from finetune.core.run_checks import Choice
+    from finetune.training.run_context import RunContext
+
+from functools import partial
+from typing import TYPE_CHECKING
 
 from finetune.autoconfig import (
     memory_estimate,
@@ -11,8 +21,8 @@ from finetune.autoconfig import (
 from finetune.autoconfig.batch_size import with_micro_batch
 from finetune.core import run_checks
 from finetune.distributed import transformer_engine_layers
-from finetune.preflight import choice_checks
-from finetune.speed import live_model_spec
+from finetune.preflight import allowed_changes
+from finetune.speed import live_model_spec, static_shapes
 from finetune.training import auto_correction, batch_search, oom_recovery, step_work
 
 if TYPE_CHECKING:
@@ -57,7 +67,7 @@ def corrector(
     """Return the correction for a first step that runs out of memory; `None` if no `auto` can use less."""
     layers = live_model_spec.decoder_layers(adapted)
     level = fast[auto_correction.CHECKPOINTING].value
-    allowed = partial(choice_checks.allows, run.recipe, run.setup)
+    allowed = partial(allowed_changes.allows, run.recipe, run.setup)
     change = auto_correction.next_change(
         run.recipe,
         level if layers and not transformer_engine_layers.used() else "full",
@@ -78,7 +88,7 @@ def micro_batches(
 ) -> oom_recovery.MicroBatches:
     """Return the micro-batches of the run, with the texts for an out-of-memory error."""
     recipe, setup = run.recipe, run.setup
-    allowed = partial(choice_checks.allows, recipe, setup)
+    allowed = partial(allowed_changes.allows, recipe, setup)
     graphs = fast["CUDA graphs"].value == "on"
     level = {"activation_checkpointing": fast["speed.activation_checkpointing"].value}
     asked = (
@@ -92,3 +102,30 @@ def micro_batches(
     length = recipe.data.max_length // setup.launch.sharing
     needs = partial(oom_recovery.needed, length, setup, fast, step_work.beside(recipe, setup))
     return oom_recovery.MicroBatches(batch.per_device, less, tell, needs)
+
+
+def fixed_shape(
+    run: RunContext, dataset: Any, batch: Batch, fast: dict[str, run_checks.Choice]
+) -> tuple[int, int, int] | None:
+    """Tokens, documents and longest document that each flattened batch is filled up to.
+
+    Compiled code and TransformerEngine want one shape. `None`: batches keep their own shapes.
+    """
+    data = run.recipe.data
+    needed = fast["speed.compile"].value == "on" or transformer_engine_layers.used()
+    if data.streaming or not (data.packing or data.padding_free) or not needed:
+        return None
+    return static_shapes.one_shape(batch.per_device, dataset["where"], data.max_length)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How a run makes its steps."""
+
+    steps: int
+    batch: Batch
+    choices: dict[str, Choice]
+    """The choices for `speed:`, by option."""
+    flops_per_token: float
+    contract: dict[str, Any]
+    """What must be the same when a checkpoint of this run is resumed."""

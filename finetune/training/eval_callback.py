@@ -12,10 +12,9 @@ from transformers import TrainerCallback
 from finetune.adapters import adalora, trainable_parameters
 from finetune.data.preparation import held_out
 from finetune.evaluation import lm_eval_harness, scoring
+from finetune.models import tokenizer_setup
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch import nn
     from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
 
@@ -177,12 +176,12 @@ def asked(
     tokenizer: PreTrainedTokenizerBase,
     adapted: nn.Module,
     metrics: Metrics,
-    declared: Collection[int] = (),
 ) -> list[Validate]:
     """Return the callback for evaluation during training, if `eval.eval_steps` is set."""
     if recipe.eval.eval_steps is None:
         return []
-    rows = held_out(recipe.data, tokenizer, recipe.train.seed, declared)
+    ends = tokenizer_setup.declared_ends(recipe.model)
+    rows = held_out(recipe.data, tokenizer, recipe.train.seed, ends)
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     # before this step, the ranks exceed the budget
     in_budget: int = config.total_step - config.tfinal if adalora.allocates(adapted) else 0

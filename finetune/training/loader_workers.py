@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import faulthandler
+import atexit
 import multiprocessing
 import os
 import signal
-import sys
 import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import signals
+from finetune.core.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    pass
+
+import faulthandler
+import sys
 from contextlib import suppress
 
 import psutil
 
 from finetune.core import standard_streams
-from finetune.core.errors import Exit, Problem, UserError
 
 TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/data/dataloader.py)
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr
@@ -55,3 +64,21 @@ def end(seconds: int) -> UserError:
     fix = "resume with --resume; if reading is slow, set a larger `train.dataloader_timeout`"
     problem = Problem(what, "train.dataloader_timeout", found=said, fix=fix, code="launch-lost")
     return UserError(problem, code=Exit.TRAINING)
+
+
+def keep_workers(prepare: Any) -> Any:
+    """What begins loader workers that signals to the whole group do not end: the run still reads from them.
+
+    When this process ends they may: Python sends them SIGTERM and waits, without an end, until they are gone.
+    """
+    over = multiprocessing.RawValue("b")
+    atexit.register(setattr, over, "value", 1)
+    return partial(_kept_worker, over, prepare)
+
+
+def _kept_worker(over: Any, prepare: Any, worker: int) -> None:
+    for number in signals.ENDING:
+        signal.signal(number, lambda *_: os._exit(0) if over.value else None)
+    answer_signal()
+    if prepare:
+        prepare(worker)

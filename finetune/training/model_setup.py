@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import attach, initialization
 from finetune.core.errors import UserError, stage
 from finetune.models import loading, module_names, router_loss, tokenizer_setup
-from finetune.preflight import choice_checks, gradient_probe
+from finetune.preflight import adapter_names, gradient_probe
 from finetune.quantization import qat
 from finetune.training import optimizers
 
@@ -26,7 +26,7 @@ def adapted_model(
     recipe, setup, ledger = run.recipe, run.setup, run.checks
     optimizers.check_schedule(arguments, steps)
     base = loading.load(recipe.model, setup, str(arguments.device), ledger)
-    if problems := choice_checks.against_storage(setup.storage.value, module_names.of_model(base)):
+    if problems := adapter_names.against_storage(setup.storage.value, module_names.of_model(base)):
         raise UserError(*problems)
     router_loss.check(base.config, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, ledger)

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import TrainerCallback
 from finetune.adapters import trainable_parameters
 from finetune.core import safe_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.distributed import collectives, deepspeed_zero
+from finetune.distributed import collectives, deepspeed_zero, sharded_tensors, transformer_engine_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,11 +40,13 @@ SMALL = 0.03  # smallest median: losses of memorized examples differ by several 
 class Steps(Protocol):
     """The methods of the Trainer that these callbacks need."""
 
+    args: Any
     micro_batches: MicroBatches
+    model: Any
     model_wrapped: Any
     train_dataset: Any
 
-    def look_again(self, step: int) -> str: ...
+    def loss_of(self, inputs: dict[str, Any]) -> Any: ...
 
 
 class NonFinite(TrainerCallback):
@@ -180,7 +183,7 @@ class NonFinite(TrainerCallback):
         except Exception as error:  # other ranks wait, and this error is not the reason that the run ends
             own = [[f"not found: {error}"]]
         rows = collectives.gathered(own)
-        finding = self.trainer.look_again(step)
+        finding = look_again(self.trainer, step)
         norm = next(norm for norm in collectives.gathered(self.norm.item()) if not math.isfinite(norm))
         findings = [f"rank {number}: {said}" for number, said in enumerate(collectives.gathered(finding))]
         if rank == 0:
@@ -265,6 +268,22 @@ def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
         rows = values.value_parent_indices().to_numpy() if packed else np.arange(len(values))
         yield from (first + np.unique(rows[np.isin(counts, sorted(lengths))])).tolist()
         first += len(values)
+
+
+def look_again(trainer: Steps, step: int) -> str:
+    """What is not finite in a step that was not, when it is made again."""
+    batches, model = trainer.micro_batches.kept.get(step, []), trainer.model
+    if sharded_tensors.sharded(model) or hasattr(trainer.model_wrapped, "backward"):
+        return "not looked for: the launch splits the weights or their state"
+    if transformer_engine_layers.used():
+        return "not looked for: processes meet in each of TransformerEngine's passes"
+    parts = trainer.micro_batches.divided(batches, getattr(trainer.args, "pad_to_multiple_of", None))
+    try:
+        found = [first_not_finite(model, partial(trainer.loss_of, part)) for part in parts]
+    except torch.OutOfMemoryError:
+        return "not found: no memory to look again"
+    said = [f"{what} (micro-batch {n} of {len(found)})" for n, what in enumerate(found, start=1) if what]
+    return next(iter(said), "finite when the step was made again: what was not has passed")
 
 
 def first_not_finite(model: torch.nn.Module, forward: Any) -> str:

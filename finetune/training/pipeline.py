@@ -36,7 +36,7 @@ from finetune.distributed import (
     collectives,
     restart_together,
 )
-from finetune.evaluation import lm_eval_harness, tasks
+from finetune.evaluation import lm_eval_harness, scoring, tasks
 from finetune.hardware import detection
 from finetune.kernels import attention_functions
 from finetune.models import router_loss
@@ -68,7 +68,7 @@ from finetune.training.recording import recording
 from finetune.training.run_context import RunContext
 from finetune.training.saving import save
 from finetune.training.trained_model import train
-from finetune.training.trainer_setup import StepPlan, TrainerInputs, build
+from finetune.training.trainer_setup import TrainerInputs, build
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from finetune.training.stopping import Stop
 
 
+@scoring.memory_errors()
 def run(
     recipe: Recipe,
     *,
@@ -211,7 +212,9 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
             resume.begin(folder, found, contract, choices, screen)
         router = router_loss.count_experts(adapted.config)
         inputs = TrainerInputs(adapted, arguments, prepared.train, tokenizer)
-        trainer = build(run, inputs, StepPlan(steps, batch, fast, flops, contract), stop, asked.watchers)
+        trainer = build(
+            run, inputs, batch_setup.StepPlan(steps, batch, fast, flops, contract), stop, asked.watchers
+        )
         tracked.follow(trainer)
         launch_checks.add(trainer, setup.launch, ledger)
         training_data.add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)

@@ -13,7 +13,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.distributed import (
     collectives,
 )
-from finetune.evaluation import reopen
+from finetune.evaluation import gpu_room
 from finetune.run_folder.run_folder import RunFolder
 from finetune.training import (
     verify_saved,
@@ -113,8 +113,8 @@ def reopen_and_evaluate(
 ) -> dict[str, Any]:
     """Verify that the saved weights are the best trained weights, evaluate them, and return the results."""
     torch.compiler.reset()  # CUDA graphs hold the weights that they read
-    clear_device_cache(garbage_collection=True)  # frees the trained model, which is loaded again
-    if setup.launch.processes > 1 and collectives.from_main(lambda: reopen.too_large(recipe.model, setup)):
+    clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
+    if setup.launch.processes > 1 and collectives.from_main(lambda: gpu_room.too_large(recipe.model, setup)):
         return evaluate(folder, live, ledger)
     result = evaluated(live, folder, ledger)
     for validation in validations:

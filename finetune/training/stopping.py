@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
-import multiprocessing
 import os
-import signal
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -19,7 +15,6 @@ from finetune.checkpointing import serialization
 from finetune.core import signals
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.distributed import collectives, deepspeed_zero, launch_environment
-from finetune.training import loader_workers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,21 +199,3 @@ def add_steps_check(state: Any, planned: int, patience: int | None, ledger: RunC
         got += f", stopped early: no better evaluation in {patience}"
     how = "optimizer steps that ran"
     ledger.add("steps", asked, got, how, ok=state.global_step == planned or early)
-
-
-def keep_workers(prepare: Any) -> Any:
-    """Return the start function of loader workers that ignore signals, because the run still reads from them.
-
-    They end with this process. Python sends them SIGTERM and waits until they have ended.
-    """
-    over = multiprocessing.RawValue("b")
-    atexit.register(setattr, over, "value", 1)
-    return partial(_kept_worker, over, prepare)
-
-
-def _kept_worker(over: Any, prepare: Any, worker: int) -> None:
-    for number in signals.ENDING:
-        signal.signal(number, lambda *_: os._exit(0) if over.value else None)
-    loader_workers.answer_signal()
-    if prepare:
-        prepare(worker)

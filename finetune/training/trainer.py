@@ -7,9 +7,8 @@ import faulthandler
 import time
 from collections import defaultdict
 from collections.abc import Sized
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -22,61 +21,24 @@ from finetune.autoconfig import optimizer_choice
 from finetune.checkpointing import training_state
 from finetune.core import upstream_private
 from finetune.core.errors import Exit, Problem, Stopped, UserError
-from finetune.distributed import collectives, gradient_reduction, sharded_tensors, transformer_engine_layers
+from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
-from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
+from finetune.speed import chunked_cross_entropy, static_shapes
 from finetune.training import (
-    first_step_checks,
     loader_workers,
-    nan_detection,
     oom_recovery,
-    optimizers,
-    step_metrics,
-    stopping,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from datasets import Dataset
     from torch import nn
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from transformers import PreTrainedTokenizerBase
     from trl.trainer.sft_config import SFTConfig
 
-    from finetune.training.auto_correction import Corrector
-    from finetune.training.eval_callback import Validate
-    from finetune.training.stopping import Schedule
-
-
-@dataclass(frozen=True)
-class TrainerParts:
-    """The arguments of the Trainer in addition to TRL's. The Trainer is complete when it is constructed."""
-
-    callbacks: Sequence[TrainerCallback]
-    """All callbacks, including those below, in the order of their calls."""
-    first_step: first_step_checks.FirstStep
-    micro_batches: oom_recovery.MicroBatches
-    loss: lm_head_loss.HeadLoss
-    optimizer: optimizers.OptimizerChoice
-    schedule: Schedule
-    """Decides when to save and when to stop."""
-    metrics: step_metrics.Metrics | None = None
-    """Measures how long a step waits for its batch."""
-    nonfinite: nan_detection.NonFinite | None = None
-    validations: Sequence[Validate] = ()
-    """The callback for evaluation during training, or `None`."""
-    contract: Mapping[str, Any] = field(default_factory=dict)
-    """The facts that must be equal when a run resumes from a checkpoint."""
-    remembered: Sequence[Any] = ()
-    """Parts with `state_dict` and `load_state_dict`: checkpoints hold their state."""
-    corrector: Corrector | None = None
-    """Starts the run again with stronger settings if its first step runs out of memory."""
-    regularizer: adalora.Regularizer | None = None
-    fixed_shape: tuple[int, int, int] | None = None
-    """Tokens, examples and longest example of each flattened batch, if compiled code needs one shape."""
-    loader_timeout: int = 0
-    """Seconds to wait for a batch of a data loader worker; 0: without a limit."""
+    from finetune.training.trainer_parts import TrainerParts
 
 
 class Trainer(SFTTrainer):
@@ -230,21 +192,6 @@ class Trainer(SFTTrainer):
         apart = alone or (gradient_reduction.ours(model) and self.loss.installed is not None)
         return apart and items is not None and not getattr(self, "aux_loss_enabled", False)
 
-    def look_again(self, step: int) -> str:
-        """Find the first NaN or Inf in a step with NaN or Inf gradients."""
-        batches, model = self.micro_batches.kept.get(step, []), cast("Any", self.model)
-        if sharded_tensors.sharded(model) or hasattr(self.model_wrapped, "backward"):
-            return "not looked for: the launch splits the weights or their state"
-        if transformer_engine_layers.used():
-            return "not looked for: processes meet in each of TransformerEngine's passes"
-        parts = self.micro_batches.divided(batches, getattr(self.args, "pad_to_multiple_of", None))
-        try:
-            found = [nan_detection.first_not_finite(model, partial(self.loss_of, part)) for part in parts]
-        except torch.OutOfMemoryError:
-            return "not found: no memory to look again"
-        said = [f"{what} (micro-batch {n} of {len(found)})" for n, what in enumerate(found, start=1) if what]
-        return next(iter(said), "finite when the step was made again: what was not has passed")
-
     def loss_of(self, inputs: dict[str, Any]) -> Any:
         with self.compute_loss_context_manager():
             return self.compute_loss(self.model, self._prepare_inputs(inputs))
@@ -394,8 +341,8 @@ class Trainer(SFTTrainer):
 
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()
-        inner = getattr(loader, "base_dataloader", loader)  # Accelerate wraps the loader
-        inner.worker_init_fn = stopping.keep_workers(inner.worker_init_fn)
+        inner = getattr(loader, "base_dataloader", loader)  # Accelerate's is around it
+        inner.worker_init_fn = loader_workers.keep_workers(inner.worker_init_fn)
         inner.timeout = self.loader_timeout if inner.num_workers else 0
         # torch draws a seed for workers when they begin, in each life of a run where they persist: from this
         # one, that the generator which decides on the order of rows is where it would be without a stop

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import adalora
 from finetune.checkpointing.checkpoints import Writer
-from finetune.distributed import transformer_engine_layers
-from finetune.models import tokenizer_setup
-from finetune.speed import dora_norm, lm_head_loss, static_shapes
+from finetune.speed import dora_norm, lm_head_loss
 from finetune.training import (
     batch_setup,
     eval_callback,
@@ -19,7 +17,8 @@ from finetune.training import (
     step_metrics,
     stopping,
 )
-from finetune.training.trainer import Trainer, TrainerParts
+from finetune.training.trainer import Trainer
+from finetune.training.trainer_parts import TrainerParts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerCallback
     from trl.trainer.sft_config import SFTConfig
 
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.core.run_checks import Choice
-    from finetune.recipe.schema import Adapter
     from finetune.training.run_context import RunContext
     from finetune.training.stopping import Stop
 
@@ -45,21 +41,12 @@ class TrainerInputs:
     tokenizer: PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """The settings of a run's steps."""
-
-    steps: int
-    batch: Batch
-    choices: dict[str, Choice]
-    """The choices for `speed:`, by option."""
-    flops_per_token: float
-    contract: dict[str, Any]
-    """The facts that must be equal when a run resumes from a checkpoint."""
-
-
 def build(
-    run: RunContext, inputs: TrainerInputs, plan: StepPlan, stop: Stop, watchers: Sequence[TrainerCallback]
+    run: RunContext,
+    inputs: TrainerInputs,
+    plan: batch_setup.StepPlan,
+    stop: Stop,
+    watchers: Sequence[TrainerCallback],
 ) -> Trainer:
     """Build the Trainer of a run.
 
@@ -77,8 +64,7 @@ def build(
     first_step = first_step_checks.FirstStep(checks, setup, first_step_checks.Planned(*decided, **made))
     given = {"batch": plan.batch.effective, "flops_per_token": plan.flops_per_token}
     metrics = step_metrics.Metrics(run.folder, run.console, setup, **given)
-    ends = tokenizer_setup.declared_ends(recipe.model)
-    validations = eval_callback.asked(recipe, inputs.tokenizer, adapted, metrics, ends)
+    validations = eval_callback.asked(recipe, inputs.tokenizer, adapted, metrics)
     writer = Writer(run.folder.checkpoints, recipe.train.save_total_limit)
     schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
     unusable = nan_detection.watchers(
@@ -98,8 +84,8 @@ def build(
         contract=plan.contract,
         remembered=(schedule, micro_batches, metrics, *unusable, *validations),
         corrector=None if run.found else batch_setup.corrector(run, adapted, plan.batch, plan.choices),
-        regularizer=regularizer(adapted, recipe.adapter),
-        fixed_shape=fixed_shape(run, inputs.dataset, plan),
+        regularizer=adalora.regularizer(adapted, recipe.adapter.ours("orth_reg_every") or 1),
+        fixed_shape=batch_setup.fixed_shape(run, inputs.dataset, plan.batch, plan.choices),
         loader_timeout=recipe.train.dataloader_timeout,
     )
     return Trainer(adapted, inputs.arguments, inputs.dataset, inputs.tokenizer, parts)
@@ -110,23 +96,3 @@ def step_callbacks(run: RunContext, adapted: Any) -> list[TrainerCallback]:
     allocates = [adalora.AllocateRanks()] if adalora.allocates(adapted) else []
     offloaded = run.recipe.speed.offload in ("optimizer", "all")
     return [*allocates, *([optimizers.SendGradients()] if offloaded else [])]
-
-
-def regularizer(adapted: Any, section: Adapter) -> adalora.Regularizer | None:
-    """Return AdaLoRA's orthogonality term, or `None` for other adapters."""
-    if not adalora.allocates(adapted):
-        return None
-    weight, every = adapted.peft_config["default"].orth_reg_weight, section.ours("orth_reg_every") or 1
-    return adalora.Regularizer(weight, every, adalora.singular_vectors(adapted))
-
-
-def fixed_shape(run: RunContext, dataset: Any, plan: StepPlan) -> tuple[int, int, int] | None:
-    """Return tokens, examples and longest example to which each flattened batch is filled.
-
-    Compiled code and TransformerEngine need one shape. `None`: batches keep their own shapes.
-    """
-    data = run.recipe.data
-    needed = plan.choices["speed.compile"].value == "on" or transformer_engine_layers.used()
-    if data.streaming or not (data.packing or data.padding_free) or not needed:
-        return None
-    return static_shapes.one_shape(plan.batch.per_device, dataset["where"], data.max_length)

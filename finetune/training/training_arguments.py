@@ -58,7 +58,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
-        **data_loader.loader(setup.hardware, int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), given),
+        **data_loader.loader_of_launch(setup.hardware, given),
         "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
         "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start
         "ddp_timeout": launch_environment.timeout_seconds() + launch_environment.NCCL_LATER,

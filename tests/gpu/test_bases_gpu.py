@@ -10,7 +10,7 @@ from finetune.adapters import attach, trainable_parameters
 from finetune.autoconfig import machine_setup
 from finetune.core.run_checks import RunChecks
 from finetune.evaluation import reopen
-from finetune.export import merging
+from finetune.export import merging, plain_base
 from finetune.recipe import adapter_types, loader
 from support.paths import MODEL, QUICKSTART
 from support.runs import receipts
@@ -48,7 +48,7 @@ def opened(storage: str, kind: str = "lora", name: str = str(MODEL)):
 def test_a_quantised_base_is_its_dequantised_self_and_passes_gradients_on(storage: str, kind: str) -> None:
     loaded = opened(storage, kind)
     setup = machine_setup.choose(attention="auto", base=storage, adapter_type=kind)
-    plain = merging.plain_base(loaded, setup).bfloat16()
+    plain = plain_base.plain_base(loaded, setup).bfloat16()
     found = []
     for base in (reopen.open_base(loaded), plain):
         torch.manual_seed(0)

@@ -12,7 +12,7 @@ from finetune.cli import main
 from finetune.core.errors import Exit, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.evaluation import reopen
-from finetune.export import merging
+from finetune.export import plain_base
 from finetune.models import loading
 from finetune.recipe import adapter_rules, adapter_types, loader
 from finetune.recipe.schema import Model
@@ -65,7 +65,7 @@ def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> Non
         assert raised.value.code == Exit.ENVIRONMENT
         return
     setup = machine_setup.choose(attention="auto", base=storage, adapter_type=kind)
-    plain = merging.plain_base(loaded, setup)
+    plain = plain_base.plain_base(loaded, setup)
     got, loss = gradients(reopen.open_base(loaded), loaded.adapter)
     wanted, right = gradients(plain, loaded.adapter)
     assert got.keys() == wanted.keys() and got

@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 
 from finetune.cli import main
 from finetune.core.errors import UserError
-from finetune.export.publishing import without_paths
+from finetune.export.published_text import without_paths
 from finetune.hub import client
 from finetune.recipe import loader
 from finetune.run_folder import run_folder

@@ -14,7 +14,7 @@ from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.evaluation import reopen
-from finetune.export import merging, publishing, torchao_quantization
+from finetune.export import merging, staged_files, torchao_quantization
 from finetune.models import loading, quantization_checks
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
@@ -336,12 +336,12 @@ def test_what_is_merged_elsewhere_is_not_what_the_run_folder_holds(tmp_path, mon
     folder.write("merge.json", {"merged": {"dtype": "bfloat16"}})
     monkeypatch.chdir(tmp_path)
     merging.publish(tmp_path / "staged", Path("merged"), folder, {"dtype": "float32"})
-    _, weights = publishing.find_weights(folder, merged=True)
+    _, weights = staged_files.find_weights(folder, merged=True)
     assert weights == folder.path / "merged"
-    assert publishing.merge_report(folder, weights) == {"dtype": "bfloat16"}
+    assert staged_files.merge_report(folder, weights) == {"dtype": "bfloat16"}
     folder.write("merge.json", {str(tmp_path / "merged"): {"dtype": "float32"}})
     with pytest.raises(UserError, match="outside the run folder"):
-        publishing.find_weights(folder, merged=True)
+        staged_files.find_weights(folder, merged=True)
 
 
 def test_a_type_that_peft_can_t_merge(run, capsys) -> None:

@@ -11,8 +11,8 @@ import torch
 from finetune.autoconfig import mixed_precision
 from finetune.checkpointing import checkpoints
 from finetune.hardware import detection
-from finetune.planning import planner
-from finetune.preflight import choice_checks
+from finetune.planning import planned_machine, planner
+from finetune.preflight import allowed_changes
 from finetune.recipe import loader
 from finetune.recipe.schema import Speed
 from finetune.training import batch_search, oom_recovery
@@ -87,7 +87,7 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
     changes = "speed.activation_checkpointing=full, or model.quantization=nf4, or data.max_length=128"
     assert fix == f"{changes} (`finetune plan RECIPE` shows the memory of each)"
     ((needed, rows),) = re.findall(r"by finetune plan: (\S+) GiB for (.*)", said)
-    made = planner.make(loader.load(run.recipe), *planner.planned_machine(None, None))
+    made = planner.make(loader.load(run.recipe), *planned_machine.find(None, None))
     assert rows == "one row of 256 tokens" and made.tokens == 256
     assert float(needed) == pytest.approx(sum(made.phases["step"].values()), rel=0.1)
 
@@ -161,7 +161,7 @@ def test_advice_is_what_the_run_would_not_refuse(given, launched, processes, fir
     made = loader.load(QUICKSTART, [*given, "data.max_length=256"])
     launch = mixed_precision.Launch("here", processes, 0, "bf16", "hardware", "")
     setup = SimpleNamespace(hardware=H100, launch=launch)
-    allowed = partial(choice_checks.allows, made, setup)
+    allowed = partial(allowed_changes.allows, made, setup)
     found = oom_recovery.fixes(
         made.speed, made.model.quantization, made.adapter.type, made.data.max_length, allowed
     )

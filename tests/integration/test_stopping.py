@@ -20,11 +20,10 @@ from transformers import TrainerCallback
 from finetune.autoconfig import mixed_precision
 from finetune.checkpointing import checkpoints, resume, training_state
 from finetune.cli import arguments, main
-from finetune.cli import train as cli_train
 from finetune.core import signals
 from finetune.core.errors import Stopped, UserError
 from finetune.experiments.runner import verify_resume
-from finetune.export import publishing
+from finetune.export import after_training
 from finetune.hardware import detection
 from finetune.profiling import profiler
 from finetune.recipe import loader
@@ -48,7 +47,7 @@ def work(begin, ready):
 
 if __name__ == "__main__":
     ready = multiprocessing.Event()
-    begin = stopping.keep_workers(None)
+    begin = loader_workers.keep_workers(None)
     worker = multiprocessing.Process(target=work, args=(begin, ready), daemon=True)
     worker.start()
     ready.wait()
@@ -178,12 +177,12 @@ def test_until_is_a_step_or_a_time(train, monkeypatch) -> None:
     train(*SHORT, "--resume", "--until=0.001s", code=75)  # no step fits, but one is always made
     assert checkpoints.published(run.checkpoints)[0].name == "step-3"
     now = time.time()
-    assert 0 < (cli_train.until("06:30").time or 0) - now <= 86400
-    assert abs((cli_train.until("1h30m").deadline or 0) - time.monotonic() - 5400) < 5
-    assert cli_train.until("2100-01-01T06:30").time == time.mktime((2100, 1, 1, 6, 30, 0, 0, 1, -1))
+    assert 0 < (arguments.until("06:30").time or 0) - now <= 86400
+    assert abs((arguments.until("1h30m").deadline or 0) - time.monotonic() - 5400) < 5
+    assert arguments.until("2100-01-01T06:30").time == time.mktime((2100, 1, 1, 6, 30, 0, 0, 1, -1))
     for wrong in ("soon", "25:00", "0"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected a step"):
-            cli_train.until(wrong)
+            arguments.until(wrong)
 
 
 def test_checkpoints_by_share_epoch_and_time(train, monkeypatch, tmp_path) -> None:
@@ -288,8 +287,8 @@ def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:
 def test_a_run_that_is_finished_is_published_once(tmp_path, monkeypatch) -> None:
     """Also where its process was ended while it did that."""
     told: list[Any] = []
-    monkeypatch.setattr(publishing, "check", lambda *given: [])
-    monkeypatch.setattr(publishing, "after_training", lambda *given: told.append(given))
+    monkeypatch.setattr(after_training, "check", lambda *given: [])
+    monkeypatch.setattr(after_training, "publish_run", lambda *given: told.append(given))
     (tmp_path / "adapter").mkdir()
     (tmp_path / "eval.json").write_text("{}")
     words = ["train", str(QUICKSTART), f"train.output_dir={tmp_path}", "publish.repo=a/b", "--resume"]

@@ -16,7 +16,7 @@ from finetune.adapters import attach
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
-from finetune.planning import planned_spec, planner, sharding_cost
+from finetune.planning import planned_facts, planned_spec, sharding_cost
 from finetune.recipe import loader
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers, live_model_spec
@@ -59,7 +59,7 @@ def both(family: str, adapter: str, folder: Path) -> tuple[ModelSpec, ModelSpec,
     """The model as a plan and as a run describe it, and why its layers did not fuse; `None`: refused."""
     recipe = recipe_of(family, adapter, folder)
     try:
-        run, _ = planner.planned_run(recipe, detection.detect(), 1, sharding_cost.ONE)
+        run, _ = planned_facts.planned_run(recipe, detection.detect(), 1, sharding_cost.ONE)
         config = AutoConfig.for_model(family, **CONFIGS[family])
         model = AutoModelForCausalLM.from_config(config, attn_implementation=run.attention).train()
         adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())

@@ -16,7 +16,7 @@ import optuna
 import psutil
 import pytest
 
-from finetune.cli.train import until
+from finetune.cli.arguments import until
 from finetune.core.errors import UserError
 from finetune.distributed import collectives, launch_environment
 from finetune.experiments.runner import kept_runs, worker_process

@@ -16,7 +16,7 @@ from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.models import architecture, model_class, module_lists
 from finetune.models.module_names import short
-from finetune.preflight import adapter_trial, choice_checks, gradient_probe
+from finetune.preflight import adapter_names, adapter_trial, gradient_probe
 from finetune.recipe import adapter_types, loader
 from support.architectures import CONFIGS, MULTIMODAL, config_of
 
@@ -144,7 +144,7 @@ def refused_by_check(recipe: Recipe, names: Names, model: Path) -> list[Problem]
 
     `None`: `check` says that only the run can try the adapter.
     """
-    found = choice_checks.against_names(recipe, names)
+    found = adapter_names.against_names(recipe, names)
     if not found and adapter_trial.is_needed(recipe):
         return adapter_trial.problems(recipe, model)
     return found

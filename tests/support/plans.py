@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.planning import planner
+from finetune.planning import plan, planned_machine, planner
 from finetune.recipe import loader
 
 if TYPE_CHECKING:
@@ -17,6 +17,6 @@ LLAMA_8B = {
 }  # fmt: skip
 
 
-def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> planner.Plan:
+def planned(path: Path, *overrides: str, gpu: str = "h200", count: int | None = None) -> plan.Plan:
     """The plan of a recipe for GPUs of the table."""
-    return planner.make(loader.load(path, overrides), *planner.planned_machine(gpu, count))
+    return planner.make(loader.load(path, overrides), *planned_machine.find(gpu, count))

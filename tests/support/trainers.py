@@ -24,7 +24,6 @@ from finetune.training import (
     first_step_checks,
     optimizers,
     stopping,
-    trainer_setup,
     training_arguments,
     training_data,
 )
@@ -32,7 +31,8 @@ from finetune.training.nan_detection import NonFinite
 from finetune.training.oom_recovery import MicroBatches
 from finetune.training.run_context import RunContext
 from finetune.training.step_metrics import Metrics
-from finetune.training.trainer import Trainer, TrainerParts
+from finetune.training.trainer import Trainer
+from finetune.training.trainer_parts import TrainerParts
 from support.paths import QUICKSTART
 
 SIZE = {
@@ -114,7 +114,7 @@ def trainer_parts(
         schedule=stopping.Schedule(recipe.train, stopping.Stop(), writer, ""),
         metrics=next((one for one in callbacks if isinstance(one, Metrics)), None),
         nonfinite=next((one for one in callbacks if isinstance(one, NonFinite)), None),
-        regularizer=trainer_setup.regularizer(adapted, recipe.adapter),
+        regularizer=adalora.regularizer(adapted, recipe.adapter.ours("orth_reg_every") or 1),
     )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import safe_files, shipped_files
+from finetune.core import safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, in_one_line
 from finetune.experiments.ablation import ablation_report, optimizations, verdict
@@ -431,7 +431,9 @@ def collect(
     whole = measured_run.summary(bench.of(variant))
     as_is = bench.of(Variant(None, {}))
     words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
-    words += ["--optimizations", str(bench.asked.ladder)] * (bench.asked.ladder != default_ladder())
+    words += ["--optimizations", str(bench.asked.ladder)] * (
+        bench.asked.ladder != optimizations.default_ladder()
+    )
     sources = {}
     for row in rows:
         rung = bench.ladder.rung(row["name"])
@@ -457,7 +459,3 @@ def collect(
     }
     RunFolder(bench.asked.folder / stem(bench.asked)).write("ladder.json", found)
     return found
-
-
-def default_ladder() -> Path:
-    return shipped_files.folder("recipes") / "ablation.yaml"

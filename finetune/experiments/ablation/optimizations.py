@@ -7,14 +7,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core import shipped_files
+from finetune.core.errors import Problem, UserError
+from finetune.experiments.runner import varied_keys
+
+if TYPE_CHECKING:
+    from finetune.experiments.ablation.optimizations import Ladder, Rung
+    from finetune.hardware.detection import Hardware
+
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PrivateAttr, ValidationError
 
 from finetune.core import paths, strict_yaml
-from finetune.core.errors import Problem, UserError, nearest
+from finetune.core.errors import nearest
 from finetune.core.packages import installed
-from finetune.experiments.runner import varied_keys
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.schema import Section
 
@@ -383,3 +392,7 @@ def _cpu() -> Mapping[str, Any]:
     import torch
 
     return torch.cpu.get_capabilities()
+
+
+def default_ladder() -> Path:
+    return shipped_files.folder("recipes") / "ablation.yaml"

@@ -35,10 +35,8 @@ from accelerate.utils.memory import clear_device_cache
 from finetune.core import safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, first_line, in_one_line, nearest
-from finetune.core.formatting import labelled
 from finetune.data import source_loading
 from finetune.distributed import collectives
-from finetune.evaluation import scoring
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.comparison.comparison_report import MARK
 from finetune.experiments.runner import kept_runs
@@ -249,7 +247,8 @@ def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
         notes.append("one seed does not show how much scores vary; use --seeds 3")
     if asked.budget and jobs[0].recipe.eval.eval_steps:
         notes.append("eval.eval_steps: --budget counts only the final evaluation, so the runs take longer")
-    screen.say(*map(labelled, dict.fromkeys(notes)), "")
+    screen.note(*dict.fromkeys(notes))
+    screen.say("")
 
 
 def make_way(job: Job, screen: Console, head: str) -> bool:
@@ -274,8 +273,7 @@ def run_one(job: Job) -> str:
     """
     before, started = clear_memory(), time.monotonic()
     try:
-        with scoring.memory_errors():
-            pipeline.run(job.recipe, quiet=True)
+        pipeline.run(job.recipe, quiet=True)
     except Exception as error:  # an error in a library or in finetune must not lose the other runs
         reason = why(error)
         if not collectives.shared(kind(error)):

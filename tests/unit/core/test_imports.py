@@ -53,6 +53,36 @@ def test_imports_of_each_module_name_the_defining_module() -> None:
     assert {path: names for path, names in found.items() if names} == {}
 
 
+def used_modules(text: str, package: Path) -> set[str]:
+    """The modules of `finetune` whose names a source uses, also in its types."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "finetune":
+            module = node.module or ""
+            folder = package.joinpath(*module.split(".")[1:])
+            inner = {a.name for a in node.names if (folder / f"{a.name}.py").exists()}
+            found |= {f"{module}.{name}" for name in inner}
+            found |= {module} if len(inner) < len(node.names) else set()
+    return found
+
+
+def test_used_modules_counts_a_module_once_and_those_of_types() -> None:
+    text = "from finetune.core import errors\nfrom finetune.core.errors import Exit\n"
+    text += "if TYPE_CHECKING:\n    from finetune.recipe.schema import Recipe\n"
+    assert used_modules(text, PACKAGE) == {"finetune.core.errors", "finetune.recipe.schema"}
+
+
+def test_only_the_three_entry_points_use_many_modules() -> None:
+    """The commands, the checks and the run. All other modules use fifteen others at most."""
+    modules = (path for path in PACKAGE.rglob("*.py") if "examples" not in path.parts)
+    many = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in modules
+        if len(used_modules(path.read_text(), PACKAGE)) > 15
+    }
+    assert many <= {"cli/main.py", "preflight/checker.py", "training/pipeline.py"}
+
+
 def test_imports_of_tests_name_no_other_test() -> None:
     """What tests share is in tests/support/."""
     for path in (ROOT / "tests").rglob("*.py"):

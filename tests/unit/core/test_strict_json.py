@@ -14,7 +14,7 @@ from finetune.evaluation import results, verdicts
 from finetune.evaluation.results import Measured
 from finetune.evaluation.scoring import Score
 from finetune.experiments.runner import worker_process
-from finetune.export import publishing
+from finetune.export import staged_files
 from finetune.recipe.schema import Eval
 from finetune.reporting import html_report
 from finetune.run_folder.run_folder import RunFolder
@@ -61,7 +61,7 @@ def test_readers_take_it(lost: RunFolder, tmp_path: Path) -> None:
     assert math.isnan(lost.found("eval.json")["tuned"]["loss"])
     assert math.isnan(worker_process.result(lost.path, "eval_loss", []))
     staged = tmp_path / "eval.json"
-    publishing.write_json(staged, {"tuned": {"loss": math.nan}}, indent=1)  # of a run that wrote NaN itself
+    staged_files.write_json(staged, {"tuned": {"loss": math.nan}}, indent=1)  # of a run that wrote NaN itself
     assert json.loads(staged.read_text(), parse_constant=refused) == {"tuned": {"loss": "nan"}}
 
 

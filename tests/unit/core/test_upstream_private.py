@@ -68,7 +68,8 @@ def private_uses(tree: ast.AST, own: set[str]) -> Iterator[str]:
             texts = [one.value for one in node.args if isinstance(one, ast.Constant)]
             names = [str(one).rpartition(".")[2] for one in texts if str(one).isidentifier()]
             named = ast.unparse(node.func).endswith(("getattr", "setattr", "hasattr", "delattr", ".pop"))
-            yield from (ast.unparse(node) for name in names if named and is_private(name) and name not in own)
+            names = [name for name in names if named and is_private(name) and name not in own | PUBLIC]
+            yield from (ast.unparse(node) for _ in names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "._" in node.value:
             modules = node.value.split(".")
             if modules[0] in ("torch", "transformers", "trl", "peft", "accelerate", "datasets"):
@@ -142,6 +143,18 @@ def test_attention_name_is_what_the_layers_call(model: Any) -> None:
     upstream_private.set_attention_name(model.config, "eager")
     assert model.model.layers[0].self_attn.config._attn_implementation == "eager"
     assert "config._attn_implementation" in inspect.getsource(type(model.model.layers[0].self_attn))
+
+
+def test_experts_name_is_what_transformers_sets(model: Any) -> None:
+    model.set_experts_implementation("eager")
+    assert upstream_private.experts_name(model.config) == "eager"
+
+
+def test_names_of_experts_are_those_of_transformers() -> None:
+    from transformers.integrations import deepgemm
+
+    source = inspect.getsource(deepgemm)
+    assert "self._is_expert_parallel" in source and "self._apply_gate(" in source
 
 
 def test_modules_in_fp32_are_what_a_class_declares(model: Any) -> None:

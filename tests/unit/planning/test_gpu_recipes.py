@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.planning import planner
+from finetune.planning import plan, planned_machine, planner
 from finetune.recipe import loader
 from support.paths import ROOT
 
@@ -42,10 +42,10 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-def planned(name: str, gpu: str, llama: Path) -> planner.Plan:
+def planned(name: str, gpu: str, llama: Path) -> plan.Plan:
     overrides = [f"model.name={llama}", f"data.name={llama}/rows.jsonl", "data.validation_fraction=null"]
     loaded = loader.load(FILES[name], [*overrides, "train.max_steps=300"])
-    return planner.make(loaded, *planner.planned_machine(gpu, 1))
+    return planner.make(loaded, *planned_machine.find(gpu, 1))
 
 
 @pytest.mark.parametrize("size", GPUS)

@@ -14,8 +14,8 @@ from finetune.cli import main
 from finetune.core import verified_files
 from finetune.hardware import gpus
 from finetune.models import architecture
-from finetune.planning import measured_rates, planner, step_time
-from finetune.profiling import profiler
+from finetune.planning import measured_rates, planned_machine, step_time
+from finetune.profiling import roofline
 from finetune.recipe import loader
 from support.paths import QUICKSTART
 from support.plans import planned
@@ -60,7 +60,7 @@ def test_ceilings_of_a_gpu_are_used_and_said(large) -> None:
 
 def test_a_gpu_is_found_by_its_kind() -> None:
     """What torch calls the device, and what --gpu names."""
-    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100", planner.planned_machine("h100", 1)[0].name)
+    names = ("NVIDIA H100 80GB HBM3", "NVIDIA H100", planned_machine.find("h100", 1)[0].name)
     assert {measured_rates.file_of(name, WIDTHS).name for name in names} == {"h100-80gb-4096x14336.json"}
     assert measured_rates.file_of("NVIDIA H100 PCIe", WIDTHS).name == "h100-pcie-4096x14336.json"
     assert measured_rates.file_of("CPU", WIDTHS).name == "cpu-4096x14336.json"
@@ -78,8 +78,8 @@ def test_rates_of_another_shape_are_not_taken(large) -> None:
     assert after.step_seconds == before.step_seconds
     assert "measured at hidden 256, intermediate 688, and this model has 4096 and 14336" in after.source
     one = memory_estimate.widths(architecture.read(loader.load(large).model).config)
-    machine = planner.planned_machine("h200", 1)[0]
-    assert profiler.peaks(machine, one)[2] == "of its data sheet", "nor is a profile's roofline of them"
+    machine = planned_machine.find("h200", 1)[0]
+    assert roofline.peaks(machine, one)[2] == "of its data sheet", "nor is a profile's roofline of them"
     keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 8192, intermediate 28672"})  # 70B's: wide enough
     assert "doctor --measure` on" in planned(large).source
 
@@ -129,11 +129,11 @@ def test_doctor_measures_this_machine_and_the_plan_takes_it(monkeypatch, capsys)
     assert str(file) in "".join(capsys.readouterr().out.split())
     assert {"product", "forward", "backward", "bandwidth", "layer"} <= found.keys()
     assert all(found[name] > 1e8 for name in ("product", "forward", "backward", "bandwidth", "layer"))
-    assert planner.cpu_rate(loader.load(QUICKSTART)) == found["layer"]
+    assert measured_rates.cpu_rate(loader.load(QUICKSTART)) == found["layer"]
     said = step_time.of_cpu(one)
     assert said == f"one layer, by `finetune doctor --measure` on {found['date']}, at {found['shapes']}"
     write(file, {name: found[name] for name in found if name not in ("layer", "sha256")})
-    assert planner.cpu_rate(loader.load(QUICKSTART)) > 1e8  # timed anew
+    assert measured_rates.cpu_rate(loader.load(QUICKSTART)) > 1e8  # timed anew
     assert step_time.of_cpu(one).startswith(
         f"one layer, timed now; finetune ignores {file}: it has no usable layer"
     )

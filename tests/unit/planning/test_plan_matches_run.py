@@ -19,6 +19,8 @@ from finetune.models import loading
 from finetune.planning import (
     memory_by_phase,
     plan_report,
+    planned_facts,
+    planned_machine,
     planned_spec,
     planner,
     sharding_cost,
@@ -94,7 +96,7 @@ def test_a_batch_that_is_searched_is_the_largest_that_fits(large) -> None:
 
 
 def test_no_batch_is_searched_where_weights_are_split(large) -> None:
-    loaded, machine = loader.load(large, [*SHORT, AUTO]), planner.planned_machine("h200", 2)
+    loaded, machine = loader.load(large, [*SHORT, AUTO]), planned_machine.find("h200", 2)
     with pytest.raises(UserError, match="the search runs before FSDP2 shards the weights"):
         planner.make(loaded, *machine, by=sharding_cost.FSDP2)
 
@@ -173,8 +175,8 @@ def test_copies_of_every_weight_are_in_the_room_for_activations(large) -> None:
     """As step_work.work_of: autocast's of the linear layers, and DDP's of all gradients."""
     given = ["adapter.type=full", "train.learning_rate=1e-5", "train.effective_batch_size=8"]
     loaded = loader.load(large, given)
-    machine, _ = planner.planned_machine("b200", 2)
-    run, _ = planner.planned_run(loaded, machine, 2, sharding_cost.DDP)
+    machine, _ = planned_machine.find("b200", 2)
+    run, _ = planned_facts.planned_run(loaded, machine, 2, sharding_cost.DDP)
     spec, found = planned_spec.model_spec(run, fused=False), run.model
     kept = decisions.keeps_of(spec, 1, fused=False, compiled=True)
     linear = sum(outputs * inputs for outputs, inputs in found.linear.values()) + 128256 * 4096

@@ -13,13 +13,21 @@ from transformers import AutoConfig
 from finetune.adapters import attach, trainable_parameters
 from finetune.autoconfig import memory_estimate
 from finetune.autoconfig.compilation import Work
-from finetune.cli import doctor_report, main
+from finetune.cli import doctor_choices, main
 from finetune.core.errors import Exit, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
 from finetune.models import architecture
-from finetune.planning import adapter_size, plan_report, planned_spec, planner, sharding_cost, suggestions
-from finetune.preflight import choice_checks
+from finetune.planning import (
+    adapter_size,
+    plan_report,
+    planned_facts,
+    planned_machine,
+    planned_spec,
+    sharding_cost,
+    suggestions,
+)
+from finetune.preflight import adapter_names
 from finetune.recipe import loader
 from finetune.speed import apply_to_model, chunked_cross_entropy, fused_layers, live_model_spec
 from support.paths import MODEL, QUICKSTART, ROOT
@@ -114,8 +122,8 @@ def test_what_trains_of_experts_is_counted(
     assert len(said) == bool(wrapped)
     if wrapped:
         dora = loaded.model_copy(update={"adapter": loaded.adapter.model_copy(update={"type": "dora"})})
-        (problem,) = choice_checks.against_names(dora, architecture.read(loaded.model).names)
-        assert problem.what == "PEFT has no use_dora for parameters such as the weights of experts"
+        (problem,) = adapter_names.against_names(dora, architecture.read(loaded.model).names)
+        assert problem.what == "PEFT has no use_dora for parameters such as experts' weights"
         with pytest.raises(UserError, match=problem.what):
             attach.attach(AutoModelForCausalLM.from_config(config), dora.adapter, 100, RunChecks())
 
@@ -167,7 +175,7 @@ def test_mlps_are_whole_in_a_plan_where_they_are_in_a_run(
     real = AutoModelForCausalLM.from_config(config)
     adapted = attach.attach(real, loaded.adapter, 9, RunChecks())
     assert fused_layers.Fused(adapted, real.model.layers).mlps == whole
-    run, _ = planner.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
+    run, _ = planned_facts.planned_run(loaded, detection.detect(), 1, sharding_cost.ONE)
     assert planned_spec.model_spec(run, fused=True).fused_mlps == bool(whole)
 
 
@@ -252,9 +260,7 @@ def test_doctor_names_the_model_s_own_attention(large: Path, capsys) -> None:
     assert main.main(["doctor", str(large)]) == 0
     assert "which gemma2 needs" in capsys.readouterr().out.replace("\n", " ")
     (large.parent / "8b" / "config.json").write_text("no json")
-    chosen = doctor_report._chosen_attention(
-        loader.load(large), planner.planned_machine("h100-80gb", None)[0]
-    )
+    chosen = doctor_choices.attention(loader.load(large), planned_machine.find("h100-80gb", None)[0])
     assert chosen[0] == "cudnn" and "no config of" in chosen[1], "doctor answers without the model, too"
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.planning import memory_by_phase, plan_report, planner, step_time, suggestions
+from finetune.planning import memory_by_phase, plan_report, planned_machine, planner, step_time, suggestions
 from finetune.recipe import loader
 from support.plans import planned
 
@@ -38,7 +38,7 @@ def test_copies_wait_for_what_computing_does_not_cover() -> None:
 def test_auto_offloads_what_would_be_made_again(large) -> None:
     rows = ("train.per_device_train_batch_size=8", "train.effective_batch_size=8")
     given = ["model.quantization=fp8", "speed.compile=true", *rows]
-    machine, _ = planner.planned_machine("h100-80gb", 1)
+    machine, _ = planned_machine.find("h100-80gb", 1)
     much, little = (
         planner.make(loader.load(large, given), replace(machine, host_gib=room), 1) for room in (64.0, 4.0)
     )
@@ -62,7 +62,7 @@ def test_activations_go_to_the_cpu_as_far_as_it_has_room(large) -> None:
     offloaded = loader.load(
         large, ["model.quantization=fp8", "speed.offload=activations", "speed.compile=true"]
     )
-    machine, _ = planner.planned_machine("h200", 1)
+    machine, _ = planned_machine.find("h200", 1)
     unknown, much, little, none = (
         planner.make(offloaded, replace(machine, host_gib=room), 1) for room in (None, 64.0, 8.0, 2.0)
     )

@@ -22,6 +22,7 @@ from finetune.hardware import gpus
 from finetune.models import architecture, loading
 from finetune.planning import (
     adapter_size,
+    planned_machine,
     planner,
     sharding_cost,
     step_time,
@@ -194,7 +195,7 @@ def test_what_does_not_fit_whole_is_divided_and_gathered(large) -> None:
 def test_gathering_waits_where_the_link_is_slow(large) -> None:
     split = ("model.quantization=none", "train.effective_batch_size=8")
     fast, slow = (
-        planner.make(loader.load(large, split), *planner.planned_machine(gpu, 8), by=sharding_cost.FSDP2)
+        planner.make(loader.load(large, split), *planned_machine.find(gpu, 8), by=sharding_cost.FSDP2)
         for gpu in ("h100-80gb", "h100-pcie")
     )
     assert fast.sent[0] == slow.sent[0] == pytest.approx(2 * 2 * 8.03e9 * 7 / 8, rel=0.01)
@@ -316,7 +317,7 @@ def test_gpus_are_known_by_the_names_that_torch_gives_them() -> None:
         with pytest.raises(UserError, match="the table of GPUs has no such GPU"):
             gpus.named(device)
     for name, gpu in gpus.GPUS.items():  # a machine that is planned for is found again by its name
-        device = planner.planned_machine(name, 1)[0].name
+        device = planned_machine.find(name, 1)[0].name
         assert gpus.of_device(device) is gpu, name
         assert gpus.named(f"{device} {gpu.memory_gib:.0f} GiB") is gpu, "as a plan prints it"
     assert gpus.named("rtx 4090") is gpus.named("RTX 4090 24 GiB") is gpus.GPUS["rtx4090"]

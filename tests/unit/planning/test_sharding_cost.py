@@ -24,7 +24,14 @@ from finetune.distributed import deepspeed_zero, launch_environment
 from finetune.hardware import detection
 from finetune.hardware.detection import Hardware
 from finetune.models import architecture
-from finetune.planning import memory_by_phase, plan_report, planner, sharding_cost, suggestions
+from finetune.planning import (
+    memory_by_phase,
+    plan_report,
+    planned_machine,
+    planner,
+    sharding_cost,
+    suggestions,
+)
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from finetune.training import step_work
@@ -100,7 +107,7 @@ def test_fsdp2_is_planned_as_two_gpus_measured_it(large, base: str, seconds: flo
     long = ("train.max_steps=14", f"model.quantization={base}")
     (large.parent / "rows.jsonl").write_text('{"text": "' + "word " * 2**17 + '"}\n')
     loaded = loader.load(large, [*SPLIT, *long])
-    made = planner.make(loaded, *planner.planned_machine("h200", 2), by=sharding_cost.FSDP2)
+    made = planner.make(loaded, *planned_machine.find("h200", 2), by=sharding_cost.FSDP2)
     assert made.step_seconds == pytest.approx(seconds, rel=0.08)
     assert made.peak == pytest.approx(gib, rel=0.01)
 
@@ -137,7 +144,7 @@ def test_a_row_that_processes_share_is_planned_as_two_gpus_measured_it(large) ->
     (large.parent / "rows.jsonl").write_text('{"text": "' + "word " * 2**19 + '"}\n')
     loaded = loader.load(large, [*CUT, "train.max_steps=14"])
     two, four = (
-        planner.make(loaded, *planner.planned_machine("h200", n), by=sharding_cost.FSDP2._replace(sharing=n))
+        planner.make(loaded, *planned_machine.find("h200", n), by=sharding_cost.FSDP2._replace(sharing=n))
         for n in (2, 4)
     )
     assert two.step_seconds == pytest.approx(25.72, rel=0.15) and two.peak == pytest.approx(40.4, rel=0.1)
@@ -156,7 +163,7 @@ def test_what_can_not_share_rows_is_refused_as_in_a_run(given: tuple[str, ...], 
     loaded = loader.load(large, [*CUT, *given])
     by, processes = sharding_cost.of_config(ROOT / "accelerate_configs" / "context_parallel_4.yaml")
     with pytest.raises(UserError, match=said):
-        planner.make(loaded, *planner.planned_machine("h200", processes), by=by)
+        planner.make(loaded, *planned_machine.find("h200", processes), by=by)
 
 
 @pytest.mark.parametrize(
@@ -193,14 +200,14 @@ def test_auto_compiles_split_weights_where_that_was_measured(large, config: str,
     """As a run has it: launch_environment.eager."""
     by, count = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
     asked = loader.load(large, [*SPLIT, "train.effective_batch_size=32", *given])
-    made = planner.make(asked, *planner.planned_machine("h200", count), by=by)
+    made = planner.make(asked, *planned_machine.find("h200", count), by=by)
     choice = made.choices["compile"]
     assert choice.value == ("off" if why else "on") and why in choice.reason
 
 
 def test_a_launch_by_auto_compiles_as_its_config_would(large) -> None:
     split = planner.make(
-        loader.load(large, [*SPLIT]), *planner.planned_machine("h200", 2), by=sharding_cost.FSDP2
+        loader.load(large, [*SPLIT]), *planned_machine.find("h200", 2), by=sharding_cost.FSDP2
     )
     assert split.choices["compile"].value == "on"
 
@@ -209,7 +216,7 @@ def test_weights_are_not_split_where_that_takes_more(large) -> None:
     """Layers on FSDP2's parts of codes are not fused, and keep more."""
     given = ("adapter.type=qlora", "train.effective_batch_size=16")
     made = planned(large, *given, gpu="t4", count=2)
-    machine = planner.planned_machine("t4", 2)
+    machine = planned_machine.find("t4", 2)
     split = planner.make(loader.load(large, given), *machine, by=sharding_cost.FSDP2)
     assert not made.fits and split.peak > made.peak
     launch = made.choices["launch"]
@@ -236,7 +243,7 @@ def test_weights_are_not_split_where_that_takes_more(large) -> None:
 def test_what_a_launch_refuses_is_not_planned(config: str, given: tuple[str, ...], said: str, large) -> None:
     by, processes = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
     with pytest.raises(UserError, match=said):
-        planner.make(loader.load(large, list(given)), *planner.planned_machine("h100-80gb", processes), by=by)
+        planner.make(loader.load(large, list(given)), *planned_machine.find("h100-80gb", processes), by=by)
     assert "ACCELERATE_MIXED_PRECISION" not in os.environ
 
 
@@ -245,7 +252,7 @@ def test_changes_that_a_launch_refuses_are_not_offered(large) -> None:
     by, processes = sharding_cost.of_config(ROOT / "accelerate_configs" / "8xh100_fp8_te.yaml")
     given = ["adapter.type=full", "train.max_steps=50000", "train.effective_batch_size=8"]
     loaded = loader.load(large, given)
-    made = planner.make(loaded, *planner.planned_machine("h100-80gb", processes), by=by)
+    made = planner.make(loaded, *planned_machine.find("h100-80gb", processes), by=by)
     assert not made.fits and "breaks the graph" in made.choices["compile"].reason
     offered = [one.overrides for one in suggestions.changes(loaded, given, made, by=by)]
     assert ("adapter.type=lora",) not in offered and ("speed.activation_checkpointing=full",) not in offered
@@ -256,7 +263,7 @@ def test_a_launch_around_the_plan_is_none_of_it(large, monkeypatch) -> None:
     by, processes = sharding_cost.of_config(ROOT / "accelerate_configs" / "ddp_8.yaml")
     monkeypatch.setenv("MASTER_ADDR", "node1")
     loaded = loader.load(large, ["train.effective_batch_size=8"])
-    assert planner.make(loaded, *planner.planned_machine("h100-80gb", processes), by=by).fits
+    assert planner.make(loaded, *planned_machine.find("h100-80gb", processes), by=by).fits
     assert os.environ["MASTER_ADDR"] == "node1"
 
 
@@ -279,7 +286,7 @@ def test_deepspeed_s_gradients_are_the_recipe_s(said: str, given, refused: str, 
     by, processes = sharding_cost.of_config(config)
     loaded = loader.load(large, ["train.effective_batch_size=16", *given])
     with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
-        planner.make(loaded, *planner.planned_machine("h100-80gb", processes), by=by)
+        planner.make(loaded, *planned_machine.find("h100-80gb", processes), by=by)
 
 
 def test_what_a_config_leaves_empty_is_as_if_it_were_not_there(tmp_path) -> None:
@@ -309,7 +316,9 @@ def test_auto_stores_no_codes_where_the_launch_wants_weights(split: str, large, 
     """In a plan and in a run."""
     by = sharding_cost.FSDP2 if split == "FSDP2" else sharding_cost.ZERO[int(split[-1])]
     made = planner.make(
-        loader.load(large, ["train.effective_batch_size=8"]), *planner.planned_machine("h100-80gb", 8), by=by
+        loader.load(large, ["train.effective_batch_size=8"]),
+        *planned_machine.find("h100-80gb", 8),
+        by=by,
     )
     assert made.choices["quantization"].value == "bf16"
     launched = sharding_cost.launched(by, 8, "bf16")
@@ -332,12 +341,12 @@ def test_split_weights_leave_room_for_nccl_and_gaps(large, count: int) -> None:
     activations were kept, 69 of 79 GiB planned, and memory ran out with 74 allocated (2026-11-27)."""
     given = (*EIGHT_B, f"train.effective_batch_size={4 * count}", "train.per_device_train_batch_size=4")
     loaded, by = loader.load(large, given), sharding_cost.FSDP2._replace(precision="bf16")
-    made = planner.make(loaded, *planner.planned_machine("h100-80gb", count), by=by)
+    made = planner.make(loaded, *planned_machine.find("h100-80gb", count), by=by)
     chosen = made.choices["activation checkpointing"]
     assert "activations need about 62 GiB" in chosen.reason and chosen.value != "none"
     assert made.fits and made.peak + memory_estimate.nccl_gib(count) < 0.85 * made.machine.memory_gib
     stated = loader.load(large, [*given, "speed.activation_checkpointing=none"])
-    none = planner.make(stated, *planner.planned_machine("h100-80gb", count), by=by)
+    none = planner.make(stated, *planned_machine.find("h100-80gb", count), by=by)
     assert not none.fits and none.peak < none.usable
     assert "does not fit" in (said := plan_report.headline(stated, none)) and "are reserved for NCCL" in said
     one = planned(large, *EIGHT_B, "train.effective_batch_size=4", gpu="h100-80gb")
@@ -370,7 +379,7 @@ def test_layers_that_stay_whole_after_forward_are_counted(large, tmp_path) -> No
     )
     config = tmp_path / "kept.yaml"
     config.write_text(text.replace("reshard_after_forward: true", "reshard_after_forward: false"))
-    loaded, machine = loader.load(large, given), planner.planned_machine("h200", 4)
+    loaded, machine = loader.load(large, given), planned_machine.find("h200", 4)
     split, kept = (
         planner.make(loaded, *machine, by=sharding_cost.of_config(path, 4)[0])
         for path in (ROOT / "accelerate_configs" / "fsdp2_8.yaml", config)

@@ -17,7 +17,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.distributed import launch_environment
 from finetune.hardware import detection
 from finetune.hardware.detection import Hardware
-from finetune.planning import planner, sharding_cost
+from finetune.planning import planned_machine, planner, sharding_cost
 from finetune.preflight import checker, choice_checks, launch_conflicts
 from finetune.recipe import loader, upstream_options
 from finetune.recipe.schema import Data, Model, Speed
@@ -426,5 +426,5 @@ def test_the_competition_s_recipes_fit(name: str, config: str, shape: str, gpu: 
     given += ["data.validation_fraction=null", "model.attention=auto"]
     loaded = loader.load(ROOT / "recipes" / "isc25" / f"{name}.yaml", given)
     by, processes = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
-    made = planner.make(loaded, *planner.planned_machine(gpu, processes), by=by)
+    made = planner.make(loaded, *planned_machine.find(gpu, processes), by=by)
     assert made.fits, f"{made.peak:.0f} GiB"

@@ -9,7 +9,7 @@ from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
 from finetune.planning import planner
-from finetune.profiling import profiler, recommendations, trace_analysis
+from finetune.profiling import profiler, recommendations, trace_analysis, traced_step
 from finetune.recipe import loader
 from support.paths import QUICKSTART
 from support.profiles import GPU
@@ -79,7 +79,7 @@ def test_eager_attention_is_told_from_other_products_on_a_gpu() -> None:
     for each in ran:
         spent[each.kind] += each.seconds * 1e6
     assert spent == pytest.approx({"attention": 940, "products": 300, "memory-bound": 100})
-    trace = profiler.Trace(cuda=True)
+    trace = traced_step.Trace(cuda=True)
     trace.traced, trace.waits, trace.steps = 1400e-6, [0.0], [1.0]
     whole = loader.load(QUICKSTART, ["model.attention=eager"])
     found = profiler.shares(trace, ran)
@@ -141,7 +141,7 @@ def test_a_range_on_a_gpu_is_no_kernel() -> None:
     step.kernel(KERNELS["nvjet"], 40)
     step.kernel("forward", 90, mark=True)
     step.kernel(KERNELS["pass_"], 40)
-    trace = profiler.Trace(cuda=True)
+    trace = traced_step.Trace(cuda=True)
     trace.traced, trace.waits, trace.steps = 100e-6, [0.0], [1.0]
     found = profiler.shares(trace, trace_analysis.computed(step.events, cuda=True))
     assert found["products"] == pytest.approx(0.4) and found["memory-bound"] == pytest.approx(0.4)
@@ -159,7 +159,7 @@ def test_copies_count_where_nothing_is_computed_beside_them() -> None:
     ):  # fmt: skip
         step.clock = begins
         step.kernel(name, ends - begins)
-    trace = profiler.Trace(cuda=True)
+    trace = traced_step.Trace(cuda=True)
     trace.traced, trace.waits, trace.steps = 100e-6, [0.0], [1.0]
     found = profiler.shares(trace, trace_analysis.computed(step.events, cuda=True))
     assert found == pytest.approx(

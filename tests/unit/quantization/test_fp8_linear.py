@@ -325,12 +325,12 @@ def test_training_is_refused_here(train, capsys) -> None:
 
 
 def auto(machine: Hardware, precision: str = "bf16", *options: str) -> Choice:
-    from finetune.preflight import choice_checks
+    from finetune.models import fp8_support
 
     loaded = loader.load("recipes/quickstart.yaml", list(options))
     kind = loaded.adapter.type
     return base_quantization.choose_base(
-        "auto", kind, precision, machine, lambda: choice_checks.against_fp8(loaded)
+        "auto", kind, precision, machine, lambda: fp8_support.against_fp8(loaded)
     )
 
 

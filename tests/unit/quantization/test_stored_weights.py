@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from finetune.core.errors import Exit, UserError
 from finetune.models import architecture
-from finetune.planning import planner
+from finetune.planning import planned_machine, planner
 from finetune.preflight import checker, choice_checks
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_types, loader
@@ -85,7 +85,7 @@ def test_check_plan_and_train_give_one_verdict_on_a_quantized_checkpoint(
     if not on_cpu:
         assert code == (Exit.INPUT if refused else 0), said
         assert verdict(choice_checks.setup_of, recipe) == (code, said)
-    machine, count = planner.planned_machine("h100", 1)
+    machine, count = planned_machine.find("h100", 1)
     assert verdict(lambda one: planner.make(one, machine, count), recipe) == (code, said)
 
 

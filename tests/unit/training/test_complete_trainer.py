@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from finetune.training.trainer import Trainer, TrainerParts
+from finetune.training.trainer import Trainer
+from finetune.training.trainer_parts import TrainerParts
 from support.faults import Fault, injected
 from support.faulty_runs import FEW
 from support.paths import ROOT

@@ -1,0 +1,60 @@
+"""Which attention and which storage this machine would use, for `finetune doctor`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import (
+    base_quantization,
+    mixed_precision,
+)
+from finetune.core import run_checks
+from finetune.core.errors import UserError
+from finetune.models import architecture, fp8_support
+
+if TYPE_CHECKING:
+    from finetune.hardware.detection import Hardware
+    from finetune.recipe.schema import Recipe
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import (
+    attention_choice,
+)
+from finetune.autoconfig.attention_choice import Rows
+
+if TYPE_CHECKING:
+    from finetune.hardware.detection import Hardware
+    from finetune.recipe.schema import Recipe
+
+
+def attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
+    """Choose the attention kernel for the recipe, or for a Llama if there is no recipe or no config."""
+    rows, attends, unread = Rows(packed=False, longest=1024), None, ""
+    dtype = mixed_precision.DTYPES[mixed_precision.launch(machine).precision]
+    if recipe:
+        rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+        try:
+            attends = attention_choice.read(architecture.read(recipe.model).config)
+        except UserError:
+            unread = f"; assumes a Llama, because no config of {recipe.model.name} can be read"
+    try:
+        asked = recipe.model.attention if recipe else "auto"
+        name, reason = attention_choice.choose(asked, machine, dtype, attends, rows)
+        return run_checks.Choice(name, f"{reason}{unread}")
+    except UserError as error:
+        return "-", error.problems[0].why
+
+
+def base(recipe: Recipe | None, machine: Hardware) -> run_checks.Choice:
+    """Choose the quantization of the base model."""
+
+    def against_fp8() -> str:
+        return fp8_support.against_fp8(recipe) if recipe else "the model is not known without a recipe"
+
+    asked, kind = (recipe.model.quantization, recipe.adapter.type) if recipe else ("auto", "lora")
+    try:
+        return base_quantization.choose_base(
+            asked, kind, mixed_precision.launch(machine).precision, machine, against_fp8
+        )
+    except UserError as error:
+        return run_checks.Choice("-", f"{error.problems[0].what}; {error.problems[0].fix}")

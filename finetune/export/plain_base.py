@@ -1,0 +1,116 @@
+"""Open the base model of a merge: whole numbers, and a head of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils.memory import clear_device_cache
+from transformers.pytorch_utils import Conv1D
+
+from finetune.autoconfig import mixed_precision
+from finetune.core.errors import Problem, UserError
+from finetune.evaluation import reopen
+from finetune.export import verify_merge
+
+if TYPE_CHECKING:
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.recipe.schema import Recipe
+
+from typing import TYPE_CHECKING
+
+from finetune.core import run_checks
+from finetune.models import loading, model_files
+from finetune.quantization import stored_weights
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from finetune.autoconfig.machine_setup import Setup
+    from finetune.recipe.schema import Recipe
+
+
+def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
+    """Return the base model as it was in training, in fp32. Quantized weights are dequantized."""
+    stored: Any = reopen.open_base(recipe)
+    if setup.storage.value in mixed_precision.STORED:
+        return stored.float()
+    if setup.storage.value == "fp8":
+        return stored.dequantize(torch.float32).float()
+    from peft.utils.integrations import dequantize_module_weight
+
+    verify_merge.in_fp32(stored)
+    plain = unquantized_base(recipe, setup, stored)
+    modules = dict(stored.named_modules())
+    for name, parameter in plain.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = modules.get(owner)
+        value: Any = dequantize_module_weight(module) if module and leaf == "weight" else None
+        if value is not None and is_transposed(module):
+            value = value.T
+        value = getattr(module, leaf, None) if value is None else value
+        if value is None or value.shape != parameter.shape or value.dtype not in FLOATS:
+            what = f"finetune can't dequantize a base model in {setup.storage.value}"
+            found, fix = f"{name}: {value!r:.60}", "train again with model.quantization: none"
+            raise UserError(Problem(what, found=found, fix=fix, code="merge"))
+        parameter.data = value.detach().float()
+    del stored, modules
+    clear_device_cache(garbage_collection=True)
+    return plain
+
+
+def is_transposed(module: Any) -> bool:
+    """Return whether a quantized layer holds the transposed weight of GPT-2's Conv1D."""
+    return issubclass(getattr(module, "source_cls", object), Conv1D)
+
+
+def unquantized_base(recipe: Recipe, setup: Setup, stored: Any) -> Any:
+    """Return a base model in fp32 that can take the weights of `stored`.
+
+    A checkpoint that is already quantized has no fp32 weights, so the model is created without weights.
+    """
+    config = model_files.read_config(recipe.model)
+    if not stored_weights.read(config):
+        unquantised = replace(setup, storage=run_checks.Choice("fp32", "to merge into"))
+        return loading.load(recipe.model, unquantised, str(stored.device)).eval()
+    plain: Any = loading.without_weights(stored_weights.forget(config), torch.float32)
+    plain.resize_token_embeddings(stored.get_input_embeddings().num_embeddings, mean_resizing=False)
+    plain.generation_config = stored.generation_config
+    return plain.to(stored.device)
+
+
+def unrounded(recipe: Recipe) -> Recipe:
+    """Return the recipe without `speed.qat`, because an adapter is merged into unrounded weights."""
+    return recipe.model_copy(update={"speed": recipe.speed.model_copy(update={"qat": None})})
+
+
+def untie(plain: Any) -> bool:
+    """Give a tied output head its own weights, so that a merge does not change both.
+
+    Return whether it was tied.
+    """
+    head, embedding = plain.get_output_embeddings(), plain.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    head.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
+    say_tied(plain, False)
+    return True
+
+
+def retie(merged: Any) -> None:
+    """Tie the head again, unless training made it different."""
+    head, embedding = merged.get_output_embeddings(), merged.get_input_embeddings()
+    if torch.equal(head.weight, embedding.weight):
+        head.weight = embedding.weight
+        say_tied(merged, True)
+
+
+def say_tied(opened: PreTrainedModel | PeftModel, tied: bool) -> None:
+    for config in (opened.config, opened.config.get_text_config()):
+        config.tie_word_embeddings = tied
+
+
+# Dtypes of weights that need no separate scale
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,0 +1,52 @@
+"""Decide which base models gain from fp8."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.models import model_files
+from finetune.recipe import adapter_rules
+
+if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
+    from finetune.recipe.schema import Recipe
+
+from typing import TYPE_CHECKING
+
+from finetune.models import architecture
+from finetune.quantization import stored_weights
+from finetune.recipe.schema import Model
+
+if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
+
+
+FP8_WIDTH = 2048  # smallest hidden size for which `model.quantization: auto` uses fp8
+
+
+def model_against_fp8(model: Model) -> str:
+    """Return why `model.quantization: auto` does not use fp8 for this model; the empty string if it may."""
+    return config_against_fp8(model_files.read_config(model))
+
+
+def config_against_fp8(config: ModelConfig) -> str:
+    """Return why `model.quantization: auto` does not use fp8 for this config; the empty string if it may."""
+    width = getattr(config.get_text_config(), "hidden_size", 0)
+    if width < FP8_WIDTH:
+        return f"layers of width {width} are too small to be faster in fp8 (the smallest is {FP8_WIDTH})"
+    if count := architecture.experts(config.get_text_config()):
+        return f"the model's {count} experts are no linear layers, so most of the model would stay in bf16"
+    stored = stored_weights.read(config)
+    if stored and stored.storage != "fp8":
+        return f"the checkpoint is stored in {stored}, which fp8 can't represent exactly"
+    return ""
+
+
+def against_fp8(recipe: Recipe, config: ModelConfig | None = None) -> str:
+    """Return why `model.quantization: auto` does not use fp8 for this recipe; the empty string if it may.
+
+    Args:
+        config: the config of the model, if it has been read already.
+    """
+    by_recipe = adapter_rules.against_fp8(recipe.adapter, recipe.speed, recipe.eval)
+    return by_recipe or (config_against_fp8(config) if config else model_against_fp8(recipe.model))

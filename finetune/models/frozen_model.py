@@ -1,0 +1,36 @@
+"""Load a base model as `finetune train` does, for another training loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import attention_choice, machine_setup
+from finetune.distributed import launch_environment
+from finetune.models import fp8_support, loading, model_files
+from finetune.quantization import stored_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from finetune.recipe.schema import Model
+
+
+def load(section: Model, device: str | None = None) -> PreTrainedModel:
+    """The base model in the storage of `section`, with frozen weights.
+
+    Args:
+        device: such as "cuda:1"; `None`: the GPU of this process, or the CPU.
+    """
+    config = model_files.read_config(section)
+    setup = machine_setup.choose(
+        attention="auto",
+        base=section.quantization,
+        adapter_type="lora",
+        attends=attention_choice.read(config),
+        weights=machine_setup.Weights(
+            stored_weights.read(config), lambda: fp8_support.config_against_fp8(config)
+        ),
+    )
+    gpu = f"cuda:{launch_environment.said('LOCAL_RANK', '0')}"
+    loaded = loading.load(section, setup, device or ("cpu" if setup.hardware.device == "cpu" else gpu))
+    return loaded.requires_grad_(False)

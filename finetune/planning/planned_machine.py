@@ -1,0 +1,89 @@
+"""Choose the machine that a plan is for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.autoconfig import memory_estimate
+from finetune.core.errors import Problem, UserError
+from finetune.hardware import detection, gpus
+from finetune.hardware.detection import Hardware
+from finetune.launch import accelerate_config, launcher
+from finetune.planning import sharding_cost
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.planning.sharding_cost import Sharding
+
+
+class Asked(NamedTuple):
+    """The arguments of `finetune plan` apart from the recipe."""
+
+    gpu: str | None
+    gpus: int | None
+    price: float | None
+    """The price of one GPU for one hour, in any currency."""
+    config: str | None
+    """An accelerate config, by name or file. It sets the number of processes if `gpus` is not given."""
+
+
+def find(name: str | None, count: int | None) -> tuple[Hardware, int]:
+    """Return the machine to plan for and its number of processes.
+
+    Args:
+        name: a GPU of the table; `None`: this machine.
+        count: the number of GPUs; `None`: one GPU of the table, or all GPUs of this machine.
+
+    Raises:
+        UserError: the table has no such GPU, or `count` is given on a machine without a GPU (exit 2).
+    """
+    if name is not None:
+        gpu, cores = gpus.named(name), os.cpu_count() or 1
+        device = f"NVIDIA {' '.join(gpu.device)}"
+        found = Hardware("cuda", device, count or 1, gpu.capability, gpu.memory_gib, cores, here=False)
+        return found, found.count
+    here = detection.detect()
+    if here.device == "cpu":
+        if count is not None:
+            fix = f"--gpu {next(iter(gpus.GPUS))} --gpus {count}"
+            what = "this machine has no GPU, so the plan needs --gpu"
+            raise UserError(Problem(what, "--gpus", found=str(count), fix=fix, code="hardware"))
+        return here, 1
+    from finetune.checkpointing import training_state  # imports torch, as `detect` did
+
+    room = training_state.available() / 2 / memory_estimate.GIB  # a run uses half of the free CPU memory
+    return replace(here, host_gib=room), count or int(os.environ.get("WORLD_SIZE", here.count))
+
+
+def on_gpus(config: Path) -> None:
+    """Refuse a config for the CPU if the plan is for a GPU (exit 2)."""
+    if accelerate_config.read(config).get("use_cpu") is True:
+        what, fix = (
+            "the config is for the CPU, and --gpu plans for a GPU",
+            "--accelerate ddp_8, or omit --gpu",
+        )
+        texts = {"found": "use_cpu: true", "fix": fix, "code": "launch-config"}
+        raise UserError(Problem(what, "--accelerate", str(config), **texts))
+
+
+def of_arguments(asked: Asked) -> tuple[Hardware, int, Sharding | None]:
+    """Return the machine to plan for, its number of processes, and how their launch divides the training.
+
+    Raises:
+        UserError: the command line contradicts itself, or this machine (exit 2 or 3).
+    """
+    config = launcher.find(asked.config) if asked.config else None
+    if config and asked.gpu:
+        on_gpus(config)
+    elif config:  # a plan for this machine
+        launcher.check(config)
+    by, count = sharding_cost.of_config(config, asked.gpus) if config else (None, asked.gpus)
+    if config and not asked.gpus and not asked.gpu and detection.detect().device == "cpu":
+        machine, processes = find(None, None)[0], count or 1
+        machine = replace(machine, memory_gib=machine.memory_gib / processes)  # of one process
+    else:
+        machine, processes = find(asked.gpu, count)
+    return machine, processes, by

@@ -1,0 +1,45 @@
+"""Refuse a recipe that a run under the planned launch refuses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.autoconfig import machine_setup, mixed_precision, optimizer_choice
+from finetune.core.errors import UserError
+from finetune.core.run_checks import Choice
+from finetune.distributed import launch_environment
+from finetune.hardware.detection import Hardware
+from finetune.models import architecture
+from finetune.planning import (
+    sharding_cost,
+)
+from finetune.planning.sharding_cost import Sharding
+from finetune.preflight import adapter_names, launch_conflicts, model_checks
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+
+
+def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> None:
+    """Refuse names that match nothing in the model and settings that the launch does not support.
+
+    `check` and a run refuse them too.
+
+    Raises:
+        UserError: exit 3 for the optimizer and offloading, else exit 2.
+    """
+    model_checks.check_model(recipe)
+    found = architecture.read(recipe.model)
+    if problems := adapter_names.against_names(recipe, found.names):
+        raise UserError(*problems)
+    if by.sharing > 1:
+        launch_conflicts.against_window(found.config)
+    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
+    with launch_environment.under(dict(by.variables)):
+        contradictions = launch_conflicts.against(machine, *asked)
+        contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
+        if contradictions:
+            raise UserError(*contradictions)
+    launched = sharding_cost.launched(by, processes, mixed_precision.launch(machine).precision)
+    none = Choice("", "")
+    optimizer_choice.check(recipe.train, recipe.speed, machine_setup.Setup(machine, launched, none, none))

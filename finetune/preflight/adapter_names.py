@@ -1,0 +1,54 @@
+"""Check a recipe's adapter against the names of a model's modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune.adapters import continue_from, name_problems
+from finetune.core.errors import Problem
+from finetune.models import module_names, tokenizer_setup
+from finetune.recipe import adapter_rules, adapter_types
+
+if TYPE_CHECKING:
+    from finetune.models.module_names import Names
+    from finetune.recipe.schema import Recipe
+
+
+ONLY_LINEAR = ("fp8", "torchao_int8")  # bitsandbytes stores GPT-2's Conv1D layers too
+
+
+def against_names(recipe: Recipe, names: Names) -> list[Problem]:
+    """Return the problems of a recipe's adapter with the names of a model's modules.
+
+    An adapter to continue from has the names of the model that it was trained on.
+    """
+    kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
+    if recipe.adapter.source:
+        return continue_from.slow_patterns(recipe.adapter, names)
+    if not kind.peft:
+        return []
+    added = tokenizer_setup.read_added_tokens(recipe.model)
+    if added is None:  # only the run knows the ids of the new tokens
+        options = {key: value for key, value in options.items() if key != "trainable_token_indices"}
+    elif added:
+        names = names.with_rows(max(added) + 1)
+    found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
+    return found + against_rows(recipe, names) + against_storage(recipe.model.quantization, names)
+
+
+def against_storage(storage: str, names: Names) -> list[Problem]:
+    """Return a problem if a model has no nn.Linear layer to quantize; GPT-2 has only Conv1D layers."""
+    stored = [name for name in names.linear if names.kinds[name] == "Linear"]
+    if storage not in ONLY_LINEAR or stored:
+        return []
+    what = f"{storage} quantizes only nn.Linear layers, and the layers of {names.family} are Conv1D"
+    fix = "set `model.quantization: nf4`, or none"
+    return [Problem(what, "model.quantization", found=storage, fix=fix, code="quantization")]
+
+
+def against_rows(recipe: Recipe, names: Names) -> list[Problem]:
+    """Return the problems of training rows of an embedding that another option trains as a whole."""
+    ends = module_names.short(names.embedding), module_names.short(names.head)
+    given = recipe.adapter.options(), names.tied, bool(recipe.model.add_tokens), *ends
+    found = adapter_rules.rows_beside(*given)
+    return [Problem(what, key, **{"code": "recipe-conflict", **texts}) for key, what, texts in found]

@@ -1,0 +1,58 @@
+"""Check the start of a run without a model: its launch, folder, checkpoint, data and schedule."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.autoconfig.batch_size import count_steps, split_batch
+from finetune.checkpointing import resume, resume_contract
+from finetune.evaluation import lm_eval_harness, tasks
+from finetune.preflight import choice_checks, token_checks
+from finetune.training import load_data, optimizers, resume_facts, stopping, training_arguments
+
+if TYPE_CHECKING:
+    from finetune.checkpointing.checkpoints import Found
+    from finetune.data.preparation import Prepared
+    from finetune.recipe.schema import Recipe
+
+
+class Start(NamedTuple):
+    """What a run would start with."""
+
+    prepared: Prepared
+    found: Found | None
+    """The checkpoint that it would resume."""
+    unseen: list[str]
+    """What only the processes of the launch can check."""
+
+
+def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Start:
+    """Prepare the data, and refuse what `train` refuses before it loads a weight.
+
+    Args:
+        resumes: the checkpoint to resume, as `--resume` has it.
+        launches: the run starts processes of its own, whose state is another.
+
+    Raises:
+        UserError: a launch, a folder, a checkpoint, examples, or values of SFTConfig or of the schedule.
+    """
+    setup, found = choice_checks.setup_of(recipe), resume.find_in(recipe.train.output_dir, resumes)
+    batch = split_batch(recipe.train, setup.launch.rows_apart)
+    alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
+    made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
+    tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
+    tokenizer, prepared = load_data.prepare_data(recipe)
+    token_checks.check_texts(recipe, tokenizer)
+    rows = None if recipe.data.streaming else len(prepared.train)
+    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
+    if made:
+        optimizers.check_schedule(made, steps)
+    if made and not launches:
+        stopping.check(recipe.train, resumes, setup.launch.keeper)
+        length = resume_facts.RunLength(batch, steps)
+        contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, made)
+        if found:
+            resume_contract.compare(found.contract, contract, found.path)
+    later = found and not (made and not launches)
+    unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(later)
+    return Start(prepared, found, unseen)
