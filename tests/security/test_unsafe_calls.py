@@ -75,7 +75,8 @@ SAVERS = {"save_file", "save_pretrained", "save_to_disk", "export_chrome_trace",
 PRIVATE = {
     "adapters/initialization.py": ("target", "initial"),  # parameters; training/ gives `private`
     "checkpointing/checkpoints.py": ("path",),
-    "export/merging.py": ("whole", "packed"),
+    "export/merged_files.py": ("whole", "packed"),
+    "core/upstream_private.py": ("path",),
     "profiling/profiler.py": ("private.path / file.name", "private.path / path.name"),
     "training/nan_detection.py": ("private.path / name",),
     "training/saving.py": ("private",),
