@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 
-from finetune.core import progress
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import (
@@ -89,7 +88,7 @@ def run(
     def measured(asked: Any, which: str) -> Measured:
         def part(what: str) -> AbstractContextManager[None]:
             say(f"{which}: {what}")
-            return progress.phase(screen if PartialState().is_main_process else None, f"{which}: {what}")
+            return measurement.show_progress(screen, f"{which}: {what}")
 
         return measurement.measure(asked, tokenizer, rows, texts, recipe, part)
 

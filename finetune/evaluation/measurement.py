@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from accelerate import PartialState
+
+from finetune.core import progress
 from finetune.core.errors import Problem, UserError
 from finetune.evaluation import (
     lm_eval_harness,
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.core.console import Console
     from finetune.data.preparation import HeldOut
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
@@ -67,3 +71,8 @@ def by_vllm(
     after = lm_eval_harness.run(engine, tokenizer, recipe.eval)
     engine.lora_request = None
     return lm_eval_harness.run(engine, tokenizer, recipe.eval), after
+
+
+def show_progress(screen: Console | None, what: str) -> AbstractContextManager[None]:
+    """Show the progress of one part on the screen of the main process."""
+    return progress.phase(screen if PartialState().is_main_process else None, what)
