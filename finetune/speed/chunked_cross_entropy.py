@@ -48,6 +48,8 @@ class TokenLoss(ModelOutput):
     """Entropy of the predictions in nats. `None` for a head with a bias or softcap, or without gradient."""
     correct: torch.Tensor | None = None
     """Number of tokens whose label has the highest logit, int64."""
+    aux_loss: torch.Tensor | None = None
+    """The auxiliary loss of a mixture's routers, with gradient. `None` if nobody asks for it."""
 
 
 def counted(collate: Callable[..., dict[str, Any]], rows: list[Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
+from finetune.speed import router_balance
 from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
 
 if TYPE_CHECKING:
@@ -67,9 +68,10 @@ class HeadLoss:
         self.chosen, self.compiled = chosen, compiled
         self.installed: Installed | None = None
 
-    def install(self, model: nn.Module) -> None:
+    def install(self, model: nn.Module, *, balanced: bool = False) -> None:
+        """Args: balanced: whether it also computes the auxiliary loss of a mixture's routers."""
         if self.chosen == "chunked":
-            self.installed = install(model, compiled=self.compiled)
+            self.installed = install(model, compiled=self.compiled, balanced=balanced)
 
     def remove(self) -> None:
         """Restore the model's own forward, and release the model."""
@@ -206,12 +208,13 @@ def run_obstacle(model: Any, arguments: Any) -> str:
     if coefficient is None:
         coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     adapter: Any = getattr(model, "peft_config", {}).get("default")
+    unbalanced = hasattr(config, "output_router_logits") and coefficient
+    unbalanced = unbalanced and not router_balance.routers_of(base_of(model))
     obstacles = {
         "the adapter adds virtual tokens": adapter is not None and adapter.is_prompt_learning,
         "label smoothing needs all logits": arguments.label_smoothing_factor != 0,
         f"loss_type {arguments.loss_type} weights tokens": arguments.loss_type != "nll",
-        "the loss includes the router's auxiliary loss": hasattr(config, "output_router_logits")
-        and coefficient,
+        "the loss includes the router's auxiliary loss, and the routers keep no logits": unbalanced,
         "fp16 rounds small probabilities to zero": arguments.fp16,
         "ZeRO-3 shards the head": is_deepspeed_zero3_enabled(),
         "context parallelism splits sequences": launch_environment.parallel("CP") > 1,
@@ -306,7 +309,7 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def install(model: Any, *, compiled: bool) -> Installed:
+def install(model: Any, *, compiled: bool, balanced: bool = False) -> Installed:
     """Make `model(input_ids=..., labels=..., num_labels=n)` compute the chunked loss.
 
     Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels`, the model
@@ -314,12 +317,14 @@ def install(model: Any, *, compiled: bool) -> Installed:
 
     Args:
         compiled: whether softmax and its gradient are compiled, which reads a chunk fewer times.
+        balanced: whether it also computes the auxiliary loss of a mixture's routers.
 
     Returns:
         An object that counts the calls. Its `undo` restores the model's own forward.
     """
     base, found = base_of(model), formula(base_of(model).config)
-    before, ran = base.forward, Installed(functools.partial(restore, base, vars(base).get("forward")))
+    before, balance = base.forward, router_balance.RouterBalance(base) if balanced else None
+    ran = Installed(functools.partial(_undo, base, vars(base).get("forward"), balance))
 
     @functools.wraps(type(base).forward)  # generation checks its arguments against the signature
     def forward(self: Any, *args: Any, num_labels: int | None = None, **inputs: Any) -> Any:
@@ -341,11 +346,19 @@ def install(model: Any, *, compiled: bool) -> Installed:
             num_labels=num_labels,
             compiled=compiled,
         )
+        if balance and self.training:
+            result.aux_loss = balance.loss(inputs.get("attention_mask"))
         count(ran, result, labels.numel(), num_labels, weight.shape)
         return result
 
     base.forward = types.MethodType(forward, base)
     return ran
+
+
+def _undo(base: nn.Module, forward: Any, balance: router_balance.RouterBalance | None) -> None:
+    restore(base, forward)
+    if balance:
+        balance.remove()
 
 
 def restore(module: nn.Module, forward: Any) -> None:

@@ -99,7 +99,7 @@ class Trainer(SFTTrainer):
         self.remove_callback(PrinterCallback)
         # TRL's loss and finetune's loss count the labels of a step themselves
         self.model_accepts_loss_kwargs = True
-        self.loss.install(adapted)
+        self.loss.install(adapted, balanced=self.aux_loss_enabled)
         if self.loss.installed and isinstance(dataset, Sized):  # streams join batches, of tensors alone
             self.data_collator = partial(chunked_cross_entropy.counted, self.data_collator)
         if self.nonfinite:
@@ -233,6 +233,11 @@ class Trainer(SFTTrainer):
         value = found.nll / torch.as_tensor(items).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             value = value * self.accelerator.num_processes
+        if found.aux_loss is not None:  # a mean of each micro-batch, as TRL adds it
+            parts = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
+            value = value + self.router_aux_loss_coef * found.aux_loss / parts
+            self.sums["aux_loss"] += found.aux_loss.detach()
+            self.sums["passes"] += 1
         self.sums["labels"] += num_labels
         self.sums["tokens"] += num_tokens
         self.sums["correct"] += found.correct
@@ -254,6 +259,8 @@ class Trainer(SFTTrainer):
             for name, key in (("entropy", "entropy"), ("mean_token_accuracy", "correct")):
                 if key in found:
                     metrics[name] = [found[key] / max(found["labels"], 1)]
+            if "aux_loss" in found:
+                metrics["aux_loss"] = [found["aux_loss"] / found["passes"]]
         if "orthogonality" in metrics:
             metrics["orthogonality"] = torch.stack(metrics["orthogonality"]).tolist()
         super().log(logs, start_time)

@@ -27,7 +27,7 @@ ADAPTER = {
 # Inductor imports a module that scripts: github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/mkldnn.py#L19
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_run_with_fused_and_compiled_experts_learns_what_pefts_does(tmp_path: Path, capsys) -> None:
-    config = transformers.Qwen3MoeConfig(**sizes(**EXPERTS), head_dim=8)
+    config = transformers.Qwen3MoeConfig(**sizes(**EXPERTS, head_dim=8))
     model = save(tmp_path / "model", AutoModelForCausalLM.from_config(config))
     found: dict[str, Any] = {}
     for name, speed in {
@@ -37,9 +37,6 @@ def test_a_run_with_fused_and_compiled_experts_learns_what_pefts_does(tmp_path: 
         folder = tmp_path / name
         path = recipe(tmp_path, model, adapter=ADAPTER)
         given = [f"speed.{one}" for one in speed] + [f"train.output_dir={folder}", "train.max_steps=3"]
-        given.append(
-            "train.router_aux_loss_coef=0"
-        )  # transformers captures router logits by hooks, which break the graph
         assert main.main(["train", str(path), *given]) == 0, capsys.readouterr().err
         run = RunFolder(folder)
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -49,6 +46,6 @@ def test_a_run_with_fused_and_compiled_experts_learns_what_pefts_does(tmp_path: 
     (own, _, theirs), (losses, checks, weights) = found["own"], found["fused"]
     assert losses == pytest.approx(own, abs=1e-4)
     assert "experts of 2 of 2 layers" in checks["speed.fused"]["actual"]
-    assert checks["speed.compile"]["passed"]
+    assert checks["speed.compile"]["passed"] and checks["speed.loss"]["actual"].startswith("chunked")
     assert weights.keys() == theirs.keys() and any("experts" in key for key in weights)
     assert all(weights[key].shape == theirs[key].shape for key in weights)
