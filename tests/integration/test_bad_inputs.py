@@ -278,9 +278,9 @@ TABLE = [
         32, rows(GOOD_ROW), "neither marks the assistant's tokens nor renders turn by turn", "rows.jsonl:1",
         make=lambda world: world.model("chat_template.jinja", CHATML),
     ),
-    of_data(34, rows(CHANGED_ROW, good=9), "1 of 10 rows", "rows.jsonl:1"),
-    of_data(35, rows(CHANGED_ROW), "0 of 1 rows", "raise data.max_length"),
-    of_data(36, rows(QUIETLY, QUIETLY, good=2), "2 of 4 rows", "rows.jsonl:1, :2"),
+    of_data(34, rows(CHANGED_ROW, good=9), "1 of 10 examples", "rows.jsonl:1"),
+    of_data(35, rows(CHANGED_ROW), "none of the 1 examples", "data.max_length: "),
+    of_data(36, rows(QUIETLY, QUIETLY, good=2), "2 of 4 examples", "rows.jsonl:1, :2"),
     of_data(
         39, rows('{"text": "<|im_start|>one two"}', '{"text": "three four"}'), "second BOS", "rows.jsonl:1",
         command="data", code=0, make=with_bos,
