@@ -136,14 +136,16 @@ def needed(
     held = sum(p.nbytes for p in model.parameters()) + (4 + beside) * spec.trained
     total = held / memory_estimate.GIB + max(at_loss, at_backward)
     total += memory.graphs if chosen["CUDA graphs"].value == "on" else 0.0
-    what = "one row" if rows == 1 else f"{rows} rows"
-    return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what} of {length} tokens"
+    what = f"a micro-batch of {rows} x {length} tokens"
+    return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what}"
 
 
 def tell(whole: int, screen: Console, ledger: RunChecks, step: int, rows: int) -> None:
     """Print that steps use a micro-batch size of `rows` instead of `whole` from now on."""
-    screen.say(f"out of memory in step {step}: again, with {rows} rows at once in place of {whole}")
-    how = f"memory ran out in step {step}, which was made again; the step's rows are the same"
+    screen.say(
+        f"step {step} ran out of memory and runs again with a micro-batch size of {rows} instead of {whole}"
+    )
+    how = f"step {step} ran out of memory and ran again with the same examples"
     ledger.add("rows at once", whole, rows, how, ok=True)
 
 
@@ -153,16 +155,18 @@ def held(model: Any, optimizer: Any, batches: MicroBatches) -> str:
     trained = [p for p in parameters if p.requires_grad]
     state = getattr(optimizer, "state", {}).values()
     taken = {
-        "the base's weights": sum(p.nbytes for p in parameters if not p.requires_grad),
-        "what trains": sum(p.nbytes for p in trained),
-        "its gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
-        "the optimizer": sum(t.nbytes for one in state for t in one.values() if isinstance(t, torch.Tensor)),
+        "frozen weights": sum(p.nbytes for p in parameters if not p.requires_grad),
+        "trainable weights": sum(p.nbytes for p in trained),
+        "gradients": sum(p.grad.nbytes for p in trained if p.grad is not None),
+        "optimizer state": sum(
+            t.nbytes for one in state for t in one.values() if isinstance(t, torch.Tensor)
+        ),
     }
     most = torch.cuda.max_memory_allocated() if _gpu() else 0
-    taken["the rest, what backward needs,"] = most - sum(taken.values())
+    taken["saved activations and other tensors"] = most - sum(taken.values())
     largest = sorted(taken.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in largest if size > 0)
-    text = f"in use, GiB: {text}" + (f"; together {most / 2**30:.3g}" if most else "")
+    text = f"memory in use, GiB: {text}" + (f"; {most / 2**30:.3g} in total" if most else "")
     rows = math.ceil(batches.rows / batches.parts)
     return "; ".join(filter(None, [text, batches.needs(model, rows)]))
 

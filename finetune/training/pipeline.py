@@ -229,7 +229,9 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
         verify_saved.add_file_receipts(folder, live, steps, ledger)
         trainer.accelerator.free_memory()
         del trainer, inputs, adapted
-        screen.say("", "reopening what was saved, and evaluating base and tuned ...")
+        screen.say(
+            "", "loading the saved weights, and evaluating the base model and the fine-tuned model ..."
+        )
         with stage("evaluated the model", "eval", code=Exit.TRAINING):
             result = saved_evaluation.reopen_and_evaluate(folder, live, validations, ledger, recipe, setup)
         terminal.show_result(screen, folder, ledger, result)

@@ -39,7 +39,7 @@ def recording(
     except Stopped as stopped:
         stopped.folder, ended = str(folder.path), str(stopped)
         if folder.weights.exists():
-            stopped.args = (f"{ended}; what was trained is saved: finetune evaluate {folder.path}",)
+            stopped.args = (f"{ended}; the trained weights are saved; next: finetune evaluate {folder.path}",)
         raise
     except UserError as error:
         ended = str(error)

@@ -31,7 +31,7 @@ def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, trai
     with injected(Fault("oom", rows=2)):
         run = train(*given, "train.per_device_train_batch_size=4")
     said = (run.path / "log.txt").read_text()
-    assert "out of memory in step 1: again, with 2 rows at once in place of 4" in said
+    assert "step 1 ran out of memory and runs again with a micro-batch size of 2 instead of 4" in said
     (receipt,) = [r for r in run.read("checks.json") if r["option"] == "rows at once"]
     assert (receipt["expected"], receipt["actual"]) == ("4", "2")
     assert same(weights(run), weights(small))
@@ -82,13 +82,13 @@ def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, c
         run = train(*FEW, *stated, code=5)
     said = capsys.readouterr().err
     assert "step 1 ran out of memory with a micro-batch size of 1" in said
-    assert "in use, GiB: the base's weights 0.0" in said and "what trains 0.0" in said
+    assert "memory in use, GiB: frozen weights 0.0" in said and "trainable weights 0.0" in said
     (fix,) = re.findall(r"help: +(.*)", said)
     changes = "speed.activation_checkpointing=full, or model.quantization=nf4, or data.max_length=128"
     assert fix == f"{changes} (`finetune plan RECIPE` shows the memory of each)"
     ((needed, rows),) = re.findall(r"by finetune plan: (\S+) GiB for (.*)", said)
     made = planner.make(loader.load(run.recipe), *planned_machine.find(None, None))
-    assert rows == "one row of 256 tokens" and made.tokens == 256
+    assert rows == "a micro-batch of 1 x 256 tokens" and made.tokens == 256
     assert float(needed) == pytest.approx(sum(made.phases["step"].values()), rel=0.1)
 
 
