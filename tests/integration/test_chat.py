@@ -22,8 +22,8 @@ from support.paths import ROOT
 QUESTION = "12 pears for Ada Lovelace in Utrecht."
 RUNS: dict[str, Path] = {}
 BEGINS = re.compile(  # of what is said; an answer may have several lines
-    "^(?=base: |tuned: |tuned will|base will|base and|the conversation is|system message|no system|this model|/reset: "
-    "|error: )",
+    "^(?=base: |tuned: |tuned will|base will|base and|the conversation is|system message|no system"
+    "|this model|/reset: |error: )",
     re.MULTILINE,
 )
 
