@@ -119,7 +119,7 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
         patch.setattr("os.access", lambda path, mode: False)
         given = [f"model.name={tmp_path / 'base2'}", "eval.tasks=[]"]
         assert main.main(["evaluate", str(moved.path), *given, "--quiet"]) == 2
-        assert "can't be written" in capsys.readouterr().err
+        assert "can't write to the run folder" in capsys.readouterr().err
     assert main.main(["evaluate", str(moved.path), "--quiet"]) == 2
     said = capsys.readouterr().err
     assert "model.name" in said and "eval.tasks=[], to do without" in said
@@ -234,7 +234,7 @@ def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) ->
             "`eval.tasks` lacks the task of this metric",
         ),
         (["eval.batch_size=atuo"], "auto"),
-        (["eval.forgetting=nowhere.jsonl"], "no such file"),
+        (["eval.forgetting=nowhere.jsonl"], "general texts does not exist"),
     ],
 )
 def test_settings_that_make_no_sense(asked, said, capsys) -> None:

@@ -142,7 +142,9 @@ def test_a_first_trial_may_be_the_best() -> None:
     rows = [{"number": 0, "state": "complete", "value": 0.5, "own": True, "reason": ""}]
     rows.append({"number": 1, "state": "pruned", "value": None, "own": False, "reason": "exit 5: nan"})
     content = {"best": 0, "own": 0, "trials": rows, "direction": "minimize"}
-    assert sweep_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5, trial 0."
+    assert (
+        sweep_report.verdict(content, "loss") == "The recipe's own values are the best: loss 0.5 (trial 0)."
+    )
     asked = SweepRequest("a.yaml", [], Path("s.yaml"), Path("runs/sweep-a"), None, None, "")
     assert sweep_report.next_step(asked, content) == "finetune train runs/sweep-a/best.yaml"
     assert sweep_report.next_step(asked, content | {"best": None}).startswith("finetune sweep a.yaml")
