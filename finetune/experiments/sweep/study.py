@@ -127,7 +127,10 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
 def problems(content: dict[str, Any]) -> list[Problem]:
     """Return why no trial succeeded."""
     rows = [row for row in content["trials"] if row["state"] in ("failed", "pruned")][:HOPELESS]
-    said = [_failed(f"trial {row['number']} {row['state']}", row["reason"], row["folder"]) for row in rows]
+    said = [
+        _failed(f"trial {row['number']} {row['state']}", row["reason"], f"trial-{row['number']:04d}")
+        for row in rows
+    ]
     what, fix = "the sweep finished no trial", "raise --trials or --hours"
     return said or [Problem(what, found="0 finished trials", fix=fix, code="experiment")]
 
