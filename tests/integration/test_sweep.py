@@ -151,7 +151,8 @@ def test_a_first_trial_may_be_the_best() -> None:
     limited = sweep_report.next_step(asked._replace(trials=30, seconds=5400.0), content | {"best": None})
     assert limited.endswith("--output runs/sweep-a --trials 30 --hours 1.5")
     assert [str(problem) for problem in sweep_study.problems(content)] == [
-        "error: trial 1 pruned\n  found:     exit 5: nan"
+        "error: trial 1 pruned [experiment]\n  found:     exit 5: nan\n"
+        "  help:      read logs/trial-0001.txt in the folder of the sweep"
     ]
 
 
