@@ -31,8 +31,8 @@ soak-gpu: .venv/installed-dev
 	$(ON_GPU) -m 'gpu and not alone and soak' -n 6 --dist worksteal
 
 lint: .venv/installed-dev
-	$(BIN)/ruff format --check finetune scripts tests examples benchmarks
-	$(BIN)/ruff check finetune scripts tests examples benchmarks
+	$(BIN)/ruff format --check finetune scripts tests examples benchmarks docs
+	$(BIN)/ruff check finetune scripts tests examples benchmarks docs
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pyright
 

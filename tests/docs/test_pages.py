@@ -91,8 +91,6 @@ def _cut_short(words: list[str], small: tuple[str, str], model: Path) -> list[st
         return [*words, *own]
     if name == "evaluate":
         return [*words, "eval.limit=4"]
-    if name == "merge" and "--output" not in words:
-        return [*words, "--output", f"merged-{'-'.join(words[2:]).strip('-') or 'plain'}"]
     return words
 
 
