@@ -91,7 +91,7 @@ def train(recipe: Recipe, *, quiet: bool = False, resume: str | None = None) -> 
     from finetune.training import pipeline
 
     checker.run(recipe)
-    return pipeline.run(recipe, quiet=quiet, resumes=resume)
+    return pipeline.run(recipe, verbosity="quiet" if quiet else "normal", resumes=resume)
 
 
 @only_user_errors("evaluated the run")

@@ -2,8 +2,8 @@
 
 A graph launches all kernels of a layer with one call. It holds one shape, so all batches must have the same
 shape. An 8B fp8 base model with 2,048 tokens per forward pass reaches 2.5 times the tokens/s
-(24gb_fastest in docs/reference/benchmarks.md). If the GPU is the bottleneck, graphs gain nothing. Recording takes
-some seconds.
+(24gb_fastest in docs/reference/benchmarks.md). If the GPU is the bottleneck, graphs gain nothing.
+Recording takes some seconds.
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ OF_RUN = (
 
 def flags(options: argparse.Namespace) -> list[str]:
     """The flags every command has, as they were given."""
-    return [f"--{flag}" for flag in ("quiet", "debug", "json") if getattr(options, flag)]
+    return [f"--{flag}" for flag in ("quiet", "debug", "json", "verbose") if getattr(options, flag, False)]
 
 
 def until(text: str) -> Until:

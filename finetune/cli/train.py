@@ -17,6 +17,7 @@ from finetune.core.visible_text import visible
 
 if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
+    from finetune.training.pipeline import Verbosity
 
 
 TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -41,6 +42,7 @@ TRAIN: tuple[tuple[str, dict[str, Any]], ...] = (
             "help": "save and exit with 75 before this time (7h30m, 06:30, 2026-11-22T06:30) or step (500)",
         },
     ),
+    ("--verbose", {"action": "store_true", "help": "also print the table of run checks"}),
     ("--dry-run", {"action": "store_true", "help": "read the data and plan the run, but do not train"}),
 )
 
@@ -79,13 +81,17 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         finished = where is not None and run_folder.RunFolder(Path(where)).finished  # it is left as it is
         asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
         try:
-            folder = pipeline.run(recipe, quiet=options.quiet, command=True, **asked)
+            folder = pipeline.run(recipe, verbosity=_verbosity(options), command=True, **asked)
         except Stopped as stopped:
             again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
             raise Stopped(f"{visible(stopped)}\n  go on with: {visible(again)}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             after_training.publish_run(recipe, folder, Console(quiet=options.quiet))
         return _result(folder) if main else {}
+
+
+def _verbosity(options: argparse.Namespace) -> Verbosity:
+    return "quiet" if options.quiet else "verbose" if options.verbose else "normal"
 
 
 def _result(folder: RunFolder) -> dict[str, Any]:

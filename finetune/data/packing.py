@@ -12,8 +12,8 @@ def best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return the indices of the documents in each sequence, by best-fit decreasing bin packing.
 
     The longest documents come first. Each document goes into the sequence that it fills best. The result
-    needs at most 11/9 of the optimal number of sequences, plus 4 (Johnson et al. 1974). docs/reference/benchmarks.md
-    reports the measured fill.
+    needs at most 11/9 of the optimal number of sequences, plus 4 (Johnson et al. 1974).
+    docs/reference/benchmarks.md reports the measured fill.
 
     Args:
         lengths: tokens of each document, between 1 and `budget`.

@@ -162,7 +162,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     try:
         short = loader.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
         with contextlib.suppress(Traced):
-            pipeline.run(short, quiet=True, watchers=[*watchers, trace])
+            pipeline.run(short, verbosity="quiet", watchers=[*watchers, trace])
     except Stopped as stopped:
         by = str(stopped).partition(";")[0]
         raise Stopped(f"{by}; a stopped profile is not saved, so run the same command again") from None

@@ -18,7 +18,7 @@ import contextlib
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from accelerate.utils import set_seed
@@ -79,12 +79,14 @@ if TYPE_CHECKING:
     from finetune.training.stop_condition import Until
     from finetune.training.stopping import Stop
 
+Verbosity = Literal["quiet", "normal", "verbose"]
+
 
 @scoring.memory_errors()
 def run(
     recipe: Recipe,
     *,
-    quiet: bool = False,
+    verbosity: Verbosity = "normal",
     resumes: str | None = None,
     until: Until | None = None,
     watchers: Sequence[Any] = (),
@@ -93,6 +95,7 @@ def run(
     """Train, save, reopen and evaluate one recipe; returns its run folder.
 
     Args:
+        verbosity: quiet prints errors only; verbose also prints the table of run checks.
         resumes: the checkpoint to go on from: newest, auto (which may also be none) or step-<n>. A finished
             run is left as it is.
         until: when to end before the last step.
@@ -105,16 +108,17 @@ def run(
         Stopped: told to end, by a signal or `until`.
     """
     correction = auto_correction.from_environment() if command else auto_correction.NONE
-    where, quiet = correction.folder or recipe.train.output_dir, quiet or os.environ.get("RANK", "0") != "0"
+    where = correction.folder or recipe.train.output_dir
+    verbosity = verbosity if os.environ.get("RANK", "0") == "0" else "quiet"
     correction = correction._replace(restarts=command and restart_together.possible())
     if not correction.folder and resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # another process may not be finished, and would wait
             collectives.joined(detection.detect().device)
             collectives.agree(resume_facts.recipe_facts(recipe, finished=True))
-        Console(quiet=quiet).say(f"{where} is finished: nothing to do")
+        Console(quiet=verbosity == "quiet").say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
-    asked = _Asked(resumes, quiet, watchers)
+    asked = _Asked(resumes, verbosity, watchers)
     claimed = lock.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop:
         try:
@@ -146,14 +150,15 @@ class _Asked:
     """What a caller of `run` asks beside the recipe; the names are those of its arguments."""
 
     resumes: str | None
-    quiet: bool
+    verbosity: Verbosity
     watchers: Sequence[Any]
 
 
 def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correction: Correction) -> RunFolder:
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
-    screen, ledger = Console(quiet=asked.quiet), RunChecks()
+    screen = Console(quiet=asked.verbosity == "quiet", verbose=asked.verbosity == "verbose")
+    ledger = RunChecks()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     arguments = training_arguments.training_arguments(
         recipe.train, recipe.data, setup, batch

@@ -102,7 +102,8 @@ def test_stated_settings_are_not_corrected(train, capsys) -> None:
 def test_a_later_step_is_not_corrected(train) -> None:
     with injected(Fault("oom", step=3)):
         run = train(*FEW, FOUR)
-    assert "step 3 ran out of memory and runs again with a micro-batch size of 2" in (run.path / "log.txt").read_text()
+    log = (run.path / "log.txt").read_text()
+    assert "step 3 ran out of memory and runs again with a micro-batch size of 2" in log
     assert not any("auto after" in r["option"] for r in run.read("checks.json"))
 
 

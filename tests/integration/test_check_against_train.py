@@ -190,7 +190,7 @@ def test_check_and_train_refuse_a_bad_recipe_in_the_same_words(
 
     def train() -> None:
         checker.run(recipe)
-        pipeline.run(recipe, quiet=True, watchers=[StopAfterFirstStep()])
+        pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()])
 
     train_code, train_said = verdict(train)
     assert train_code == code
@@ -201,20 +201,23 @@ def test_check_and_train_refuse_a_bad_recipe_in_the_same_words(
 def test_check_and_train_accept_the_good_recipe(good: list[str]) -> None:
     recipe = loader.load(QUICKSTART, good)
     assert verdict(lambda: checker.check(recipe)) == (0, set())
-    assert verdict(lambda: pipeline.run(recipe, quiet=True, watchers=[StopAfterFirstStep()])) == (0, set())
+    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()])) == (
+        0,
+        set(),
+    )
 
 
 @pytest.mark.parametrize("override", ["train.warmup_steps=5", "train.save_steps=9"])
 def test_check_accepts_what_train_accepts(override: str, good: list[str], tmp_path: Path) -> None:
     recipe = recipe_of(override, good, tmp_path)
     assert verdict(lambda: checker.check(recipe))[0] == 0
-    assert verdict(lambda: pipeline.run(recipe, quiet=True, watchers=[StopAfterFirstStep()]))[0] == 0
+    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()]))[0] == 0
 
 
 def test_check_notes_an_option_that_this_machine_cannot_train(good: list[str], tmp_path: Path) -> None:
     """The run may be meant for another machine."""
     recipe = recipe_of("model.attention=flex_attention", good, tmp_path)
-    code, said = verdict(lambda: pipeline.run(recipe, quiet=True))
+    code, said = verdict(lambda: pipeline.run(recipe, verbosity="quiet"))
     if code:  # there is no GPU here
         assert any(
             "train would stop on this machine: model.attention" in note for note in checker.check(recipe)
@@ -237,7 +240,7 @@ def test_check_notes_what_the_launch_excludes(
 
 def test_check_of_a_folder_with_a_run_is_a_note(good: list[str], tmp_path: Path) -> None:
     recipe = loader.load(QUICKSTART, good)
-    assert verdict(lambda: pipeline.run(recipe, quiet=True, watchers=[StopAfterFirstStep()]))[0] == 0
+    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()]))[0] == 0
     assert any("train.output_dir" in note and "is not empty" in note for note in checker.check(recipe))
 
 
@@ -258,7 +261,7 @@ def test_check_notes_what_train_refuses_of_a_models_speed(
     noted = "train would stop on this machine: speed." in capsys.readouterr().out
     recipe = loader.load(QUICKSTART, overrides)
     if noted:
-        code, said = verdict(lambda: pipeline.run(recipe, quiet=True))
+        code, said = verdict(lambda: pipeline.run(recipe, verbosity="quiet"))
         assert code == 3 and said
     else:
         assert overrides == ["speed.compile=true"]

@@ -128,7 +128,7 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
     waited = {}
     for name, watchers in (("slow", [SlowLoader()]), ("fast", [])):
         loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / name}"])
-        run = pipeline.run(loaded, quiet=True, watchers=watchers)
+        run = pipeline.run(loaded, verbosity="quiet", watchers=watchers)
         waited[name] = [
             json.loads(line)["data_wait"] for line in (run.path / "metrics.jsonl").read_text().splitlines()
         ]
@@ -144,7 +144,7 @@ def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_
     given += ["eval.samples=0", "train.max_steps=5", "train.warmup_steps=0", "train.effective_batch_size=8"]
     given += ["train.logging_steps=1"]
     loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'slow'}"])
-    log = (pipeline.run(loaded, quiet=True, watchers=[SlowLoader()]).path / "log.txt").read_text()
+    log = (pipeline.run(loaded, verbosity="quiet", watchers=[SlowLoader()]).path / "log.txt").read_text()
     said = re.findall(r"note: the last (\d) steps waited for data", log)
     assert said == ["2"] and log.index("the last 2 steps") < log.index("note: steps waited for data")
 
@@ -157,7 +157,7 @@ def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_
     monkeypatch.setattr(training_state, "save", slowly)
     given += ["train.save_strategy=steps", "train.save_steps=1"]
     loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'saved'}"])
-    run = pipeline.run(loaded, quiet=True)
+    run = pipeline.run(loaded, verbosity="quiet")
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert max(line["data_wait"] * line["step_seconds"] for line in lines[1:]) < 0.3
     assert lines[1]["step_seconds"] > 0.5  # a step's time is all that went by

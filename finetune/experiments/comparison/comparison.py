@@ -273,7 +273,7 @@ def run_one(job: Job) -> str:
     """
     before, started = clear_memory(), time.monotonic()
     try:
-        pipeline.run(job.recipe, quiet=True)
+        pipeline.run(job.recipe, verbosity="quiet")
     except Exception as error:  # an error in a library or in finetune must not lose the other runs
         reason = why(error)
         if not collectives.shared(kind(error)):

@@ -43,7 +43,9 @@ def test_the_surface() -> None:
     }
     common = ["--debug", "--help", "--json", "--quiet", "-h"]
     assert surface == {
-        "train": sorted([*common, "--accelerate", "--resume", "--until", "--dry-run", "recipe", "overrides"]),
+        "train": sorted(
+            [*common, "--accelerate", "--resume", "--until", "--dry-run", "--verbose", "recipe", "overrides"]
+        ),
         "check": sorted([*common, "--verify-resume", "--rehearse", "recipe", "overrides"]),
         "data": sorted([*common, "--show", "--html", "--prepare", "recipe", "overrides"]),
         "plan": sorted(
