@@ -204,7 +204,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--output", default="results", metavar="DIR")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--debug", action="store_true")
-    return guarded(validate, parser.parse_intermixed_args(given))
+    return guarded(validate, parser.parse_intermixed_args(given)).code
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             raise Stopped(f"{visible(stopped)}\n  go on with: {visible(again)}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             after_training.publish_run(recipe, folder, Console(quiet=options.quiet))
-        return _result(folder) if main else {}
+        return _result(folder) if main and options.json else {}
 
 
 def _verbosity(options: argparse.Namespace) -> Verbosity:
