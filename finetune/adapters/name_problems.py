@@ -586,7 +586,7 @@ def _experts(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
     if len(named) == 1 and targets != target_modules.EVERYTHING:
         (one,), other = named, next(name for name in layers[:2] if name not in named)
         what = f"PEFT adapts {layers[0]} and {layers[1]} of a mixture of experts only together"
-        listed = [one] if isinstance(targets, str) else [*targets]
+        listed = [one] if isinstance(targets, str) else list(targets or ())
         fix = f"target_modules: [{', '.join([*listed, other])}]"
         return [Problem(what, key, found=one, fix=fix, code="target-modules")]
     found = _unlike_lora(options, bool(experts_named(options, names)), key)

@@ -41,8 +41,8 @@ def plain(value: object) -> Any:
     """Return a value as JSON has it: dataclasses as objects, paths as strings, NaN and Inf as null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())
+    if as_dict := getattr(value, "_asdict", None):  # a NamedTuple
+        return plain(as_dict())
     if isinstance(value, dict):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

@@ -3,9 +3,9 @@
 `expert_ops` has the same operators in plain torch, which the tests compare with, and explains the letters.
 """
 
-# Triton has no stubs here, and its constexpr branches look like ordinary ones: pyright:
-# reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false,
-# reportUnknownVariableType=false
+# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches
+# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false
+# pyright: reportIndexIssue=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ same columns loops over the rows and prefetches them (`tl.range(num_stages)`). W
 reached a third of the memory bandwidth.
 """
 
-# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches: pyright:
-# reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false,
-# reportUnknownVariableType=false
+# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches
+# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false
+# pyright: reportIndexIssue=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 

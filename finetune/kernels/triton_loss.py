@@ -3,9 +3,9 @@
 `speed.chunked_cross_entropy.softmax_in_place` does the same in plain torch, and the tests compare both.
 """
 
-# Triton has no stubs here, and its constexpr branches look like ordinary ones: pyright:
-# reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false,
-# reportUnknownVariableType=false
+# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches
+# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false
+# pyright: reportIndexIssue=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 

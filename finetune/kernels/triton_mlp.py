@@ -4,9 +4,9 @@
 size, R a rank padded to a power of two (16 or more).
 """
 
-# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches: pyright:
-# reportPossiblyUnboundVariable=false, reportMissingImports=false, reportIndexIssue=false,
-# reportUnknownVariableType=false
+# Triton has no type stubs, and pyright takes its constexpr branches for ordinary branches
+# pyright: reportPossiblyUnboundVariable=false, reportMissingImports=false
+# pyright: reportIndexIssue=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 

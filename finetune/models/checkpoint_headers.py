@@ -42,8 +42,8 @@ def tensors(folder: Path) -> dict[str, list[int]]:
             found |= _header(path)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             refuse_lfs_pointer(path, "model.name")
-            what, found = "the file is damaged or is not a safetensors file", str(error)
-            problem = Problem(what, "model.name", str(path), found, fix=DOWNLOAD, code="model-files")
+            what, text = "the file is damaged or is not a safetensors file", str(error)
+            problem = Problem(what, "model.name", str(path), text, fix=DOWNLOAD, code="model-files")
             raise UserError(problem) from error
     return found
 

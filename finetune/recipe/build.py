@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, Field, create_model
 
@@ -74,7 +74,7 @@ _TYPES: dict[str, Any] = {
     "dataloader_multiprocessing_context": Literal["fork", "forkserver", "spawn"] | None,
     "debug": Literal[""] | _DEBUG | list[_DEBUG],
     "include_num_input_tokens_seen": bool | Literal["all", "non_padding", "no"],
-    "pad_to_multiple_of": Literal["auto"] | Annotated[int, Field(ge=1, le=2**20)] | None,
+    "pad_to_multiple_of": Optional[Literal["auto"] | Annotated[int, Field(ge=1, le=2**20)]],  # noqa: UP045 (pyright)
     "train_sampling_strategy": Literal["random", "sequential", "group_by_length", "batch_rebalance"],
 }
 

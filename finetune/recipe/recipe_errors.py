@@ -186,7 +186,7 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
     if kind == "extra_forbidden":
         return unknown_key(path, raw, where, known)
     if kind == "missing":
-        fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{path[-1]}:`"
+        fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{key}:`"
         what = "the recipe lacks this required key" if len(path) > 1 else "the recipe lacks this section"
         return Problem(what, key, place_of(path[:-1], where), fix=fix, code="missing-key")
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
