@@ -122,7 +122,7 @@ def test_letters_that_changed_places_and_a_name_not_ended_are_the_likeliest(over
 
 def test_a_loss_that_is_not_finite_stops_the_run(train, capsys) -> None:
     run = train("train.learning_rate=1e30", "train.max_steps=6", code=5)
-    assert "not finite" in capsys.readouterr().err
+    assert "NaN or Inf" in capsys.readouterr().err
     assert not run.adapter.exists()
     assert run.read("checks.json")
 
