@@ -79,7 +79,7 @@ def test_rates_of_another_shape_are_not_taken(large) -> None:
     assert "measured at hidden 256, intermediate 688, and this model has 4096 and 14336" in after.source
     one = memory_estimate.widths(architecture.read(loader.load(large).model).config)
     machine = planned_machine.find("h200", 1)[0]
-    assert roofline.peaks(machine, one)[2] == "of its data sheet", "nor is a profile's roofline of them"
+    assert roofline.peaks(machine, one)[2] == "from its data sheet", "nor is a profile's roofline of them"
     keep("NVIDIA H200", {**MEASURED, "shapes": "hidden 8192, intermediate 28672"})  # 70B's: wide enough
     assert "doctor --measure` on" in planned(large).source
 
