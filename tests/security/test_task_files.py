@@ -235,7 +235,7 @@ def test_keys_of_a_task_file_are_lm_evals_and_each_other_key_is_refused_with_a_r
 
 def test_docs_page_of_task_files_is_current() -> None:
     page = module_of("scripts", "make_task_files").page()
-    assert (ROOT / "docs" / "task_files.md").read_text(encoding="utf-8") == page, "make schema"
+    assert (ROOT / "docs" / "reference" / "task_files.md").read_text(encoding="utf-8") == page, "make schema"
 
 
 GENERATED = """task: theirs
@@ -289,7 +289,7 @@ def test_local_folder_of_archives_is_not_unpickled(tmp_path, no_network) -> None
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
     (tmp_path / "task.yaml").write_text(f"{GENERATED}dataset_path: data\n")
-    with pytest.raises(UserError, match=r"not text, or not JSON: \.pth"):
+    with pytest.raises(UserError, match=r"\.pth is not UTF-8 text or not JSON"):
         loaded(tmp_path / "task.yaml")
     assert not no_network
 

@@ -214,7 +214,7 @@ def test_use_cpu_of_several_processes_reaches_them(monkeypatch) -> None:
     assert launcher.main(["--config_file", str(CONFIGS["cpu_2"]), "scripts/train.py"]) == 0
     assert started == ["true"]
     monkeypatch.setattr(launcher, "detect", lambda: EIGHT)
-    with pytest.raises(UserError, match="hands on no use_cpu") as raised:
+    with pytest.raises(UserError, match="launcher ignores use_cpu") as raised:
         launcher.check_cpu(CONFIGS["cpu_2"])
     assert raised.value.code == 2
     launcher.check_cpu(CONFIGS["ddp_2"])

@@ -252,7 +252,7 @@ def test_an_adapter_is_merged_into_weights_and_not_into_codes(two_layers, kind: 
         for parameter in trainable_parameters.trainable(adapted).values():
             parameter.add_(1e-2)
         for merge in (adapted.merge_adapter, adapted.merge_and_unload):
-            with pytest.raises(UserError, match=r"fp8 codes(?s:.*)finetune merge RUN"):
+            with pytest.raises(UserError, match=r"fp8 weights(?s:.*)finetune merge RUN"):
                 merge()
         before = adapted(input_ids=IDS).logits
         adapted.get_base_model().dequantize(torch.float32)
@@ -299,8 +299,8 @@ def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
         assert f"{kind} needs a 4-bit base model" in refused(capsys, 2, f"adapter.type={kind}")
     for init in ("pissa", "orthogonal", "mica", "loftq"):
         assert "init_lora_weights" in refused(capsys, 2, f"adapter.init_lora_weights={init}")
-    assert "codes" in refused(capsys, 2, "adapter.modules_to_save=[q_proj]")
-    assert "codes" in refused(capsys, 2, "adapter.target_parameters=[q_proj.weight]")
+    assert "quantizes" in refused(capsys, 2, "adapter.modules_to_save=[q_proj]")
+    assert "quantize" in refused(capsys, 2, "adapter.target_parameters=[q_proj.weight]")
     assert main.main(["check", "recipes/quickstart.yaml", "model.quantization=fp8"]) == 0
     assert main.main(["check", "recipes/quickstart.yaml", "adapter.modules_to_save=[embed_tokens]"]) == 0
 
@@ -309,7 +309,7 @@ def test_what_contradicts_it_is_refused_before_anything_loads(capsys) -> None:
 def test_without_fp8_gemms_it_is_refused_for_training_and_emulated_for_the_rest(machine: Hardware) -> None:
     with pytest.raises(UserError, match="no fp8 GEMMs") as raised:
         base_quantization.choose_base("fp8", "lora", "bf16", machine, lambda: "")
-    assert raised.value.code == Exit.ENVIRONMENT and "model.quantization=auto" in str(raised.value)
+    assert raised.value.code == Exit.ENVIRONMENT and "model.quantization: auto" in str(raised.value)
     again = base_quantization.choose_base("fp8", "lora", "bf16", machine)
     assert again.value == "fp8" and "no fp8 GEMMs" in again.reason
 
