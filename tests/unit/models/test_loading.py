@@ -271,7 +271,7 @@ def test_a_model_over_all_devices_is_the_model(two_layers) -> None:
         (
             {"do_sample": False, "min_p": 0.1, "pad_token_id": -1},
             {"do_sample": True, "min_p": 0.1, "pad_token_id": None},
-            ["the base's min_p 0.1 asks for", "without the base's pad_token_id -1"],
+            ["which min_p 0.1 of the base needs", "without the base's pad_token_id -1"],
         ),
     ],
 )
@@ -309,6 +309,6 @@ def test_load_of_weights_that_nothing_here_dequantizes_names_the_method(two_laye
     config["quantization_config"] = {"quant_method": "hqq", "quant_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
     setup = machine_setup.choose(attention="sdpa", base="auto", adapter_type="lora")
-    with pytest.raises(UserError, match="quantized by hqq") as raised:
+    with pytest.raises(UserError, match="weights that hqq quantized") as raised:
         loading.load(Model(name=str(folder)), setup, "cpu")
     assert raised.value.code == Exit.INPUT
