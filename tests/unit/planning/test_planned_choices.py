@@ -123,7 +123,7 @@ def test_what_trains_of_experts_is_counted(
     if wrapped:
         dora = loaded.model_copy(update={"adapter": loaded.adapter.model_copy(update={"type": "dora"})})
         (problem,) = adapter_names.against_names(dora, architecture.read(loaded.model).names)
-        assert problem.what == "PEFT has no use_dora for parameters such as experts' weights"
+        assert problem.what == "PEFT has no use_dora for parameters such as the weights of experts"
         with pytest.raises(UserError, match=problem.what):
             attach.attach(AutoModelForCausalLM.from_config(config), dora.adapter, 100, RunChecks())
 
