@@ -111,7 +111,7 @@ BUGS = (
     ),
     Bug(
         "merge with another scaling than was trained",
-        "finetune/export/merging.py",
+        "finetune/export/merged_files.py",
         "        merged: Any = adapted.merge_and_unload(safe_merge=True)",
         "        for one in adapted.modules():\n            getattr(one, 'scaling', {}).update(default=1.0)\n"
         "        merged: Any = adapted.merge_and_unload(safe_merge=True)",
@@ -126,9 +126,9 @@ BUGS = (
     ),
     Bug(
         "AdaLoRA never allocates: every rank stays",
-        "finetune/training/trainer.py",
-        "        watching = [*watching, adalora.AllocateRanks()]",
-        "        pass",
+        "finetune/training/trainer_setup.py",
+        "    allocates = [adalora.AllocateRanks()] if adalora.allocates(adapted) else []",
+        "    allocates = []",
         "tests/integration/test_train.py::test_adalora_ends_at_its_budget",
     ),
     Bug(

@@ -14,6 +14,7 @@ import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
+from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -513,6 +514,8 @@ def flow(value: Any) -> str:
         return flow({key: one for key, one in value if one is not None or defaults.get(key) is not None})
     if isinstance(value, float):
         return {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(value), repr(value))
+    if isinstance(value, Enum):  # an option of PEFT or transformers
+        return flow(value.value)
     if isinstance(value, str):
         # the escapes of `visible` are YAML's own
         return visible(

@@ -50,7 +50,7 @@ def work(options):
     torch.distributed.barrier()
 
 if __name__ == "__main__":
-    sys.exit(main.guarded(work, argparse.Namespace(debug=False)))
+    sys.exit(main.guarded(work, argparse.Namespace(debug=False)).code)
 """
 
 

@@ -52,7 +52,7 @@ def test_ranks_with_different_recipes_stop_with_one_error(small, two_layers, tmp
     for text in of_ranks:
         assert text.count("error:") == len(DIFFERENT), text
         for name in DIFFERENT:
-            assert f"the processes of this launch differ in {name}\n" in text, text
+            assert f"the processes of this launch differ in {name} [launch-config]\n" in text, text
     assert "adapter.r: rank 0: 4, rank 1: 8" in said
     took = [float(line.partition(" ")[2]) for line in said.splitlines() if line.startswith("took ")]
     assert len(took) == 2 * len(DIFFERENT) and max(took[1:]) < SECONDS, "none waits for the other"

@@ -311,7 +311,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_a_run(tmp_path, monkeypatch
     monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
     (tmp_path / "file").touch()
     assert main.main(["ablate", str(QUICKSTART), "--output", str(tmp_path / "file")]) == 2
-    assert "finetune can't write to this path" in capsys.readouterr().err
+    assert "`ablate` can't use this folder" in capsys.readouterr().err
     words = ["--baseline", str(QUICKSTART), "--optimized", str(QUICKSTART), "--min-speedup", "1"]
     script = module_of("scripts", "validate_optimizations")
     assert script.main([*words, "--output", str(tmp_path / "file")]) == 2

@@ -149,7 +149,7 @@ def together(who: str, folder: str) -> None:
     from finetune.core.errors import Problem, UserError
     from finetune.distributed import collectives
 
-    def training(recipe, quiet):
+    def training(recipe, verbosity):
         if who == "all" or state.process_index == 0:
             raise UserError(Problem("gradients of step 1 are not finite"))
         state.wait_for_everyone()

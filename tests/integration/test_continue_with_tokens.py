@@ -96,4 +96,5 @@ def test_check_notes_tokens_in_spare_rows_that_an_adapter_never_trained(
     source = peft_adapter(MODEL, tmp_path / "source", whole=False, resize=False)
     given = [f"model.name={MODEL}", f"adapter.init_from={source}", *GIVEN]
     assert main.main(["check", str(QUICKSTART), *given]) == 0
-    assert "trained none: <call>, <end_call>" in capsys.readouterr().out
+    note = "did not train these tokens, and the base model lacks them: <call>, <end_call>"
+    assert note in capsys.readouterr().out

@@ -122,7 +122,7 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
         assert "can't write to the run folder" in capsys.readouterr().err
     assert main.main(["evaluate", str(moved.path), "--quiet"]) == 2
     said = capsys.readouterr().err
-    assert "model.name" in said and "eval.tasks=[], to do without" in said
+    assert "model.name" in said and "add eval.tasks=[PATH] to the command, or eval.tasks=[]" in said
     here = [f"model.name={tmp_path / 'base2'}", "eval.tasks=[]"]
     assert main.main(["evaluate", str(moved.path), *here, "--quiet"]) == 0
     assert moved.read("eval.json")["tuned"] == before["tuned"]

@@ -254,7 +254,7 @@ def test_what_is_not_published_there(hub: Hub, capsys, tmp_path, monkeypatch) ->
     assert "no recipe.resolved.yaml" in capsys.readouterr().err
     assert main.main(["evaluate", "me/none@main"]) == 3
     assert main.main(["evaluate", "runs/quikstart"]) == 2 and not hub.asked("quikstart")
-    assert "organisation/name@revision" in capsys.readouterr().err
+    assert "ORGANIZATION/NAME@REVISION" in capsys.readouterr().err
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main.main(["evaluate", "me/none@main"]) == 3
     assert "unset HF_HUB_OFFLINE" in capsys.readouterr().err

@@ -156,7 +156,7 @@ def test_check_and_train_padding_token_without_a_row_pad_by_another(tmp_path, ca
     rows(tmp_path / "held.jsonl", [("Say hi", "Hi, and hello."), ("Two plus one?", "Three, I think.")])
     path = recipe(tmp_path, model, data={"validation": str(tmp_path / "held.jsonl")}, eval={"generate": True})
     assert main.main(["check", str(path)]) == 0
-    note = "the tokenizer's padding token <pad> has id"
+    note = "the model has no embedding for the tokenizer's padding token <pad> (id "
     assert note in capsys.readouterr().out
     assert main.main(["train", str(path)]) == 0
     assert note in capsys.readouterr().out

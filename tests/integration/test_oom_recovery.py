@@ -71,7 +71,7 @@ def test_fewer_rows_are_advised_that_a_step_can_be_split_into(rows: int, parts: 
     """5 rows, 40 in a step on 8 processes: 2 would be refused."""
     made = oom_recovery.MicroBatches(rows)
     made.parts = parts
-    assert f"per_device_train_batch_size={fewer};" in str(made.too_large(1, "out of memory"))
+    assert f"per_device_train_batch_size={fewer} (" in str(made.too_large(1, "out of memory"))
 
 
 def test_one_row_that_is_too_much_ends_the_run_with_advice(train, monkeypatch, capsys, tmp_path) -> None:

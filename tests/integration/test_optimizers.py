@@ -138,7 +138,7 @@ def test_a_package_that_is_missing_is_known_before_anything_loads(
     monkeypatch.setattr(optimizer_choice, "installed", lambda name: name != package)
     assert main.main(["check", str(QUICKSTART), override]) == 3
     said = capsys.readouterr().err
-    assert f"needs {package}" in said and "pip install -e '.[" in said
+    assert f"needs the package {package}," in said and "pip install -e '.[" in said
 
 
 @pytest.mark.parametrize(

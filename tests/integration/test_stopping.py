@@ -30,7 +30,7 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Train
 from finetune.run_folder import lock
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training import pipeline, stopping
+from finetune.training import saved_evaluation, stopping
 from support import two_ranks
 from support.paths import DATA, QUICKSTART, ROOT
 from support.runs import metrics
@@ -406,13 +406,13 @@ def test_a_loader_s_worker_outlives_signals_but_not_its_run(tmp_path) -> None:
 def test_a_loader_s_workers_end_with_the_training(train, monkeypatch) -> None:
     """Of a loader that garbage collection finds, queues are closed first: torch then waits 20 s."""
     left: list[Any] = []
-    clear = pipeline.clear_device_cache
+    clear = saved_evaluation.clear_device_cache
 
     def watched(**given: bool) -> None:
         left.append(multiprocessing.active_children())
         clear(**given)
 
-    monkeypatch.setattr(pipeline, "clear_device_cache", watched)
+    monkeypatch.setattr(saved_evaluation, "clear_device_cache", watched)
     train("train.dataloader_num_workers=1", "train.dataloader_persistent_workers=true", "eval.samples=0")
     assert left and not any(left)
 

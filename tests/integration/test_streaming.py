@@ -137,7 +137,7 @@ def test_a_bad_row_beyond_the_audit_stops_the_run(files, tokenizer, monkeypatch)
     with Path(files[0]).open("a") as file:
         file.write('{"messages": 1}\n')
     data = opened(files, tokenizer, shuffle_buffer=10)
-    with pytest.raises(UserError, match="messages must be a list"):
+    with pytest.raises(UserError, match="`messages` must be a list"):
         list(data)
 
 
@@ -161,7 +161,7 @@ def test_a_row_whose_one_column_has_no_name_is_a_row(files, tokenizer, monkeypat
     monkeypatch.setattr(streaming, "AUDITED", 5)
     with Path(files[0]).open("a") as file:
         file.write('{"": 5}\n')
-    with pytest.raises(UserError, match="messages must be a list"):
+    with pytest.raises(UserError, match="`messages` must be a list"):
         list(opened(files, tokenizer, shuffle_buffer=10))
 
 

@@ -26,7 +26,7 @@ from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed import activation_offload, apply_to_model
-from finetune.training import pipeline, recording, saving
+from finetune.training import pipeline, recording, saved_evaluation, saving
 from support import two_ranks
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import metrics, receipts
@@ -184,7 +184,7 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
 ) -> None:
     """All of it: what looks on must not hold its layers."""
     modules, left = list[Any](), list[Any]()
-    clear, recompute = pipeline.clear_device_cache, apply_to_model.add_activation_checkpointing
+    clear, recompute = saved_evaluation.clear_device_cache, apply_to_model.add_activation_checkpointing
 
     class Look(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -198,7 +198,7 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
         recompute(model, layers, *given, **named)
         activation_offload.Activations(layers, torch.device("cpu"))  # which the recipe has on GPUs alone
 
-    monkeypatch.setattr(pipeline, "clear_device_cache", watched)
+    monkeypatch.setattr(saved_evaluation, "clear_device_cache", watched)
     if kind == "offloaded":
         monkeypatch.setattr(apply_to_model, "add_activation_checkpointing", offloaded)
     given = [*small, f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
@@ -212,7 +212,8 @@ def test_the_run_folder_explains_itself(train) -> None:
     run = train("adapter.type=ia3")
     text = run.recipe.read_text()
     assert 'type: "ia3"  # override' in text and 'attention: "sdpa"  # hardware:' in text
-    assert "# gradient_accumulation_steps: 1" in text and "adapter.r: ia3 has no such key" in text
+    assert "# gradient_accumulation_steps: 1" in text
+    assert "adapter.r: finetune ignores 16: ia3 has no such key" in text
     assert loader.load(run.recipe).adapter.type == "ia3"
     environment = run.read("environment.json")
     assert environment["packages"]["torch"] and environment["git"]["commit"]

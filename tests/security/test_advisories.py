@@ -159,7 +159,11 @@ def test_a_repository_on_the_hub_is_looked_at_like_a_folder(hub: Hub, canary, tm
         ("kernel", {"config.json": evil}, "names a kernel"),
         ("index", {"config.json": config, untrusted_files.INDEX: index}, "outside of its folder"),
         ("adapter", {"config.json": config, "adapter_config.json": b"{}"}, "is an adapter"),
-        ("code", {"config.json": json.dumps(unknown).encode(), "evil.py": b"1/0"}, "code of its own"),
+        (
+            "code",
+            {"config.json": json.dumps(unknown).encode(), "evil.py": b"1/0"},
+            "brings its own Python code",
+        ),
         ("weights", {"config.json": config, "pytorch_model.bin": bin_file}, "only in pickles"),
     ):
         hub.add(f"me/{name}", **files)
@@ -386,7 +390,7 @@ def test_cve_2023_1177_cve_2023_2356_no_name_leads_out_of_its_folder(name: str, 
     name_in_manifest(path, name, tmp_path / "secret.json")
     with pytest.raises(checkpoints.Damaged, match="not a file of a checkpoint"):
         checkpoints.verify(path)
-    with pytest.raises(UserError, match="no such checkpoint"):
+    with pytest.raises(UserError, match="the checkpoint does not exist"):
         checkpoints.named(path.parent, f"step-1/{name}")
 
 

@@ -72,7 +72,7 @@ ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
         {".huggingface.yaml": card(data_files="http://127.0.0.1:9/x.jsonl").strip(b"-\n")},
         OUTSIDE,
     ),
-    "a card that is no YAML": ({"README.md": b"---\nconfigs: [\n---\n"}, "can't be read"),
+    "a card that is no YAML": ({"README.md": b"---\nconfigs: [\n---\n"}, "can't read the dataset card"),
     "pickles in an archive": ({"train.tar": tar_of_pickles()}, READER),
     "numbers of HDF5": ({"train.h5": b"\x89HDF"}, READER),
     "images": ({"train/a.png": b"\x89PNG"}, READER),
@@ -107,7 +107,7 @@ def test_name_of_a_dataset_is_no_reader_and_no_path(name: str, monkeypatch, tmp_
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(ROW)
     (tmp_path / "a.tar").write_bytes(tar_of_pickles())
-    with pytest.raises(UserError, match="not a dataset"):
+    with pytest.raises(UserError, match="not the id of a dataset"):
         hub_datasets.load(name, None, None, split="train")
 
 

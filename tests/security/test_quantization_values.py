@@ -56,7 +56,7 @@ def test_model_whose_list_of_skipped_modules_has_a_slow_pattern_is_refused(
     output = [f"train.output_dir={tmp_path / 'run'}"] if command == "train" else []
     ended = commands.run(command, str(QUICKSTART), f"model.name={folder}", *output)
     assert not ended.wrong and ended.code == 2, ended
-    assert "a regular expression takes too long" in ended.said
+    assert "a regular expression in the quantization_config of its config.json takes too long" in ended.said
 
 
 def test_model_with_a_slow_pattern_is_not_loaded(tmp_path) -> None:

@@ -54,8 +54,8 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
         {"mkdtemp", "rmtree", "mkdir"},
         "a new temporary folder",
     ),
-    "export/publishing.py": (
-        {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text"},
+    "export/staged_files.py": (
+        {"mkdtemp", "rmtree", "mkdir", "symlink_to", "write_text"},
         "a new temporary folder",
     ),
     "models/module_lists.py": ({"mkdir"}, "the user's own cache"),

@@ -105,7 +105,7 @@ def test_a_template_that_is_not_the_base_s_own_is_named(tmp_path, train) -> None
     (note,) = tokenizer_setup.foreign_template(base, tokenizer)
     assert tokenizer_setup.digest(own) in note and tokenizer_setup.digest(tokenizer.chat_template) in note
     (tmp_path / "base" / "chat_template.jinja").unlink()
-    assert "it has none" in tokenizer_setup.foreign_template(base, tokenizer)[0]
+    assert "has no chat template of its own" in tokenizer_setup.foreign_template(base, tokenizer)[0]
     config = json.loads((MODEL / "tokenizer_config.json").read_text()) | {"chat_template": own}
     (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps(config))
     assert tokenizer_setup.own_template(base) == own

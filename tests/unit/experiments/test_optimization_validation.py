@@ -27,7 +27,7 @@ LENGTH = {"steps": 3, "warm_up": 1, "repeats": 1, "accelerate": None, "baseline_
         (["--optimized", str(QUICKSTART), "--accelerate", "ddp_three"], "can't find this accelerate config"),
         (["--optimized", str(QUICKSTART), "train.optim=nonsense"], "train.optim"),
         (["--optimized", "saves"], "NOT COMPARABLE"),
-        (["--optimized", "saves"], "checkpoints: auto and steps 2"),
+        (["--optimized", "saves"], "checkpoints: auto against steps 2"),
         (["--optimized", "other"], "examples/other_model"),
         (["--optimized", "elsewhere"], "data: "),
     ],

@@ -106,7 +106,7 @@ def test_flash_attention_4_adds_in_one_order_where_it_can(capability, asked: boo
     package: Any = ModuleType("interface")
     package._flash_attn_bwd = backward
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("cute"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     with deterministic():

@@ -199,7 +199,7 @@ def test_gathering_waits_where_the_link_is_slow(large) -> None:
         for gpu in ("h100-80gb", "h100-pcie")
     )
     assert fast.sent[0] == slow.sent[0] == pytest.approx(2 * 2 * 8.03e9 * 7 / 8, rel=0.01)
-    assert fast.choices["fused"].value == "off" and "FSDP2 splits" in fast.choices["fused"].reason
+    assert fast.choices["fused"].value == "off" and "FSDP2 shards" in fast.choices["fused"].reason
     shares = [made.parts["communication"] / (made.step_seconds or 1) for made in (fast, slow)]
     assert shares[0] < 0.1 < shares[1]
 
@@ -287,7 +287,8 @@ def test_old_gpus_train_in_fp16_and_never_in_fp8(large) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("h100-80g", "h100-80gb"), ("a100", "a100-40gb or a100-80gb"), ("4090", "")]
+    ("name", "said"),
+    [("h100-80g", "h100-80gb"), ("a100", "--gpu a100-40gb or --gpu a100-80gb"), ("4090", "")],
 )
 def test_an_unknown_gpu_is_named_with_the_nearest(name: str, said: str, capsys) -> None:
     assert main.main(["plan", str(QUICKSTART), "--gpu", name]) == 2

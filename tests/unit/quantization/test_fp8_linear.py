@@ -347,7 +347,7 @@ def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:
         "with oft": auto(H100, "bf16", large, "adapter.type=oft"),
         "pissa": auto(H100, "bf16", large, "adapter.init_lora_weights=pissa"),
         "vllm": auto(H100, "bf16", large, "eval.engine=vllm", "eval.tasks=[arc_easy]"),
-        "whole layers": auto(H100, "bf16", large, "adapter.modules_to_save=[q_proj]"),
+        "modules_to_save trains layers": auto(H100, "bf16", large, "adapter.modules_to_save=[q_proj]"),
     }
     for reason, choice in reasons.items():
         assert choice.value == "bf16" and reason in choice.reason

@@ -24,7 +24,7 @@ def test_nothing_is_reported_unless_asked(train) -> None:
         ("comet_ml", 3, "pip install comet-ml"),
         ("[swanlab,clearml]", 3, "pip install swanlab clearml"),
         ("tensorbord", 2, "tensorboard"),
-        ("null", 2, "none, all"),
+        ("null", 2, "train.report_to: none"),
     ],
 )
 def test_what_can_t_be_reported_to_is_said_at_once(asked: str, code: int, said: str, capsys) -> None:
