@@ -134,7 +134,8 @@ def test_a_run_can_be_evaluated_where_only_its_folder_and_its_base_are(
     said = capsys.readouterr().out
     assert "is not the validation set of the run" in said
     assert all(
-        f"{which}: loss and answers of 10 validation examples ..." in said for which in ("tuned", "base")
+        f"{which} model: loss and answers of 10 validation examples ..." in said
+        for which in ("fine-tuned", "base")
     )
     assert moved.read("eval.json")["settings"]["rows"] == 12  # what the run held out stays its result
     assert moved.read("eval.other.json")["settings"]["rows"] == 10

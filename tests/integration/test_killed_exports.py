@@ -112,7 +112,7 @@ def test_merged_weights_that_are_published_have_a_report(number: int, tmp_path, 
         monkeypatch.undo()
     assert not target.exists() or folder.read("merge.json")["merged"]["dtype"] == "bfloat16"
     (tmp_path / "run" / ".merged.0123456789abcdef.tmp").mkdir()  # kill -9 leaves it there
-    assert "delete it" in merged_files.note_interrupted(target)[0]
+    assert "Delete it if no other merge is running" in merged_files.note_interrupted(target)[0]
     assert json.loads((folder.path / "merge.json").read_text())["merged"]
 
 

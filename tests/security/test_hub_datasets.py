@@ -99,15 +99,17 @@ def test_dataset_of_the_hub_names_no_address_and_no_reader_of_code(
     assert not datasets_hub.asked("tree") or says is READER, "files are listed before the card is looked at"
 
 
-@pytest.mark.parametrize(
-    "name", ["webdataset", "json", "imagefolder", "sql", "buckets/me", "../other", "me/a/b"]
-)
+READERS, NO_IDS = ("webdataset", "json", "imagefolder", "sql"), ("buckets/me", "../other", "me/a/b")
+
+
+@pytest.mark.parametrize("name", [*READERS, *NO_IDS])
 def test_name_of_a_dataset_is_no_reader_and_no_path(name: str, monkeypatch, tmp_path) -> None:
     """For the name of a reader, `datasets` reads the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_bytes(ROW)
     (tmp_path / "a.tar").write_bytes(tar_of_pickles())
-    with pytest.raises(UserError, match="not the id of a dataset"):
+    said = "is a reader of `datasets`, not a dataset" if name in READERS else "not the id of a dataset"
+    with pytest.raises(UserError, match=said):
         hub_datasets.load(name, None, None, split="train")
 
 

@@ -55,7 +55,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
         "a new temporary folder",
     ),
     "export/staged_files.py": (
-        {"mkdtemp", "rmtree", "mkdir", "symlink_to", "write_text"},
+        {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text"},
         "a new temporary folder",
     ),
     "models/module_lists.py": ({"mkdir"}, "the user's own cache"),

@@ -104,7 +104,7 @@ def test_flash_attention_4_adds_in_one_order_where_it_can(capability, asked: boo
         return query, query, query
 
     package: Any = ModuleType("interface")
-    package._flash_attn_bwd = backward
+    package._flash_attn_fwd, package._flash_attn_bwd = None, backward
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", ModuleType("flash_attn.cute"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", package)
