@@ -218,8 +218,8 @@ STOPPED = [
 STOPPED += ["train.save_steps=1"]
 TABLE = [
     Row(1, (":9:3", "unknown key", "learning_rate"), "learning_rate:", "learning_rat:"),
-    Row(2, (":11:3", "belongs under adapter:"), "  max_steps: 4", "  max_steps: 4\n  lora_alpha: 4"),
-    Row(3, (":7:3", "a whole number", '"eight"'), "r: 8", "r: eight"),
+    Row(2, (":11:3", "move it to `adapter:`"), "  max_steps: 4", "  max_steps: 4\n  lora_alpha: 4"),
+    Row(3, (":7:3", "an integer", '"eight"'), "r: 8", "r: eight"),
     Row(4, ("fine:",), "learning_rate: 1e-4", "learning_rate: 1e-4", code=0),  # its value: test_strict_yaml
     Row(5, (":8:3", "the same key twice", ":7:3"), "  r: 8", "  r: 8\n  r: 16"),
     Row(7, (":7:6", "tags are not allowed"), "r: 8", "r: !!python/object/apply:os.system [exit]"),
@@ -234,7 +234,7 @@ TABLE = [
         11, ("model.quantization", "adapter.type: lora"), "type: lora", "type: qlora",
         make=lambda _: ["model.quantization=fp8"],
     ),
-    Row(11, ("adapter.use_dora", "ia3"), "type: lora", "type: ia3\n  use_dora: true"),
+    Row(11, ("adapter.use_dora", "use `adapter.type: dora`"), "type: lora", "type: ia3\n  use_dora: true"),
     Row(11, ("train.num_train_epochs", "remove `"), "max_steps: 4", "max_steps: 4\n  num_train_epochs: 1"),
     Row(12, (":7:28", '"v_porj"', LINEAR, "v_proj"), "r: 8", "target_modules: [q_proj, v_porj]"),
     Row(13, ('"wq"', '"wv"', LINEAR), "r: 8", "target_modules: [wq, wv]"),

@@ -56,7 +56,7 @@ def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path
     )
     traced = json.loads(found.trace.read_text())["traceEvents"]
     assert {"forward", "backward", "optimizer"} <= {event.get("name") for event in traced}
-    assert found.roofline and 0.01 < found.roofline[0] < 1.5 and "timed now" in found.roofline[1]
+    assert found.roofline and 0.01 < found.roofline[0] < 1.5 and "measured now" in found.roofline[1]
     assert [path.name for path in found.trace.parent.iterdir()] == ["trace.json"]
 
 

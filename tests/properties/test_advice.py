@@ -521,9 +521,10 @@ def test_new_tokens_advice_trains_the_head_of_an_untied_model(
 
 
 def test_no_advice_names_the_number_of_a_layer(changed, problems) -> None:
-    for key, value in (("exclude_modules", ["w1"]), ("rank_pattern", {"w1": 4})):
+    cases = (("exclude_modules", ["w1"], "remove `w1`"), ("rank_pattern", {"w1": 4}, "remove it"))
+    for key, value, fix in cases:
         (problem,) = problems(changed({"model.name": "MIXTRAL", f"adapter.{key}": value}))
-        assert problem.fix == "remove `w1`" and "0" not in problem.found.split(", ")
+        assert problem.fix == fix and "0" not in problem.found.split(", ")
 
 
 def test_an_empty_new_token_is_an_error_of_its_key(changed, problems) -> None:
