@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.errors import Problem, UserError
+from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
 
 if TYPE_CHECKING:
     pass
-
-import math
-
-from finetune.core.errors import Problem, UserError
-from finetune.distributed import launch_environment
 
 
 def count(text: str) -> int:

@@ -4,23 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import (
-    base_quantization,
-    mixed_precision,
-)
+from finetune.autoconfig import attention_choice, base_quantization, mixed_precision
+from finetune.autoconfig.attention_choice import Rows
 from finetune.core import run_checks
 from finetune.core.errors import UserError
 from finetune.models import architecture, fp8_support
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
-from typing import TYPE_CHECKING
-
-from finetune.autoconfig import (
-    attention_choice,
-)
-from finetune.autoconfig.attention_choice import Rows
 
 if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware

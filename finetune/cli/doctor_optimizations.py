@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.autoconfig import (
-    mixed_precision,
-)
+from finetune.autoconfig import data_loader, mixed_precision
 from finetune.autoconfig.batch_size import most_processes
+from finetune.autoconfig.compilation import Work, choose_compile
 from finetune.cli import doctor_choices
 from finetune.core import run_checks
 from finetune.core.packages import install_extra, installed
-from finetune.recipe.schema import Train
-
-if TYPE_CHECKING:
-    from finetune.hardware.detection import Hardware
-    from finetune.recipe.schema import Recipe
-
-from typing import TYPE_CHECKING, NamedTuple
-
-from finetune.autoconfig import (
-    data_loader,
-)
-from finetune.autoconfig.compilation import Work, choose_compile
 from finetune.quantization import qat
 from finetune.recipe import qat_rules
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED, find
-from finetune.recipe.schema import Data, Speed
+from finetune.recipe.schema import Data, Speed, Train
 
 if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from packaging.requirements import Requirement
 
-from finetune.autoconfig import (
-    memory_estimate,
-    mixed_precision,
-)
+from finetune.autoconfig import memory_estimate, mixed_precision
 from finetune.autoconfig.batch_size import most_processes
 from finetune.cli import doctor_choices, doctor_optimizations
 from finetune.core.console import Console

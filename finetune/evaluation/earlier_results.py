@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune.evaluation import (
-    results,
-    validation_set,
-)
+from finetune.evaluation import results, validation_set
 from finetune.run_folder import comparability
 
 if TYPE_CHECKING:

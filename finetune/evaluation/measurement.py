@@ -9,10 +9,7 @@ from accelerate import PartialState
 
 from finetune.core import progress
 from finetune.core.errors import Problem, UserError
-from finetune.evaluation import (
-    lm_eval_harness,
-    scoring,
-)
+from finetune.evaluation import lm_eval_harness, scoring
 from finetune.evaluation.results import Measured
 
 if TYPE_CHECKING:

@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from finetune.evaluation import gpu_room
-from finetune.launch.launcher import Start
-from finetune.recipe.schema import Model
-from finetune.run_folder import run_folder
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.hardware.detection import Hardware
-    from finetune.run_folder.run_folder import RunFolder
-
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +12,18 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from finetune.adapters import continue_from
 from finetune.autoconfig import attention_choice, machine_setup
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.evaluation import gpu_room
+from finetune.launch.launcher import Start
 from finetune.models import checkpoint_headers, loading, model_files, tokenizer_setup
 from finetune.quantization import qat, stored_weights
+from finetune.recipe.schema import Model
+from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.autoconfig.machine_setup import Setup
+    from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 

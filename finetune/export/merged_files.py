@@ -3,66 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-
-from finetune.core.errors import Problem, UserError, first_line
-from finetune.quantization import qat
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Qat
-from typing import TYPE_CHECKING
-
-from finetune.core.weight_files import find_weight_files
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Qat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Qat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from finetune.recipe.schema import Qat
-
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from finetune.core import command_lines
-from finetune.core.paths import writing
-from finetune.evaluation import scoring
-from finetune.export import plain_base, verify_merge
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Qat, Recipe
-    from finetune.run_folder.run_folder import RunFolder
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Qat, Recipe
-    from finetune.run_folder.run_folder import RunFolder
-
-from typing import TYPE_CHECKING, NamedTuple
-
 from accelerate.utils.memory import clear_device_cache
 from transformers.pytorch_utils import Conv1D
 
 from finetune.adapters import continue_from
-from finetune.export import torchao_quantization
+from finetune.core import command_lines
+from finetune.core.errors import Problem, UserError, first_line
+from finetune.core.paths import writing
+from finetune.core.weight_files import find_weight_files
+from finetune.evaluation import scoring
+from finetune.export import plain_base, torchao_quantization, verify_merge
 from finetune.models import fingerprint, generation_config
+from finetune.quantization import qat
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PreTrainedTokenizerBase
 
     from finetune.autoconfig.machine_setup import Setup

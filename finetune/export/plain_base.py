@@ -10,17 +10,10 @@ from accelerate.utils.memory import clear_device_cache
 from transformers.pytorch_utils import Conv1D
 
 from finetune.autoconfig import mixed_precision
+from finetune.core import run_checks
 from finetune.core.errors import Problem, UserError
 from finetune.evaluation import reopen
 from finetune.export import verify_merge
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Recipe
-
-from typing import TYPE_CHECKING
-
-from finetune.core import run_checks
 from finetune.models import loading, model_files
 from finetune.quantization import stored_weights
 

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core.errors import Problem, UserError
-from finetune.core.paths import local_path
-from finetune.hub import client
-from finetune.run_folder import run_folder
-from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from finetune.export.base_model import Base
-    from finetune.recipe.schema import Recipe
-
-import re
-from itertools import chain, count
-from typing import TYPE_CHECKING
-
 import yaml
 
+from finetune.core.errors import Problem, UserError
+from finetune.core.paths import local_path
 from finetune.distributed import recorded_variables
+from finetune.hub import client
 from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Source
+from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -6,29 +6,22 @@ import contextlib
 import json
 import shutil
 import tempfile
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import signals
+from finetune.core import signals, strict_json, untrusted_files
 from finetune.core.command_lines import command
 from finetune.core.errors import Exit, Problem, Stopped, UserError
+from finetune.core.weight_files import find_weight_files
 from finetune.export import published_text
+from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from finetune.recipe.schema import Recipe
-
-from fnmatch import fnmatch
-from typing import TYPE_CHECKING
-
-from finetune.core import strict_json, untrusted_files
-from finetune.core.weight_files import find_weight_files
-from finetune.recipe.loader import load as load_recipe
-
-if TYPE_CHECKING:
     from finetune.export.base_model import Base
     from finetune.recipe.schema import Recipe
 

@@ -12,24 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.core import packages
-from finetune.core.errors import Problem, UserError, first_line
-from finetune.quantization import qat
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Qat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Qat
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Qat
-
-from typing import TYPE_CHECKING
-
-from finetune.core.errors import Exit
+from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.models import model_class, module_names
+from finetune.quantization import qat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +23,7 @@ if TYPE_CHECKING:
 
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Qat
+
 
 GROUP = 32  # weights per scale in int4: the smallest and most accurate group that torchao's kernels support
 KEPT = "output head, embeddings, norms"

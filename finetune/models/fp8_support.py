@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.models import model_files
-from finetune.recipe import adapter_rules
-
-if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
-    from finetune.recipe.schema import Recipe
-
-from typing import TYPE_CHECKING
-
-from finetune.models import architecture
+from finetune.models import architecture, model_files
 from finetune.quantization import stored_weights
+from finetune.recipe import adapter_rules
 from finetune.recipe.schema import Model
 
 if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
+    from finetune.recipe.schema import Recipe
 
 
 FP8_WIDTH = 2048  # smallest hidden size for which `model.quantization: auto` uses fp8

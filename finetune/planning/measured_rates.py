@@ -6,17 +6,6 @@ few milliseconds is about 10% higher. `finetune plan` reads the rates from a fil
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from finetune.autoconfig import memory_estimate
-from finetune.models import architecture
-from finetune.planning import (
-    measured_rates,
-)
-
-if TYPE_CHECKING:
-    from finetune.recipe.schema import Recipe
-
 import math
 import os
 import re
@@ -24,15 +13,20 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.autoconfig import memory_estimate
 from finetune.core import safe_files, verified_files
 from finetune.core.paths import writing
 from finetune.core.verified_files import Damaged
 from finetune.hardware import gpus
+from finetune.models import architecture
+from finetune.planning import measured_rates
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.autoconfig.memory_estimate import Widths
+    from finetune.recipe.schema import Recipe
+
 
 SECONDS = {"cuda": 3.0, "cpu": 0.25}  # per measurement
 TOKENS = {"cuda": 8192, "cpu": 256}

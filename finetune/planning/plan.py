@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from finetune.autoconfig.batch_size import Batch
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
-from finetune.planning import (
-    memory_by_phase,
-)
+from finetune.planning import memory_by_phase
 from finetune.planning.sharding_cost import Sharding
 
 if TYPE_CHECKING:

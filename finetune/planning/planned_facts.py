@@ -9,11 +9,7 @@ from finetune.autoconfig.batch_size import split_batch
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
 from finetune.models import architecture
-from finetune.planning import (
-    adapter_size,
-    dataset_estimate,
-    planned_storage,
-)
+from finetune.planning import adapter_size, dataset_estimate, planned_storage
 from finetune.planning.planned_run import PlannedRun, Target
 from finetune.planning.sharding_cost import Sharding
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import (
-    compilation,
-    cuda_graphs,
-    memory_estimate,
-    mixed_precision,
-    optimizer_choice,
-)
+from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
 from finetune.autoconfig.compilation import Work
 from finetune.autoconfig.decisions import ModelSpec
 from finetune.distributed import launch_environment

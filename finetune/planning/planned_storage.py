@@ -5,11 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import (
-    attention_choice,
-    base_quantization,
-    mixed_precision,
-)
+from finetune.autoconfig import attention_choice, base_quantization, mixed_precision
 from finetune.core.run_checks import Choice
 from finetune.models import fp8_support
 from finetune.planning import sharding_cost

@@ -16,13 +16,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
 from finetune.launch.launcher import Start
-from finetune.planning import (
-    memory_by_phase,
-    plan_notes,
-    planned_step,
-    refusals,
-    sharding_cost,
-)
+from finetune.planning import memory_by_phase, plan_notes, planned_step, refusals, sharding_cost
 from finetune.planning.sharding_cost import DDP, FSDP2, ONE, Sharding
 from finetune.preflight import choice_checks
 

@@ -10,9 +10,7 @@ from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
 from finetune.hardware.detection import Hardware
 from finetune.models import architecture
-from finetune.planning import (
-    sharding_cost,
-)
+from finetune.planning import sharding_cost
 from finetune.planning.sharding_cost import Sharding
 from finetune.preflight import adapter_names, launch_conflicts, model_checks
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import (
-    base_quantization,
-    compilation,
-    optimizer_choice,
-)
+from finetune.autoconfig import base_quantization, compilation, optimizer_choice
 from finetune.core.errors import UserError
 from finetune.preflight import launch_conflicts
 from finetune.recipe import adapter_rules

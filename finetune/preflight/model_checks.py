@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig import (
-    base_quantization,
-)
+from finetune.autoconfig import base_quantization
 from finetune.core.errors import Exit, UserError
 from finetune.models import architecture, model_class, model_files
 from finetune.quantization import stored_weights

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from trl.trainer.sft_config import SFTConfig
-
-    from finetune.autoconfig.batch_size import Batch
-    from finetune.core.run_checks import Choice
-    from finetune.training.run_context import RunContext
-
-from functools import partial
-from typing import TYPE_CHECKING
-
-from finetune.autoconfig import (
-    memory_estimate,
-)
+from finetune.autoconfig import memory_estimate
 from finetune.autoconfig.batch_size import with_micro_batch
 from finetune.core import run_checks
 from finetune.distributed import transformer_engine_layers
@@ -29,6 +18,7 @@ if TYPE_CHECKING:
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.autoconfig.batch_size import Batch
+    from finetune.core.run_checks import Choice
     from finetune.training.run_context import RunContext
 
 

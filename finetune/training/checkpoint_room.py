@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import initialization, trainable_parameters
-from finetune.autoconfig import (
-    optimizer_choice,
-)
+from finetune.autoconfig import optimizer_choice
 from finetune.checkpointing import checkpoints, resume_contract, training_state
 from finetune.distributed import collectives, launch_environment, sharded_tensors
 from finetune.models import fingerprint

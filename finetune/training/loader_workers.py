@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from finetune.core import signals
+import psutil
+
+from finetune.core import signals, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     pass
 
-import faulthandler
-import sys
-from contextlib import suppress
-
-import psutil
-
-from finetune.core import standard_streams
 
 TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/data/dataloader.py)
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr

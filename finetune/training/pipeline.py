@@ -32,10 +32,7 @@ from finetune.core import progress, safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Stopped, stage
 from finetune.core.run_checks import RunChecks
-from finetune.distributed import (
-    collectives,
-    restart_together,
-)
+from finetune.distributed import collectives, restart_together
 from finetune.evaluation import lm_eval_harness, scoring, tasks
 from finetune.hardware import detection
 from finetune.kernels import attention_functions

@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils.memory import clear_device_cache
 
-from finetune.core.errors import Exit
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import RunChecks
-from finetune.distributed import (
-    collectives,
-)
-from finetune.evaluation import gpu_room
+from finetune.distributed import collectives
+from finetune.evaluation import evaluator, gpu_room
 from finetune.run_folder.run_folder import RunFolder
-from finetune.training import (
-    verify_saved,
-)
+from finetune.training import verify_saved
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.recipe.schema import Recipe
-    from finetune.training.eval_callback import Validate
-import re
-import subprocess
-import sys
-from typing import TYPE_CHECKING
-
-from finetune.core.errors import Problem, UserError
-from finetune.evaluation import evaluator
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
+    from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
+    from finetune.training.eval_callback import Validate
 
 
 # Variables that a launcher sets for its processes, and that a process outside of the launch must not see

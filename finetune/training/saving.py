@@ -10,11 +10,7 @@ from accelerate import PartialState
 from finetune.adapters import initialization
 from finetune.core import safe_files
 from finetune.core.console import Console
-from finetune.distributed import (
-    collectives,
-    sharded_tensors,
-    transformer_engine_layers,
-)
+from finetune.distributed import collectives, sharded_tensors, transformer_engine_layers
 from finetune.evaluation import scoring
 from finetune.models import generation_config
 from finetune.run_folder.run_folder import RunFolder

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune.autoconfig import (
-    compilation,
-    packing_support,
-)
+from finetune.autoconfig import compilation, packing_support
 from finetune.checkpointing import resume_contract
 from finetune.core import run_checks
 from finetune.distributed import collectives

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.autoconfig import (
-    compilation,
-    cuda_graphs,
-    memory_estimate,
-    mixed_precision,
-    optimizer_choice,
-)
+from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed_precision, optimizer_choice
 from finetune.checkpointing import training_state
 from finetune.distributed import launch_environment, sharded_tensors, transformer_engine_layers
 from finetune.recipe import adapter_types

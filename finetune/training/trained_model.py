@@ -6,17 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import adalora, trainable_parameters
 from finetune.core.run_checks import RunChecks
-from finetune.distributed import (
-    deepspeed_zero,
-    gradient_reduction,
-)
+from finetune.distributed import deepspeed_zero, gradient_reduction
 from finetune.models import fingerprint
-from finetune.training import (
-    launch_checks,
-    optimizers,
-    stopping,
-    verify_saved,
-)
+from finetune.training import launch_checks, optimizers, stopping, verify_saved
 
 if TYPE_CHECKING:
     from finetune.checkpointing.checkpoints import Found

@@ -24,10 +24,7 @@ from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, static_shapes
-from finetune.training import (
-    loader_workers,
-    oom_recovery,
-)
+from finetune.training import loader_workers, oom_recovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

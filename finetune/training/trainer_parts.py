@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import adalora
 from finetune.speed import lm_head_loss
-from finetune.training import (
-    first_step_checks,
-    nan_detection,
-    oom_recovery,
-    optimizers,
-    step_metrics,
-)
+from finetune.training import first_step_checks, nan_detection, oom_recovery, optimizers, step_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from finetune.checkpointing import checkpoints
+from finetune.core.console import Console
+from finetune.core.errors import Exit
+from finetune.core.run_checks import RunChecks
+from finetune.data import preparation
 from finetune.distributed import collectives
 from finetune.models import tokenizer_setup
+from finetune.preflight import token_checks
+from finetune.training import load_data, resume_facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,25 +22,8 @@ if TYPE_CHECKING:
     from finetune.core.console import Console
     from finetune.core.run_checks import RunChecks
     from finetune.data.audit import Report
-    from finetune.recipe.schema import Model, Recipe
-
-from itertools import chain
-from typing import TYPE_CHECKING
-
-from finetune.core.console import Console
-from finetune.core.errors import Exit
-from finetune.core.run_checks import RunChecks
-from finetune.data import preparation
-from finetune.preflight import token_checks
-from finetune.training import load_data, resume_facts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from finetune.autoconfig.machine_setup import Setup
-    from finetune.data.audit import Report
     from finetune.data.preparation import Prepared
-    from finetune.recipe.schema import Recipe
+    from finetune.recipe.schema import Model, Recipe
     from finetune.run_folder.run_folder import RunFolder
 
 

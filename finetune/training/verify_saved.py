@@ -5,31 +5,21 @@ If no single GPU can hold the base model, one process does this on all GPUs whil
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-from finetune.adapters import initialization
-from finetune.core import safe_files, upstream_private
-from finetune.core.errors import Exit
-from finetune.core.run_checks import RunChecks
-from finetune.run_folder.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from finetune.autoconfig.machine_setup import Setup
-
 import json
 import re
 from collections import Counter
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from accelerate import PartialState
 from safetensors import safe_open
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune.adapters import trainable_parameters
-from finetune.core.errors import UserError
+from finetune.adapters import initialization, trainable_parameters
+from finetune.core import safe_files, upstream_private
+from finetune.core.errors import Exit, UserError
+from finetune.core.run_checks import RunChecks
 from finetune.core.weight_files import find_weight_files
 from finetune.distributed import sharded_tensors
 from finetune.evaluation import scoring
@@ -37,6 +27,7 @@ from finetune.models import fingerprint, model_class
 from finetune.quantization import fp8_loading
 from finetune.recipe.adapter_types import FOUR_BIT
 from finetune.run_folder import run_folder
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torch import nn

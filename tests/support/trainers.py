@@ -20,13 +20,7 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Recipe
 from finetune.run_folder.run_folder import RunFolder
 from finetune.speed.lm_head_loss import HeadLoss
-from finetune.training import (
-    first_step_checks,
-    optimizers,
-    stopping,
-    training_arguments,
-    training_data,
-)
+from finetune.training import first_step_checks, optimizers, stopping, training_arguments, training_data
 from finetune.training.nan_detection import NonFinite
 from finetune.training.oom_recovery import MicroBatches
 from finetune.training.run_context import RunContext

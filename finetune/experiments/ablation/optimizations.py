@@ -7,30 +7,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from finetune.core import shipped_files
-from finetune.core.errors import Problem, UserError
-from finetune.experiments.runner import varied_keys
-
-if TYPE_CHECKING:
-    from finetune.experiments.ablation.optimizations import Ladder, Rung
-    from finetune.hardware.detection import Hardware
-
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import Field, PrivateAttr, ValidationError
 
-from finetune.core import paths, strict_yaml
-from finetune.core.errors import nearest
+from finetune.core import paths, shipped_files, strict_yaml
+from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.packages import installed
+from finetune.experiments.runner import varied_keys
 from finetune.recipe import build, recipe_errors
 from finetune.recipe.schema import Section
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from finetune.experiments.ablation.optimizations import Ladder, Rung
     from finetune.hardware.detection import Hardware
+
 
 # A value that removes the baseline's value, so that the value of the recipe, `auto` or `measure` applies
 OURS = "default"

@@ -20,14 +20,7 @@ from finetune.core.run_checks import RunChecks
 from finetune.data.audit import Report
 from finetune.hardware import gpus
 from finetune.models import architecture, loading
-from finetune.planning import (
-    adapter_size,
-    planned_machine,
-    planner,
-    sharding_cost,
-    step_time,
-    suggestions,
-)
+from finetune.planning import adapter_size, planned_machine, planner, sharding_cost, step_time, suggestions
 from finetune.preflight import choice_checks
 from finetune.recipe import loader
 from finetune.recipe.schema import Model

@@ -13,12 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune.autoconfig import (
-    activation_checkpointing,
-    machine_setup,
-    memory_estimate,
-    mixed_precision,
-)
+from finetune.autoconfig import activation_checkpointing, machine_setup, memory_estimate, mixed_precision
 from finetune.core.errors import UserError
 from finetune.distributed import deepspeed_zero, launch_environment
 from finetune.hardware import detection
