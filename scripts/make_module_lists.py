@@ -45,6 +45,9 @@ SKIPPED = re.compile(
 )
 
 
+WITHOUT_EFFECT = ("architectures", "transformers_version", "use_cache")
+
+
 def config_of(family: str, sizes: dict[str, int], **others: Any) -> Any:
     names = AutoConfig.for_model(family).to_dict().keys()
     known = AutoConfig.for_model(family).attribute_map
@@ -92,7 +95,7 @@ def fixed_of(family: str, names: Names, used: set[str]) -> dict[str, Any]:
     """Values that the modules depend on, beside sizes: the list holds for these defaults only."""
     found: dict[str, Any] = {}
     for key, value in config_of(family, SIZES[0]).to_dict().items():
-        if key in used or key in SIZES[0] or key in module_lists._WITHOUT_EFFECT or SKIPPED.search(key):
+        if key in used or key in SIZES[0] or key in WITHOUT_EFFECT or SKIPPED.search(key):
             continue
         other: Any = None
         if isinstance(value, bool):
@@ -125,8 +128,12 @@ def family_list(family: str) -> dict[str, Any]:
         shapes[starred(name)] = " ".join(expression(pair, candidates) for pair in pairs)
     used = {part for text in shapes.values() for part in re.split(r"[ *+]", text)}
     fixed = {"head_dim": None} if family in WITHOUT_HEAD_DIM else {}
+    defaults = AutoConfig.for_model(family).to_dict()
     return {
         "fixed": fixed | fixed_of(family, first, used),
+        "defaults": {
+            key: type(value)() if isinstance(value, list | dict) else value for key, value in defaults.items()
+        },
         "kinds": {starred(name): kind for name, kind in first.kinds.items()},
         "shapes": shapes,
         "embedding": first.embedding,

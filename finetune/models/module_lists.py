@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.core import regular_files, safe_files, verified_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.verified_files import Damaged
-from finetune.models import autograd_graph, model_class, model_files, module_names
+from finetune.models import autograd_graph, model_class, model_files, module_names, usual_configs
 from finetune.models.module_names import Names
 
 if TYPE_CHECKING:
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
 
 FORMAT = 5  # of the lists on disk: raise it if `Names` or what it is made of changes
 SHIPPED = Path(__file__).parent / "module_lists.json"
-# Keys of a config.json that change no module
-_WITHOUT_EFFECT = (
-    "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "pad_token_id",
-    "quantization_config", "torch_dtype", "transformers_version", "use_cache",
-)  # fmt: skip
 
 
 class ModuleList(NamedTuple):
@@ -61,11 +56,12 @@ def read(path: Path, config: Any) -> ModuleList:
     Raises:
         UserError: transformers cannot build the model (exit 2), or lacks a package (exit 3).
     """
-    shipped = _shipped(config)
+    raw = regular_files.read_json(path, "model.name")
+    shipped = _shipped(raw, config)
     if shipped is not None:
         return ModuleList(shipped, "the list of its family")
-    raw = regular_files.read_json(path, "model.name")
-    matters = {key: value for key, value in raw.items() if key not in _WITHOUT_EFFECT}
+    words = getattr(config.get_text_config(), "vocab_size", None) or 0
+    matters = {key: value for key, value in raw.items() if not usual_configs.has_no_effect(key, value, words)}
     content = json.dumps([FORMAT, version("transformers"), matters], sort_keys=True)
     cache_root = Path(os.environ.get("FINETUNE_CACHE") or Path.home() / ".cache" / "finetune")
     kept = cache_root / "modules" / f"{hashlib.sha256(content.encode()).hexdigest()[:24]}.json"
@@ -140,8 +136,9 @@ def build_without_weights(folder: Path) -> Any:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"):
-        return model_class.auto_class(config).from_config(config, dtype=torch.bfloat16)
+    loads = model_class.auto_class(config)
+    with torch.device("meta"):  # a run chooses the attention too, whatever the config says
+        return loads.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
 
 def of_meta_model(model: nn.Module) -> Names:
@@ -163,6 +160,8 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
 
     inputs = meta_forward.inputs(model)
     if inputs is None:
+        if names.family in _shipped_families():  # these run on the meta device with every valid config
+            meta_forward.logits(model, {"input_ids": meta_forward.tokens(model), "use_cache": False})
         return ()
     called = set[str]()
     hooks = [
@@ -195,7 +194,7 @@ def usual_names() -> frozenset[str]:
     return frozenset(map(module_names.short, kinds))
 
 
-def _shipped(config: ModelConfig) -> Names | None:
+def _shipped(raw: dict[str, Any], config: ModelConfig) -> Names | None:
     """The shipped list with the sizes of a config; `None`: none is shipped for such a config."""
     family = _shipped_families().get(config.model_type)
     if family is None or config.get_text_config() is not config:
@@ -203,7 +202,7 @@ def _shipped(config: ModelConfig) -> Names | None:
     if any((getattr(config, key, None) or None) != (value or None) for key, value in family["fixed"].items()):
         return None
     try:
-        return expand(family, config)
+        return expand(family, config) if usual_configs.is_usual(raw, config, family) else None
     except (AttributeError, TypeError):  # a size that the config lacks
         return None
 

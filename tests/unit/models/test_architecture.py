@@ -21,7 +21,13 @@ SMALL: dict[str, Any] = {
 
 
 def test_experts_are_said_to_be_unknown(large) -> None:
-    config = {**LLAMA_8B, "model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 4}
+    config = {
+        **LLAMA_8B,
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     (large.parent / "8b" / "config.json").write_text(json.dumps(config))
     made = planned(large)
     assert made.step_seconds is None and any("each expert of" in note for note in made.notes)
@@ -122,6 +128,7 @@ def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:
         "model_type": "qwen3_moe",
         **SMALL,
         "num_experts": 4,
+        "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
         "head_dim": 16,
     }
