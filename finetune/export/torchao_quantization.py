@@ -6,7 +6,6 @@ single stacked parameter keep their dtype. So a head that is tied to the embeddi
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch

@@ -70,9 +70,13 @@ from finetune.training.trainer_setup import TrainerInputs, build
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedTokenizerBase, TrainerCallback
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.checkpointing.checkpoints import Found
+    from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe, Train
+    from finetune.training.eval_callback import Validate
     from finetune.training.stop_condition import Until
     from finetune.training.stopping import Stop
 
@@ -152,14 +156,54 @@ class _Asked:
 
 
 def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correction: Correction) -> RunFolder:
+    """Run once; raises `StartAgain` if the first step needs stronger settings."""
+    run, data = _begin(recipe, where, asked, correction)
+    loaded = _load(run, data, where)
+    again = run.found is not None or bool(correction.changes)
+    with (
+        recording(run.console, run.checks, run.folder, run.setup, again=again),
+        trackers.running(data.arguments, run.folder) as tracked,
+    ):
+        run = replace(run, correction=correction._replace(folder=str(run.folder.path)))
+        _write_start(run, data, loaded)
+        live, validations = _train(run, data, loaded, stop, asked.watchers, tracked)
+        del loaded  # the evaluation needs the memory
+        _evaluate(run, live, validations)
+    return run.folder
+
+
+@dataclass(frozen=True)
+class _RunData:
+    """The data of a run, and how it is divided into optimizer steps."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prepared: Prepared
+    rows: int | None
+    """The number of training sequences; `None`: they are read during training."""
+    arguments: SFTConfig
+    length: resume_facts.RunLength
+    contract: dict[str, Any]
+    """What must be the same when a checkpoint of this run is resumed."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """The model with its adapter and speed options, and the steps that it fits into."""
+
+    adapted: Any
+    plan: batch_setup.StepPlan
+
+
+def _begin(
+    recipe: Recipe, where: str | None, asked: _Asked, correction: Correction
+) -> tuple[RunContext, _RunData]:
+    """Start the process group and the run folder, prepare the data and find the checkpoint to resume."""
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
     screen = Console(quiet=asked.verbosity == "quiet", verbose=asked.verbosity == "verbose")
-    ledger = RunChecks()
     batch = split_batch(recipe.train, setup.launch.rows_apart)
-    arguments = training_arguments.training_arguments(
-        recipe.train, recipe.data, setup, batch
-    )  # starts the process group
+    # starts the process group
+    arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     collectives.agree(resume_facts.recipe_facts(recipe))
     folder = start_folder(where, arguments)
     tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
@@ -170,74 +214,103 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
     with progress.phase(screen, "preparing the data"):
         tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
-    data_report, rows = prepared.report, None if recipe.data.streaming else len(prepared.train)
     found = find_checkpoint(recipe.train, asked.resumes, setup)
-    run = RunContext(recipe, setup, ledger, screen, folder, found, correction)
+    run = RunContext(recipe, setup, RunChecks(), screen, folder, found, correction)
     batch = batch_setup.settle_batch(run, batch, arguments)
-    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
-    length = resume_facts.RunLength(batch, steps)
+    rows = None if recipe.data.streaming else len(prepared.train)
+    length = resume_facts.RunLength(batch, count_steps(recipe.train, rows, batch, setup.launch.rows_apart))
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
     if found:
         found.notes.extend(resume_contract.compare(found.contract, contract, found.path))
+    return run, _RunData(tokenizer, prepared, rows, arguments, length, contract)
 
-    adapted = model_setup.adapted_model(run, arguments, prepared.train, tokenizer, steps)
+
+def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
+    """Load the model, attach the adapter, apply the speed options, and find the micro-batch size.
+
+    Args:
+        where: the run folder on this rank; `None` on other ranks than 0.
+    """
+    recipe, setup, train = run.recipe, run.setup, data.prepared.train
+    batch, steps = data.length
+    adapted = model_setup.adapted_model(run, data.arguments, train, data.tokenizer, steps)
     flops = apply_to_model.flops_per_token(adapted)
-    most, whole = step_work.tokens_of(recipe, setup, batch, data_report["train"])
+    most, whole = step_work.tokens_of(recipe, setup, batch, data.prepared.report["train"])
     work = step_work.work_of(adapted, recipe, setup, most, flops * whole * steps)
     with stage("tried the speed options on the model", "speed"):
-        fast = speed_setup.make_fast(run, adapted, arguments, work)
+        fast = speed_setup.make_fast(run, adapted, data.arguments, work)
     checkpoint_room.check_space(adapted, recipe, setup, where)
-    contract["base"] = checkpoint_room.frozen_fingerprint(adapted, found, ledger)
-    if recipe.train.per_device_train_batch_size == "auto" and not correction.micro_batch:
-        shown = batch_search.Rows(prepared.train, recipe.data, cast("int", tokenizer.pad_token_id))
+    base = checkpoint_room.frozen_fingerprint(adapted, run.found, run.checks)
+    if recipe.train.per_device_train_batch_size == "auto" and not run.correction.micro_batch:
+        shown = batch_search.Rows(train, recipe.data, cast("int", data.tokenizer.pad_token_id))
         batch = batch_setup.search_batch(run, adapted, batch, fast, shown)
-        batch_setup.put_in_arguments(batch, arguments)
+        batch_setup.put_in_arguments(batch, data.arguments)
+    contract = {**data.contract, "base": base}
+    return _Loaded(adapted, batch_setup.StepPlan(steps, batch, fast, flops, contract))
 
-    again = found is not None or bool(correction.changes)
-    with (
-        recording(screen, ledger, folder, setup, again=again),
-        trackers.running(arguments, folder) as tracked,
-    ):
-        run = replace(run, correction=correction._replace(folder=str(folder.path)))
-        choices = resolved_recipe.choices(run, batch, steps, adapted, fast)
-        run.correction.add_receipts(ledger)
-        initial = folder.staging / "initial"
-        if setup.launch.main:
-            resolved_recipe.write_start(run, choices, data_report, adapted, arguments)
-            repeats = launch_checks.notes_on_repeats(
-                recipe.train, rows, batch, setup.launch.rows_apart, steps
-            )
-            terminal.show_plan(screen, recipe, choices, data_report, [*ledger.notes, *repeats])
-            safe_files.make_folder(folder.path, "checkpoints/.staging")
-            with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
-                initialization.save_initial(adapted, private)
-            resume.begin(folder, found, contract, choices, screen)
-        router = router_loss.count_experts(adapted.config)
-        inputs = TrainerInputs(adapted, arguments, prepared.train, tokenizer)
-        trainer = build(
-            run, inputs, batch_setup.StepPlan(steps, batch, fast, flops, contract), stop, asked.watchers
+
+def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> None:
+    """Print the plan of the run, and write its settings and the initial adapter into the run folder."""
+    recipe, setup, folder, report = run.recipe, run.setup, run.folder, data.prepared.report
+    adapted, plan = loaded.adapted, loaded.plan
+    choices = resolved_recipe.choices(run, plan.batch, plan.steps, adapted, plan.choices)
+    run.correction.add_receipts(run.checks)
+    if not setup.launch.main:
+        return
+    resolved_recipe.write_start(run, choices, report, adapted, data.arguments)
+    repeats = launch_checks.notes_on_repeats(
+        recipe.train, data.rows, plan.batch, setup.launch.rows_apart, plan.steps
+    )
+    terminal.show_plan(run.console, recipe, choices, report, [*run.checks.notes, *repeats])
+    safe_files.make_folder(folder.path, "checkpoints/.staging")
+    with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
+        initialization.save_initial(adapted, private)
+    resume.begin(folder, run.found, plan.contract, choices, run.console)
+
+
+def _train(
+    run: RunContext,
+    data: _RunData,
+    loaded: _Loaded,
+    stop: Stop,
+    watchers: Sequence[TrainerCallback],
+    tracked: trackers.Tracked,
+) -> tuple[verify_saved.Live, Sequence[Validate]]:
+    """Train and save.
+
+    Returns:
+        What the saved weights are compared with, and the evaluations during training.
+    """
+    recipe, setup, folder, adapted = run.recipe, run.setup, run.folder, loaded.adapted
+    router = router_loss.count_experts(adapted.config)
+    inputs = TrainerInputs(adapted, data.arguments, data.prepared.train, data.tokenizer)
+    trainer = build(run, inputs, loaded.plan, stop, watchers)
+    tracked.follow(trainer)
+    launch_checks.add(trainer, setup.launch, run.checks)
+    report = data.prepared.report["train"]
+    training_data.add_data_receipts(recipe, data.tokenizer, report, run.console, run.checks)
+    with stop.later(), contextlib.closing(trainer.writer):
+        with stage("trained the model", code=Exit.TRAINING):
+            train(trainer, recipe.adapter, run.found, run.checks)
+        router_loss.restore(adapted.config, router)
+        training_data.add_stream_receipt(data.prepared, run.console, run.checks)
+        live = verify_saved.remember(adapted, data.prepared.train, setup)
+        save(adapted, data.tokenizer, folder, folder.staging / "initial", run.console)
+    verify_saved.add_file_receipts(folder, live, data.length.steps, run.checks)
+    trainer.accelerator.free_memory()
+    return live, trainer.validations
+
+
+def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Validate]) -> None:
+    """Reopen what was saved, verify it, and evaluate it against the base model."""
+    run.console.say(
+        "", "loading the saved weights, and evaluating the base model and the fine-tuned model ..."
+    )
+    with stage("evaluated the model", "eval", code=Exit.TRAINING):
+        result = saved_evaluation.reopen_and_evaluate(
+            run.folder, live, validations, run.checks, run.recipe, run.setup
         )
-        tracked.follow(trainer)
-        launch_checks.add(trainer, setup.launch, ledger)
-        training_data.add_data_receipts(recipe, tokenizer, data_report["train"], screen, ledger)
-        validations = trainer.validations
-        with stop.later(), contextlib.closing(trainer.writer):
-            with stage("trained the model", code=Exit.TRAINING):
-                train(trainer, recipe.adapter, found, ledger)
-            router_loss.restore(adapted.config, router)
-            training_data.add_stream_receipt(prepared, screen, ledger)
-            live = verify_saved.remember(adapted, prepared.train, setup)
-            save(adapted, tokenizer, folder, initial, screen)
-        verify_saved.add_file_receipts(folder, live, steps, ledger)
-        trainer.accelerator.free_memory()
-        del trainer, inputs, adapted
-        screen.say(
-            "", "loading the saved weights, and evaluating the base model and the fine-tuned model ..."
-        )
-        with stage("evaluated the model", "eval", code=Exit.TRAINING):
-            result = saved_evaluation.reopen_and_evaluate(folder, live, validations, ledger, recipe, setup)
-        terminal.show_result(screen, folder, ledger, result)
-    return folder
+    terminal.show_result(run.console, run.folder, run.checks, result)
 
 
 def find_checkpoint(section: Train, resumes: str | None, setup: Setup) -> Found | None:

@@ -43,7 +43,7 @@ def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
 
 
 class RunLength(NamedTuple):
-    """Return the number of steps of a run, and its batch."""
+    """The batch of a run, and its number of optimizer steps."""
 
     batch: Batch
     steps: int

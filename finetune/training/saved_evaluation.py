@@ -12,10 +12,8 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives
 from finetune.evaluation import evaluator, gpu_room
-from finetune.run_folder.run_folder import RunFolder
 from finetune.training import verify_saved
 
 if TYPE_CHECKING:
@@ -41,8 +39,7 @@ def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> d
 
     Raises:
         UserError: the file differs from the trained weights or can't be loaded, and is moved aside (exit 4);
-        or
-            the evaluation failed.
+            or the evaluation failed.
     """
     if collectives.main():
         verify_saved.add_saved_receipts(live, folder, ledger)

@@ -6,9 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from finetune.checkpointing import checkpoints
-from finetune.core.console import Console
 from finetune.core.errors import Exit
-from finetune.core.run_checks import RunChecks
 from finetune.data import preparation
 from finetune.distributed import collectives
 from finetune.models import tokenizer_setup

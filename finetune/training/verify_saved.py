@@ -19,7 +19,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from finetune.adapters import initialization, trainable_parameters
 from finetune.core import safe_files, upstream_private
 from finetune.core.errors import Exit, UserError
-from finetune.core.run_checks import RunChecks
 from finetune.core.weight_files import find_weight_files
 from finetune.distributed import sharded_tensors
 from finetune.evaluation import scoring
@@ -27,7 +26,6 @@ from finetune.models import fingerprint, model_class
 from finetune.quantization import fp8_loading
 from finetune.recipe.adapter_types import FOUR_BIT
 from finetune.run_folder import run_folder
-from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
