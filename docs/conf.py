@@ -10,7 +10,7 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-import finetune  # noqa: E402
+import finetune  # noqa: E402 (after the path is set)
 
 project = "finetune"
 copyright = "the finetune authors. Apache-2.0"

@@ -3,7 +3,7 @@
 python scripts/make_diagrams.py
 """
 
-# ruff: noqa: E501
+# ruff: noqa: E501 (lines of SVG are not wrapped)
 from __future__ import annotations
 
 import json

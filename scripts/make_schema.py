@@ -1,6 +1,6 @@
 """Write the JSON schema of recipes and docs/reference/recipe.md (`make schema`); tests compare."""
 
-# ruff: noqa: E501
+# ruff: noqa: E501 (lines of Markdown are not wrapped)
 from __future__ import annotations
 
 import json

@@ -219,7 +219,7 @@ def scaled_mm(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor
     """An fp8 matrix product with one scale a row: bfloat16, for rowwise scales come with nothing else."""
     import torch
 
-    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage] (a private function of torch)
         codes, weight, scale, weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 

@@ -176,7 +176,7 @@ def staging_folder(*, kept: bool) -> Iterator[Path]:
     try:
         with signals.listening(_stop):
             yield folder
-    except BaseException:
+    except BaseException:  # Ctrl-C too
         kept = False
         raise
     finally:

@@ -113,7 +113,9 @@ def _build(folder: Path) -> Names:
         import torch
 
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")
+            warnings.simplefilter(
+                "ignore"
+            )  # loading the weights repeats what transformers says of the config
             return of_meta_model(build_without_weights(folder))
     except ImportError as error:  # of a model whose images or sound another package reads
         said = " ".join(str(error).split())

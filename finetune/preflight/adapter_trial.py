@@ -64,7 +64,7 @@ def problems(recipe: Recipe, folder: Path) -> list[Problem] | None:
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(), torch.device("meta"):
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # PEFT repeats its warnings when training attaches the adapter
             model: Any = module_lists.build_without_weights(folder)
             added = _add_rows(model, recipe.model)
             inputs = meta_forward.inputs(model)

@@ -136,6 +136,7 @@ def deterministic() -> Iterator[None]:
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     with warnings.catch_warnings():
+        # torch warns for each operation without a deterministic kernel; these run as usual
         warnings.filterwarnings("ignore", message=".*deterministic")
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

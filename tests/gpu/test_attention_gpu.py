@@ -22,7 +22,6 @@ from support.soak import soak_except
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # dynamo looks
 ]
 HERE = [name for name in IMPLEMENTATIONS if not missing(name, detection.detect())]
 VARLEN = [name for name in HERE if name != "cudnn"]

@@ -78,8 +78,6 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
     ledger.check()
 
 
-# torch 2.13's own, when its decompositions are imported (torch/jit/_script.py)
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("half", soak_except(["int8"], ["cheap", "int8", "mlp"]))
 def test_what_is_made_again_is_not_kept_when_compiled(half: str) -> None:
     """A compiler sees that forward and backward make the same product, and would keep it."""

@@ -24,8 +24,6 @@ ADAPTER = {
 }  # fmt: skip
 
 
-# Inductor imports a module that scripts: github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/mkldnn.py#L19
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_a_run_with_fused_and_compiled_experts_learns_what_pefts_does(tmp_path: Path, capsys) -> None:
     config = transformers.Qwen3MoeConfig(**sizes(**EXPERTS, head_dim=8))
     model = save(tmp_path / "model", AutoModelForCausalLM.from_config(config))

@@ -187,8 +187,6 @@ def test_a_proof_compiles_nothing() -> None:
     assert not torch._dynamo.utils.counters["stats"] and not torch._dynamo.utils.counters["graph_break"]
 
 
-# Inductor imports a module that scripts: github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/mkldnn.py#L19
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_every_layer_may_have_a_graph_of_its_own() -> None:
     model = adapted(TYPES["lora"](), num_hidden_layers=3)
     before = torch._dynamo.config.recompile_limit

@@ -97,7 +97,6 @@ def test_changes_finds_another_method_a_lost_one_and_a_new_one() -> None:
     assert changes(before, after) == [f"torch.nn.Linear.{name}" for name in ("forward", "reset", "more")]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_runs_change_no_class_and_no_module_of_another_library(train) -> None:
     """Fused adapters, activation checkpointing and compiled layers, with evaluation of what was saved."""
     import torch

@@ -200,7 +200,7 @@ def test_it_is_what_lm_eval_makes_of_it(tmp_path) -> None:
 def test_names_of_a_task_file_are_registered_in_lm_eval() -> None:
     """A name that lm-eval does not register is looked for on the Hub, as a script."""
     import lm_eval.api.metrics
-    import lm_eval.filters  # noqa: F401  it registers its names
+    import lm_eval.filters  # noqa: F401 (it registers its names)
     from lm_eval.api.registry import aggregation_registry, filter_registry, metric_registry
     from lm_eval.api.samplers import SAMPLER_REGISTRY
 

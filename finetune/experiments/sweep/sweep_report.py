@@ -118,8 +118,8 @@ def importances(study: Study) -> dict[str, float]:
     if len(complete) < FEWEST:
         return {}
     evaluator = optuna.importance.PedAnovaImportanceEvaluator()
-    # Suppress the warning about few trials, because the page has its own note
     with warnings.catch_warnings():
+        # Optuna warns of few trials, and the page has its own note about them
         warnings.simplefilter("ignore")
         return optuna.importance.get_param_importances(study, evaluator=evaluator)
 

@@ -227,7 +227,7 @@ def test_set_rank_is_what_lm_eval_shares_out_by() -> None:
 
 
 def test_end_loader_workers_ends_them() -> None:
-    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)  # pyright: ignore[reportArgumentType]
+    loader = DataLoader([1, 2], num_workers=1, persistent_workers=True)  # pyright: ignore[reportArgumentType] (a list is a dataset)
     list(loader)
     workers = loader._iterator._workers
     upstream_private.end_loader_workers(loader)
@@ -298,7 +298,7 @@ def test_memory_of_a_gpu_is_recorded_by_these_functions() -> None:
 
 def test_scaled_mm_multiplies_fp8() -> None:
     """On CPUs that have the kernel; elsewhere the function is there."""
-    assert callable(torch._scaled_mm)  # pyright: ignore[reportPrivateImportUsage]
+    assert callable(torch._scaled_mm)  # pyright: ignore[reportPrivateImportUsage] (a private function)
     codes = torch.ones(16, 16).to(torch.float8_e4m3fn)
     scales = torch.full((16, 1), 2.0)
     try:
@@ -355,7 +355,7 @@ def test_replace_own_buffers_leaves_those_of_files() -> None:
 
     live = module(1.0)
     upstream_private.replace_own_buffers(live, module(2.0))
-    assert (float(live.computed), float(live.stored)) == (2.0, 1.0)  # pyright: ignore[reportArgumentType]
+    assert (float(live.computed), float(live.stored)) == (2.0, 1.0)  # pyright: ignore[reportArgumentType] (buffers are tensors)
 
 
 def test_flash_attention_4_has_both_functions() -> None:

@@ -21,7 +21,6 @@ from finetune.speed.packing_isolation import deterministic
 from support.plain_attention import batch, loss_and_gradients, tiny
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_a_layer_compiles_whole() -> None:
     register("cudnn")
     model = tiny("llama").train()
@@ -71,7 +70,6 @@ class _Documents(torch.autograd.Function):
         return gradient * 2, *(torch.zeros_like(tensor) for tensor in ctx.saved_tensors[1:3]), None, None
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it
 def test_flash_attention_2_and_3_compile_on_documents() -> None:
     package = SimpleNamespace(flash_attn_varlen_func=lambda *given, **_: _Documents.apply(*given[:5]))
     query, key, value = (torch.randn(1, n, 40, 16, requires_grad=True) for n in (8, 2, 2))

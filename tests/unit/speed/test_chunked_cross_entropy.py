@@ -66,9 +66,7 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
             assert torch.equal(only.nll, found.nll) and only.entropy is None
 
 
-# Inductor's own import of MKLDNN fusions (torch 2.13, torch/utils/mkldnn.py)
 @pytest.mark.soak
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_compiled_it_is_the_same() -> None:
     hidden, weight, labels, _ = inputs_with(0.6)
     plain, fused = (
