@@ -82,7 +82,7 @@ schema: .venv/installed
 docs: .venv/installed-docs
 	$(BIN)/python -m sphinx -W -n -q -b html -d build/doctrees docs build/docs
 
-# Every command, recipe, Python block and link of the documentation. `make test` has a sample
+# Every command, recipe, Python block and link of the documentation. `make test` runs the commands of README.md only
 docs-test: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/docs
 
