@@ -1,9 +1,9 @@
-"""The table of accelerate_configs/README.md: which config trains which adapter on which base, or why not.
+"""Print the table of docs/reference/launch_matrix.md: which config trains which method, or the reason.
 
     python scripts/launch_matrix.py
 
-Each config is read by Accelerate's own launcher, which hands it on as environment variables; what
-`finetune train` would say to these on eight H100s (on the CPU, for the cpu configs) is the cell.
+Accelerate's own launcher turns each config into environment variables. A cell shows the answer of
+`finetune train` to these variables on eight H100s, or on the CPU for the `cpu` configs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PROVED = {  # `ALL` but what is refused
 
 
 def environment(config: Path) -> dict[str, str]:
-    """What Accelerate's launcher adds to the environment of each process for a config."""
+    """Return the variables that Accelerate's launcher sets in each process for a config."""
     given = ["--config_file", str(config), "--main_process_port", "0"]
     if config.stem == "multi_node":
         given += ["--num_processes", "16", "--main_process_ip", "127.0.0.1"]
@@ -76,13 +76,13 @@ def environment(config: Path) -> dict[str, str]:
 
 
 def launched(config: Path) -> AbstractContextManager[None]:
-    """As in a process of that launch."""
+    """Set the environment of a process of that launch."""
     processes = {"WORLD_SIZE": accelerate_config.read(config)["num_processes"]}
     return patch_environment(**{**environment(config), **processes})
 
 
 def cell(config: Path, kind: str, base: str) -> str:
-    """`trains`, or why not."""
+    """Return `trains`, or the reason why this config can't train the method."""
     machine = CPU if config.stem.startswith("cpu") else EIGHT
     if machine is CPU:
         base = {"bf16": "auto"}.get(base, base)  # fp32 there
@@ -108,7 +108,7 @@ def reason(problem: Problem) -> str:
 
 
 def refused() -> dict[str, str]:
-    """Ways of sharing that no config here has, by what would be one's section, and why."""
+    """Return kinds of parallelism that finetune does not support, by their key, with the reason."""
     made = {}
     for kind in ("TP", "SP"):
         asked = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{kind}_SIZE": 2}
@@ -120,7 +120,7 @@ def refused() -> dict[str, str]:
 
 
 def table() -> str:
-    """Markdown: a row for each config, a column for each adapter and base, and the reasons below it."""
+    """Return a Markdown table with a row per config and a column per method, and the reasons below it."""
     reasons: list[str] = []
     lines = [f"| | {' | '.join(ALL)} |"]
     lines.append("|---|" + "---|" * len(COLUMNS))

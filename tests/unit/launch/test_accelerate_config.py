@@ -325,12 +325,6 @@ def test_deepspeed_is_asked_for_before_anything_starts(monkeypatch) -> None:
     assert raised.value.code == 3
 
 
-def test_the_matrix_is_what_is_refused_today() -> None:
-    text = (ROOT / "accelerate_configs" / "README.md").read_text()
-    begin, end = "<!-- made by scripts/launch_matrix.py -->\n", "<!-- end of matrix -->"
-    assert text.partition(begin)[2].partition(end)[0] == launch_matrix.table()
-
-
 @pytest.fixture
 def cluster(tmp_path, monkeypatch) -> Any:
     """`cluster(script, *words)`: what a scheduler's script runs on its second machine, as it is parsed."""
