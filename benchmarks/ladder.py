@@ -96,7 +96,7 @@ def changed(ladder: Path, work: Path, without: list[str], measure: dict[str, int
     values["measure"] = {**values.get("measure", {}), **given}
     for rung in values["rungs"]:
         if rung["name"] in without:
-            rung["elsewhere"] = "left out of this measurement (--without)"
+            rung["elsewhere"] = "excluded from this measurement (--without)"
     work.mkdir(parents=True, exist_ok=True)
     (work / "ladder.yaml").write_text(json.dumps(values, indent=1), encoding="utf-8")
     return work / "ladder.yaml"

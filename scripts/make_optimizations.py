@@ -1,6 +1,6 @@
-"""Write docs/reference/optimizations.md from recipes/ablation.yaml and what was measured; a test keeps it current."""
+"""Write docs/reference/optimizations.md from recipes/ablation.yaml and measurements. A test keeps it current."""
 
-# ruff: noqa: E501
+# ruff: noqa: E501 (lines of Markdown are not wrapped)
 from __future__ import annotations
 
 import json
@@ -24,8 +24,8 @@ HEAD = """# Optimizations
 finetune ablate recipes/quickstart.yaml
 ```
 
-`finetune ablate` measures each optimization of [recipes/ablation.yaml](../../recipes/ablation.yaml) on your machine, and writes
-a recipe with those that helped ([guide](../guides/ablate.md)).
+`finetune ablate` measures each optimization of [recipes/ablation.yaml](../../recipes/ablation.yaml) on your machine. It then writes
+a recipe with the optimizations that helped ([guide](../guides/ablate.md)).
 
 | column | measurement |
 |---|---|
@@ -34,7 +34,7 @@ a recipe with those that helped ([guide](../guides/ablate.md)).
 | whole model | Llama 3.1 8B with LoRA, one {device}: two rows of [gpu.json](../../benchmarks/gpu.json) that differ only in this option. |
 
 The columns "alone" divide {unit} (CPU) or tokens/s (GPU) with this optimization by the same without it. An optimization that
-builds on others is compared with these others. Noise explains the part after ±. The models have random weights on the GPU.
+builds on others is compared with them. The part after ± is the noise. On the GPU, the models have random weights.
 
 | optimization | effect | CPU: alone | verdict | GPU: alone | verdict | whole model | cost | off |
 |---|---|---|---|---|---|---|---|---|
@@ -85,24 +85,25 @@ def page() -> str:
     for status, head in NAMED.items():
         text += head
         for rung in [rung for rung in rungs if rung.unmeasured[0] == status]:
-            text += f"- **{rung.name}**: {rung.what} {rung.unmeasured[1]}.\n"
+            reason = rung.unmeasured[1]
+            text += f"- **{rung.name}**: {rung.what} {reason[:1].upper()}{reason[1:]}.\n"
     return text
 
 
 def alone(row: dict[str, Any], rung: Rung) -> list[str]:
-    """What it was worth alone, and what became of it."""
+    """Return the cells of the effect alone and of the verdict."""
     found, verdict = row.get("alone", {}), f"{row['status']}: {row['why']}".replace("elsewhere: ", "")
     if "speedup" not in found:
         return ["not measured", verdict]
     if (then := row.get("on", rung.on)) != rung.on:
         stood = " and ".join(then) or "the baseline"
-        verdict += f"; measured on {stood}, it now stands on {' and '.join(rung.on)}"
+        verdict += f"; measured on {stood}, it now builds on {' and '.join(rung.on)}"
     memory = f", {found['memory_ratio'] - 1:+.0%} memory" if abs(found["memory_ratio"] - 1) > 0.02 else ""
     return [f"{found['speedup']:.2f} ±{found['noise']:.2f}{memory}", verdict]
 
 
 def whole(rung: Rung, gpu: dict[str, Any]) -> str:
-    """Times the tokens/s, and the peak memory, of the row without it."""
+    """Return the effect on the whole model: the speed-up and both peaks of memory."""
     if rung.gpu is None:
         return "-"
     on, off = gpu[rung.gpu.on], gpu[rung.gpu.off]
