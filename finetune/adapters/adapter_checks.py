@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import target_modules, trainable_parameters
+from finetune.adapters import expert_targets, target_modules, trainable_parameters
 from finetune.core.errors import Exit
 from finetune.models import module_names
 from finetune.recipe import adapter_types
@@ -50,13 +50,14 @@ def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names
     ledger.add("adapter.type", asked, got, "the live PEFT config")
     options = adapter.options()
     changed = Counter(module_names.short(name) for name in getattr(adapted, "targeted_module_names", ()))
+    limits = vars(config) if adapter.source else {}  # the saved adapter may exclude layers
+    resolved = expert_targets.resolve({**limits, **options, **kind.sets}, known, kind.peft)
     if changed:
         targets = options.get("target_modules")
-        as_saved = adapter.source and targets != "all-linear"  # the saved adapter names its modules
-        limits = vars(config) if adapter.source else {}  # the saved adapter may exclude layers
-        expected = changed if targets is None or as_saved else _expected({**limits, **options}, known)
-        if expected != changed:
-            expected = _without_experts(config, options, expected, known, ledger)
+        everything = targets in (target_modules.EVERYTHING, expert_targets.WITH_EXPERTS)
+        as_saved = adapter.source and not everything  # the saved adapter names its modules
+        expected = Counter(map(module_names.short, resolved.modules))
+        expected = changed if targets is None or as_saved else expected
         ledger.add(
             "adapter.target_modules", _counts(expected), _counts(changed), "adapted modules, counted by name"
         )
@@ -75,15 +76,18 @@ def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names
                 "parameters with requires_grad",
                 ok=bool(trained),
             )
-    parameters = getattr(adapted, "targeted_parameter_names", ())
-    if parameters or options.get("target_parameters"):
+    parameters = set(getattr(adapted, "targeted_parameter_names", ()))
+    asked_parameters = resolved.options.get("target_parameters")
+    if parameters or asked_parameters:
+        expected_parameters = set(expert_targets.parameter_ranks(resolved.options, known))
         ledger.add(
             "adapter.target_parameters",
-            options.get("target_parameters") or "experts' weights, by the names of their layers (PEFT)",
+            asked_parameters,
             f"{len(parameters)} parameters",
             "the live PEFT model",
-            ok=bool(parameters),
+            ok=bool(parameters) and parameters == expected_parameters,
         )
+    ledger.notes += expert_targets.notes({**options, **kind.sets}, known, kind.peft)
     count_trainable(adapted, ledger)
 
 
@@ -100,30 +104,6 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: RunChecks) -> None:
         got[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
     how = "rows of A and scale, counted over modules"
     ledger.add("adapter.rank_pattern, alpha_pattern", _counts(asked), _counts(got), how)
-
-
-def _expected(options: dict[str, Any], known: module_names.Names) -> Counter[str]:
-    """Count the layers that PEFT's rules select, by name."""
-    targets = target_modules.targeted(options, known)
-    return Counter(map(module_names.short, targets))
-
-
-def _without_experts(
-    config: Any, options: dict[str, Any], asked: Counter[str], known: module_names.Names, ledger: RunChecks
-) -> Counter[str]:
-    """Return the requested layers without the layers whose names PEFT takes for weights of experts.
-
-    PEFT's conversion for transformers 5 turns these names into `target_parameters`. A dense MLP or a shared
-    expert may have layers of the same names (peft 0.21.2, utils/transformers_weight_conversion.py).
-    """
-    made = sorted(set(config.target_parameters or ()) - set(options.get("target_parameters") or ()))
-    if not made:
-        return asked
-    left = _expected({**options, "target_modules": config.target_modules}, known)
-    if lost := asked - left:
-        what = f"{_counts(lost)} get no adapter: PEFT adapts the experts' weights in their place"
-        ledger.notes.append(f"{what} ({', '.join(made)})")
-    return left
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.adapters import (
     adapter_checks,
     continue_from,
+    expert_targets,
     initialization,
     name_problems,
     target_modules,
@@ -68,7 +69,7 @@ def attach(
     else:
         _check_names(model, adapter, everything)
         with continue_from.refusals("PEFT refuses it"):
-            config: Any = peft_config(adapter, steps, trainable_parameters.shapes(model), everything.family)
+            config: Any = peft_config(adapter, steps, trainable_parameters.shapes(model), everything)
         _train_rows(config, everything, added)
         _keep_to_text(model, config, everything)
         _fit_to_layers(model, config, everything)
@@ -174,7 +175,9 @@ def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
     ledger.add(f"trained in {beside}", "nothing", trained or "nothing", how)
 
 
-def peft_config(adapter: Adapter, steps: int, model: Shapes, family: str = "") -> PeftConfig:
+def peft_config(
+    adapter: Adapter, steps: int, model: Shapes, names: module_names.Names | None = None
+) -> PeftConfig:
     """Build PEFT's config from the recipe's section, completed for this model and this run.
 
     Raises:
@@ -185,6 +188,9 @@ def peft_config(adapter: Adapter, steps: int, model: Shapes, family: str = "") -
 
     kind = adapter_types.find(adapter.type)
     options: dict[str, Any] = {**deepcopy(adapter.options()), **kind.sets}  # PEFT adds to lists of its config
+    family = names.family if names else ""
+    if names and options.get("target_modules") is not None:
+        options = expert_targets.resolve(options, names, kind.peft).options
     if options.get("target_modules") == "all-linear" and options.get("layers_to_transform") is not None:
         options["target_modules"] = sorted(set(map(module_names.short, model)))  # PEFT wants a list beside it
     if kind.build:

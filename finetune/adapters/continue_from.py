@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import initialization, target_modules
+from finetune.adapters import expert_targets, initialization, target_modules
 from finetune.core import regular_files, untrusted_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
@@ -123,7 +123,9 @@ def _source_problems(
     for key, value in adapter.options().items():
         have = saved.get(key)
         same = _same(key, value, saved) if isinstance(value, list) else value == have
-        if not same and value != "all-linear":
+        is_every = value == target_modules.EVERYTHING
+        is_every |= value == expert_targets.WITH_EXPERTS and bool(saved.get("target_parameters"))
+        if not same and not is_every:
             what, shown, fix = "the saved adapter has another value", str(value), f"remove `{key}`"
             place, expected = f"adapter.{key}", str(have)
             found.append(Problem(what, place, "", shown, expected, fix, code="adapter-option"))

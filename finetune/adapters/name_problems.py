@@ -9,16 +9,17 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import target_modules
+from finetune.adapters import expert_targets, target_modules
 from finetune.core.errors import Problem, nearest
 from finetune.models import module_lists, module_names
 from finetune.models.module_names import short
-from finetune.recipe import adapter_types, upstream_options
+from finetune.recipe import adapter_types
 from finetune.recipe.adapter_types import REBASING_INITS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from finetune.adapters.expert_targets import Resolved
     from finetune.models.module_names import Names
 
 
@@ -34,10 +35,6 @@ _FUSED_NORMS = frozenset(
     f"{family}RMSNormGated"
     for family in ("Bamba", "FalconH1", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")
 )
-# Gate, up and down of an expert by the pattern of its family: layers in transformers 4, in 5 two stacked
-# weights, which PEFT adapts where it is asked for these names (peft/utils/transformers_weight_conversion.py)
-EXPERTS = {"mixtral": ("w1", "w3", "w2"), "qwen2_moe": ("gate_proj", "up_proj", "down_proj")}
-_OLD_EXPERTS = frozenset(name for names in EXPERTS.values() for name in names)
 
 
 def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
@@ -50,12 +47,15 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
     if not peft:
         return []
     options = target_modules.with_targets(options, peft, names)
+    if options.get("target_modules") == expert_targets.WITH_EXPERTS and (refused := _no_experts(names, peft)):
+        return [refused]
     if slow := target_modules.slow_patterns(options, [*names.kinds, *names.tower_kinds]):
         return slow
+    resolved = expert_targets.resolve(options, names, peft)
     kinds = adapter_types.layer_kinds(peft)
     adaptable = [n for n in names.modules if kinds is None or (names.kinds[n] in kinds and n != names.head)]
-    picked = target_modules.targeted(options, names)
-    found = _targets(options, names, peft, adaptable, picked)
+    picked = resolved.modules
+    found = _targets(options, names, peft, adaptable, resolved)
     found += _layers(options, names)
     found += _heads_and_embeddings(options, names, peft, picked)
     for key in ("exclude_modules", "feedforward_modules"):
@@ -66,12 +66,13 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
         ]
     found += _feedforward(options)
     adapted = picked if picked and not options.get("target_parameters") else adaptable
+    adapted = [*adapted, *expert_targets.parameter_ranks(resolved.options, names)]
     for key in ("rank_pattern", "alpha_pattern"):
         found += _patterns(options.get(key) or {}, adapted, key)
     found += _saved(options, names)
     found += _parameters(options, names, picked)
     found += _tokens(options, names, peft)
-    return found or _experts(options, names, peft)
+    return found or _experts(options, names, resolved)
 
 
 def unmatched(
@@ -183,19 +184,24 @@ def _leave_out(lost: Collection[str], picked: Collection[str], options: Mapping[
 
 
 def _targets(
-    options: Mapping[str, Any], names: Names, peft: str, adaptable: list[str], picked: list[str]
+    options: Mapping[str, Any], names: Names, peft: str, adaptable: list[str], resolved: Resolved
 ) -> list[Problem]:
     """Targets that match nothing, or modules that the type cannot change."""
-    targets, key = options.get("target_modules"), "adapter.target_modules"
+    targets, key, picked = options.get("target_modules"), "adapter.target_modules", resolved.modules
     if targets is None:
         if peft not in adapter_types.OWN_TARGETS:
             return []
         what = f"PEFT has no default modules of {peft} for {names.family}"
         return [Problem(what, key, fix=_suggested(peft, names), code="target-modules")]
-    everything = targets == target_modules.EVERYTHING
-    if lost := _without_match(targets, names.linear if everything else list(names.kinds)):
+    if targets in (target_modules.EVERYTHING, expert_targets.WITH_EXPERTS):
+        lost = [] if names.linear else [str(targets)]
+    else:
+        lost = [one for one in _without_match(targets, list(names.kinds)) if one not in resolved.named]
+    if lost and not (resolved.half and all(expert_targets.OLD_NAMES & {short(one)} for one in lost)):
         return [_no_target(target, names, adaptable, options, peft) for target in lost]
-    if not picked and not options.get("target_parameters"):
+    if resolved.half:
+        return [_half(resolved.half, targets)]
+    if not picked and not resolved.options.get("target_parameters"):
         if not targets:
             what, fix = "the list of target modules is empty", _suggested(peft, names)
             return [Problem(what, key, found=str(targets), fix=fix, code="target-modules")]
@@ -261,7 +267,7 @@ def _in_place_of(target: str, options: Mapping[str, Any], names: Names, peft: st
 def _means_experts(target: str, experts: list[str]) -> bool:
     """Return whether a target is an old name of an expert layer or a parameter of one."""
     last = target.rpartition(".")[2]
-    return last in _OLD_EXPERTS or any(target_modules.is_suffix(target, name) for name in experts)
+    return last in expert_targets.OLD_NAMES or any(target_modules.is_suffix(target, name) for name in experts)
 
 
 def _experts_instead(options: Mapping[str, Any], names: Names, peft: str) -> str:
@@ -536,60 +542,37 @@ def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list
     return [Problem(what, key, found=found, fix=fix, code="adapter-option")]
 
 
-def experts_named(options: Mapping[str, Any], names: Names) -> dict[str, int]:
-    """Parameters of experts that PEFT adapts in place of layers of these names, and how often their rank.
-
-    PEFT makes `target_parameters` of the names that experts' layers had in transformers 4: of "all-linear",
-    and of a list that names all of them.
-    """
-    return {parameter: len(layers) for parameter, layers in _experts_by_layers(options, names).items()}
-
-
-def replaced_by_experts(options: Mapping[str, Any], names: Names) -> set[str]:
-    """Last names of layers that get no adapter, because PEFT adapts parameters of experts in their place.
-
-    Shared experts and dense MLPs have layers of these names too.
-    """
-    return {layer for layers in _experts_by_layers(options, names).values() for layer in layers}
+def _experts(options: Mapping[str, Any], names: Names, resolved: Resolved) -> list[Problem]:
+    """Find options of LoRA that PEFT does not have for the experts that targets name."""
+    found = _unlike_lora(options, bool(resolved.options.get("target_parameters")), "adapter.target_modules")
+    every = options.get("target_modules") == expert_targets.WITH_EXPERTS
+    other = target_modules.EVERYTHING if every else f"[{', '.join(_attention(names))}]"
+    return [replace(one, fix=f"{one.fix}, or target_modules: {other}") for one in found]
 
 
-def _experts_by_layers(options: Mapping[str, Any], names: Names) -> dict[str, set[str]]:
-    """Parameters of experts that PEFT adapts, each with the layers that it had in transformers 4."""
-    layers = EXPERTS.get(upstream_options.moe_patterns().get(names.family, ""))
-    targets = options.get("target_modules")
-    if layers is None or targets is None:
-        return {}
-    gate, up, down = layers
-    asked = {"gate_up_proj": {gate, up}, "down_proj": {down}, "gate.weight": {"gate"}}
-    if targets == target_modules.EVERYTHING:
-        return asked
-    named = {one for one in (*layers, "gate") if _names_expert(targets, one, names)}
-    return {parameter: layers for parameter, layers in asked.items() if layers <= named}
+def _half(layer: str, targets: Any) -> Problem:
+    """The problem of a layer of experts that is named without the layer in the same parameter."""
+    first, second = expert_targets.LAYERS["gate_up_proj"]
+    place = (first if layer in first else second).index(layer)
+    pair = first[place], second[place]
+    other = next(one for one in pair if one != layer)
+    what = f"PEFT adapts {' and '.join(pair)} of a mixture of experts only together"
+    listed = [layer] if isinstance(targets, str) else list(targets or ())
+    fix, why = f"target_modules: [{', '.join([*listed, other])}]", "one parameter holds both"
+    key = "adapter.target_modules"
+    return Problem(what, key, found=layer, fix=fix, why=why, code="target-modules")
 
 
-def _names_expert(targets: Any, layer: str, names: Names) -> bool:
-    """Whether targets name a layer of transformers 4's experts, by PEFT's conversion for transformers 5."""
-    if not isinstance(targets, str):
-        return any(target_modules.is_suffix(layer, target) for target in targets)
-    holders = {name.rpartition(".")[0] for name, size in names.shapes.items() if len(size) == 3}
-    holders |= {name.rpartition(".")[0] for name in names.kinds if short(name) == layer}
-    return any(target_modules.match(targets, [f"{holder}.{layer}" for holder in holders]).values())
-
-
-def _experts(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
-    """Find targets that PEFT refuses because it reads layer names as names of expert weights."""
-    layers = EXPERTS.get(upstream_options.moe_patterns().get(names.family, "")) if peft == "lora" else None
-    targets, key = options.get("target_modules"), "adapter.target_modules"
-    if layers is None:
-        return []
-    named = {one for one in layers[:2] if targets is not None and _names_expert(targets, one, names)}
-    if len(named) == 1 and targets != target_modules.EVERYTHING:
-        (one,), other = named, next(name for name in layers[:2] if name not in named)
-        what = f"PEFT adapts {layers[0]} and {layers[1]} of a mixture of experts only together"
-        listed = [one] if isinstance(targets, str) else list(targets or ())
-        fix = f"target_modules: [{', '.join([*listed, other])}]"
-        return [Problem(what, key, found=one, fix=fix, code="target-modules")]
-    found = _unlike_lora(options, bool(experts_named(options, names)), key)
-    return [
-        replace(one, fix=f"{one.fix}, or target_modules: [{', '.join(_attention(names))}]") for one in found
-    ]
+def _no_experts(names: Names, peft: str) -> Problem | None:
+    """The problem of "all-linear-and-experts" for a type without experts, or a model without them."""
+    asked, key = expert_targets.WITH_EXPERTS, "adapter.target_modules"
+    fix = f"target_modules: {target_modules.EVERYTHING}"
+    if peft != "lora":
+        what = f"PEFT's {peft} can't adapt experts"
+        return Problem(what, key, found=asked, expected="LoRA", fix=fix, code="target-modules")
+    if expert_targets.stacked(names) or any(".experts." in name for name in names.linear):
+        return None
+    what = "the model has no experts"
+    if any("experts" in name for name in names.kinds):
+        what = f"PEFT can't adapt the experts of {names.family}"
+    return Problem(what, key, found=asked, fix=fix, code="target-modules")

@@ -107,12 +107,12 @@ def _layer_of(name: str, patterns: str | list[str] | None) -> int | None:
     return None
 
 
-def uneven(targets: str | Iterable[str] | None, names: Names) -> str:
-    """One line if the targets are not in every layer alike, else the empty string."""
-    if targets is None:
-        return ""
-    picked = [n for n in names.linear if targets == EVERYTHING or any(match(targets, [n]).values())]
-    layers = Counter(module_names.short(name) for name in picked if re.search(r"\.\d+\.", name))
+def uneven(picked: Iterable[str], names: Names) -> str:
+    """One line if the targeted modules are not in every layer alike, else the empty string."""
+    linear = set(names.linear)
+    layers = Counter(
+        module_names.short(name) for name in picked if name in linear and re.search(r"\.\d+\.", name)
+    )
     partly = [
         f"{name} in {count} of {names.layers}" for name, count in layers.items() if count < names.layers
     ]

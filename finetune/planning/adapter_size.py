@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.adapters import name_problems, target_modules
+from finetune.adapters import expert_targets, target_modules
 from finetune.autoconfig import compilation
 from finetune.autoconfig.compilation import FUSED_ACTIVATIONS, MAX_RANK
 from finetune.models import module_names
@@ -14,7 +13,6 @@ from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from finetune.models.architecture import Architecture
-    from finetune.models.module_names import Names
     from finetune.recipe.schema import Adapter, Model
 
 # Rank assumed for adapter types whose parameters are not counted: their `r` has another meaning.
@@ -72,15 +70,14 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     options = target_modules.with_targets(options, kind.peft, found.names)
     if kind.build:
         options |= kind.build(options, max(steps, 12), linear, found.names.family)
-    names = [name for name in target_modules.targeted(options, found.names) if name in linear]
-    instead = name_problems.replaced_by_experts(options, found.names) if kind.peft == "lora" else ()
-    names = [name for name in names if module_names.short(name) not in instead]
+    resolved = expert_targets.resolve(options, found.names, kind.peft)
+    options, names = resolved.options, [name for name in resolved.modules if name in linear]
     counted = kind.peft in FUSED_TYPES
     dropout, dora = bool(options.get("lora_dropout")), bool(options.get("use_dora"))
     trained, largest = 0, 0
     for name in names:
         outputs, inputs = linear[name]
-        rank = 0 if kind.peft == "ia3" else _rank(options, name) if counted else RANK
+        rank = 0 if kind.peft == "ia3" else expert_targets.rank_of(options, name) if counted else RANK
         largest = max(largest, rank)
         if kind.peft == "ia3":
             forward = target_modules.match(options.get("feedforward_modules") or [], [name])
@@ -95,8 +92,9 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     whole += [f"{found.names.embedding}.weight"] * (head and found.names.tied)
     saved = sum(prod(found.tensors[name]) for name in whole)
     rows = len(model.add_tokens) * (2 - found.names.tied) * text.hidden_size
-    ranks = _parameter_ranks(options, found.names) if kind.peft == "lora" else {}
-    experts = sum(rank * _sides(found.names.shapes[name]) for name, rank in ranks.items())
+    ranks = expert_targets.parameter_ranks(options, found.names) if kind.peft == "lora" else {}
+    sides = {name: expert_targets.parameters_of_rank_1(found.names.shapes[name]) for name in ranks}
+    experts = sum(rank * sides[name] for name, rank in ranks.items())
     unknown = f"the plan does not know the size of {adapter.type}, and assumes LoRA with r {RANK}"
     if experts:
         unknown = (
@@ -146,34 +144,8 @@ def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
     return next((what for what, is_so in obstacles.items() if is_so), "")
 
 
-def _parameter_ranks(options: dict[str, Any], names: Names) -> dict[str, int]:
-    """Return LoRA's rank on each parameter outside of linear layers, such as expert weights."""
-    times = dict.fromkeys(options.get("target_parameters") or (), 1)
-    times |= name_problems.experts_named(options, names)
-    ranks = dict[str, int]()
-    for name, size in names.shapes.items():
-        often = max((n for target, n in times.items() if target_modules.is_suffix(target, name)), default=0)
-        if often and len(size) in (2, 3):
-            ranks[name] = often * _rank(options, name)
-    return ranks
-
-
-def _sides(size: tuple[int, ...]) -> int:
-    """Count LoRA's trainable parameters of rank 1 on a weight, stacked by expert or not."""
-    return (size[0] if len(size) == 3 else 1) * sum(size[-2:])
-
-
 def _fast_experts(found: Architecture, ranks: dict[str, int]) -> bool:
     """Return whether stacked experts and all adapted parameters run by `speed.fused_experts`."""
     other = any(not name.endswith(compilation.STACKED) for name in ranks)
     large = max(ranks.values(), default=0) > compilation.MAX_EXPERTS_RANK
     return not (other or large or compilation.experts_obstacle(found.config, found.names.shapes))
-
-
-def _rank(options: dict[str, Any], name: str) -> int:
-    """Return a layer's rank as PEFT does: from the first matching `rank_pattern`, else `init_r` or `r`."""
-    for pattern, rank in (options.get("rank_pattern") or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", name):
-            return int(rank)
-    rank = options.get("init_r") or options.get("r") or RANK
-    return rank if isinstance(rank, int) else RANK

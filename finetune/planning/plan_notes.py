@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from finetune.adapters import expert_targets
 from finetune.autoconfig import optimizer_choice
 from finetune.autoconfig.batch_size import short_of_peak
 from finetune.planning import dataset_estimate, step_time
+from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
     from finetune.planning.planned_run import PlannedRun
@@ -26,6 +28,8 @@ def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
     what = f"{found.unknown}, so the plan assumes the saved activations of a Llama"
     said = [what] if found.unknown else []
     said += [has.unknown] if has.unknown else []
+    kind, adapter = adapter_types.find(run.recipe.adapter.type), run.recipe.adapter.options()
+    said += expert_targets.notes({**adapter, **kind.sets}, found.names, kind.peft)
     if optimizer_choice.known_bytes(optimizer_choice.asked(train)) is None:
         optimizer = optimizer_choice.asked(train)
         said.append(f"the plan does not know the state of {optimizer}, and assumes the state of AdamW")

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import continue_from, target_modules
+from finetune.adapters import continue_from, expert_targets, target_modules
 from finetune.autoconfig import batch_size, compilation, data_loader, optimizer_choice, packing_support
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError
@@ -361,8 +361,15 @@ def _adapter(recipe: Recipe) -> list[str]:
         qat.check_group_size(recipe.speed.qat, widths)
     if problems := adapter_names.against_names(recipe, listed.names):
         raise UserError(*problems)
-    uneven = target_modules.uneven(recipe.adapter.options().get("target_modules"), listed.names)
-    return [*notes, *filter(None, (listed.note, uneven))]
+    kind = adapter_types.find(recipe.adapter.type)
+    options = {**recipe.adapter.options(), **kind.sets}
+    resolved = expert_targets.resolve(options, listed.names, kind.peft)
+    uneven = target_modules.uneven(resolved.modules, listed.names)
+    return [
+        *notes,
+        *filter(None, (listed.note, uneven)),
+        *expert_targets.notes(options, listed.names, kind.peft),
+    ]
 
 
 def _tokens_of_source(recipe: Recipe, config: ModelConfig) -> list[str]:

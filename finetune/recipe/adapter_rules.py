@@ -263,19 +263,28 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
         texts = {"found": str(init), "fix": "init_lora_weights: true, or model.quantization: none"}
         texts |= {"why": "it computes the adapter initialization from weights that fp8 quantizes"}
         found.append(("adapter.init_lora_weights", what, texts))
-    if adapter.get("target_parameters"):
-        what = "target_parameters excludes an fp8 base model"
-        texts = {"found": str(adapter["target_parameters"])[:200], "fix": "model.quantization: none"}
-        texts |= {"why": "PEFT would add to weights that fp8 quantizes"}
-        found.append(("adapter.target_parameters", what, texts))
     return found + _coded(adapter, "fp8")
 
 
 def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> Found:
-    """Refuse names in `modules_to_save` that look like layers that the base model quantizes."""
-    whole = adapter.get("modules_to_save")
+    """Refuse names of layers that the base model quantizes, in `modules_to_save` and `target_parameters`.
+
+    Stacked experts and routers are no linear layers, so no base model quantizes them.
+    """
+    whole, parameters = adapter.get("modules_to_save"), adapter.get("target_parameters")
     names = map(str, whole) if isinstance(whole, list) else ()
-    return coded([name for name in names if _CODED.search(name)], base, quantized)
+    found = coded([name for name in names if _CODED.search(name)], base, quantized)
+    weights = map(str, parameters) if isinstance(parameters, list) else ()
+    linear = (one for one in weights if one.endswith(".weight"))
+    lost = [one for one in linear if _CODED.search(one.removesuffix(".weight"))]
+    if lost:
+        what = f"target_parameters names weights that the {base} base model quantizes"
+        fix = f"remove {', '.join(lost)} from target_parameters, or set `model.quantization: none`"
+        why = "PEFT would add to quantized weights"
+        found.append(
+            ("adapter.target_parameters", what, {"found": ", ".join(lost)[:200], "fix": fix, "why": why})
+        )
+    return found
 
 
 def coded(whole: list[str], base: str, quantized: str = "") -> Found:

@@ -304,7 +304,11 @@ def test_layers_that_differ_are_said(tmp_path, capsys) -> None:
     config |= {"model_type": "qwen3_moe", "mlp_only_layers": [0, 3], **experts}
     (folder / "config.json").write_text(json.dumps(config))
     assert main.main(["check", str(QUICKSTART), f"model.name={folder}"]) == 0
-    assert "layers differ: gate_proj in 2 of 6" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "mlp.gate_proj, mlp.up_proj, mlp.down_proj get no adapter, because PEFT takes" in said
+    named = "adapter.target_modules=.*layers\\.[0-2].*q_proj"
+    assert main.main(["check", str(QUICKSTART), f"model.name={folder}", named]) == 0
+    assert "layers differ: q_proj in 3 of 6" in capsys.readouterr().out
 
 
 def test_weight_that_the_files_lack_is_said_by_check_and_train(tmp_path, capsys) -> None:

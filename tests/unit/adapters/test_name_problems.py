@@ -25,17 +25,15 @@ def problem(family: str, options: dict[str, Any], peft: str = "lora") -> Any:
     return found
 
 
-@pytest.mark.parametrize("target", ["gate_proj", "w1", "down_proj"])
+@pytest.mark.parametrize(("target", "pair"), [("gate_proj", "up_proj"), ("w1", "w3"), ("w3", "w1")])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
-def test_layer_of_an_expert_is_refused_with_the_names_of_the_parameters(family: str, target: str) -> None:
+def test_one_of_two_layers_in_a_parameter_of_experts_is_refused_with_the_other(
+    family: str, target: str, pair: str
+) -> None:
     found = problem(family, {"target_modules": ["q_proj", target]})
-    assert found.what == f'"{target}" matches no module of this model'
-    assert (
-        found.fix
-        == "target_modules: [q_proj] and target_parameters: [mlp.experts.gate_up_proj, mlp.experts.down_proj]"
-    )
-    parameters = found.fix.rpartition("[")[2].rstrip("]").split(", ")
-    again = {"target_modules": ["q_proj"], "target_parameters": parameters}
+    assert found.what.endswith("of a mixture of experts only together")
+    assert found.fix == f"target_modules: [q_proj, {target}, {pair}]"
+    again = {"target_modules": ["q_proj", target, pair]}
     assert name_problems.problems(again, names_of(family), "lora") == []
 
 
@@ -50,7 +48,7 @@ def test_layer_of_an_expert_is_refused_with_the_names_of_the_parameters(family: 
         ("biogpt", "lora", {"target_modules": ["output_projection"]}, "on the output head", "output_proj"),
         ("rwkv", "lora", {"target_modules": ["head"]}, "on the output head", "modules_to_save: [head]"),
         ("mamba", "trainable_tokens", {"token_indices": [3]}, "output head", "trainable_token_indices"),
-        ("phimoe", "lora", {"target_modules": ["q_proj", "router"]}, "lora can't adapt", "q_proj"),
+        ("phimoe", "ia3", {"target_modules": ["q_proj", "router"]}, "ia3 can't adapt", "k_proj"),
         ("stablelm", "ia3", {}, "PEFT has no default modules of ia3", "[k_proj, v_proj, down_proj]"),
         ("olmo2", "ln_tuning", {}, "PEFT has no default modules", "post_attention_layernorm"),
         ("mamba", "lora", {"target_modules": "all-linear"}, "PEFT does not adapt out_proj",
@@ -79,8 +77,12 @@ def test_layer_of_an_expert_is_refused_with_the_names_of_the_parameters(family: 
         ("llama", "lora", {"trainable_token_indices": {"wte": [3]}}, '"wte" matches no module', ""),
         ("deepseek_v3", "lora", {"target_modules": ["gate_proj"]}, "only together",
          "[gate_proj, up_proj]"),
-        ("mixtral", "lora", {"target_modules": "all-linear", "lora_dropout": 0.1}, "no lora_dropout",
-         "remove lora_dropout"),
+        ("mixtral", "lora", {"target_modules": "all-linear-and-experts", "lora_dropout": 0.1},
+         "no lora_dropout", "remove lora_dropout, or target_modules: all-linear"),
+        ("mixtral", "lora", {"target_modules": ["w1", "w2", "w3"], "use_dora": True}, "no use_dora",
+         "adapter.type: lora, or target_modules: [q_proj"),
+        ("dbrx", "lora", {"target_modules": "all-linear-and-experts"}, "can't adapt the experts of dbrx",
+         "all-linear"),
     ],
 )  # fmt: skip
 def test_name_that_does_not_train_is_refused_with_a_remedy(

@@ -1,0 +1,252 @@
+"""Turn a recipe's targets into PEFT's options on a model with stacked experts.
+
+transformers 5 stacks the experts of a layer in two parameters, which LoRA adapts as `target_parameters`.
+Users still write the names that experts' layers had in transformers 4. PEFT rewrites such names itself, but
+only for some families, and it also takes a shared expert or a dense MLP for experts (peft 0.21.2,
+utils/transformers_weight_conversion.py). `resolve` writes both keys, so that PEFT has nothing to rewrite.
+"""
+
+from __future__ import annotations
+
+import re
+from math import sqrt
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.adapters import target_modules
+from finetune.models import module_names
+from finetune.recipe import upstream_options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.models.module_names import Names
+
+WITH_EXPERTS = "all-linear-and-experts"
+# Names of an expert's layers in transformers 4, by the parameter that holds them now. The first parameter
+# holds two layers.
+LAYERS = {
+    "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
+    "down_proj": (("down_proj", "w2"),),
+}
+OLD_NAMES = frozenset(name for layers in LAYERS.values() for names in layers for name in names)
+# Last names that PEFT takes for names of experts or of a router, by its pattern of the family
+_REWRITTEN = {
+    "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
+    "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
+}
+PEFT_RANK = 16  # where the rank is no number, as in options that PEFT refuses
+
+
+class Resolved(NamedTuple):
+    """PEFT's options, and what they are made of."""
+
+    options: dict[str, Any]
+    """PEFT's options. Their targets mean the same with and without PEFT's own rewriting."""
+    modules: list[str]
+    """Full names of the modules that get an adapter."""
+    named: tuple[str, ...] = ()
+    """Entries of `target_modules` that name experts or a router."""
+    skipped: tuple[str, ...] = ()
+    """Full names of targeted linear layers that PEFT would take for experts. They get no adapter."""
+    half: str = ""
+    """The layer of an expert that is named without the layer in the same parameter."""
+
+
+def stacked(names: Names) -> list[tuple[str, str]]:
+    """Return the module and the name of each parameter that stacks the weights of experts."""
+    found = list[tuple[str, str]]()
+    for name, shape in names.shapes.items():
+        holder, _, parameter = name.rpartition(".")
+        experts = "experts" in holder or "Experts" in names.kinds.get(holder, "")
+        if len(shape) == 3 and experts:
+            found.append((holder, parameter))
+    return found
+
+
+def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
+    """Return the options that PEFT gets for a recipe's options. `check`, `plan` and `train` ask here.
+
+    Args:
+        peft: PEFT's name of the adapter type.
+    """
+    options = target_modules.with_targets(options, peft, names)
+    targets, stacks = options.get("target_modules"), stacked(names)
+    every = targets == WITH_EXPERTS
+    plain = {**options, "target_modules": target_modules.EVERYTHING} if every else options
+    if isinstance(targets, set | frozenset):
+        plain = {**plain, "target_modules": sorted(targets)}
+    picked = target_modules.targeted(plain, names)
+    if peft != "lora" or targets is None or not stacks:
+        return Resolved(plain, picked)
+    rewritten = _REWRITTEN.get(upstream_options.moe_patterns().get(names.family, ""), frozenset())
+    routers = [] if targets in (target_modules.EVERYTHING, WITH_EXPERTS) else _routers(picked, names)
+    skipped = [one for one in picked if module_names.short(one) in rewritten and one not in routers]
+    experts, half = _experts(plain, stacks, every)
+    changes = bool(experts or routers or skipped or every or (rewritten and isinstance(targets, str)))
+    if not changes:
+        return Resolved(plain, picked, half=half)
+    modules = [one for one in picked if one not in {*routers, *skipped}]
+    entries = (
+        [plain["target_modules"]]
+        if isinstance(plain["target_modules"], str)
+        else [[one] for one in plain["target_modules"]]
+    )
+    named = [one if isinstance(one, str) else one[0] for one in entries if _names_other(one, stacks, routers)]
+    resolved = {**plain, "target_modules": _targets(plain, modules, [*skipped, *routers], names)}
+    parameters = [*experts, *(f"{one}.weight" for one in routers)]
+    own = list(options.get("target_parameters") or ())
+    added = [one for one in _shortest(parameters, names) if one not in own]
+    if own or added:
+        resolved["target_parameters"] = [*own, *added]
+    resolved |= _doubled([one for one, count in experts.items() if count > 1], resolved, names)
+    return Resolved(resolved, modules, tuple(named), tuple(skipped), half)
+
+
+def _routers(picked: list[str], names: Names) -> list[str]:
+    """Return the routers among modules: they hold a matrix, but are no linear layers for PEFT."""
+    return [one for one in picked if "Router" in names.kinds[one] and f"{one}.weight" in names.shapes]
+
+
+def _experts(
+    options: Mapping[str, Any], stacks: list[tuple[str, str]], every: bool
+) -> tuple[dict[str, int], str]:
+    """Return the parameters of experts that targets name, each with the number of its layers that they name.
+
+    The text is a layer that is named without the other layer in its parameter.
+    """
+    found, half = dict[str, int](), ""
+    if options["target_modules"] == target_modules.EVERYTHING and not every:
+        return found, half
+    for holder, parameter in stacks:
+        name = f"{holder}.{parameter}"
+        layers = () if every else LAYERS.get(parameter, ())
+        hits = [layer for layer in layers if any(_names_layer(options, holder, one) for one in layer)]
+        if len(hits) == len(layers) > 0:
+            found[name] = len(hits)
+        elif target_modules.is_targeted(options, name):
+            found[name] = 1
+        elif hits:
+            half = next(one for one in hits[0] if _names_layer(options, holder, one))
+    return found, half
+
+
+def _names_layer(options: Mapping[str, Any], holder: str, layer: str) -> bool:
+    """Return whether targets name a layer that the experts of a module had in transformers 4."""
+    return any(
+        target_modules.is_targeted(options, name) for name in (f"{holder}.{layer}", f"{holder}.0.{layer}")
+    )
+
+
+def _names_other(targets: str | list[str], stacks: list[tuple[str, str]], routers: list[str]) -> bool:
+    """Return whether targets name experts or a router."""
+    if targets == target_modules.EVERYTHING:
+        return False
+    alone = {"target_modules": targets}
+    if any(target_modules.is_targeted(alone, one) for one in routers):
+        return True
+    experts = any(target_modules.is_targeted(alone, f"{holder}.{name}") for holder, name in stacks)
+    return experts or any(
+        _names_layer(alone, holder, layer)
+        for holder, parameter in stacks
+        for layers in LAYERS.get(parameter, ())
+        for layer in layers
+    )
+
+
+def _targets(options: Mapping[str, Any], modules: list[str], others: list[str], names: Names) -> list[str]:
+    """Return `target_modules` that match exactly these modules, as short as possible."""
+    kept = list[str]()
+    if not isinstance(options["target_modules"], str):
+        usable = (one for one in options["target_modules"] if not _matches(one, others))
+        kept = [one for one in usable if _matches(one, modules)]
+    rest = [one for one in modules if not any(target_modules.is_suffix(target, one) for target in kept)]
+    short = dict.fromkeys(map(module_names.short, rest))
+    known = {**names.kinds, **names.tower_kinds}
+    for last in short:
+        same = [one for one in rest if module_names.short(one) == last]
+        alone = not last.isdecimal() and sum(target_modules.is_suffix(last, one) for one in known) == len(
+            same
+        )
+        kept += [last] if alone else same
+    return kept
+
+
+def _matches(target: str, names: list[str]) -> bool:
+    return any(target_modules.is_suffix(target, one) for one in names)
+
+
+def _shortest(parameters: list[str], names: Names) -> list[str]:
+    """Return `target_parameters` that match exactly these parameters: the last three parts where they do."""
+    found = list[str]()
+    for end in dict.fromkeys(".".join(one.split(".")[-3:]) for one in parameters):
+        same = [one for one in parameters if target_modules.is_suffix(end, one)]
+        alone = sum(target_modules.is_suffix(end, one) for one in names.shapes) == len(same)
+        found += [end] if alone else same
+    return found
+
+
+def _doubled(parameters: list[str], options: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Return patterns that give a parameter of two layers the rank of both, at the scale of one (as PEFT)."""
+    ranks, alphas = dict(options.get("rank_pattern") or {}), dict(options.get("alpha_pattern") or {})
+    rank, alpha = options.get("r", 8), options.get("lora_alpha", 8)  # PEFT's defaults
+    if not parameters or not isinstance(rank, int) or not isinstance(alpha, int | float):
+        return {}
+    for end in _shortest(parameters, names):
+        if not any(re.match(rf"(.*\.)?({pattern})$", end) for pattern in (*ranks, *alphas)):
+            ranks[end], alphas[end] = 2 * rank, sqrt(2) * alpha if options.get("use_rslora") else 2 * alpha
+    return {"rank_pattern": ranks, "alpha_pattern": alphas}
+
+
+def parameter_ranks(options: Mapping[str, Any], names: Names) -> dict[str, int]:
+    """Return LoRA's rank on each parameter of `target_parameters`, by its full name."""
+    targets = options.get("target_parameters") or ()
+    matched = (one for one in names.shapes if any(target_modules.is_suffix(end, one) for end in targets))
+    return {one: rank_of(options, one) for one in matched if len(names.shapes[one]) in (2, 3)}
+
+
+def rank_of(options: Mapping[str, Any], name: str) -> int:
+    """Return a layer's rank as PEFT does: from the first matching `rank_pattern`, else `init_r` or `r`."""
+    for pattern, rank in (options.get("rank_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return int(rank)
+    rank = options.get("init_r") or options.get("r") or PEFT_RANK
+    return rank if isinstance(rank, int) else PEFT_RANK
+
+
+def parameters_of_rank_1(size: tuple[int, ...]) -> int:
+    """Count LoRA's trainable parameters of rank 1 on a weight, stacked by expert or not."""
+    return (size[0] if len(size) == 3 else 1) * sum(size[-2:])
+
+
+def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
+    """Say which layers of a mixture of experts get no adapter, with both counts of trainable parameters."""
+    key, found = "adapter.target_modules", resolve(options, names, peft)
+    said = list[str]()
+    if options.get("target_modules") == target_modules.EVERYTHING and stacked(names):
+        what = f"{key}: {target_modules.EVERYTHING} adapts the linear layers"
+        if peft != "lora" or options.get("use_dora"):
+            said.append(f"{what}, not the stacked experts. PEFT adapts experts only with LoRA")
+        else:
+            layers, both = (
+                _count(resolve({**options, "target_modules": targets}, names, peft), names)
+                for targets in (target_modules.EVERYTHING, WITH_EXPERTS)
+            )
+            said.append(
+                f"{what} ({layers:,} trainable parameters), not the stacked experts. "
+                f"`{WITH_EXPERTS}` adapts both ({both:,} trainable parameters)"
+            )
+    if found.skipped:
+        ends = _shortest([f"{one}.weight" for one in found.skipped], names)
+        layers = ", ".join(end.removesuffix(".weight") for end in ends)
+        what = f"{key}: {layers} get no adapter, because PEFT takes their names for names of experts"
+        said.append(f"{what}. `target_parameters: [{', '.join(ends)}]` adapts them")
+    return said
+
+
+def _count(found: Resolved, names: Names) -> int:
+    """Count LoRA's trainable parameters, without biases and trained modules."""
+    weights = [f"{one}.weight" for one in found.modules]
+    ranks = {f"{one}.weight": rank_of(found.options, one) for one in found.modules}
+    ranks |= parameter_ranks(found.options, names)
+    sizes = {one: names.shapes[one] for one in [*weights, *ranks] if one in names.shapes}
+    return sum(ranks[one] * parameters_of_rank_1(size) for one, size in sizes.items())
