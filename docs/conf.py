@@ -60,7 +60,7 @@ nitpick_ignore = [
 ALIASES = {
     "finetune.recipe.schema.Recipe": "finetune.Recipe",
     "Recipe": "finetune.Recipe",
-    "finetune.run_folder.run_folder.RunFolder": "finetune.Run",
+    "finetune.api.Run": "finetune.Run",
     "Run": "finetune.Run",
     "Plan": "finetune.planning.planner.Plan",
     "Quantization": "finetune.load_model",

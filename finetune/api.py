@@ -5,19 +5,21 @@ Every function raises `finetune.core.errors.UserError`. The exception of another
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import only_user_errors
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Model, Recipe
-from finetune.run_folder.run_folder import RunFolder as Run
+from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainerCallback
 
+    from finetune.importers.translation import Translation
     from finetune.planning.plan import Plan
     from finetune.recipe.schema import Quantization
 
@@ -26,6 +28,7 @@ __all__ = [
     "Run",
     "check",
     "evaluate",
+    "import_recipe",
     "load_model",
     "load_recipe",
     "merge",
@@ -33,6 +36,45 @@ __all__ = [
     "publish",
     "train",
 ]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+
+    @property
+    @only_user_errors("read metrics.jsonl")
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged training steps: loss, learning rate, gradient norm, tokens per second and more.
+
+        Raises:
+            UserError: metrics.jsonl is damaged.
+        """
+        return RunFolder(self.folder).measured_steps()
+
+    @property
+    @only_user_errors("read eval.json")
+    def eval(self) -> dict[str, Any]:
+        """The content of eval.json: the base model and the fine-tuned model on the same examples.
+
+        Raises:
+            UserError: the run is not evaluated yet, or the file is damaged.
+        """
+        return RunFolder(self.folder).read("eval.json")
+
+    @only_user_errors("loaded the model of the run")
+    def load_model(self) -> PreTrainedModel:
+        """Load the base model as in training, and the adapter with plain PEFT, in evaluation mode.
+
+        Raises:
+            UserError: the saved files can't be loaded.
+        """
+        from finetune.evaluation import reopen
+
+        folder = RunFolder(self.folder)
+        return reopen.reopen(folder, load_recipe(folder.recipe))
 
 
 @only_user_errors("checked the recipe")
@@ -81,17 +123,49 @@ def load_model(
 
 
 @only_user_errors("trained the model")
-def train(recipe: Recipe, *, quiet: bool = False, resume: str | None = None) -> Run:
-    """Train, save, reopen and evaluate a recipe; return its run folder.
+def train(
+    recipe: Recipe,
+    *,
+    callbacks: Sequence[TrainerCallback] = (),
+    resume: str | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train, save, reopen and evaluate a recipe.
 
     Args:
+        callbacks: more callbacks for the Trainer, as in `transformers.Trainer`.
         resume: the checkpoint to continue from: "newest", "auto" or "step-<n>".
+        quiet: print errors only.
+
+    Raises:
+        UserError: the recipe can't be trained, or another run trains in this process.
     """
     from finetune.preflight import checker
     from finetune.training import pipeline
 
     checker.run(recipe)
-    return pipeline.run(recipe, verbosity="quiet" if quiet else "normal", resumes=resume)
+    verbosity = "quiet" if quiet else "normal"
+    return Run(pipeline.run(recipe, verbosity=verbosity, resumes=resume, callbacks=callbacks).path)
+
+
+@only_user_errors("translated the file")
+def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> Translation:
+    """Translate a config of axolotl, LLaMA-Factory or TRL.
+
+    Args:
+        path: a YAML config, or a file with a `trl sft` command line.
+        tool: axolotl, llamafactory or trl; `None`: found by the keys of the file.
+        gpus: the number of GPUs that the other tool trained on, for the effective batch size.
+
+    Returns:
+        `recipe`, from dotted finetune keys to values, and `entries`, one for each key of the tool.
+
+    Raises:
+        UserError: the file can't be read, or it is not for supervised fine-tuning.
+    """
+    from finetune.importers import import_recipe
+
+    return import_recipe(path, tool, gpus)
 
 
 @only_user_errors("evaluated the run")
@@ -125,4 +199,4 @@ def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bo
 
 
 def _path(run: Run | str | Path) -> str | Path:
-    return run.path if isinstance(run, Run) else run
+    return run.folder if isinstance(run, Run) else run

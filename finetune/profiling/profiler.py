@@ -122,11 +122,11 @@ def as_json(found: Profile) -> dict[str, Any]:
     }
 
 
-def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = ()) -> Profile:
+def run(path: str, overrides: list[str], output: str, callbacks: Sequence[Any] = ()) -> Profile:
     """Trace a step of a recipe, and write trace.json to `output`.
 
     Args:
-        watchers: additional callbacks for the run.
+        callbacks: additional callbacks for the run.
 
     Raises:
         UserError: `finetune train` would not accept the recipe.
@@ -162,7 +162,7 @@ def run(path: str, overrides: list[str], output: str, watchers: Sequence[Any] = 
     try:
         short = loader.load(path, [*kept, *(f"{key}={value}" for key, value in cut.items())])
         with contextlib.suppress(Traced):
-            pipeline.run(short, verbosity="quiet", watchers=[*watchers, trace])
+            pipeline.run(short, verbosity="quiet", callbacks=[*callbacks, trace])
     except Stopped as stopped:
         by = str(stopped).partition(";")[0]
         raise Stopped(f"{by}; a stopped profile is not saved, so run the same command again") from None

@@ -199,7 +199,7 @@ class NonFinite(TrainerCallback):
         raise UserError(problem, code=Exit.TRAINING)
 
 
-def watchers(
+def callbacks(
     section: Train, precision: str, folder: RunFolder, screen: Console, ledger: RunChecks
 ) -> list[Any]:
     """Return the callbacks of this module. Under fp16, the loss scaler itself skips steps with NaN or Inf.

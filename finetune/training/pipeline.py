@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -30,7 +31,7 @@ from finetune.autoconfig.batch_size import count_steps, split_batch
 from finetune.checkpointing import resume, resume_contract
 from finetune.core import progress, safe_files, upstream_private
 from finetune.core.console import Console, quieten_libraries
-from finetune.core.errors import Exit, Stopped, stage
+from finetune.core.errors import Exit, Problem, Stopped, UserError, stage
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import collectives, restart_together
 from finetune.evaluation import lm_eval_harness, scoring, tasks
@@ -68,7 +69,7 @@ from finetune.training.trained_model import train
 from finetune.training.trainer_setup import TrainerInputs, build
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from transformers import PreTrainedTokenizerBase, TrainerCallback
 
@@ -90,7 +91,7 @@ def run(
     verbosity: Verbosity = "normal",
     resumes: str | None = None,
     until: Until | None = None,
-    watchers: Sequence[Any] = (),
+    callbacks: Sequence[Any] = (),
     command: bool = False,
 ) -> RunFolder:
     """Train, save, reopen and evaluate one recipe; returns its run folder.
@@ -100,17 +101,42 @@ def run(
         resumes: the checkpoint to go on from: newest, auto (which may also be none) or step-<n>. A finished
             run is left as it is.
         until: when to end before the last step.
-        watchers: more callbacks.
+        callbacks: more callbacks for the Trainer.
         command: this process is `finetune train`: among others of a launch it may be replaced by a new one
             with the same command, if the first step runs out of memory.
 
     Raises:
-        UserError: its code tells user (2), environment (3), artefact (4) and training (5) apart.
+        UserError: the exit code is 2 for the user's input, 3 for the environment, 4 for an artifact that does
+            not verify, and 5 for training.
         Stopped: told to end, by a signal or `until`.
     """
+    with only_run():
+        return _claim_and_run(recipe, _Asked(resumes, verbosity, callbacks), until, command=command)
+
+
+_RUNNING = threading.Lock()
+
+
+@contextlib.contextmanager
+def only_run() -> Iterator[None]:
+    """Refuse a second run in this process (exit 2), because a run sets the random state and the compiler."""
+    if not _RUNNING.acquire(blocking=False):
+        what, why = "this process already trains a run", "a run sets the random state of the whole process"
+        fix = "wait until it ends, or start the second run in another process"
+        raise UserError(Problem(what, why=why, fix=fix, code="run-folder"))
+    try:
+        yield
+    finally:
+        _RUNNING.release()
+
+
+def _claim_and_run(recipe: Recipe, asked: _Asked, until: Until | None, *, command: bool) -> RunFolder:
+    """Lock the run folder, and run again with stronger settings while the first step runs out of memory."""
+    resumes, verbosity = asked.resumes, asked.verbosity
     correction = auto_correction.from_environment() if command else auto_correction.NONE
     where = correction.folder or recipe.train.output_dir
-    verbosity = verbosity if os.environ.get("RANK", "0") == "0" else "quiet"
+    if os.environ.get("RANK", "0") != "0":
+        verbosity = "quiet"
     correction = correction._replace(restarts=command and restart_together.possible())
     if not correction.folder and resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # another process may not be finished, and would wait
@@ -119,7 +145,7 @@ def run(
         Console(quiet=verbosity == "quiet").say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
-    asked = _Asked(resumes, verbosity, watchers)
+    asked = replace(asked, verbosity=verbosity)
     claimed = lock.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop:
         try:
@@ -152,7 +178,7 @@ class _Asked:
 
     resumes: str | None
     verbosity: Verbosity
-    watchers: Sequence[Any]
+    callbacks: Sequence[Any]
 
 
 def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correction: Correction) -> RunFolder:
@@ -166,7 +192,7 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
     ):
         run = replace(run, correction=correction._replace(folder=str(run.folder.path)))
         _write_start(run, data, loaded)
-        live, validations = _train(run, data, loaded, stop, asked.watchers, tracked)
+        live, validations = _train(run, data, loaded, stop, asked.callbacks, tracked)
         del loaded  # the evaluation needs the memory
         _evaluate(run, live, validations)
     return run.folder
@@ -273,7 +299,7 @@ def _train(
     data: _RunData,
     loaded: _Loaded,
     stop: Stop,
-    watchers: Sequence[TrainerCallback],
+    callbacks: Sequence[TrainerCallback],
     tracked: trackers.Tracked,
 ) -> tuple[verify_saved.Live, Sequence[Validate]]:
     """Train and save.
@@ -284,7 +310,7 @@ def _train(
     recipe, setup, folder, adapted = run.recipe, run.setup, run.folder, loaded.adapted
     router = router_loss.count_experts(adapted.config)
     inputs = TrainerInputs(adapted, data.arguments, data.prepared.train, data.tokenizer)
-    trainer = build(run, inputs, loaded.plan, stop, watchers)
+    trainer = build(run, inputs, loaded.plan, stop, callbacks)
     tracked.follow(trainer)
     launch_checks.add(trainer, setup.launch, run.checks)
     report = data.prepared.report["train"]

@@ -46,13 +46,13 @@ def build(
     inputs: TrainerInputs,
     plan: batch_setup.StepPlan,
     stop: Stop,
-    watchers: Sequence[TrainerCallback],
+    callbacks: Sequence[TrainerCallback],
 ) -> Trainer:
     """Build the Trainer of a run.
 
     Args:
         stop: ends the run before its last step.
-        watchers: callbacks of the caller.
+        callbacks: callbacks of the caller.
     """
     recipe, setup, checks, adapted = run.recipe, run.setup, run.checks, inputs.adapted
     compiled = plan.choices["speed.compile"].value == "on"
@@ -67,12 +67,12 @@ def build(
     validations = eval_callback.asked(recipe, inputs.tokenizer, adapted, metrics)
     writer = Writer(run.folder.checkpoints, recipe.train.save_total_limit)
     schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
-    unusable = nan_detection.watchers(
+    unusable = nan_detection.callbacks(
         recipe.train, setup.launch.precision, run.folder, run.console, run.checks
     )
     ours = [first_step, *unusable, metrics, *validations, schedule]
     parts = TrainerParts(
-        callbacks=[*ours, *watchers, *dora_norm.refreshing(adapted, checks), *step_callbacks(run, adapted)],
+        callbacks=[*ours, *callbacks, *dora_norm.refreshing(adapted, checks), *step_callbacks(run, adapted)],
         first_step=first_step,
         micro_batches=micro_batches,
         loss=loss,

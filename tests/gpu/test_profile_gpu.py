@@ -24,7 +24,7 @@ pytestmark = [
 LARGE = ["data.max_length=2048", "data.packing=true", "speed.compile=true", "model.quantization=none"]
 MAIN_PROCESS = ["train.dataloader_num_workers=0", "train.dataloader_prefetch_factor=null"]
 MAIN_PROCESS.append("train.dataloader_persistent_workers=false")
-PLANTED = {  # rows of a step, overrides, watchers, and the verdict's words
+PLANTED = {  # rows of a step, overrides, callbacks, and the verdict's words
     "data": (2, ["speed.compile=false", *MAIN_PROCESS], [SlowLoader()], "waits for data"),
     "batch": (1, ["speed.compile=false"], [], "because the batch is small"),
     "attention": (16, [*LARGE, "model.attention=eager"], [], "eager attention takes"),
@@ -48,9 +48,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def run(planted: str, inputs: list[str], folder: Path) -> profiler.Profile:
-    rows, overrides, watchers, _ = PLANTED[planted]
+    rows, overrides, callbacks, _ = PLANTED[planted]
     batch = [f"train.{key}={rows}" for key in ("effective_batch_size", "per_device_train_batch_size")]
-    return profiler.run(str(QUICKSTART), [*inputs, *batch, *overrides], str(folder), watchers)
+    return profiler.run(str(QUICKSTART), [*inputs, *batch, *overrides], str(folder), callbacks)
 
 
 @pytest.mark.parametrize("planted", soak_except(["data", "batch", "none"], PLANTED))

@@ -190,7 +190,7 @@ def test_check_and_train_refuse_a_bad_recipe_in_the_same_words(
 
     def train() -> None:
         checker.run(recipe)
-        pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()])
+        pipeline.run(recipe, verbosity="quiet", callbacks=[StopAfterFirstStep()])
 
     train_code, train_said = verdict(train)
     assert train_code == code
@@ -201,7 +201,7 @@ def test_check_and_train_refuse_a_bad_recipe_in_the_same_words(
 def test_check_and_train_accept_the_good_recipe(good: list[str]) -> None:
     recipe = loader.load(QUICKSTART, good)
     assert verdict(lambda: checker.check(recipe)) == (0, set())
-    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()])) == (
+    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", callbacks=[StopAfterFirstStep()])) == (
         0,
         set(),
     )
@@ -211,7 +211,7 @@ def test_check_and_train_accept_the_good_recipe(good: list[str]) -> None:
 def test_check_accepts_what_train_accepts(override: str, good: list[str], tmp_path: Path) -> None:
     recipe = recipe_of(override, good, tmp_path)
     assert verdict(lambda: checker.check(recipe))[0] == 0
-    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()]))[0] == 0
+    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", callbacks=[StopAfterFirstStep()]))[0] == 0
 
 
 def test_check_notes_an_option_that_this_machine_cannot_train(good: list[str], tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_check_notes_what_the_launch_excludes(
 
 def test_check_of_a_folder_with_a_run_is_a_note(good: list[str], tmp_path: Path) -> None:
     recipe = loader.load(QUICKSTART, good)
-    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", watchers=[StopAfterFirstStep()]))[0] == 0
+    assert verdict(lambda: pipeline.run(recipe, verbosity="quiet", callbacks=[StopAfterFirstStep()]))[0] == 0
     assert any("train.output_dir" in note and "is not empty" in note for note in checker.check(recipe))
 
 

@@ -210,7 +210,7 @@ def test_a_disk_without_room_for_the_checkpoints_is_found_before_training(train,
 def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None:
     """Some overflow in a row are how it finds its scale; more are a loss or weights that are not finite."""
     train: Any = SimpleNamespace(skip_nonfinite=2, stop_at_spike=None)
-    watcher, _ = nan_detection.watchers(train, "fp16", RunFolder(tmp_path), Console(quiet=True), RunChecks())
+    watcher, _ = nan_detection.callbacks(train, "fp16", RunFolder(tmp_path), Console(quiet=True), RunChecks())
     state, optimizer = SimpleNamespace(global_step=7), SimpleNamespace(step_was_skipped=True)
     logs: dict[str, Any] = {}
     for _ in range(16):
@@ -231,7 +231,7 @@ def test_overflows_of_fp16_s_scaler_are_counted(tmp_path) -> None:
     train: Any = SimpleNamespace(skip_nonfinite=0, stop_at_spike=None)
     ledger, screen = RunChecks(), Console(quiet=True)
     watcher, resumed = (
-        nan_detection.watchers(train, "fp16", RunFolder(tmp_path), screen, ledger)[0] for _ in range(2)
+        nan_detection.callbacks(train, "fp16", RunFolder(tmp_path), screen, ledger)[0] for _ in range(2)
     )
     Accelerator(cpu=True)  # whose state the optimizer asks for
     weight, scaler = torch.nn.Parameter(torch.ones(())), torch.amp.GradScaler("cpu", init_scale=2.0**127)

@@ -111,7 +111,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(small, two_layers, tmp_path) -> 
     given += ["train.effective_batch_size=4", "train.per_device_train_batch_size=2", "train.logging_steps=1"]
     given += ["eval.forgetting=false", "eval.max_new_tokens=1", f"train.output_dir={tmp_path / 'run'}"]
     recorder = Recorder()
-    run = pipeline.run(loader.load(QUICKSTART, given), verbosity="quiet", watchers=[recorder])
+    run = pipeline.run(loader.load(QUICKSTART, given), verbosity="quiet", callbacks=[recorder])
     assert len(recorder.batches) == 2 * STEPS
     ours, saved = metrics(run), load_file(run.adapter / "adapter_model.safetensors")
     assert sum(line["grad_norm"] > CLIP for line in ours) > 2, "clipping had something to do"

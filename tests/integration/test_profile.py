@@ -43,10 +43,10 @@ PLANTED = {
 @pytest.mark.alone
 @pytest.mark.parametrize("planted", soak_except(["data"], PLANTED))
 def test_a_planted_bottleneck_is_named(planted: str, small, two_layers, tmp_path) -> None:
-    overrides, watchers, said = PLANTED[planted]
+    overrides, callbacks, said = PLANTED[planted]
     given = [*small, f"model.name={two_layers}", "eval.forgetting=false", *overrides]
     for attempt in range(3):  # it measures time: what else a machine does may look like a wait
-        found = profiler.run(str(QUICKSTART), given, str(tmp_path / str(attempt)), watchers)
+        found = profiler.run(str(QUICKSTART), given, str(tmp_path / str(attempt)), callbacks)
         if said in found.verdict:
             break
     assert said in found.verdict, found
@@ -126,9 +126,9 @@ def test_a_run_that_waits_for_data_says_so(small, two_layers, tmp_path) -> None:
     given += ["eval.samples=0"]
     given += ["train.max_steps=3", "train.warmup_steps=0", "train.effective_batch_size=8"]
     waited = {}
-    for name, watchers in (("slow", [SlowLoader()]), ("fast", [])):
+    for name, callbacks in (("slow", [SlowLoader()]), ("fast", [])):
         loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / name}"])
-        run = pipeline.run(loaded, verbosity="quiet", watchers=watchers)
+        run = pipeline.run(loaded, verbosity="quiet", callbacks=callbacks)
         waited[name] = [
             json.loads(line)["data_wait"] for line in (run.path / "metrics.jsonl").read_text().splitlines()
         ]
@@ -144,7 +144,7 @@ def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_
     given += ["eval.samples=0", "train.max_steps=5", "train.warmup_steps=0", "train.effective_batch_size=8"]
     given += ["train.logging_steps=1"]
     loaded = loader.load(QUICKSTART, [*given, f"train.output_dir={tmp_path / 'slow'}"])
-    log = (pipeline.run(loaded, verbosity="quiet", watchers=[SlowLoader()]).path / "log.txt").read_text()
+    log = (pipeline.run(loaded, verbosity="quiet", callbacks=[SlowLoader()]).path / "log.txt").read_text()
     said = re.findall(r"note: the last (\d) steps waited for data", log)
     assert said == ["2"] and log.index("the last 2 steps") < log.index("note: steps waited for data")
 

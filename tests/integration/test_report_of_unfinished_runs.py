@@ -22,7 +22,7 @@ def test_a_crash_is_told_from_a_run_that_goes_on(small, two_layers, tmp_path, ca
     options = ["train.max_steps=4", "train.warmup_steps=0", "train.effective_batch_size=8", *small]
     options += [f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}"]
     with pytest.raises(RuntimeError, match="a kernel"):
-        pipeline.run(loader.load(QUICKSTART, options), verbosity="quiet", watchers=[Crashes()])
+        pipeline.run(loader.load(QUICKSTART, options), verbosity="quiet", callbacks=[Crashes()])
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "\nerror: RuntimeError: a kernel of **** is gone\n" in log
     capsys.readouterr()

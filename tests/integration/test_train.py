@@ -204,7 +204,7 @@ def test_the_trained_model_is_gone_when_it_is_opened_again(
     given = [*small, f"model.name={two_layers}", f"train.output_dir={tmp_path / 'run'}", "train.max_steps=2"]
     more = {"offloaded": ["speed.activation_checkpointing=full"], "qat": ["speed.qat.config=IntxWeightOnly"]}
     given += ["eval.forgetting=false", "eval.max_new_tokens=1", *more.get(kind, [])]
-    pipeline.run(loader.load(str(QUICKSTART), given), verbosity="quiet", watchers=[Look()])
+    pipeline.run(loader.load(str(QUICKSTART), given), verbosity="quiet", callbacks=[Look()])
     assert len(modules) > 40 and left[0] == []
 
 

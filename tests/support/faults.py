@@ -169,7 +169,7 @@ def injected(*faults: Fault) -> Iterator[None]:
             patch.setattr(batch_search, "search", strike.search)
             patch.setattr(checkpoints, "write", strike.write)
             patch.setattr("safetensors.torch.save_file", strike.save_file)
-            return train(*given, **named, watchers=[strike])
+            return train(*given, **named, callbacks=[strike])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "run", run)
