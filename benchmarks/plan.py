@@ -1,9 +1,9 @@
-"""`finetune plan` beside what runs measured: gpu.json, multi_gpu.json, and the 1.1B shape of adapters.json.
+"""Compare `finetune plan` with the measurements in gpu.json, multi_gpu.json and adapters.json (1.1B rows).
 
-    python benchmarks/plan.py             # plans each row, writes plan.json, prints the table of README.md
+    python benchmarks/plan.py             # plan each row, write plan.json, print the table
 
-No GPU is needed: rows are planned for the GPU that they were measured on. Rows of TRL and Unsloth are others'
-code; those whose run failed have no figures, but where memory ran out for what was planned to fit: a miss.
+It needs no GPU: each row is planned for the GPU of its measurement. Rows of TRL and Unsloth are excluded.
+A failed run has no figures. If a run was planned to fit and ran out of memory, it counts as a miss.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 RESULTS = HERE / "plan.json"
 QUICKSTART = HERE.parent / "recipes" / "quickstart.yaml"
-# Types whose parts a plan counts; the 1.1B rows are older than fused forwards, and attended with a mask.
-# Without AdaLoRA: there its allocation asked the GPU once a layer
+# Adapter types that a plan covers. The 1.1B rows are older than fused forwards and used an attention mask.
+# AdaLoRA is not among them, because its rank allocation waited for the GPU once per layer at that time
 COUNTED = ("lora", "rslora", "dora", "ia3", "full", "qlora", "qdora")
 EAGER = (
     "speed.fused=false",
@@ -41,16 +41,16 @@ EAGER = (
 )
 LARGE = 2048, 8192, 18, 32, 8, 4096  # adapters.py: hidden, intermediate, layers, heads, kv heads, vocabulary
 LARGE_LENGTH = 1024
-# Rows that ran out of memory, and how many at once the run went on with, recomputed as before: steps are of
-# these, and the allocator's peak is not, for nothing sets it back
+# Rows that ran out of memory, and the micro-batch size with which the run continued. The step time belongs to
+# this size. The peak of the allocator belongs to the first attempt, because nothing resets it
 RAN_OUT = {"cap-24": 4}
-# What `auto` took when a row was measured, and takes no more: all of gate and up, where 57 of 80 do now;
-# nothing recomputed, where split weights leave room for NCCL now
+# Choices of `auto` at the time of the measurement that `auto` no longer makes. The first row recomputed the
+# MLPs of all 80 layers (57 today). The second row used no activation checkpointing and left no room for NCCL
 AS_MEASURED = {
     "70b-fp8 x2": ("speed.activation_checkpointing=mlp",),
     "lora-bf16-fsdp2-compiled x2": ("speed.activation_checkpointing=none",),
 }
-NEAR = {"seconds": 0.15, "gib": 0.10}  # the bounds that a plan is to keep
+NEAR = {"seconds": 0.15, "gib": 0.10}  # largest relative error of a plan
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def compare() -> dict[str, dict[str, Any]]:
-    """Each measured row with what is planned for it."""
+    """Return each measured row with its plan."""
     made = {}
     measured, ours = json.loads(gpu.RESULTS.read_text()), gpu.ROWS | gpu.RECIPES
     with tempfile.TemporaryDirectory() as folder:
@@ -80,7 +80,7 @@ def compare() -> dict[str, dict[str, Any]]:
                 seconds = planned_row(name, row, place, fewer).step_seconds
                 held = {"planned_seconds": seconds and round(seconds, 4), "measured_gib": None}
                 made[name] |= {**held, "ran_out": ours[name].cap_gib}
-        for name in [name for name in ours if name not in made]:  # planned before it is measured
+        for name in [name for name in ours if name not in made]:  # rows without a measurement
             made[name] = compared(planned_row(name, {"gpu": "NVIDIA H200"}, place), None, None, "NVIDIA H200")
         for name, row in json.loads(multi_gpu.RESULTS.read_text()).items():
             if "step_seconds" in row:
@@ -95,7 +95,11 @@ def compare() -> dict[str, dict[str, Any]]:
 
 
 def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Sequence[str] = ()) -> plan.Plan:
-    """The plan of a row of gpu.py, on as many layers as it was measured with; `changes`: more overrides."""
+    """Plan a row of gpu.py with the measured number of layers.
+
+    Args:
+        changes: more overrides.
+    """
     row = (gpu.ROWS | gpu.RECIPES)[name]
     shape, stored = row.model.split("-")
     hidden, wide, whole, *rest = SHAPES[shape]
@@ -115,7 +119,7 @@ def planned_row(name: str, measured: dict[str, Any], place: Path, changes: Seque
 
 
 def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
-    """The plan of a row of multi_gpu.py, under its launch."""
+    """Plan a row of multi_gpu.py with its launch config."""
     kind, count = name.rpartition(" x")[0], measured["gpus"]
     row = multi_gpu.ROWS[kind]
     shape, stored = row.model.split("-")
@@ -128,8 +132,8 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Pla
     rows = row.batch * (1 if row.shared else count)
     given = [f"train.effective_batch_size={rows}", *row.changes, *AS_MEASURED.get(name, ())]
     by, _ = sharding_cost.of_config(HERE.parent / "accelerate_configs" / f"{row.config}.yaml")
-    by = by._replace(sharing=count) if row.shared else by  # as multi_gpu.command writes its config
-    if count == 1:  # in place, as multi_gpu.command has it
+    by = by._replace(sharing=count) if row.shared else by  # as in multi_gpu.command
+    if count == 1:  # without a launch, as in multi_gpu.command
         given += ["model.quantization=fp8"] * (row.config == "8xh100_fp8")
     if row.recipe:
         job = multi_gpu.Job(name, count, model, place / "rows.jsonl", row.length, row, 10, place)
@@ -138,7 +142,7 @@ def planned_launch(name: str, measured: dict[str, Any], place: Path) -> plan.Pla
 
 
 def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
-    """The plan of a row of adapters.py on the 1.1B shape."""
+    """Plan a row of adapters.py on the 1.1B model."""
     model, rows = write_config(place / "1.1b", LARGE, tied=True), int(row["task"].split()[0])
     given = [f"adapter.type={row['type']}", f"model.name={model}", f"data.max_length={LARGE_LENGTH}"]
     given += [f"data.name={place}/rows.jsonl", "data.format=text", "data.train_on=all", "data.too_long=split"]
@@ -166,12 +170,12 @@ def make(
     if cap_gib:
         machine = replace(
             machine, memory_gib=cap_gib + memory_by_phase.CONTEXT_GIB
-        )  # a cap of the allocator's own
+        )  # the cap applies only to the allocator
     return planner.make(loaded, machine, processes, by=by)
 
 
 def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
-    """A folder with the config.json of a Llama; no weights."""
+    """Return a folder with the config.json of a Llama model, without weights."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     names += ("num_key_value_heads", "vocab_size")
     folder.mkdir(exist_ok=True)
@@ -181,7 +185,7 @@ def write_config(folder: Path, shape: tuple[int, ...], *, tied: bool) -> Path:
 
 
 def compared(made: plan.Plan, seconds: float | None, peak: float | None, device: str) -> dict[str, Any]:
-    """A row of plan.json; `None`: not measured yet."""
+    """Return a row of plan.json. `None` means that there is no measurement."""
     assert made.step_seconds is not None
     return {
         "planned_seconds": round(made.step_seconds, 4),
@@ -194,12 +198,12 @@ def compared(made: plan.Plan, seconds: float | None, peak: float | None, device:
 
 
 def off(row: dict[str, Any], what: str) -> float:
-    """Planned beside measured: 0.1 is a tenth more."""
+    """Return the relative error of a plan: 0.1 means that the plan is 10% too high."""
     return row[f"planned_{what}"] / row[f"measured_{what}"] - 1
 
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
-    """The rows as a markdown table, and how many are within the bounds."""
+    """Return the rows as a Markdown table with the number of rows within the bounds."""
     lines = ["| | step, s: planned | measured | | peak GiB: planned | measured | |", "|---|" + "---|" * 6]
     for name, row in sorted(rows.items(), key=lambda pair: pair[1]["measured_seconds"] is None):
         step = f"{row['planned_seconds']:.3f} | {_beside(row, 'seconds', 3)}"
@@ -208,25 +212,25 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def _beside(row: dict[str, Any], what: str, digits: int) -> str:
-    """What was measured, and how far off the plan is."""
+    """Return the cells of the measurement and of the plan's error."""
     if what == "gib" and "ran_out" in row:
         return f"ran out of {row['ran_out']:.0f} | miss"
     return f"{row[f'measured_{what}']:.{digits}f} | {off(row, what):+.0%}" if row[f"measured_{what}"] else "|"
 
 
 def errors(rows: dict[str, dict[str, Any]], what: str) -> list[float]:
-    """How far off each measured row is."""
+    """Return the absolute relative error of each measured row."""
     return [abs(off(row, what)) for row in rows.values() if row[f"measured_{what}"]]
 
 
 def verdict(rows: dict[str, dict[str, Any]]) -> str:
-    """How many rows are within the bounds, and how far off the worst is; what ran out is a miss."""
+    """Return the number of rows within the bounds and the largest error. Out of memory counts as a miss."""
     out = [name for name, row in rows.items() if "ran_out" in row]
     steps, peaks = (errors(rows, what) for what in ("seconds", "gib"))
     near = [sum(error <= NEAR[what] for error in of) for what, of in (("seconds", steps), ("gib", peaks))]
-    text = f"{near[0]} of {len(steps)} steps within 15 % (the worst {max(steps):.0%} off), "
-    text += f"{near[1]} of {len(peaks) + len(out)} peaks within 10 % ({max(peaks):.0%})"
-    return text + (f"; {', '.join(out)} was planned to fit and ran out of memory." if out else ".")
+    text = f"{near[0]} of {len(steps)} steps within 15% (largest error {max(steps):.0%}), "
+    text += f"{near[1]} of {len(peaks) + len(out)} peaks within 10% (largest error {max(peaks):.0%})"
+    return text + (f". {', '.join(out)} was planned to fit and ran out of memory." if out else ".")
 
 
 if __name__ == "__main__":
