@@ -21,6 +21,8 @@ GENERATES_TEXT = re.compile(
 OTHER_HEAD = ("aya_vision", "mllama")
 # The attention of these sees later tokens, whatever the config says (transformers 5.22)
 NOT_CAUSAL = ("cpmant", "xlnet")
+# Their tokens are codes of sound (transformers 5.22)
+OF_SOUND = ("moshi", "musicgen", "musicgen_melody")
 # `base_model` is the whole model, so that no loss can be computed without all logits (transformers 5.22)
 NO_BASE_MODEL = ("llama4", "llama4_text")
 
@@ -44,6 +46,8 @@ def check(config: ModelConfig) -> None:
 def unsupported(config: ModelConfig) -> str:
     """Why finetune does not train a checkpoint; empty: it does."""
     family, text = config.model_type, config.get_text_config()
+    if family in OF_SOUND:
+        return "it generates sound, and finetune trains models of text"
     causal = upstream_options.model_classes("CAUSAL_LM").get(family)
     known = causal or upstream_options.model_classes("IMAGE_TEXT_TO_TEXT").get(family)
     named = next(iter(getattr(config, "architectures", None) or ()), known or "")
@@ -54,12 +58,12 @@ def unsupported(config: ModelConfig) -> str:
         return "it is an encoder, and finetune trains decoders"
     if not known:
         return f"transformers has no causal language model of {family or 'no model_type'}"
+    if family in OTHER_HEAD:
+        return "its class computes other logits than its text model"
     if needed := upstream_options.needed_inputs(family, known):
         return f"its forward pass needs {', '.join(needed)} in addition to the text"
     if sees_later_tokens(text):
         return "its attention sees later tokens, and finetune trains causal language models"
-    if family in OTHER_HEAD:
-        return "its class computes other logits than its text model"
     if family in NO_BASE_MODEL:
         return "its class has no submodule without the output head, and finetune's loss needs one"
     headless = re.search(r"Model$", named) and not GENERATES_TEXT.search(named)

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 from finetune.core import packages
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SFT_CONFIG = (  # base classes first, so that a subclass's default wins
     ("transformers", "training_args.py", "TrainingArguments"),
@@ -124,7 +127,8 @@ def of_family(family: str, kind: str) -> str:
     Args:
         kind: configuration or modeling.
     """
-    names = family, family.removesuffix("_text"), family.replace("-", "_"), family.partition("-")[0]
+    joined = family.replace("-", "").replace(".", "_")  # kosmos-2.5
+    names = family, family.removesuffix("_text"), family.replace("-", "_"), joined, family.partition("-")[0]
     files = (f"models/{folder}/{kind}_{folder}.py" for folder in dict.fromkeys(names) if folder)
     return next((file for file in files if packages.source_of("transformers", file).exists()), "")
 
@@ -150,20 +154,32 @@ def causal_flags(family: str) -> dict[str, Any]:
 
 @cache
 def needed_inputs(family: str, class_name: str) -> list[str]:
-    """Return the arguments without a default, other than `input_ids`, of the forward of a family's class."""
+    """Return the inputs, other than tokens, that the forward pass of a family's class needs.
+
+    These are arguments without a default, and arguments for which the forward pass raises an error if they
+    are `None`.
+    """
+    found: dict[str, None] = {}
+    for function in _forwards(family, {class_name, re.sub(r"For[A-Z]\w+$", "Model", class_name)}):
+        arguments = [argument.arg for argument in function.args.args]
+        without_default = arguments[1 : len(arguments) - len(function.args.defaults)]
+        found |= dict.fromkeys([*without_default, *_refused_if_none(function, arguments)])
+    return [name for name in found if name not in ("input_ids", "inputs_embeds")]
+
+
+def _forwards(family: str, class_names: set[str]) -> Iterator[ast.FunctionDef]:
     file = of_family(family, "modeling")
-    classes = [
-        node for node in (_tree("transformers", file).body if file else ()) if isinstance(node, ast.ClassDef)
-    ]
-    functions = (
-        n for node in classes if node.name == class_name for n in node.body if isinstance(n, ast.FunctionDef)
-    )
-    for function in functions:
-        if function.name == "forward":
-            arguments = function.args.args
-            needed = arguments[1 : len(arguments) - len(function.args.defaults)]
-            return [argument.arg for argument in needed if argument.arg != "input_ids"]
-    return []
+    for node in _tree("transformers", file).body if file else ():
+        if isinstance(node, ast.ClassDef) and node.name in class_names:
+            yield from (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
+
+
+def _refused_if_none(function: ast.FunctionDef, arguments: list[str]) -> list[str]:
+    """Return the arguments that a function tests for `None` directly before it raises an error."""
+    branches = [node for node in ast.walk(function) if isinstance(node, ast.If)]
+    tests = [ast.unparse(node.test) for node in branches if isinstance(node.body[0], ast.Raise)]
+    alone = [test.removeprefix("self.training and ") for test in tests]
+    return [name for name in arguments if f"{name} is None" in alone]
 
 
 @cache
