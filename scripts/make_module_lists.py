@@ -120,7 +120,9 @@ def fixed_of(family: str, names: Names, used: set[str]) -> dict[str, Any]:
 def family_list(family: str) -> dict[str, Any]:
     configs = [config_of(family, sizes) for sizes in SIZES]
     first, second = map(names_of, configs)
-    assert not first.without_gradient, f"{family} reads weights of modules that it does not call"
+    assert not first.without_gradient and not first.untrained, (
+        f"{family} reads weights of modules that it does not call"
+    )
     candidates = expressions(configs)
     shapes = {}
     for name, size in first.shapes.items():

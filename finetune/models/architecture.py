@@ -70,6 +70,11 @@ class Architecture:
         """Parameters, without a multimodal model's encoders."""
         return sum(map(prod, self.names.shapes.values()))
 
+    @property
+    def trained_by_full(self) -> int:
+        """Parameters of the text model that a gradient reaches."""
+        return self.of_text - sum(prod(self.names.shapes[name]) for name in self.names.untrained)
+
 
 def read(model: Model) -> Architecture:
     """The shapes of a local model, or of one on the Hub, of which only config.json is fetched.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from finetune.core.model_config import ModelConfig
 
-FORMAT = 5  # of the lists on disk: raise it if `Names` or what it is made of changes
+FORMAT = 6  # of the lists on disk: raise it if `Names` or what it is made of changes
 SHIPPED = Path(__file__).parent / "module_lists.json"
 
 
@@ -100,7 +100,9 @@ def _kept(path: Path) -> tuple[Names | None, str]:
 def _from_json(held: dict[str, Any]) -> Names:
     for key in ("shapes", "tower_shapes"):
         held[key] = {str(name): tuple(map(int, shape)) for name, shape in held[key].items()}
-    names = Names(**{**held, "without_gradient": tuple(held["without_gradient"])})
+    for key in ("without_gradient", "untrained"):
+        held[key] = tuple(held[key])
+    names = Names(**held)
     if not names.kinds or not all(isinstance(kind, str) for kind in names.kinds.values()):
         raise ValueError("holds no modules")
     return names
@@ -146,15 +148,16 @@ def build_without_weights(folder: Path) -> Any:
 def of_meta_model(model: nn.Module) -> Names:
     """The names of a model on the meta device, with the modules that no gradient reaches."""
     names = module_names.of_model(model)
-    return replace(names, without_gradient=_without_gradient(model, names))
+    modules, parameters = _without_gradient(model, names)
+    return replace(names, without_gradient=modules, untrained=parameters)
 
 
-def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
-    """Modules in which no gradient reaches an adapter, seen in one forward pass without memory.
+def _without_gradient(model: nn.Module, names: Names) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Modules in which no gradient reaches an adapter, and parameters that no gradient reaches.
 
-    The model reads their weight without a call to their forward, or only chooses by their output. The empty
-    tuple: there are none, or the model cannot run on the meta device. The run looks at the real model once
-    more before its first step (`preflight.gradient_probe`).
+    One forward pass without memory shows them. The model reads a module's weight without a call to its
+    forward, or only chooses by its output. Both are empty if the model cannot run on the meta device. The run
+    looks at the real model once more before its first step (`preflight.gradient_probe`).
     """
     import torch
 
@@ -164,7 +167,7 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
     if inputs is None:
         if names.family in _shipped_families():  # these run on the meta device with every valid config
             meta_forward.logits(model, {"input_ids": meta_forward.tokens(model), "use_cache": False})
-        return ()
+        return (), ()
     called = set[str]()
     hooks = [
         module.register_forward_hook(lambda *_, name=name: called.add(name))
@@ -176,11 +179,13 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[str, ...]:
         hook.remove()
     read = autograd_graph.parameters(autograd_graph.functions(logits))
     weights = {name: model.get_submodule(name).weight for name in names.modules if ".experts." not in name}
-    return tuple(
+    modules = [
         name
         for name, weight in weights.items()
         if name not in called or (weight.requires_grad and id(weight) not in read)
-    )
+    ]
+    untrained = [name for name in names.shapes if id(model.get_parameter(name)) not in read]
+    return tuple(modules), tuple(name for name in untrained if ".experts." not in name)
 
 
 @cache

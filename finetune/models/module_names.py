@@ -38,6 +38,8 @@ class Names:
     """The head has the embeddings' weight."""
     without_gradient: tuple[str, ...] = ()
     """Modules that the model does not call, or by whose output it only chooses. Known from a config only."""
+    untrained: tuple[str, ...] = ()
+    """Parameters that no gradient reaches, so `full` leaves them as they are. Known from a config only."""
     tower_kinds: dict[str, str] = field(default_factory=dict)
     """The same as `kinds`, of the modules of a multimodal model that no text runs through."""
     tower_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -64,7 +64,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     """
     kind, text = adapter_types.find(adapter.type), found.config.get_text_config()
     if not kind.peft:
-        return Adapted([], found.of_text, 0, False, False, False)
+        return Adapted([], found.trained_by_full, 0, False, False, False)
     linear = found.linear
     options: dict[str, Any] = {**kind.defaults, **adapter.options(), **kind.sets}
     options = target_modules.with_targets(options, kind.peft, found.names)

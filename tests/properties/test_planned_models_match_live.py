@@ -17,10 +17,11 @@ from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
 from finetune.planning import planned_facts, planned_spec, sharding_cost
+from finetune.preflight import gradient_probe
 from finetune.recipe import loader
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers, live_model_spec
-from support.adapter_cells import TYPES
+from support.adapter_cells import SETUP, TYPES
 from support.architectures import CONFIGS
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def both(family: str, adapter: str, folder: Path) -> tuple[ModelSpec, ModelSpec,
         config = AutoConfig.for_model(family, **CONFIGS[family])
         model = AutoModelForCausalLM.from_config(config, attn_implementation=run.attention).train()
         adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
+        if adapter == "full":  # a run freezes the parameters that no gradient reaches
+            gradient_probe.check(adapted, recipe.adapter, SETUP, RunChecks())
     except UserError:
         return None
     served, left = 0, ""
@@ -104,3 +107,8 @@ def test_planned_models_match_live_ones_in_sampled_cells(tmp_path: Path) -> None
 def test_planned_models_match_live_ones(family: str, tmp_path: Path) -> None:
     found = [text for adapter in ADAPTERS for text in differences(family, adapter, tmp_path)]
     assert "\n".join(found) == ""
+
+
+@pytest.mark.parametrize("family", ["hrm_text", "deepseek_v32", "llama"])
+def test_planned_parameters_of_full_are_those_that_a_gradient_reaches(family: str, tmp_path: Path) -> None:
+    assert "\n".join(differences(family, "full", tmp_path)) == ""

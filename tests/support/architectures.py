@@ -132,6 +132,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("jetmoe", "olmo_hybrid", "modernbert-decoder", "trocr", "xlstm"), _WIDE),
     **{key: {**_WIDE, **_LINEAR_ATTENTION} for key in ("zamba", "zamba2")},
     "minimax_m2": {**_WIDE, **_LOCAL},
+    "hrm_text": {**_WIDE, "num_hidden_layers": 1},
 }  # fmt: skip
 
 _TEXT = {**_WIDE, "tie_word_embeddings": False}
