@@ -6,17 +6,21 @@ python scripts/make_reference.py
 # ruff: noqa: E501 (lines of Markdown are not wrapped)
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import launch_matrix
+from pydantic import TypeAdapter
 
 from finetune.core import shipped_files
 from finetune.core.error_codes import CODES
 from finetune.core.errors import Exit
 from finetune.recipe import adapter_types, loader
+from finetune.run_folder import file_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -62,6 +66,7 @@ def pages() -> dict[Path, str]:
         REFERENCE / "adapters.md": adapters(),
         REFERENCE / "recipe_gallery.md": gallery(),
         REFERENCE / "launch_matrix.md": matrix(),
+        REFERENCE / "run_folder_fields.md": run_folder_fields(),
         ROOT / "docs" / "llms.txt": llms(),
     }
 
@@ -186,6 +191,75 @@ def matrix() -> str:
         shown = [f"{row['tokens_per_second']:,.0f}" if row else "not measured" for row in cells]
         text += f"| {setting} | {' | '.join(shown)} |\n"
     return text
+
+
+FIELDS_OF = ("environment.json", "data_report.json", "checks.json", "eval.json", "merge.json")
+WRITERS = {"Report": "Split"}  # class of data/audit.py -> its model in file_shapes.py
+
+
+def run_folder_fields() -> str:
+    """The fields of the JSON files of a run folder, from the models that check them."""
+    text = "# Fields of the run folder\n\n" + MADE
+    text += "```text\npython -m json.tool runs/quickstart/checks.json\n```\n\n"
+    text += (
+        "finetune checks these fields when it writes and reads a file of the [run folder](run_folder.md). "
+        "A file may have\nmore fields. A field without a value is missing or null.\n"
+    )
+    sources = ("run_folder/file_shapes.py", "data/audit.py")
+    docs = {key: doc for file in sources for key, doc in _docstrings(ROOT / "finetune" / file).items()}
+    shown = set[str]()
+    for file in FIELDS_OF:
+        schema = TypeAdapter(file_shapes.SHAPES[file]).json_schema()
+        models = schema.get("$defs", {})
+        if "properties" in schema:
+            text += f"\n## {file}\n\n{_fields(schema, docs)}"
+        else:
+            text += f"\n## {file}\n\nContent: {_type(schema)}.\n"
+        for name in sorted(models.keys() - shown):
+            text += f"\n### {name}\n\n{_fields(models[name], docs)}"
+        shown |= models.keys()
+    return text
+
+
+def _docstrings(path: Path) -> dict[tuple[str, str], str]:
+    """The docstring of each field of the classes in a file, by class and field."""
+    found = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            name, bases = WRITERS.get(node.name, node.name), [ast.unparse(base) for base in node.bases]
+            found |= {(name, field): doc for (owner, field), doc in found.items() if owner in bases}
+            for field, doc in itertools.pairwise(node.body):
+                if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr):
+                    found[name, ast.unparse(field.target)] = ast.literal_eval(doc.value)
+    return found
+
+
+def _fields(model: dict[str, Any], docs: dict[tuple[str, str], str]) -> str:
+    """A table of a model's fields."""
+    text = "| field | type | content |\n|---|---|---|\n"
+    for name, field in model["properties"].items():
+        text += f"| `{name}` | {_type(field)} | {docs.get((model['title'], name), '')} |\n"
+    return text
+
+
+def _type(schema: dict[str, Any]) -> str:
+    """The type of a value in words, with a link to the table of a model."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+    if schema.get("type") == "array":
+        return f"list of {_within(schema['items'])}"
+    if isinstance(schema.get("additionalProperties"), dict):
+        return f"object of name: {_within(schema['additionalProperties'])}"
+    return schema.get("type", "any value")
+
+
+def _within(schema: dict[str, Any]) -> str:
+    """The type of an item, in brackets if there are several."""
+    text = _type(schema)
+    return f"({text})" if " or " in text else text
 
 
 PARTS = ("tutorials", "guides", "reference", "explanation")

@@ -52,39 +52,43 @@ class Report:
     """Outcome of the examples of one split, stored in the run folder's `data_report.json`."""
 
     sources: dict[str, str] = field(default_factory=dict)
-    """File -> sha256 of its content, or Hub dataset -> requested revision."""
+    """File: sha256 of its content. Hub dataset: requested revision."""
     formats: dict[str, str] = field(default_factory=dict)
-    """Source -> format of its examples."""
+    """Source: format of its examples."""
     unused: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Source -> unused column -> number of examples with a value in that column."""
+    """Source: unused column: number of examples with a value in it."""
     read: dict[str, int] = field(default_factory=dict)
-    """Source -> number of its examples, used or not."""
+    """Source: number of its examples, used or not."""
     passed_by: dict[str, list[str]] = field(default_factory=dict)
-    """Folder -> entries in it that are not read."""
+    """Folder: entries in it that finetune does not read."""
     folders: list[str] = field(default_factory=list)
-    """Notes on data files that are not read, such as the files of other splits."""
+    """Notes on data files that finetune does not read, such as the files of other splits."""
     notes: list[str] = field(default_factory=list)
     """Notes on the chat template and the cache."""
     rows: int = 0
+    """Number of examples."""
     kept: int = 0
+    """Number of examples that are not dropped."""
     tokens: int = 0
+    """Tokens of the kept examples."""
     trained_tokens: int = 0
     """Tokens that contribute to the loss. The first token of a document never does."""
     trained_by: dict[str, int] = field(default_factory=dict)
-    """Speaker -> its tokens that contribute to the loss."""
+    """Role: its tokens that contribute to the loss."""
     longest: int = 0
     """Tokens of the longest example, kept or not."""
     lengths: dict[str, list[float]] = field(default_factory=dict)
     """Lengths of the kept documents: `counts` and `edges` of a histogram, and `percentiles`."""
     cut_tokens: int = 0
+    """Tokens that finetune removed from long prompts."""
     counts: dict[str, int] = field(default_factory=dict)
-    """Kind of outcome (a key of SAID) -> number of examples."""
+    """Kind of outcome, such as `too_long`: number of examples."""
     places: dict[str, list[str]] = field(default_factory=dict)
-    """Kind of outcome -> positions of its first examples."""
+    """Kind of outcome: places of its first examples."""
     reasons: dict[str, list[str]] = field(default_factory=dict)
-    """Kind of outcome -> the distinct problems found first."""
+    """Kind of outcome: the first distinct problems."""
     mix: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Source -> examples, tokens and weight."""
+    """Source: examples, tokens and weight."""
     packing: dict[str, float] = field(default_factory=dict)
     """Sequences after packing, the token budget, and the share of the budget that is filled."""
     positions: int = 0
@@ -94,6 +98,7 @@ class Report:
     seen: int = 0
     """Number of examples that this report covers if the data is streamed, else 0."""
     seconds: float = 0.0
+    """Time to prepare the data."""
     token_ids: str = ""
     """Hash of the token ids and of the trained ranges, in the order of the data."""
 

@@ -66,31 +66,46 @@ class ResolvedRecipe(Shape):
 
 class Git(Shape):
     commit: str
+    """Commit of finetune's own source folder."""
     dirty: bool = False
+    """Whether the source folder has uncommitted changes."""
 
 
 class Hardware(Shape):
     device: str
+    """cuda or cpu."""
     name: str
+    """Name of the GPU."""
     count: int
+    """Number of visible devices."""
     memory_gib: float
+    """Memory of one device."""
     cpu_cores: int
+    """Number of CPU cores."""
 
 
 class Launch(Shape):
     launcher: str
+    """Program that started the processes."""
     processes: int = Field(ge=1)
+    """Number of processes."""
     precision: str
+    """Accelerate's `mixed_precision`."""
     splitter: str | None = None
+    """FSDP or DeepSpeed, if the weights or the optimizer state are sharded."""
     environment: dict[str, str] = {}
+    """Variables of the launch."""
 
 
 class Environment(Shape):
     """environment.json."""
 
     python: str
+    """Version of Python."""
     platform: str
+    """Operating system and processor."""
     packages: dict[str, str | None]
+    """Package: version. Null if the package is not installed."""
     git: Git | None = None
     hardware: Hardware
     launch: Launch
@@ -98,8 +113,11 @@ class Environment(Shape):
 
 class Histogram(Shape):
     counts: list[Count] = Field(min_length=1)
+    """Number of examples per bin."""
     edges: list[Finite]
+    """Limits of the bins, in tokens."""
     percentiles: list[Finite] = Field(min_length=5, max_length=5)
+    """The 1, 25, 50, 75 and 99% percentiles, in tokens."""
 
     @model_validator(mode="after")
     def _check_extent(self) -> Histogram:
@@ -110,14 +128,20 @@ class Histogram(Shape):
 
 class Mix(Shape):
     weight: Count
+    """The `weight` of the source in the recipe."""
     rows: Count
+    """Number of examples."""
     tokens: Count
+    """Number of tokens."""
 
 
 class Packing(Shape):
     rows: float
+    """Number of sequences after packing."""
     budget: float
+    """Tokens per sequence."""
     fill: float
+    """Share of the tokens that are not padding."""
 
 
 class Split(Shape):
@@ -126,7 +150,7 @@ class Split(Shape):
     sources: dict[str, str] = {}
     formats: dict[str, str] = {}
     unused: dict[str, dict[str, int] | list[str]] = {}
-    """A list in format 1."""
+    """Source: unused column: number of examples with a value in it. A list in format 1."""
     read: dict[str, int] = {}
     passed_by: dict[str, list[str]] = {}
     folders: list[str] = []
@@ -162,10 +186,15 @@ class Check(Shape):
     """One of checks.json."""
 
     option: str
+    """The setting that was checked."""
     expected: str
+    """The value that you asked for."""
     actual: str
+    """The value that ran."""
     how: str
+    """Where finetune read the value."""
     passed: bool
+    """Whether the two values agree."""
 
 
 def _has_step(record: Scores) -> Scores:
@@ -202,70 +231,107 @@ def _check_alike(steps: list[MeasuredStep]) -> list[MeasuredStep]:
 
 class Difference(Shape):
     value: float
+    """Score of the fine-tuned model minus the score of the base model."""
     low: float
+    """Lower end of the 95% interval."""
     high: float
+    """Upper end of the 95% interval."""
     p: float | None = None
+    """p-value."""
     verdict: str = ""
+    """better, worse or no significant difference."""
 
 
 class Compared(Shape):
     base: Scores = {}
+    """Metric: score of the base model."""
     tuned: Scores = {}
+    """Metric: score of the fine-tuned model."""
     difference: dict[str, Difference] = {}
+    """Metric: difference of the two scores."""
 
 
 class Task(Compared):
     rows: int | None = None
+    """Number of examples."""
     main: str | None = None
+    """The metric that decides the verdict."""
     forgetting: bool = False
+    """Whether the task measures forgetting."""
     higher_is_better: dict[str, bool | None] = {}
+    """Metric: whether a higher score is better."""
     settings: dict[str, Any] = {}
+    """Settings of the task, such as the number of examples in the prompt."""
 
 
 class Source(Compared):
     source: str
+    """File or Hub dataset of the validation set."""
     rows: int = 0
+    """Number of its examples."""
 
 
 class Message(Shape):
     role: str
+    """system, user, assistant or tool."""
     content: Any = None
+    """The text of the message."""
 
 
 class Sample(Shape):
     prompt: str | list[Message]
+    """The prompt."""
     reference: str | None = None
+    """The answer in the validation set."""
     base: str | None = None
+    """Answer of the base model."""
     tuned: str | None = None
+    """Answer of the fine-tuned model."""
     where: str = ""
+    """Place of the example, as file:line."""
     base_loss: float | None = None
+    """Loss per token of the base model."""
     tuned_loss: float | None = None
+    """Loss per token of the fine-tuned model."""
 
 
 class Settings(Shape):
     rows: int = 0
+    """Number of validation examples."""
     notes: list[str] = []
+    """Notes on the evaluation."""
     data: dict[str, str] = {}
     model: str | None = None
+    """The base model."""
     storage: str | None = None
+    """Quantization of the base model."""
     stops: dict[str, Any] = {}
+    """Tokens that end an answer."""
 
 
 class Verdict(Shape):
     word: str | None = None
+    """The verdict in one word."""
     title: str | None = None
+    """The verdict in one sentence."""
     why: str = ""
+    """The reason."""
     forgot: list[str] = []
+    """Tasks on which the fine-tuned model is worse."""
 
 
 class PerExample(Shape):
     loss: list[float]
+    """Sum of the loss, in nats."""
     exact_match: list[float | bool | None] | None = None
+    """Whether the answer is correct."""
 
 
 class Examples(Shape):
     group: list[int]
+    """Group per example. Examples with the same prompt share a group."""
     tokens: list[int]
+    """Tokens per example that contribute to the loss."""
     base: PerExample
     tuned: PerExample
 
@@ -280,20 +346,28 @@ class Evaluation(Compared):
     """eval.json, with numbers in place of the words for NaN and infinity."""
 
     tasks: dict[str, Task] = {}
+    """Name of the task: its scores."""
     sources: list[Source] = []
+    """The scores per source of the validation set."""
     samples: list[Sample] = []
+    """Examples with the answers of both models."""
     worst: list[Sample] = []
+    """Examples with the highest loss per token of the fine-tuned model."""
     settings: Settings = Settings()
     verdict: Verdict = Verdict()
     examples: Examples | None = None
+    """Values per example, to compare two runs."""
 
 
 class Merge(Shape):
     """One of merge.json: what `finetune merge` reported of a folder."""
 
     dtype: str = ""
+    """Dtype of the merged weights."""
     quantized: str | None = None
+    """int8, int4 or fp8, after `--quantize`."""
     scores: dict[str, dict[str, Any]] = {}
+    """Scores of the merged model."""
 
 
 class Chosen(Shape):
