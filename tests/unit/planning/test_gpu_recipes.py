@@ -78,7 +78,7 @@ def test_a_recipe_says_what_the_plan_says(size: str, llama: Path, monkeypatch, t
     """Of an H100 and an A100 where both are named."""
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     name = f"{size}_smallest"
-    said = re.search(r"By the plan (\d+) GiB(?:.*, (\d+) on an A100)?", FILES[name].read_text())
+    said = re.search(r"estimates (\d+) GiB(?:.* and (\d+) GiB on an A100)?", FILES[name].read_text())
     assert said
     gpus = (GPUS[size][-1], "a100-80gb") if said[2] else (GPUS[size][0],)
     assert [round(planned(name, gpu, llama).peak) for gpu in gpus] == [int(n) for n in said.groups() if n]
