@@ -57,7 +57,7 @@ real = $(if $(wildcard $(ASSETS)/commonsense),$(BIN)/python benchmarks/$1,$(WANT
 ROWS := lora-bf16,lora-fp8
 bench: .venv/installed-dev
 	$(BIN)/python benchmarks/plan.py
-	$(BIN)/python benchmarks/ladder.py
+	$(BIN)/python benchmarks/ablation.py
 	$(BIN)/python benchmarks/quickstart.py --types lora
 	$(BIN)/python benchmarks/tuning.py
 	$(call real,data.py $(ASSETS) --times 3)

@@ -70,13 +70,13 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths}
     names = (Path(BASELINE).stem, Path(OPTIMISED).stem)
-    left = place / "ab" / "-against-".join(names) / names[1] / "ladder.json"
+    left = place / "ab" / "-against-".join(names) / names[1] / "ablation.json"
     left.unlink(missing_ok=True)  # of an earlier call
     ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, check=False)
     if not left.exists():
         return {"code": ended.returncode, "failed": "a run failed: its log says why"}
     found = json.loads(left.read_text())
-    (optimized,) = found["rungs"]
+    (optimized,) = found["optimizations"]
     if "alone" not in optimized:
         return {"code": ended.returncode, "failed": optimized["why"]}
     machine = {key: found["machine"][key] for key in ("hardware", "processes", "torch")}

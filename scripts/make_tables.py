@@ -2,7 +2,7 @@
 
     python scripts/make_tables.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; ladder.md and reliability.md are
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; ablation.md and reliability.md are
 made whole. tests/integration/test_readme.py compares.
 """
 
@@ -65,7 +65,7 @@ SPEED = (  # method; rows of gpu.json: finetune's, and TRL's with Liger kernels
     ("QLoRA, NF4 base model", "qlora", "trl-qlora+liger"),
     ("LoRA, fp8, `offload: activations`", "lora-fp8-mlp-small", ""),
 )
-RUNGS = (
+OPTIMIZATIONS = (
     "bf16", "sdpa", "packing", "length_grouping", "chunked_loss", "no_recompute", "adamw_8bit", "tf32",
     "set_to_none",
 )  # fmt: skip
@@ -81,9 +81,9 @@ def pages() -> dict[str, str]:
     measured = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS.glob("*.json")}
     made = tables(measured)
     found = {page: written((ROOT / page).read_text(encoding="utf-8"), made) for page in PAGES}
-    for name in [name for name in measured if name.startswith("ladder")]:
+    for name in [name for name in measured if name.startswith("ablation")]:
         text = ablation_report.markdown(measured[name])
-        found[f"benchmarks/{name}.md"] = text.replace("(ladder.svg)", f"({name}.svg)")
+        found[f"benchmarks/{name}.md"] = text.replace("(ablation.svg)", f"({name}.svg)")
     return found | {"benchmarks/reliability.md": made["reliability"]}
 
 
@@ -102,7 +102,9 @@ def tables(measured: dict[str, Any]) -> dict[str, str]:
     finally:
         sys.path.pop(0)
     own = {"speed": speed(measured["gpu"]), "dora": dora(measured["gpu"])}
-    return made | own | {"scaling": scaling(measured["multi_gpu"]), "ladder": ladder(measured["ladder"])}
+    return (
+        made | own | {"scaling": scaling(measured["multi_gpu"]), "ablation": ablation(measured["ablation"])}
+    )
 
 
 def speed(measured: dict[str, dict[str, Any]]) -> str:
@@ -187,11 +189,11 @@ def highlights(measured: dict[str, Any]) -> str:
     return "\n".join(["| | | |", "|---|---|---|", *(f"| **{a}** | {b} | {c} |" for a, b, c in rows)]) + "\n"
 
 
-def ladder(found: dict[str, Any]) -> str:
+def ablation(found: dict[str, Any]) -> str:
     """Some optimizations of the quickstart's ablation, and the speedup of the whole stack."""
     unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU second"}[found["rate"]]
     lines = ["optimization     alone        stacked      loss      status"]
-    for row in [row for row in found["rungs"] if row["name"] in RUNGS]:
+    for row in [row for row in found["optimizations"] if row["name"] in OPTIMIZATIONS]:
         cells = [
             f"{row[how]['speedup']:.2f} ±{row[how]['noise']:.2f}" if row.get(how) else "-"
             for how in ("alone", "stacked")

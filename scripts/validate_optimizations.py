@@ -66,7 +66,7 @@ def validate(options: argparse.Namespace) -> None:
     safe_files.write_text(place, "two_rows.yaml", f"{rows}\n")
     validation = {"data.validation": recipes[0].data.validation} if recipes[0].data.validation else {}
     overrides = [*options.overrides, *varied_keys.overrides(validation)]
-    asked = ablation.Asked(options.optimized, overrides, place / "two_rows.yaml", place)
+    asked = ablation.AblationRequest(options.optimized, overrides, place / "two_rows.yaml", place)
     judge(ablation.run(asked, quiet=options.quiet), options)
 
 
@@ -123,7 +123,7 @@ def two_rows(options: argparse.Namespace, baseline: Recipe, optimized: Recipe) -
     config, back = options.baseline_accelerate, dict.fromkeys(other, optimizations.OURS)
     row = {"name": "optimized", "kind": "optimized", "what": options.optimized, "gate": "held_out"}
     row |= {"set": back, "accelerate": optimizations.OURS if config else None}
-    return {"measure": measure, "baseline": {"set": other, "accelerate": config}, "rungs": [row]}
+    return {"measure": measure, "baseline": {"set": other, "accelerate": config}, "optimizations": [row]}
 
 
 def values_of(recipe: Recipe) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def judge(found: dict[str, Any], options: argparse.Namespace) -> None:
         UserError: the optimized recipe is refused, or its runs are NOT COMPARABLE (2). A run failed, or a
             limit does not hold (5).
     """
-    (row,) = found["rungs"]
+    (row,) = found["optimizations"]
     if row["status"] in ("refused", "NOT COMPARABLE", "error"):
         code = Exit.TRAINING if row["status"] == "error" else Exit.INPUT
         raise UserError(Problem(f"{options.optimized}: {row['status']}", found=row["why"]), code=code)

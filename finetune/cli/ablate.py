@@ -28,7 +28,7 @@ def ablate(options: argparse.Namespace) -> dict[str, Any]:
     with located(load(options)):
         from finetune.experiments.ablation import ablation, optimizations
 
-        file = Path(options.optimizations) if options.optimizations else optimizations.default_ladder()
+        file = Path(options.optimizations) if options.optimizations else optimizations.default_optimizations()
         folder = Path(options.output or f"runs/ablate-{Path(options.recipe).stem}")
-        asked = ablation.Asked(options.recipe, options.overrides, file, folder)
-        return ablation.run(asked, quiet=options.quiet)
+        request = ablation.AblationRequest(options.recipe, options.overrides, file, folder)
+        return ablation.run(request, quiet=options.quiet)

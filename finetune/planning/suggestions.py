@@ -139,7 +139,7 @@ def _may_split(recipe: Recipe, now: Plan) -> bool:
     """Return whether other micro-batch sizes are worth a plan.
 
     On a CPU they only help a recipe that does not fit. They were measured slower there
-    (benchmarks/ladder.json).
+    (benchmarks/ablation.json).
     """
     searched = recipe.train.per_device_train_batch_size == "auto"
     return not searched and (now.machine.device == "cuda" or not now.fits)

@@ -218,7 +218,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     around = (".".join(path[:-1]), inner, section, kind)
     own = next((known[place] for place in around if known.get(place)), frozenset())
     homes = [s for s, names in known.items() if name in names and s != "recipe"]
-    many = ("adapter.", "rungs.")  # have one entry per type or optimization
+    many = ("adapter.", "optimizations.")  # have one entry per type or optimization
     homes = [home.split(".")[0] if home.startswith(many) else home for home in homes]
     homes = [home for home in homes if home not in (section, inner)]
     renamed = RENAMED.get(name) or (owner_of(name) if section == "train" else "")

@@ -423,8 +423,8 @@ class Budget(Shape):
     besides_seconds: float | None = None
 
 
-class Ladder(Shape):
-    """ladder.json of an ablation: what it was begun with."""
+class AblationFile(Shape):
+    """ablation.json of an ablation: what it was begun with."""
 
     values: dict[str, Any]
 
@@ -461,7 +461,7 @@ SHAPES: dict[str, Any] = {
     "manifest.json": Manifest,
     "adapter_config.json": AdapterConfig,
     "budget.json": Budget,
-    "ladder.json": Ladder,
+    "ablation.json": AblationFile,
     "ablate.json": Mark,
     "compare.json": Mark | Comparison,
     "mark": Mark,

@@ -59,7 +59,7 @@ def test_fp16_says_how_many_steps_its_scaler_left_out(train, monkeypatch) -> Non
 
 
 def test_a_forked_process_reaches_the_gpu(tmp_path) -> None:
-    """As runs of ladders are started."""
+    """As runs of an ablation are started."""
     log = tmp_path / "doctor.log"
     assert measured_run.start(["doctor"], str(log), {}, cpu=False) == 0, log.read_text()
     assert torch.cuda.get_device_name() in log.read_text()

@@ -1,4 +1,4 @@
-"""finetune ablate: a ladder measured on the tiny model; what is kept and why; A against B; the docs."""
+"""finetune ablate: an ablation measured on the tiny model; what is kept and why; A against B; the docs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ baseline:
   mixed_precision: "no"
   set:
     {model.attention: eager, speed.activation_checkpointing: full, speed.loss: trl, train.optim: adamw_torch}
-rungs:
+optimizations:
   - {name: no_recompute, kind: memory, what: it, set: {speed.activation_checkpointing: none}}
   - {name: broken, kind: data, what: it, set: {data.format: text}}
   - {name: refused, kind: data, what: it, set: {train.effective_batch_size: 5}}
@@ -50,7 +50,7 @@ rungs:
 
 
 class Climbed:
-    """A ladder that was measured once for all tests."""
+    """An ablation that was measured once for all tests."""
 
     def __init__(self, folder: Path, words: list[str]) -> None:
         self.folder, self.words = folder, words
@@ -59,16 +59,16 @@ class Climbed:
         return main.main([*self.words, "--output", str(folder)])
 
     def found(self, folder: Path) -> dict[str, Any]:
-        return json.loads((folder / "quickstart" / "ladder.json").read_text())
+        return json.loads((folder / "quickstart" / "ablation.json").read_text())
 
 
 @pytest.fixture(scope="module")
 def climbed(tmp_path_factory: pytest.TempPathFactory, small, two_layers) -> Iterator[Climbed]:
-    folder = tmp_path_factory.mktemp("ladder")
-    (folder / "ladder.yaml").write_text(SHORT)
+    folder = tmp_path_factory.mktemp("ablation")
+    (folder / "ablation.yaml").write_text(SHORT)
     words = ["ablate", str(QUICKSTART), *small, f"model.name={two_layers}", "train.effective_batch_size=4"]
     words.append("train.per_device_train_batch_size=4")  # more than a step of packed rows has
-    made = Climbed(folder / "results", [*words, "--optimizations", str(folder / "ladder.yaml")])
+    made = Climbed(folder / "results", [*words, "--optimizations", str(folder / "ablation.yaml")])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         assert made.again(made.folder) == 0
@@ -77,10 +77,10 @@ def climbed(tmp_path_factory: pytest.TempPathFactory, small, two_layers) -> Iter
 
 
 def rows(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {row["name"]: row for row in found["rungs"]}
+    return {row["name"]: row for row in found["optimizations"]}
 
 
-def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
+def test_an_ablation_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
     found = climbed.found(climbed.folder)
     row = rows(found)
     assert row["nothing"]["status"] == "no-op" and row["nothing"]["why"] == "there is nothing to switch"
@@ -95,7 +95,7 @@ def test_a_ladder_is_measured_and_what_fails_is_named(climbed: Climbed) -> None:
     )
     assert packed.train.effective_batch_size == packed.train.per_device_train_batch_size == 2
     assert found["baseline"]["held_out"] is not None and found["as_is"]["tokens_per_second"] > 0
-    text = (climbed.folder / "quickstart" / "ladder.md").read_text()
+    text = (climbed.folder / "quickstart" / "ablation.md").read_text()
     assert "| no_recompute |" in text and "nothing no-op: there is nothing to switch" in text
 
 
@@ -156,9 +156,9 @@ def test_workers_of_a_forked_run_start_as_those_of_any_run(tmp_path) -> None:
 
 
 def test_page_and_picture_need_nothing_else(climbed: Climbed) -> None:
-    page = (climbed.folder / "quickstart" / "ladder.html").read_text()
+    page = (climbed.folder / "quickstart" / "ablation.html").read_text()
     assert "<svg" in page and not re.search(r"(src|href)=.?https?:", page)
-    assert (climbed.folder / "quickstart" / "ladder.svg").read_text().startswith("<svg")
+    assert (climbed.folder / "quickstart" / "ablation.svg").read_text().startswith("<svg")
 
 
 def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed, capsys) -> None:
@@ -167,7 +167,7 @@ def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed,
     text = best.read_text()
     assert re.search(r"activation_checkpointing: .*ablation: no_recompute, (kept|dropped)", text)
     assert re.search(r"format: \S+ .*ablation: broken, error", text)
-    assert loader.load(best).model.attention == "auto", "no rung was about it"
+    assert loader.load(best).model.attention == "auto", "no optimization was about it"
 
 
 def test_the_launch_of_what_was_kept_is_written_where_a_plain_run_has_another_precision(tmp_path) -> None:
@@ -187,7 +187,7 @@ def marks(folder: Path) -> dict[Path, str]:
     return {path: text for path, text in every.items() if not json.loads(text)["failed"]}
 
 
-def test_a_measured_rung_is_not_measured_again(climbed: Climbed, tmp_path, capsys) -> None:
+def test_a_measured_optimization_is_not_measured_again(climbed: Climbed, tmp_path, capsys) -> None:
     copy = tmp_path / "results"
     shutil.copytree(climbed.folder, copy)
     before = marks(copy)
@@ -270,7 +270,7 @@ def test_the_table_shows_when_runs_were_made(climbed: Climbed, tmp_path) -> None
     mark = copy / "baseline" / "quickstart-baseline-1" / measured_run.MARK
     mark.write_text(json.dumps({**json.loads(mark.read_text()), "date": "2020-02-02"}))
     assert climbed.again(copy) == 0
-    assert re.search(r", 2020-02-02 to 20\d\d-\d\d-\d\d: ", (copy / "quickstart" / "ladder.md").read_text())
+    assert re.search(r", 2020-02-02 to 20\d\d-\d\d-\d\d: ", (copy / "quickstart" / "ablation.md").read_text())
 
 
 def test_results_of_other_hardware_are_refused(climbed: Climbed, tmp_path, capsys) -> None:
@@ -293,7 +293,7 @@ def test_an_optimized_recipe_is_held_to_its_promises(small, two_layers, tmp_path
     assert script.main([*words, "--min-speedup", "0.01", "--max-loss-delta", "0.5%"]) == 0
     assert "cost of that, 1 x 2 an hour" in capsys.readouterr().out
     place = tmp_path / "ab" / "quickstart-against-quickstart"
-    assert "| optimized |" in (place / "quickstart" / "ladder.md").read_text()
+    assert "| optimized |" in (place / "quickstart" / "ablation.md").read_text()
     before = marks(place)
     assert script.main([*words, "--min-speedup", "99", "--max-memory-gib", "0.01"]) == 5
     said = capsys.readouterr().err
@@ -375,13 +375,13 @@ def test_cores_are_those_that_may_be_used(monkeypatch) -> None:
     assert measured_run.cores() == 64
 
 
-def test_bars_of_a_rung_that_was_not_stacked() -> None:
+def test_bars_of_an_optimization_that_was_not_stacked() -> None:
     drawn = plots.bars([plots.Bar("a", [1.0, None], [0.1, 0.0])], ("alone", "stacked"), "times")
     assert drawn.startswith("<svg") and "alone" in drawn
 
 
-def test_the_rungs_of_the_guide_are_those_that_were_measured() -> None:
-    found = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())
+def test_the_optimizations_of_the_guide_are_those_that_were_measured() -> None:
+    found = json.loads((ROOT / "benchmarks" / "ablation.json").read_text())
     readme = (ROOT / "docs" / "guides" / "ablate.md").read_text()
     for name in ("bf16", "sdpa", "packing", "chunked_loss", "no_recompute"):
         row = rows(found)[name]

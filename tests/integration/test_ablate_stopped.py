@@ -1,4 +1,4 @@
-"""A ladder that ends before its runs do: told to, or killed."""
+"""An ablation that ends before its runs do: told to, or killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from support.paths import QUICKSTART, ROOT
 
 @pytest.fixture
 def endless(tmp_path, small, two_layers) -> list[str]:
-    """A ladder whose first run does not end."""
-    (tmp_path / "ladder.yaml").write_text("measure: {steps: 9999}\nbaseline: {}\nrungs: []\n")
+    """An ablation whose first run does not end."""
+    (tmp_path / "ablation.yaml").write_text("measure: {steps: 9999}\nbaseline: {}\noptimizations: []\n")
     words = ["ablate", str(QUICKSTART), *small, f"model.name={two_layers}", "train.effective_batch_size=2"]
-    return [*words, "--optimizations", str(tmp_path / "ladder.yaml"), "--output", str(tmp_path / "results")]
+    return [*words, "--optimizations", str(tmp_path / "ablation.yaml"), "--output", str(tmp_path / "results")]
 
 
 def trains(folder: Path) -> None:
@@ -35,7 +35,7 @@ def trains(folder: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_ends_with_its_ladder(tmp_path, endless: list[str]) -> None:
+def test_a_run_ends_with_its_ablation(tmp_path, endless: list[str]) -> None:
     """Also by SIGKILL, without a word."""
     process = subprocess.Popen([sys.executable, "-m", "finetune", *endless], cwd=ROOT)
     trains(tmp_path)
@@ -45,7 +45,7 @@ def test_a_run_ends_with_its_ladder(tmp_path, endless: list[str]) -> None:
     assert len(made) >= 2 and psutil.wait_procs(made, timeout=30)[1] == []
 
 
-def test_a_ladder_that_is_told_to_stop_ends_its_run_and_says_how_to_go_on(
+def test_an_ablation_that_is_told_to_stop_ends_its_run_and_says_how_to_go_on(
     tmp_path, endless: list[str], capsys
 ) -> None:
     """In this process: the server that runs are forked from stays, as do those that were there before."""

@@ -4,7 +4,7 @@ The command is `finetune ablate RECIPE --optimizations FILE`.
 
 DIR/<kind>/<name>_rank<r>/<recipe>-alone-1    each run is an ordinary run folder (`runner/measured_run.py`)
                          <recipe>-under-1     the setup below the optimization, if no other run measures it
-DIR/<recipe>/ladder.json, .md, .svg, .html    the results (`ablation_report.py`)
+DIR/<recipe>/ablation.json, .md, .svg, .html    the results (`ablation_report.py`)
 DIR/<recipe>/best.yaml                        the recipe with the optimizations that helped
 
 The runs of all variants are interleaved, in fresh processes. On the stack, each run of an optimization is
@@ -38,18 +38,18 @@ from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from finetune.experiments.ablation.optimizations import Ladder, Rung
+    from finetune.experiments.ablation.optimizations import AblationFile, Optimization
     from finetune.hardware.detection import Hardware
 
 BUSY = 0.05  # relative noise of wall-clock speed above which the CPU counts as shared
 
 
-class Asked(NamedTuple):
+class AblationRequest(NamedTuple):
     """The arguments of an ablation."""
 
     path: str
     overrides: list[str]
-    ladder: Path
+    optimizations: Path
     folder: Path
 
 
@@ -57,8 +57,8 @@ class Asked(NamedTuple):
 class Bench:
     """The setup of an ablation and its measurements so far."""
 
-    asked: Asked
-    ladder: Ladder
+    request: AblationRequest
+    file: AblationFile
     machine: Hardware
     screen: Console
     rank: str = ""
@@ -93,7 +93,7 @@ class Bench:
     @property
     def scale(self) -> verdict.Scale:
         noise = {figure: self.noise(figure) for figure in (*measured_run.UNITS, "memory_gib")}
-        return verdict.Scale(self.ladder.measure, self.rate, noise)
+        return verdict.Scale(self.file.measure, self.rate, noise)
 
     def choose_rate(self) -> None:
         """Measure by CPU seconds if other work shares the CPU and CPU seconds vary less than the clock."""
@@ -109,11 +109,11 @@ def key(variant: Variant) -> str:
 
 
 @measured_run.stoppable()
-def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
+def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     """Measure the optimizations, and write the table, plot, page and best recipe.
 
     Returns:
-        The content of ladder.json.
+        The content of ablation.json.
 
     Raises:
         UserError: the recipe or the ablation file is not valid, or the folder holds results of another
@@ -122,21 +122,21 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """
     if launcher.launched():
         what, why = "`ablate` can't run under a launcher", "it starts its own processes"
-        fix = f"finetune ablate {shlex.quote(asked.path)}"
+        fix = f"finetune ablate {shlex.quote(request.path)}"
         raise UserError(Problem(what, fix=fix, why=why, code="launch-config"))
-    own = load_recipe(asked.path, asked.overrides)
-    given = optimizations.read(asked.ladder)
+    own = load_recipe(request.path, request.overrides)
+    given = optimizations.read(request.optimizations)
     optimizations.check_values(given, own.adapter.type)
     steps = optimizations.of_type(given, own.adapter.type)
     checker.run(own)
     choice_checks.pinned(own)
-    check_baseline(asked, steps)
+    check_baseline(request, steps)
     for config in optimizations.configs(steps):
         launcher.check(launcher.find(config))
-    kept_runs.make_folder(asked.folder, "ablate")
-    hold(asked, values_of(own))
-    bench = Bench(asked, steps, detection.detect(), Console(quiet=quiet), rank(own.adapter.ours("r")))
-    place = asked.folder / stem(asked)
+    kept_runs.make_folder(request.folder, "ablate")
+    hold(request, values_of(own))
+    bench = Bench(request, steps, detection.detect(), Console(quiet=quiet), rank(own.adapter.ours("r")))
+    place = request.folder / stem(request)
     few = steps.measure.held_out_rows
     bench.held_out = measured_run.cut_held_out(own.data.validation, place, few, bench.screen)
     bench.short = measured_run.length(steps.measure.steps, steps.measure.warm_up, own.adapter)
@@ -147,8 +147,8 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     repeat_recipe(bench)
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
     best = load_recipe(
-        asked.path,
-        [*asked.overrides, *varied_keys.overrides(best_values(bench, rows, variant))],
+        request.path,
+        [*request.overrides, *varied_keys.overrides(best_values(bench, rows, variant))],
     )
     safe_files.write_text(place, "best.yaml", ablation_report.best(best, found))
     ablation_report.write(place, found, bench.machine)
@@ -156,31 +156,31 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
     return found
 
 
-def check_baseline(asked: Asked, steps: Ladder) -> None:
+def check_baseline(request: AblationRequest, steps: AblationFile) -> None:
     """Check the baseline as `finetune check` does. An error names the position in the ablation file."""
     overrides = varied_keys.overrides(steps.baseline.set)
     try:
         for look in (checker.run, choice_checks.setup_of):
-            look(load_recipe(asked.path, [*asked.overrides, *overrides]))
+            look(load_recipe(request.path, [*request.overrides, *overrides]))
     except UserError as error:
         places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}
         found = [replace(one, where=places.get(one.key, one.where)) for one in error.problems]
         raise UserError(*found, code=error.code) from None
 
 
-def hold(asked: Asked, now: dict[str, str]) -> None:
+def hold(request: AblationRequest, now: dict[str, str]) -> None:
     """Raise a UserError if the folder holds results of another recipe (exit 2).
 
     Two recipes with the same file name use the same folder.
     """
-    place = asked.folder / stem(asked)
-    there = (place / "ladder.json").exists()
-    began = RunFolder(place).read("ladder.json")["values"] if there else now
+    place = request.folder / stem(request)
+    there = (place / "ablation.json").exists()
+    began = RunFolder(place).read("ablation.json")["values"] if there else now
     kept_runs.check_same(began, now, place, "choose another folder with --output")
 
 
-def stem(asked: Asked) -> str:
-    return Path(asked.path).stem
+def stem(request: AblationRequest) -> str:
+    return Path(request.path).stem
 
 
 def rank(r: object) -> str:
@@ -193,19 +193,26 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
     Optimizations that cannot be measured here get their reason.
     """
     rows = []
-    for rung in bench.ladder.rungs:
-        row: dict[str, Any] = {"name": rung.name, "kind": rung.kind, "what": rung.what, "on": rung.on}
+    for optimization in bench.file.optimizations:
+        row: dict[str, Any] = {
+            "name": optimization.name,
+            "kind": optimization.kind,
+            "what": optimization.what,
+            "on": optimization.on,
+        }
         row |= {"status": "", "why": ""}
-        stands = [rung, *optimizations.stands_on(bench.ladder, rung)]
+        stands = [optimization, *optimizations.stands_on(bench.file, optimization)]
         lacking = next(
             filter(None, (optimizations.missing(each.needs, bench.machine) for each in stands)), ""
         )
-        status, why = rung.unmeasured
+        status, why = optimization.unmeasured
         if status:
             row |= {"status": status, "why": why}
         elif lacking:
             row |= {"status": "skipped", "why": lacking}
-        elif refused := refusal(bench, optimizations.add(optimizations.below(bench.ladder, rung), rung)):
+        elif refused := refusal(
+            bench, optimizations.add(optimizations.below(bench.file, optimization), optimization)
+        ):
             row |= {"status": "refused", "why": refused}
         rows.append(row)
     return rows
@@ -214,7 +221,7 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
 def refusal(bench: Bench, variant: Variant) -> str:
     """Return the error of `finetune check` for a variant, or an empty string."""
     try:
-        checker.run(load_recipe(bench.asked.path, [*bench.asked.overrides, *variant.overrides]))
+        checker.run(load_recipe(bench.request.path, [*bench.request.overrides, *variant.overrides]))
     except UserError as error:
         return in_one_line(error)
     return ""
@@ -223,22 +230,22 @@ def refusal(bench: Bench, variant: Variant) -> str:
 def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) -> None:
     """Run a variant once more, unless an earlier command finished this run."""
     group = bench.groups.setdefault(key(variant), [])
-    number, setup = len(group) + 1, bench.ladder.measure
-    place = bench.asked.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
+    number, setup = len(group) + 1, bench.file.measure
+    place = bench.request.folder / ("baseline" if kind == "baseline" else f"{kind}/{name}{bench.rank}")
     held_out, fraction = (bench.held_out, setup.validation_fraction) if number == 1 else (None, None)
     validation = {"data.validation": held_out}
     validation |= {"data.validation_fraction": fraction} if fraction and not held_out else {}
-    values = [*bench.asked.overrides, *bench.short, *variant.overrides, *varied_keys.overrides(validation)]
-    folder = place / f"{stem(bench.asked)}-{stage}-{number}"
+    values = [*bench.request.overrides, *bench.short, *variant.overrides, *varied_keys.overrides(validation)]
+    folder = place / f"{stem(bench.request)}-{stage}-{number}"
     named = variant.accelerate or setup.accelerate
     config = str(launcher.find(named)) if named else None
-    job = measured_run.Job(bench.asked.path, values, folder, variant.mixed_precision, config)
+    job = measured_run.Job(bench.request.path, values, folder, variant.mixed_precision, config)
     fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
     found = measured_run.figures(folder, setup.warm_up)
     group.append(found)
     bench.latest = key(variant)
     bench.kept_seconds += 0.0 if fresh else found["seconds"]
-    base = bench.of(optimizations.baseline(bench.ladder))[:1]
+    base = bench.of(optimizations.baseline(bench.file))[:1]
     if not found["failed"] and base and not base[0]["failed"]:
         apart = measured_run.not_comparable(found["machine"], base[0]["machine"])
         if apart and kind in ("baseline", "recipe"):
@@ -246,13 +253,13 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
         if apart:
             bench.strange[name] = "; ".join(apart)
     said = f"FAILED: {found['failed']}" if found["failed"] else f"{found['tokens_per_second']:,.0f} tokens/s"
-    bench.screen.say(f"{folder.relative_to(bench.asked.folder)}: {'' if fresh else 'kept: '}{said}")
+    bench.screen.say(f"{folder.relative_to(bench.request.folder)}: {'' if fresh else 'kept: '}{said}")
 
 
 def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
     what, where = (
         "NOT COMPARABLE: the folder has results of another machine or other data",
-        bench.asked.folder,
+        bench.request.folder,
     )
     fix = "choose another folder with --output"
     return UserError(Problem(what, "", str(where), found, expected, fix, code="experiment"))
@@ -264,7 +271,7 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     Raises:
         UserError: the baseline fails (exit 5), or was run on another machine (exit 2).
     """
-    base = optimizations.baseline(bench.ladder)
+    base = optimizations.baseline(bench.file)
     measure(bench, "baseline", "baseline", "baseline", base)
     first = bench.of(base)[0]
     if first["failed"]:
@@ -274,20 +281,27 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     here = bench.machine
     if here.name not in first["machine"]["hardware"]:
         raise not_comparable(bench, first["machine"]["hardware"], f"{here.count} x {here.name}")
-    length = load_recipe(bench.asked.path, bench.asked.overrides).data.max_length
+    length = load_recipe(bench.request.path, bench.request.overrides).data.max_length
     bench.rows = max(1, round(first["tokens"] / length))
     jobs = [("baseline", "baseline", "baseline", base), ("as_is", "recipe", "alone", Variant(None, {}))]
     # Setup that optimizations build on -> their names and kinds
     standing = defaultdict[str, list[tuple[str, str]]](list)
     for row in rows:
         if not row["status"]:
-            rung = bench.ladder.rung(row["name"])
-            under = optimizations.below(bench.ladder, rung, bench.rows)
+            optimization = bench.file.optimization(row["name"])
+            under = optimizations.below(bench.file, optimization, bench.rows)
             if key(under) not in [key(job[-1]) for job in jobs]:  # no other job measures this setup
-                jobs.append((rung.name, rung.kind, "under", under))
-            jobs.append((rung.name, rung.kind, "alone", optimizations.add(under, rung, bench.rows)))
-            standing[key(under)].append((rung.name, rung.kind))
-    for number in range(1, bench.ladder.measure.repeats + 1):
+                jobs.append((optimization.name, optimization.kind, "under", under))
+            jobs.append(
+                (
+                    optimization.name,
+                    optimization.kind,
+                    "alone",
+                    optimizations.add(under, optimization, bench.rows),
+                )
+            )
+            standing[key(under)].append((optimization.name, optimization.kind))
+    for number in range(1, bench.file.measure.repeats + 1):
         for name, kind, stage, variant in jobs:
             those = [(name, kind), *standing[key(variant)]]
             if len(bench.of(variant)) < number and (
@@ -299,31 +313,36 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
     bench.choose_rate()
     for row in rows:
         if not row["status"]:
-            rung = bench.ladder.rung(row["name"])
-            under = optimizations.below(bench.ladder, rung, bench.rows)
-            runs = bench.of(optimizations.add(under, rung, bench.rows))
-            row["alone"] = verdict.judge(bench.scale, rung, runs, bench.of(under), gate_of(bench, rung))
+            optimization = bench.file.optimization(row["name"])
+            under = optimizations.below(bench.file, optimization, bench.rows)
+            runs = bench.of(optimizations.add(under, optimization, bench.rows))
+            row["alone"] = verdict.judge(
+                bench.scale, optimization, runs, bench.of(under), gate_of(bench, optimization)
+            )
 
 
-def gate_of(bench: Bench, rung: Rung) -> list[dict[str, Any]]:
+def gate_of(bench: Bench, optimization: Optimization) -> list[dict[str, Any]]:
     """Return the runs whose losses an optimization alone is compared with.
 
     They are the baseline's runs. If the optimization builds on others that change the batches, they are the
     runs of that setup.
     """
-    others = any(one.gate == "held_out" for one in optimizations.stands_on(bench.ladder, rung))
-    below = optimizations.below(bench.ladder, rung, bench.rows)
-    return bench.of(below if others else optimizations.baseline(bench.ladder))
+    others = any(one.gate == "held_out" for one in optimizations.stands_on(bench.file, optimization))
+    below = optimizations.below(bench.file, optimization, bench.rows)
+    return bench.of(below if others else optimizations.baseline(bench.file))
 
 
 def open_yet(bench: Bench, name: str, kind: str) -> bool:
     """Return whether another run of the optimization or of its setup could change the verdict."""
     if kind in ("baseline", "recipe"):
         return kind == "baseline"
-    rung, scale = bench.ladder.rung(name), bench.scale
-    below = optimizations.below(bench.ladder, rung, bench.rows)
-    runs, under = bench.of(optimizations.add(below, rung, bench.rows)), bench.of(below)
-    if verdict.judge(scale, rung, runs, under, gate_of(bench, rung))["verdict"] in ("error", "failed"):
+    optimization, scale = bench.file.optimization(name), bench.scale
+    below = optimizations.below(bench.file, optimization, bench.rows)
+    runs, under = bench.of(optimizations.add(below, optimization, bench.rows)), bench.of(below)
+    if verdict.judge(scale, optimization, runs, under, gate_of(bench, optimization))["verdict"] in (
+        "error",
+        "failed",
+    ):
         return False
     return not verdict.clear(scale, runs[0], under[0])
 
@@ -333,38 +352,42 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
 
     Return its variant and the names of its optimizations.
     """
-    base = optimizations.baseline(bench.ladder)
+    base = optimizations.baseline(bench.file)
     current, kept, last = base, list[str](), ("baseline", "baseline")
     others = False  # whether the stack's batches hold other examples than the baseline's
     for row in rows:
-        rung = bench.ladder.rung(row["name"])
-        if row["status"] or settled(bench, row, rung, kept):
+        optimization = bench.file.optimization(row["name"])
+        if row["status"] or settled(bench, row, optimization, kept):
             continue
-        variant = optimizations.add(current, rung, bench.rows)
+        variant = optimizations.add(current, optimization, bench.rows)
         if key(variant) == key(current):
             row |= {"status": "dropped", "why": "the stack already has these values"}
             continue
         runs, before = bench.of(variant), bench.of(current)
         if not runs or current != base:  # otherwise both are on the baseline, and their runs were interleaved
-            runs, before = beside(bench, rung, variant, current, last)
+            runs, before = beside(bench, optimization, variant, current, last)
         gate = bench.of(current if others else base)
-        found = row["stacked"] = verdict.judge(bench.scale, rung, runs, before, gate, rows)
+        found = row["stacked"] = verdict.judge(bench.scale, optimization, runs, before, gate, rows)
         row |= {"status": found["verdict"], "why": found["why"]}
         if found["verdict"] == "kept":
-            current, last, others = variant, (rung.name, rung.kind), others or rung.gate == "held_out"
-            kept.append(rung.name)
+            current, last, others = (
+                variant,
+                (optimization.name, optimization.kind),
+                others or optimization.gate == "held_out",
+            )
+            kept.append(optimization.name)
     return current, kept
 
 
 def repeat_recipe(bench: Bench) -> None:
     """Run the user's recipe as often as the other variants, because the headline compares with it."""
     own = Variant(None, {})
-    while len(bench.of(own)) < bench.ladder.measure.repeats and not bench.of(own)[-1]["failed"]:
+    while len(bench.of(own)) < bench.file.measure.repeats and not bench.of(own)[-1]["failed"]:
         measure(bench, "as_is", "recipe", "alone", own)
 
 
 def beside(
-    bench: Bench, rung: Rung, variant: Variant, current: Variant, last: tuple[str, str]
+    bench: Bench, optimization: Optimization, variant: Variant, current: Variant, last: tuple[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run an optimization on the stack, each run paired with a run of the stack, so that drift affects both.
 
@@ -383,23 +406,23 @@ def beside(
         before.append(bench.of(current)[-1])
 
     def changed() -> None:
-        measure(bench, rung.name, rung.kind, "stacked", variant)
+        measure(bench, optimization.name, optimization.kind, "stacked", variant)
         runs.append(bench.of(variant)[-1])
 
-    for number in range(bench.ladder.measure.repeats):
+    for number in range(bench.file.measure.repeats):
         for one in (changed, stacked) if number % 2 else (stacked, changed):
             one()
         failed = runs[-1]["failed"] or before[-1]["failed"]
-        if failed or (not number and not verdict.pays(bench.scale, rung, runs[0], before[0])):
+        if failed or (not number and not verdict.pays(bench.scale, optimization, runs[0], before[0])):
             break
     return runs, before
 
 
-def settled(bench: Bench, row: dict[str, Any], rung: Rung, kept: list[str]) -> bool:
+def settled(bench: Bench, row: dict[str, Any], optimization: Optimization, kept: list[str]) -> bool:
     """Return whether the results alone, or a missing optimization, exclude this one from the stack."""
-    found, missing = row["alone"], [name for name in rung.on if name not in kept]
-    if rung.name in bench.strange:
-        row |= {"status": "NOT COMPARABLE", "why": bench.strange[rung.name]}
+    found, missing = row["alone"], [name for name in optimization.on if name not in kept]
+    if optimization.name in bench.strange:
+        row |= {"status": "NOT COMPARABLE", "why": bench.strange[optimization.name]}
     # An optimization that is slower alone may still gain on the stack
     elif found["verdict"] in ("error", "failed"):
         row |= {"status": found["verdict"], "why": f"alone: {found['why']}"}
@@ -415,47 +438,47 @@ def best_values(bench: Bench, rows: list[dict[str, Any]], variant: Variant) -> d
     """
     values = {}
     for row in rows:
-        rung = bench.ladder.rung(row["name"])
-        slower = rung.gain == "speed" and row.get("stacked", row.get("alone", {})).get("worse")
+        optimization = bench.file.optimization(row["name"])
+        slower = optimization.gain == "speed" and row.get("stacked", row.get("alone", {})).get("worse")
         hurt = row["status"] in ("failed", "error") or slower
         if row["status"] == "kept" or hurt:
-            values |= {k: variant.values[k] for k in optimizations.keys(rung) if k in variant.values}
+            values |= {k: variant.values[k] for k in optimizations.keys(optimization) if k in variant.values}
     return values
 
 
 def collect(
     bench: Bench, rows: list[dict[str, Any]], variant: Variant, kept: list[str], seconds: float
 ) -> dict[str, Any]:
-    """Return the content of ladder.json."""
-    base = measured_run.summary(bench.of(optimizations.baseline(bench.ladder)))
+    """Return the content of ablation.json."""
+    base = measured_run.summary(bench.of(optimizations.baseline(bench.file)))
     whole = measured_run.summary(bench.of(variant))
     as_is = bench.of(Variant(None, {}))
-    words = ["finetune", "ablate", bench.asked.path, *bench.asked.overrides]
-    words += ["--optimizations", str(bench.asked.ladder)] * (
-        bench.asked.ladder != optimizations.default_ladder()
+    words = ["finetune", "ablate", bench.request.path, *bench.request.overrides]
+    words += ["--optimizations", str(bench.request.optimizations)] * (
+        bench.request.optimizations != optimizations.default_optimizations()
     )
     sources = {}
     for row in rows:
-        rung = bench.ladder.rung(row["name"])
-        for k in optimizations.keys(rung):
+        optimization = bench.file.optimization(row["name"])
+        for k in optimizations.keys(optimization):
             if row["status"] == "kept" or k not in sources:
-                sources[k] = f"{rung.name}, {row['status']}: {row['why']}"
+                sources[k] = f"{optimization.name}, {row['status']}: {row['why']}"
     found = {
-        "recipe": bench.asked.path,
-        "values": values_of(load_recipe(bench.asked.path, bench.asked.overrides)),
+        "recipe": bench.request.path,
+        "values": values_of(load_recipe(bench.request.path, bench.request.overrides)),
         "command": shlex.join(words),
         "date": measured_run.dates([run for group in bench.groups.values() for run in group]),
-        "machine": bench.of(optimizations.baseline(bench.ladder))[0]["machine"],
-        "measure": bench.ladder.measure.model_dump(),
+        "machine": bench.of(optimizations.baseline(bench.file))[0]["machine"],
+        "measure": bench.file.measure.model_dump(),
         "seconds": seconds + bench.kept_seconds,
         "rate": bench.rate,
         "noise": bench.scale.noise,
         "baseline": base,
         "as_is": None if all(run["failed"] for run in as_is) else measured_run.summary(as_is),
-        "stack": whole | {"rungs": kept, "mixed_precision": variant.mixed_precision},
+        "stack": whole | {"optimizations": kept, "mixed_precision": variant.mixed_precision},
         "speedup": whole[bench.rate] / base[bench.rate],
-        "rungs": rows,
+        "optimizations": rows,
         "sources": sources,
     }
-    RunFolder(bench.asked.folder / stem(bench.asked)).write("ladder.json", found)
+    RunFolder(bench.request.folder / stem(bench.request)).write("ablation.json", found)
     return found

@@ -47,7 +47,7 @@ def cells(found: dict[str, Any]) -> list[list[str]]:
     """Return the table: the baseline, the measured optimizations, the whole stack, and the user's recipe."""
     rate, base = found["rate"], found["baseline"]
     rows = [["baseline", "1.00", f"{base[rate]:,.0f}", "", "", *_rest(base), ""]]
-    for row in found["rungs"]:
+    for row in found["optimizations"]:
         alone, stacked = row.get("alone", {}), row.get("stacked", {})
         shown = stacked if "speedup" in stacked else alone
         if "speedup" in shown:
@@ -87,29 +87,29 @@ def _cost(found: dict[str, Any]) -> str:
 
 def reasons(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return every optimization with its status and the reason."""
-    return [(row["name"], row["status"], row["why"]) for row in found["rungs"]]
+    return [(row["name"], row["status"], row["why"]) for row in found["optimizations"]]
 
 
 def headline(found: dict[str, Any]) -> str:
     """Summarize the result of the ablation in one sentence."""
     stack, base, rate, own = found["stack"], found["baseline"], found["rate"], found["as_is"]
-    rungs, unit = " + ".join(stack["rungs"]) or "no optimization", measured_run.UNITS[rate]
+    optimizations, unit = " + ".join(stack["optimizations"]) or "no optimization", measured_run.UNITS[rate]
     plain = f"{found['speedup']:.2f} times the speed of the baseline"
     if not own:
         speeds = f"{base[rate]:,.0f} -> {stack[rate]:,.0f} {unit}"
-        return f"{rungs}: {plain} ({speeds}); the run of your recipe failed"
+        return f"{optimizations}: {plain} ({speeds}); the run of your recipe failed"
     slower = ""
     if stack[rate] < own[rate]:
         slower = "; your recipe is faster, so best.yaml changes only settings that helped or hurt"
     return (
-        f"{rungs}: {stack[rate] / own[rate]:.2f} times the speed of your recipe ({own[rate]:,.0f} -> "
+        f"{optimizations}: {stack[rate] / own[rate]:.2f} times the speed of your recipe ({own[rate]:,.0f} -> "
         f"{stack[rate]:,.0f} {unit}), {own['memory_gib']:.2f} -> {stack['memory_gib']:.2f} GiB; "
         f"{plain}{slower}"
     )
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Return the content of ladder.md."""
+    """Return the content of ablation.md."""
     units = {**measured_run.UNITS, "memory_gib": "memory"}
     known = {units[figure]: noise for figure, noise in found["noise"].items() if noise is not None}
     noise = ", ".join(f"{value:.1%} of {unit}" for unit, value in known.items()) or "not known"
@@ -124,7 +124,7 @@ def markdown(found: dict[str, Any]) -> str:
     why = "\n".join(plain(f"- {name} {status}: {text}") for name, status, text in reasons(found))
     title, scores = plain(Path(found["recipe"]).name), table(header(found), cells(found))
     parts = [f"# Ablation of {title}", f"{headline(found)}.", said, scores]
-    return "\n\n".join([*parts, "![The ablation](ladder.svg)", why, NOTES]) + "\n"
+    return "\n\n".join([*parts, "![The ablation](ablation.svg)", why, NOTES]) + "\n"
 
 
 def picture(found: dict[str, Any]) -> str:
@@ -132,7 +132,7 @@ def picture(found: dict[str, Any]) -> str:
     rate = found["rate"]
     base = found["baseline"][rate]
     bars = [plots.Bar("baseline", [1.0, 1.0], [0.0, 0.0])]
-    for row in found["rungs"]:
+    for row in found["optimizations"]:
         alone, stacked = row.get("alone", {}), row.get("stacked", {})
         if "speedup" in alone:
             ratios = [one[rate] / base if "speedup" in one else None for one in (alone, stacked)]
@@ -171,12 +171,12 @@ def page(found: dict[str, Any]) -> str:
 
 
 def write(place: Path, found: dict[str, Any], machine: Hardware) -> None:
-    """Write ladder.md, ladder.svg and ladder.html, and launch.yaml if best.yaml needs it."""
+    """Write ablation.md, ablation.svg and ablation.html, and launch.yaml if best.yaml needs it."""
     safe_files.remove(place, LAUNCH)
     if launched := launch_config(found, machine):
         safe_files.write_text(place, LAUNCH, launched)
     for name, text in (("md", markdown(found)), ("svg", picture(found)), ("html", page(found))):
-        safe_files.write_text(place, f"ladder.{name}", text)
+        safe_files.write_text(place, f"ablation.{name}", text)
 
 
 def launch_config(found: dict[str, Any], machine: Hardware) -> str:
@@ -197,7 +197,9 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
 def show(screen: Console, found: dict[str, Any], place: Path) -> None:
     screen.table(f"ablation of {found['recipe']}", header(found), cells(found))
     screen.table("status of each optimization", ("optimization", "status", "why"), reasons(found))
-    screen.say("", f"{headline(found)}.", f"wrote {place}/ladder.md, ladder.svg, ladder.html, best.yaml")
+    screen.say(
+        "", f"{headline(found)}.", f"wrote {place}/ablation.md, ablation.svg, ablation.html, best.yaml"
+    )
     given = ["--accelerate", str(place / LAUNCH)] if (place / LAUNCH).exists() else []
     screen.say(f"next: {command('train', str(place / 'best.yaml'), *given)}")
 

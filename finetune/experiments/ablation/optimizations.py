@@ -1,7 +1,7 @@
 """Read the optimizations from `recipes/ablation.yaml`: what each one sets, needs and costs.
 
 `measure:` says how runs are made and judged. `baseline:` holds the settings with all optimizations off.
-`rungs:` lists the optimizations in the order in which they are stacked.
+`optimizations:` lists the optimizations in the order in which they are stacked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune.recipe.schema import Section
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from finetune.experiments.ablation.optimizations import Ladder, Rung
+    from finetune.experiments.ablation.optimizations import AblationFile, Optimization
     from finetune.hardware.detection import Hardware
 
 
@@ -99,7 +99,7 @@ class Full(Section):
     elsewhere: str = ""
 
 
-class Rung(Section):
+class Optimization(Section):
     name: str = Field(pattern=r"^[a-z0-9_]+$")
     kind: str = Field(pattern=r"^[a-z]+$")
     """Folder of its runs: DIR/<kind>/<name>_rank<r>."""
@@ -147,18 +147,18 @@ class Baseline(Section):
     set: dict[str, Any] = Field(default_factory=dict)
 
 
-class Ladder(Section):
+class AblationFile(Section):
     measure: Measure = Measure()
     baseline: Baseline
-    rungs: list[Rung]
+    optimizations: list[Optimization]
     _where: dict[tuple[str, ...], str] = PrivateAttr(default_factory=dict)
 
     def place(self, *path: str) -> str:
         """Return the position of an entry in the file."""
         return recipe_errors.place_of(path, self._where)
 
-    def rung(self, name: str) -> Rung:
-        return next(rung for rung in self.rungs if rung.name == name)
+    def optimization(self, name: str) -> Optimization:
+        return next(optimization for optimization in self.optimizations if optimization.name == name)
 
 
 class Variant(NamedTuple):
@@ -175,7 +175,7 @@ class Variant(NamedTuple):
         return varied_keys.overrides(self.values)
 
 
-def read(path: Path) -> Ladder:
+def read(path: Path) -> AblationFile:
     """Read an ablation file.
 
     Raises:
@@ -190,56 +190,63 @@ def read(path: Path) -> Ladder:
         raise UserError(Problem(what, "", str(path), found, fix=fix, code="ablation-file")) from None
     document = strict_yaml.parse(text, str(path))
     if not isinstance(document.value, dict) or document.problems:
-        what, expected = "the ablation file has no list of optimizations", "a mapping with the key `rungs`"
+        what, expected = (
+            "the ablation file has no list of optimizations",
+            "a mapping with the key `optimizations`",
+        )
         texts = {"expected": expected, "fix": "see recipes/ablation.yaml for an example"}
         wrong = document.problems or [Problem(what, where=str(path), **texts, code="ablation-file")]
         raise UserError(*wrong)
     try:
-        ladder = Ladder.model_validate(document.value)
+        file = AblationFile.model_validate(document.value)
     except ValidationError as error:
-        known = _known_keys(document.value.get("rungs"))
+        known = _known_keys(document.value.get("optimizations"))
         raise UserError(*recipe_errors.explain(error, document.value, document.where, known)) from None
-    ladder._where = document.where
-    problems = _measure_problems(ladder) + _set_problems(ladder) + _order_problems(ladder)
+    file._where = document.where
+    problems = _measure_problems(file) + _set_problems(file) + _order_problems(file)
     if problems:
         raise UserError(*problems)
-    return ladder
+    return file
 
 
-def _known_keys(rungs: Any) -> dict[str, frozenset[str]]:
+def _known_keys(optimizations: Any) -> dict[str, frozenset[str]]:
     """Return the keys that an ablation file can have, by their section."""
-    kinds: dict[str, type[Section]] = {"measure": Measure, "baseline": Baseline, "rungs": Rung}
-    for index in range(len(rungs) if isinstance(rungs, list) else 0):
-        here = f"rungs.{index}"
-        kinds |= {here: Rung, f"{here}.needs": Needs, f"{here}.gpu": Gpu, f"{here}.full": Full}
+    kinds: dict[str, type[Section]] = {
+        "measure": Measure,
+        "baseline": Baseline,
+        "optimizations": Optimization,
+    }
+    for index in range(len(optimizations) if isinstance(optimizations, list) else 0):
+        here = f"optimizations.{index}"
+        kinds |= {here: Optimization, f"{here}.needs": Needs, f"{here}.gpu": Gpu, f"{here}.full": Full}
     return {name: frozenset(kind.model_fields) for name, kind in kinds.items()}
 
 
-def _measure_problems(ladder: Ladder) -> list[Problem]:
-    one = ladder.measure
+def _measure_problems(file: AblationFile) -> list[Problem]:
+    one = file.measure
     if one.warm_up < one.steps:
         return []
-    at = ladder.place("measure", "warm_up" if "warm_up" in one.model_fields_set else "steps")
+    at = file.place("measure", "warm_up" if "warm_up" in one.model_fields_set else "steps")
     what, found = "the warm-up leaves no step to measure", f"warm_up {one.warm_up}, steps {one.steps}"
     expected, fix = f"warm_up below {one.steps}", f"steps: {one.warm_up + 10}"
     return [Problem(what, "measure.warm_up", at, found, expected, fix, code="value-range")]
 
 
-def _sets(ladder: Ladder) -> list[tuple[str, Any, str]]:
+def _sets(file: AblationFile) -> list[tuple[str, Any, str]]:
     """Return each recipe key under `set`, its value and its position in the file."""
-    places: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("baseline", "set"), ladder.baseline.set)]
-    for index, rung in enumerate(ladder.rungs):
-        places.append((("rungs", str(index), "set"), rung.set))
-        places.append((("rungs", str(index), "full", "set"), rung.full.set if rung.full else {}))
-    return [
-        (key, value, ladder.place(*path, key)) for path, values in places for key, value in values.items()
-    ]
+    places: list[tuple[tuple[str, ...], dict[str, Any]]] = [(("baseline", "set"), file.baseline.set)]
+    for index, optimization in enumerate(file.optimizations):
+        places.append((("optimizations", str(index), "set"), optimization.set))
+        places.append(
+            (("optimizations", str(index), "full", "set"), optimization.full.set if optimization.full else {})
+        )
+    return [(key, value, file.place(*path, key)) for path, values in places for key, value in values.items()]
 
 
-def _set_problems(ladder: Ladder) -> list[Problem]:
+def _set_problems(file: AblationFile) -> list[Problem]:
     """Return the problems of keys under `set` that no recipe has, or that must be equal in all runs."""
-    problems = list(filter(None, (varied_keys.key_problem(*each) for each in _sets(ladder))))
-    for key, _, at in _sets(ladder):
+    problems = list(filter(None, (varied_keys.key_problem(*each) for each in _sets(file))))
+    for key, _, at in _sets(file):
         if why := varied_keys.FIXED.get(key.partition(".")[0]) or {
             **varied_keys.FIXED,
             **MEASURED,
@@ -249,7 +256,7 @@ def _set_problems(ladder: Ladder) -> list[Problem]:
     return problems
 
 
-def check_values(ladder: Ladder, kind: str) -> None:
+def check_values(file: AblationFile, kind: str) -> None:
     """Check the values that the optimizations set, for one adapter type.
 
     A value that only conflicts with the rest of a recipe is not an error here. It becomes the status of its
@@ -259,7 +266,7 @@ def check_values(ladder: Ladder, kind: str) -> None:
         UserError: no recipe of this type can have a value. Each error names its position (exit 2).
     """
     found, models = list[Problem](), build.sections(kind)
-    for key, value, at in _sets(ladder):
+    for key, value, at in _sets(file):
         section, *names = path = key.split(".")
         of_another = section == "adapter" and names[0] not in models["adapter"].model_fields
         if value == OURS or of_another or key == "adapter.type":
@@ -274,95 +281,101 @@ def check_values(ladder: Ladder, kind: str) -> None:
         raise UserError(*found)
 
 
-def _order_problems(ladder: Ladder) -> list[Problem]:
+def _order_problems(file: AblationFile) -> list[Problem]:
     """Return the problems of duplicate names, reserved names, and `on` without an earlier optimization."""
     known, problems = set[str](), list[Problem]()
-    for index, rung in enumerate(ladder.rungs):
-        here = ("rungs", str(index))
-        for number, below in enumerate(rung.on):
+    for index, optimization in enumerate(file.optimizations):
+        here = ("optimizations", str(index))
+        for number, below in enumerate(optimization.on):
             if below not in known:
                 fix = nearest(below, known) or "name an optimization that is earlier in the file"
-                what = f"`on` of the optimization {rung.name} names no earlier optimization"
-                at = ladder.place(*here, "on", str(number))
+                what = f"`on` of the optimization {optimization.name} names no earlier optimization"
+                at = file.place(*here, "on", str(number))
                 problems.append(Problem(what, "", at, below, fix=fix, code="ablation-file"))
-        if rung.name in known:
-            at = ladder.place(*here, "name")
+        if optimization.name in known:
+            at = file.place(*here, "name")
             what, fix = "two optimizations have the same name", "rename one of them"
-            problems.append(Problem(what, "", at, rung.name, fix=fix, code="ablation-file"))
-        if rung.kind in TAKEN:
-            at = ladder.place(*here, "kind")
-            what, fix = "this name is reserved", f"kind: {rung.kind}_2"
+            problems.append(Problem(what, "", at, optimization.name, fix=fix, code="ablation-file"))
+        if optimization.kind in TAKEN:
+            at = file.place(*here, "kind")
+            what, fix = "this name is reserved", f"kind: {optimization.kind}_2"
             why = "finetune stores other results under it"
-            problems.append(Problem(what, "kind", at, rung.kind, "", fix, why=why, code="ablation-file"))
-        known.add(rung.name)
+            problems.append(
+                Problem(what, "kind", at, optimization.kind, "", fix, why=why, code="ablation-file")
+            )
+        known.add(optimization.name)
     return problems
 
 
-def of_type(ladder: Ladder, kind: str) -> Ladder:
+def of_type(file: AblationFile, kind: str) -> AblationFile:
     """Return the optimizations for an adapter type.
 
     For `full`, the values under `full` replace the others.
     """
     if kind != "full":
-        return ladder
-    rungs = []
-    for rung in ladder.rungs:
-        other = rung.full
+        return file
+    optimizations = []
+    for optimization in file.optimizations:
+        other = optimization.full
         changed = {name: getattr(other, name) for name in other.model_fields_set} if other else {}
-        rungs.append(rung.model_copy(update=changed))
-    return ladder.model_copy(update={"rungs": rungs})
+        optimizations.append(optimization.model_copy(update=changed))
+    return file.model_copy(update={"optimizations": optimizations})
 
 
-def baseline(ladder: Ladder) -> Variant:
+def baseline(file: AblationFile) -> Variant:
     """Return the variant with all optimizations off."""
-    one = ladder.baseline
+    one = file.baseline
     return Variant(one.mixed_precision, dict(one.set), one.accelerate)
 
 
-def add(variant: Variant, rung: Rung, rows: int | None = None) -> Variant:
+def add(variant: Variant, optimization: Optimization, rows: int | None = None) -> Variant:
     """Return a variant with one more optimization.
 
     Args:
         rows: number of sequences per step for `same_tokens`. The micro-batch size of the recipe need not
             divide it.
     """
-    same = dict(zip(BATCH, (rows, None), strict=True)) if rung.same_tokens and rows else {}
-    values = {**variant.values, **same, **rung.set}
+    same = dict(zip(BATCH, (rows, None), strict=True)) if optimization.same_tokens and rows else {}
+    values = {**variant.values, **same, **optimization.set}
     values = {key: value for key, value in values.items() if value != OURS}
-    config = rung.accelerate or variant.accelerate
-    precision = rung.mixed_precision or variant.mixed_precision
+    config = optimization.accelerate or variant.accelerate
+    precision = optimization.mixed_precision or variant.mixed_precision
     return Variant(precision, values, None if config == OURS else config)
 
 
-def configs(ladder: Ladder) -> list[str]:
+def configs(file: AblationFile) -> list[str]:
     """Return the Accelerate configs that the file names."""
-    named = [ladder.measure.accelerate, ladder.baseline.accelerate, *(one.accelerate for one in ladder.rungs)]
+    named = [
+        file.measure.accelerate,
+        file.baseline.accelerate,
+        *(one.accelerate for one in file.optimizations),
+    ]
     return [one for one in dict.fromkeys(named) if one and one != OURS]
 
 
-def keys(rung: Rung) -> list[str]:
+def keys(optimization: Optimization) -> list[str]:
     """Return all recipe keys that an optimization sets."""
-    return [*rung.set, *(BATCH if rung.same_tokens else ())]
+    return [*optimization.set, *(BATCH if optimization.same_tokens else ())]
 
 
-def below(ladder: Ladder, rung: Rung, rows: int | None = None) -> Variant:
+def below(file: AblationFile, optimization: Optimization, rows: int | None = None) -> Variant:
     """Return the variant that an optimization is compared with: the baseline and what it builds on.
 
     Args:
         rows: see `add`.
     """
-    variant = baseline(ladder)
-    for one in stands_on(ladder, rung):
+    variant = baseline(file)
+    for one in stands_on(file, optimization):
         variant = add(variant, one, rows)
     return variant
 
 
-def stands_on(ladder: Ladder, rung: Rung) -> list[Rung]:
+def stands_on(file: AblationFile, optimization: Optimization) -> list[Optimization]:
     """Return the optimizations that one builds on, directly or indirectly."""
-    names = set(rung.on)
-    for one in reversed(ladder.rungs):  # an optimization builds only on earlier ones
+    names = set(optimization.on)
+    for one in reversed(file.optimizations):  # an optimization builds only on earlier ones
         names |= set(one.on) if one.name in names else set()
-    return [one for one in ladder.rungs if one.name in names]
+    return [one for one in file.optimizations if one.name in names]
 
 
 def missing(needs: Needs, machine: Hardware) -> str:
@@ -387,5 +400,5 @@ def _cpu() -> Mapping[str, Any]:
     return torch.cpu.get_capabilities()
 
 
-def default_ladder() -> Path:
+def default_optimizations() -> Path:
     return shipped_files.folder("recipes") / "ablation.yaml"

@@ -12,7 +12,7 @@ from finetune.experiments.runner import measured_run
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from finetune.experiments.ablation.optimizations import Measure, Rung
+    from finetune.experiments.ablation.optimizations import Measure, Optimization
 
     Runs = list[dict[str, Any]]  # figures, by `measured_run.figures`
 
@@ -47,15 +47,20 @@ def clear(scale: Scale, one: dict[str, Any], beside: dict[str, Any]) -> bool:
     return abs(sum(apart)) == len(apart)
 
 
-def pays(scale: Scale, rung: Rung, one: dict[str, Any], beside: dict[str, Any]) -> bool:
+def pays(scale: Scale, optimization: Optimization, one: dict[str, Any], beside: dict[str, Any]) -> bool:
     """Return whether a run needs less memory, or is faster, than the run it is compared with."""
-    if rung.gain == "memory":
+    if optimization.gain == "memory":
         return one["memory_gib"] < beside["memory_gib"]
     return one[scale.rate] > beside[scale.rate]
 
 
 def judge(
-    scale: Scale, rung: Rung, runs: Runs, before: Runs, gate: Runs, rows: Sequence[dict[str, Any]] = ()
+    scale: Scale,
+    optimization: Optimization,
+    runs: Runs,
+    before: Runs,
+    gate: Runs,
+    rows: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the gain of an optimization, whether its losses match, and the verdict.
 
@@ -72,12 +77,12 @@ def judge(
     ratio, memory = (found[key] / found["against"][key] for key in (scale.rate, "memory_gib"))
     sure, less = (scale.sure(key, runs, before) for key in (scale.rate, "memory_gib"))
     found |= {"speedup": ratio, "noise": sure, "memory_ratio": memory, "worse": ratio < 1 - sure}
-    lost = outside(scale.limits, rung, runs, gate, found)
+    lost = outside(scale.limits, optimization, runs, gate, found)
     if lost:
         return found | {"verdict": "failed", "why": lost}
     said = f"{ratio - 1:+.1%} {measured_run.UNITS[scale.rate]} (noise {sure:.1%})"
     said += f", validation loss {described_cost(found['loss_cost'])}" if "loss_cost" in found else ""
-    if rung.gain == "memory":
+    if optimization.gain == "memory":
         # The time lost must not exceed the memory saved
         helps = memory < 1 - less and 1 - ratio <= min(sure, 1 - memory)
         why = f"{memory - 1:+.1%} memory (noise {less:.1%}), {said}"
@@ -85,7 +90,7 @@ def judge(
     if ratio > 1 + sure:
         return found | {"verdict": "kept", "why": said}
     stacked = found["against"][scale.rate] * (1 + sure)
-    open_yet = [row for row in rows if rung.name in row["on"] and not row["status"]]
+    open_yet = [row for row in rows if optimization.name in row["on"] and not row["status"]]
     above = [row["name"] for row in open_yet if _rate(scale, row) > stacked]
     if above and not found["worse"]:
         return found | {
@@ -117,19 +122,21 @@ def loss_cost(runs: Runs, gate: Runs) -> dict[str, float] | None:
     return {key: found[key] / mean for key in ("value", "low", "high")}
 
 
-def outside(limits: Measure, rung: Rung, runs: Runs, gate: Runs, found: dict[str, Any]) -> str:
+def outside(
+    limits: Measure, optimization: Optimization, runs: Runs, gate: Runs, found: dict[str, Any]
+) -> str:
     """Return why an optimization fails the loss gate, or an empty string. Add the measurements to `found`."""
     base, cost = measured_run.summary(gate), loss_cost(runs, gate)
     if cost:
         found["loss_cost"] = cost
-    if rung.gate == "curve":
+    if optimization.gate == "curve":
         found["apart"] = measured_run.distance(runs[0]["losses"], base["losses"])
         if found["apart"] > limits.loss_band:
             limit = f"the limit is {limits.loss_band:.1%}"
             return f"the training losses differ by {found['apart']:.1%} from the baseline's; {limit}"
     if cost:
         return _too_costly(cost, limits.held_out_band)
-    if rung.gate == "curve":
+    if optimization.gate == "curve":
         return ""
     half = len(base["losses"]) // 2
     worse = statistics.mean(found["losses"][half:]) / statistics.mean(base["losses"][half:]) - 1

@@ -1,4 +1,4 @@
-"""What becomes of a ladder's rungs, by the figures of their runs: noise, loss gates, turns."""
+"""What becomes of an ablation's optimizations, by the figures of their runs: noise, loss gates, turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune.cli import main
 from finetune.core.console import Console
 from finetune.experiments.ablation import ablation, ablation_report, optimizations
 from finetune.experiments.ablation import verdict as ablation_verdict
-from finetune.experiments.ablation.optimizations import Rung, Variant
+from finetune.experiments.ablation.optimizations import Optimization, Variant
 from finetune.experiments.runner import measured_run
 from finetune.hardware import detection
 from support.paths import QUICKSTART, ROOT
@@ -35,14 +35,14 @@ def runs(
 
 
 def bench(**groups: list[Any]) -> ablation.Bench:
-    asked = ablation.Asked(str(QUICKSTART), [], Path("ladder.yaml"), Path("results"))
+    asked = ablation.AblationRequest(str(QUICKSTART), [], Path("ablation.yaml"), Path("results"))
     made = ablation.Bench(asked, SHIPPED, detection.detect(), Console(quiet=True))
     made.groups = {ablation.key(Variant(None, {"is": name})): group for name, group in groups.items()}
     return made
 
 
-def judged(after: list[Any], **rung: Any) -> dict[str, Any]:
-    made = Rung.model_validate({"name": "it", "kind": "it", "what": "it", **rung})
+def judged(after: list[Any], **optimization: Any) -> dict[str, Any]:
+    made = Optimization.model_validate({"name": "it", "kind": "it", "what": "it", **optimization})
     before = runs(100)
     return ablation_verdict.judge(bench(before=before, after=after).scale, made, after, before, before)
 
@@ -56,7 +56,7 @@ def test_what_noise_explains_is_no_gain() -> None:
 
 def test_what_gains_nothing_is_kept_for_what_made_more_on_it() -> None:
     """bf16 gains nothing in eager passes of few tokens, and compiling stands on it."""
-    made = Rung.model_validate({"name": "it", "kind": "it", "what": "it"})
+    made = Optimization.model_validate({"name": "it", "kind": "it", "what": "it"})
     before = runs(100)
 
     def said(rate: float, of: float = 98, verdict: str = "dropped", **row: Any) -> tuple[str, str]:
@@ -112,7 +112,7 @@ def test_an_option_whose_loss_costs_more_than_allowed_is_not_kept(gate: str) -> 
 
 def test_headline_compares_with_the_recipe_and_names_the_plain_loop_beside() -> None:
     def side(rate: float) -> dict[str, Any]:
-        return {"tokens_per_second": rate, "memory_gib": 1.0, "rungs": ["packing"]}
+        return {"tokens_per_second": rate, "memory_gib": 1.0, "optimizations": ["packing"]}
 
     found = {"rate": "tokens_per_second", "baseline": side(100), "as_is": side(200), "stack": side(300)}
     said = ablation_report.headline(found | {"speedup": 3.0})
@@ -125,7 +125,7 @@ def test_headline_compares_with_the_recipe_and_names_the_plain_loop_beside() -> 
     assert "0.75 times" in slower and "your recipe is faster" in slower
 
 
-def test_a_rung_for_memory_is_kept_for_memory_alone() -> None:
+def test_an_optimization_for_memory_is_kept_for_memory_alone() -> None:
     assert judged(runs(100, memory=0.8), gain="memory")["verdict"] == "kept"
     assert judged(runs(90, memory=0.8), gain="memory")["verdict"] == "dropped"
     assert judged(runs(200, memory=1.0), gain="memory")["verdict"] == "dropped"
@@ -147,9 +147,9 @@ def test_noise_of_memory_is_measured() -> None:
     assert found["verdict"] == "dropped" and "-5.0% memory (noise 10.5%)" in found["why"]
 
 
-LADDER = """
+ABLATION = """
 baseline: {set: {train.optim: adamw_torch}}
-rungs:
+optimizations:
   - {name: a, kind: x, what: it, set: {data.padding_free: true}}
   - {name: b, kind: x, what: it, set: {speed.loss: chunked}}
   - {name: c, kind: x, what: it, set: {data.packing: true}, gate: held_out}
@@ -199,28 +199,28 @@ def made_up(monkeypatch: pytest.MonkeyPatch, fails: str = "none") -> dict[Path, 
         ("b quickstart-stacked-2", ["kept", "error", "dropped", "kept"]),
     ],
 )
-def test_a_repeat_that_fails_leaves_a_ladder(fails: str, status: list[str], tmp_path, monkeypatch) -> None:
-    """Its rung's row says so; what stands beside the next one is run again."""
+def test_a_repeat_that_fails_leaves_an_ablation(fails: str, status: list[str], tmp_path, monkeypatch) -> None:
+    """Its optimization's row says so; what stands beside the next one is run again."""
     made_up(monkeypatch, fails)
-    (tmp_path / "ladder.yaml").write_text(LADDER.partition("  - {name: e")[0])
+    (tmp_path / "ablation.yaml").write_text(ABLATION.partition("  - {name: e")[0])
     one = bench()
-    one.asked = one.asked._replace(folder=tmp_path)
+    one.request = one.request._replace(folder=tmp_path)
     (tmp_path / "quickstart").mkdir()
-    one.ladder = optimizations.read(tmp_path / "ladder.yaml")
+    one.file = optimizations.read(tmp_path / "ablation.yaml")
     rows = ablation.begin(one)
     ablation.alone(one, rows)
     found = ablation.collect(one, rows, *ablation.stack(one, rows), 1.0)
     assert [row["status"] for row in rows] == status
     assert next(row["why"] for row in rows if row["status"] == "error").endswith("out of memory")
-    assert found["speedup"] >= 1 and (tmp_path / "quickstart" / "ladder.json").exists()
+    assert found["speedup"] >= 1 and (tmp_path / "quickstart" / "ablation.json").exists()
 
 
 def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, monkeypatch) -> None:
     """On a machine that slows down from run to run, by 1 %: on the stack gains are what they are."""
     made = made_up(monkeypatch)
-    (tmp_path / "ladder.yaml").write_text(LADDER)
+    (tmp_path / "ablation.yaml").write_text(ABLATION)
     one = bench()
-    one.ladder = optimizations.read(tmp_path / "ladder.yaml")
+    one.file = optimizations.read(tmp_path / "ablation.yaml")
     rows = ablation.begin(one)
     ablation.alone(one, rows)
     first = [folder.name.removeprefix("quickstart-") for folder in made]
@@ -230,7 +230,7 @@ def test_runs_take_turns_and_those_that_change_nothing_are_not_made(tmp_path, mo
         "under-1",
         "alone-1",
         "alone-1",
-    ]  # no rung is a and b, where f stands
+    ]  # no optimization is a and b, where f stands
     assert first == [*once, "baseline-2", *["alone-2"] * 3]  # of b, d and e: the others are clear
     assert rows[5]["alone"]["speedup"] == pytest.approx(1.25 * 0.99)
     assert (
@@ -266,10 +266,10 @@ def test_what_hurt_is_switched_off_in_the_best_recipe(
     made_up(monkeypatch)
     monkeypatch.setitem(GAINS, "speed.fused", alone)
     monkeypatch.setitem(GAINS, "speed.fused+speed.activation_checkpointing", stacked / alone)
-    text = LADDER.replace("adamw_torch}", "adamw_torch, speed.fused: false}")
-    (tmp_path / "ladder.yaml").write_text(text.replace("{speed.fused: true}", "{speed.fused: true}" + on))
+    text = ABLATION.replace("adamw_torch}", "adamw_torch, speed.fused: false}")
+    (tmp_path / "ablation.yaml").write_text(text.replace("{speed.fused: true}", "{speed.fused: true}" + on))
     one = bench()
-    one.ladder = optimizations.read(tmp_path / "ladder.yaml")
+    one.file = optimizations.read(tmp_path / "ablation.yaml")
     rows = ablation.begin(one)
     ablation.alone(one, rows)
     variant, names = ablation.stack(one, rows)
@@ -283,7 +283,7 @@ def test_noise_is_pooled_over_repeats() -> None:
 
 
 def test_ablate_writes_under_runs(monkeypatch) -> None:
-    asked = list[ablation.Asked]()
+    asked = list[ablation.AblationRequest]()
     monkeypatch.setattr(ablation, "run", lambda one, quiet: asked.append(one))
     assert (
         main.main(["ablate", str(QUICKSTART)]) == main.main(["ablate", str(QUICKSTART), "--output", "x"]) == 0

@@ -80,10 +80,10 @@ def test_two_rows_are_the_keys_in_which_the_recipes_differ(tmp_path) -> None:
     recipes = [loader.load(base), loader.load(QUICKSTART)]
     file = tmp_path / "two_rows.yaml"
     file.write_text(json.dumps(script.two_rows(options, *recipes)))
-    ladder = optimizations.read(file)
-    before = optimizations.baseline(ladder)
-    assert before.accelerate == "cpu" and optimizations.configs(ladder) == ["cpu_2", "cpu"]
-    assert optimizations.add(before, ladder.rung("optimized")) == optimizations.Variant(None, {})
+    settings = optimizations.read(file)
+    before = optimizations.baseline(settings)
+    assert before.accelerate == "cpu" and optimizations.configs(settings) == ["cpu_2", "cpu"]
+    assert optimizations.add(before, settings.optimization("optimized")) == optimizations.Variant(None, {})
     made = script.values_of(loader.load(QUICKSTART, before.overrides))
     expected = script.values_of(recipes[0])
     assert {key for key in made if made[key] != expected[key]} <= {*script.SHARED, "eval.samples"}
@@ -143,6 +143,6 @@ def test_a_lower_loss_is_no_failure() -> None:
 def test_an_optimized_recipe_without_figures_is_an_error(status: str, code: int) -> None:
     script = module_of("scripts", "validate_optimizations")
     with pytest.raises(UserError, match=f"{status}\n.*the reason") as raised:
-        found = {"rungs": [{"status": status, "why": "the reason"}]}
+        found = {"optimizations": [{"status": status, "why": "the reason"}]}
         script.judge(found, argparse.Namespace(optimized="fast.yaml"))
     assert raised.value.code == code

@@ -1,4 +1,4 @@
-"""A ladder as data: what is wrong with one, said before it runs; the shipped one, its page, baselines."""
+"""An ablation as data: what is wrong with one, said before it runs; the shipped one, its page, baselines."""
 
 from __future__ import annotations
 
@@ -29,68 +29,79 @@ from support.trainers import run_context
 SHIPPED = optimizations.read(ROOT / "recipes" / "ablation.yaml")
 
 
-def test_a_ladder_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
+def test_an_ablation_is_copied_with_its_keys(tmp_path: Path, monkeypatch) -> None:
     """`on` and `off`, which YAML 1.1 takes for truths."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import ladder as benchmark
+    import ablation as benchmark
 
     copy = benchmark.changed(ROOT / "recipes" / "ablation.yaml", tmp_path, ["packing"], {"repeats": 1})
     made = optimizations.read(copy)
-    assert made.measure.repeats == 1 and made.rung("packing").elsewhere and not made.rung("bf16").elsewhere
-    assert [rung.on for rung in made.rungs] == [rung.on for rung in SHIPPED.rungs]
+    assert (
+        made.measure.repeats == 1
+        and made.optimization("packing").elsewhere
+        and not made.optimization("bf16").elsewhere
+    )
+    assert [optimization.on for optimization in made.optimizations] == [
+        optimization.on for optimization in SHIPPED.optimizations
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         (
-            "baseline: {}\nrungs: [{name: a, kind: b, what: c, on: [d]}]",
-            [":2:42", "names no earlier optimization"],
+            "baseline: {}\noptimizations: [{name: a, kind: b, what: c, on: [d]}]",
+            [":2:50", "names no earlier optimization"],
         ),
         (
-            "baseline: {}\nrungs: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]",
+            "baseline: {}\noptimizations: [{name: a, kind: b, what: c}, {name: a, kind: b, what: c}]",
             ["have the same name"],
         ),
         (
-            "baseline: {}\nrungs: [{name: a, kind: b, what: c, sets: {}}]",
-            [":2:37", "unknown key", "rename it to `set`\n"],
+            "baseline: {}\noptimizations: [{name: a, kind: b, what: c, sets: {}}]",
+            [":2:45", "unknown key", "rename it to `set`\n"],
         ),
         (
-            "baseline: {}\nrungs: []\nmeasure: {repeat: 2}",
+            "baseline: {}\noptimizations: []\nmeasure: {repeat: 2}",
             [":3:11", "unknown key", "rename it to `repeats`\n"],
         ),
-        ("baselin: {}\nrungs: []", ["unknown section", "rename it to `baseline`\n"]),
-        ("baseline: {}\nrungs: [{name: ../../evil, kind: b, what: c}]", [":2:10", "[a-z0-9_]+"]),
-        ("baseline: {}\nrungs: [{name: a, kind: a/b, what: c}]", [":2:19", "[a-z]+"]),
-        ("baseline: {}\nrungs: [{name: a, kind: baseline, what: c}]", [":2:19", "other results"]),
-        ("baseline: {}\nrungs: [{name: a, kind: recipe, what: c}]", [":2:19", "other results"]),
-        ("baseline: {set: {train.optmi: x}}\nrungs: []", [":1:18", "train.optmi", "rename it to `optim`\n"]),
+        ("baselin: {}\noptimizations: []", ["unknown section", "rename it to `baseline`\n"]),
+        ("baseline: {}\noptimizations: [{name: ../../evil, kind: b, what: c}]", [":2:18", "[a-z0-9_]+"]),
+        ("baseline: {}\noptimizations: [{name: a, kind: a/b, what: c}]", [":2:27", "[a-z]+"]),
+        ("baseline: {}\noptimizations: [{name: a, kind: baseline, what: c}]", [":2:27", "other results"]),
+        ("baseline: {}\noptimizations: [{name: a, kind: recipe, what: c}]", [":2:27", "other results"]),
         (
-            "baseline: {}\nrungs: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
-            [":2:43", "train.optim\n"],
+            "baseline: {set: {train.optmi: x}}\noptimizations: []",
+            [":1:18", "train.optmi", "rename it to `optim`\n"],
         ),
-        ("baseline: {set: {train.optim: nonsense}}\nrungs: []", [":1:18", "train.optim"]),
         (
-            "baseline: {}\nrungs:\n"
+            "baseline: {}\noptimizations: [{name: a, kind: b, what: c, set: {optim: adamw_torch}}]",
+            [":2:51", "train.optim\n"],
+        ),
+        ("baseline: {set: {train.optim: nonsense}}\noptimizations: []", [":1:18", "train.optim"]),
+        (
+            "baseline: {}\noptimizations:\n"
             "- {name: a, kind: b, what: c, set: {train.save_steps: abc, adapter.r: 0}}\n"
             "- {name: d, kind: b, what: c, full: {set: {data.packing: 4}}, set: {train.tf32: default}}",
             [":3:37)", ":3:60)", ":4:44)"],
         ),
         (
-            "baseline: {set: {train.output_dir: here, eval.eval_steps: 2}}\nrungs:\n"
+            "baseline: {set: {train.output_dir: here, eval.eval_steps: 2}}\noptimizations:\n"
             "- {name: a, kind: b, what: c,"
             " set: {train.max_steps: 9, data.name: other.jsonl}, full: {set: {data.max_length: 8}}}",
             [":1:18)", "folder of its own", ":1:42)", ":3:37)", "measure.steps", ":3:57)", ":3:95)"],
         ),
-        ("baseline: {}\nrungs: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below 3"]),
+        ("baseline: {}\noptimizations: []\nmeasure: {steps: 3, warm_up: 3}", [":3:21", "warm_up below 3"]),
         ("- 1", ["the ablation file has no list of optimizations"]),
         (b"baseline: {}\n# caf\xe9", ["byte 18", "not UTF-8"]),
     ],
 )
-def test_a_wrong_ladder_is_exit_2(text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys) -> None:
+def test_a_wrong_ablation_file_is_exit_2(
+    text: str | bytes, said: list[str], tmp_path, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
-    (tmp_path / "ladder.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ladder.yaml")]
+    (tmp_path / "ablation.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ablation.yaml")]
     assert main.main([*words, "--output", str(tmp_path / "results")]) == 2
     error = capsys.readouterr().err
     assert all(part in error for part in said), error
@@ -100,37 +111,44 @@ def test_a_baseline_that_this_machine_can_not_run_is_exit_3_before_a_run(
     tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(measured_run, "make", lambda *_, **__: pytest.fail("a run began"))
-    (tmp_path / "ladder.yaml").write_text(
-        "baseline: {set: {model.attention: flash_attention_2}}\nrungs: [{name: a, kind: b, what: c}]"
+    (tmp_path / "ablation.yaml").write_text(
+        "baseline: {set: {model.attention: flash_attention_2}}\noptimizations: [{name: a, kind: b, what: c}]"
     )
-    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ladder.yaml")]
+    words = ["ablate", str(QUICKSTART), "--optimizations", str(tmp_path / "ablation.yaml")]
     assert main.main([*words, "--output", str(tmp_path / "results")]) == 3
     error = capsys.readouterr().err
-    assert "ladder.yaml:1:18" in error and "flash_attention_2" in error
+    assert "ablation.yaml:1:18" in error and "flash_attention_2" in error
 
 
-def test_keys_of_a_ladder_may_be_any_of_a_recipe() -> None:
+def test_keys_of_an_ablation_may_be_any_of_a_recipe() -> None:
     for key in ("adapter.r", "adapter.rank_pattern.q_proj", "speed.qat.group_size", "train.optim"):
         assert varied_keys.key_problem(key, 1, "") is None
     for key in ("adapter.rr", "speed.qat.group", "train", "train.", "nothing.at"):
         assert varied_keys.key_problem(key, 1, "") is not None
 
 
-def test_full_fine_tuning_has_a_ladder_of_its_own() -> None:
+def test_full_fine_tuning_has_an_ablation_of_its_own() -> None:
     """Nothing that asks for a frozen base or an adapter, and nothing said of one."""
     made, kept = optimizations.of_type(SHIPPED, "full"), optimizations.of_type(SHIPPED, "lora")
-    assert kept.rung("bf16").set == {"model.quantization": "none"} and made.rung("bf16").set == {}
-    assert made.rung("bf16").mixed_precision == "bf16"
-    for rung in made.rungs:
-        if rung.unmeasured[0]:
+    assert (
+        kept.optimization("bf16").set == {"model.quantization": "none"}
+        and made.optimization("bf16").set == {}
+    )
+    assert made.optimization("bf16").mixed_precision == "bf16"
+    for optimization in made.optimizations:
+        if optimization.unmeasured[0]:
             continue
-        stack = optimizations.add(optimizations.below(made, rung), rung, rows=4)
+        stack = optimizations.add(optimizations.below(made, optimization), optimization, rows=4)
         loader.load(QUICKSTART, ["adapter.type=full", *stack.overrides])
     for name in ("fp8_base", "nf4_base", "fast_adapter", "recompute_mlp", "fused_qkv"):
-        assert made.rung(name).unmeasured[0] == "no-op"
-    assert kept.rung("offload_optimizer").unmeasured[0] == "elsewhere"
-    assert made.rung("offload_optimizer").set == {"speed.offload": "optimizer"}
-    assert not [rung for rung in made.rungs if "an adapter's state" in "".join(rung.unmeasured)]
+        assert made.optimization(name).unmeasured[0] == "no-op"
+    assert kept.optimization("offload_optimizer").unmeasured[0] == "elsewhere"
+    assert made.optimization("offload_optimizer").set == {"speed.offload": "optimizer"}
+    assert not [
+        optimization
+        for optimization in made.optimizations
+        if "an adapter's state" in "".join(optimization.unmeasured)
+    ]
 
 
 def test_what_a_cpu_has_no_instructions_for_is_skipped() -> None:
@@ -142,32 +160,36 @@ def test_what_a_cpu_has_no_instructions_for_is_skipped() -> None:
 
 
 def test_a_no_op_has_no_switch() -> None:
-    found = {rung.name: rung.unmeasured[0] for rung in SHIPPED.rungs if rung.unmeasured[0]}
+    found = {
+        optimization.name: optimization.unmeasured[0]
+        for optimization in SHIPPED.optimizations
+        if optimization.unmeasured[0]
+    }
     elsewhere = {name for name, status in found.items() if status == "elsewhere"}
     assert elsewhere == {
         *("offload_optimizer", "fused_qkv", "transformer_engine", "sharding", "batch_search", "streaming")
     }
 
 
-# The shipped ladder, its docs, and the baselines
+# The shipped ablation file, its docs, and the baselines
 
 
-def off(rung: optimizations.Rung) -> dict[str, str]:
-    """What switches a rung off, by key."""
-    return dict(re.findall(r"((?:train|speed|data|model)\.\w+|mixed_precision): ([^ )]+)", rung.off))
+def off(optimization: optimizations.Optimization) -> dict[str, str]:
+    """What switches a optimization off, by key."""
+    return dict(re.findall(r"((?:train|speed|data|model)\.\w+|mixed_precision): ([^ )]+)", optimization.off))
 
 
-def test_every_rung_loads_and_can_be_switched_off_alone() -> None:
+def test_every_optimization_loads_and_can_be_switched_off_alone() -> None:
     everything = optimizations.baseline(SHIPPED)
-    for rung in SHIPPED.rungs:
-        if rung.unmeasured[0]:
+    for optimization in SHIPPED.optimizations:
+        if optimization.unmeasured[0]:
             continue
-        assert rung.off and rung.source
-        on = optimizations.add(optimizations.below(SHIPPED, rung), rung, rows=4)
+        assert optimization.off and optimization.source
+        on = optimizations.add(optimizations.below(SHIPPED, optimization), optimization, rows=4)
         loader.load(QUICKSTART, on.overrides)
-        everything = optimizations.add(everything, rung, rows=4)
-        values = off(rung)
-        assert values, rung.off
+        everything = optimizations.add(everything, optimization, rows=4)
+        values = off(optimization)
+        assert values, optimization.off
         values.pop("mixed_precision", None)
         switched = loader.load(QUICKSTART, [*on.overrides, *[f"{k}={v}" for k, v in values.items()]])
         for key in values:
@@ -202,16 +224,20 @@ def made(overrides: list[str], precision: str | None, monkeypatch) -> dict[str, 
     }
 
 
-HERE = [rung.name for rung in SHIPPED.rungs if not rung.unmeasured[0] and rung.needs.device != "cuda"]
+HERE = [
+    optimization.name
+    for optimization in SHIPPED.optimizations
+    if not optimization.unmeasured[0] and optimization.needs.device != "cuda"
+]
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_switched_off_alone_a_rung_does_nothing(name: str, small, two_layers, monkeypatch) -> None:
+def test_switched_off_alone_an_optimization_does_nothing(name: str, small, two_layers, monkeypatch) -> None:
     """What it changed in the run is changed back by what its `off` says, with all else as it was."""
-    rung = SHIPPED.rung(name)
+    optimization = SHIPPED.optimization(name)
     given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8"]
-    under, values = optimizations.below(SHIPPED, rung), off(rung)
-    on = optimizations.add(under, rung)
+    under, values = optimizations.below(SHIPPED, optimization), off(optimization)
+    on = optimizations.add(under, optimization)
     precision = values.pop("mixed_precision", on.mixed_precision or "").strip('"')
     before = made([*given, *under.overrides], under.mixed_precision, monkeypatch)
     found = made([*given, *on.overrides], on.mixed_precision, monkeypatch)
@@ -228,18 +254,18 @@ def test_the_page_of_optimisations_is_current() -> None:
 
 
 def test_the_benchmark_s_pages_name_its_command(tmp_path, monkeypatch) -> None:
-    script, place = module_of("benchmarks", "ladder"), tmp_path / "8b"
+    script, place = module_of("benchmarks", "ablation"), tmp_path / "8b"
     place.mkdir()
-    measured_there = json.loads((ROOT / "benchmarks" / "ladder_gpu.json").read_text())
+    measured_there = json.loads((ROOT / "benchmarks" / "ablation_gpu.json").read_text())
     made = {**measured_there, "command": f"finetune ablate {tmp_path}/8b.yaml"}
-    (place / "ladder.json").write_text(json.dumps(made))
+    (place / "ablation.json").write_text(json.dumps(made))
     ablation_report.write(place, made, detection.detect())
     (tmp_path / "benchmarks").mkdir()
     monkeypatch.setattr(script, "HERE", tmp_path / "benchmarks")
-    script.publish(made, place, f"python benchmarks/ladder.py --work {tmp_path}/work")
+    script.publish(made, place, f"python benchmarks/ablation.py --work {tmp_path}/work")
     written = {path.suffix: path.read_text() for path in (tmp_path / "benchmarks").iterdir()}
-    assert json.loads(written[".json"])["command"] == "python benchmarks/ladder.py --work work"
-    assert "`python benchmarks/ladder.py --work work`" in written[".md"] and "<svg" in written[".svg"]
+    assert json.loads(written[".json"])["command"] == "python benchmarks/ablation.py --work work"
+    assert "`python benchmarks/ablation.py --work work`" in written[".md"] and "<svg" in written[".svg"]
 
 
 FROZEN = {
@@ -255,7 +281,7 @@ def test_baselines_are_frozen(name: str) -> None:
     assert digest[:16] == FROZEN[name], "speed-ups are quoted over it: make another file"
 
 
-def test_a_ladder_is_no_recipe(capsys) -> None:
+def test_an_ablation_is_no_recipe(capsys) -> None:
     with pytest.raises(UserError, match="no shipped recipe"):
         from finetune.core import shipped_files
 

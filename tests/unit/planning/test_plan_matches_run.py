@@ -150,9 +150,9 @@ def test_a_warm_up_that_outlasts_the_run_is_said_by_a_plan_too(large) -> None:
 
 
 def test_a_cpu_is_not_told_what_was_measured_slower_there() -> None:
-    """benchmarks/ladder.json: packing 0.69, one row at once 0.53 of the tokens/s."""
-    ladder = json.loads((ROOT / "benchmarks" / "ladder.json").read_text())
-    assert "packing" in json.dumps(ladder) and "accumulation" in json.dumps(ladder)
+    """benchmarks/ablation.json: packing 0.69, one row at once 0.53 of the tokens/s."""
+    ablation = json.loads((ROOT / "benchmarks" / "ablation.json").read_text())
+    assert "packing" in json.dumps(ablation) and "accumulation" in json.dumps(ablation)
     here = detection.Hardware("cpu", "CPU", 1, (0, 0), 64.0, 2)
     loaded = loader.load(QUICKSTART, ["train.per_device_train_batch_size=4"])
     made = planner.make(loaded, here, 1, cpu_rate=1e10)

@@ -1,13 +1,13 @@
-"""The ladder of optimisations (`finetune ablate`), into ladder.json, ladder.md and ladder.svg.
+"""The ablation of optimizations (`finetune ablate`), into ablation.json, ablation.md and ablation.svg.
 
-    python benchmarks/ladder.py                                           # the quickstart
-    python benchmarks/ladder.py --shape 8b --layers 2 --repeats 1         # Llama-3.1-8B's widths, on a GPU
-    python benchmarks/ladder.py --shape 8b --repeats 3 --steps 12         # all 32 layers
+    python benchmarks/ablation.py                                           # the quickstart
+    python benchmarks/ablation.py --shape 8b --layers 2 --repeats 1         # Llama-3.1-8B's widths, on a GPU
+    python benchmarks/ablation.py --shape 8b --repeats 3 --steps 12         # all 32 layers
 
 With --shape: random weights, and documents of real lengths (those of gpu.py: log-normal, 400 tokens in the
 mean; longer ones than 2,048 are split), 16 rows a step in one pass, or as many as --rows says: enough for
 a GPU not to wait for Python.
-Written beside this file as ladder.* on a CPU, ladder_gpu.* on a GPU. Started again, it goes on.
+Written beside this file as ablation.* on a CPU, ablation_gpu.* on a GPU. Started again, it goes on.
 """
 
 from __future__ import annotations
@@ -45,9 +45,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=["8b", "1b", "tiny"], help="random weights; else the quickstart")
     parser.add_argument("--layers", type=int, help="at most so many")
     parser.add_argument("--rows", type=int, default=16, help="of a step, with --shape")
-    parser.add_argument("--steps", type=int, help="of a run, in place of the ladder's")
-    parser.add_argument("--repeats", type=int, help="of a variant, in place of the ladder's")
-    parser.add_argument("--without", default="", metavar="RUNG,...", help="rungs that take too long here")
+    parser.add_argument("--steps", type=int, help="of a run, in place of the file's")
+    parser.add_argument("--repeats", type=int, help="of a variant, in place of the file's")
+    parser.add_argument(
+        "--without", default="", metavar="RUNG,...", help="optimizations that take too long here"
+    )
     parser.add_argument("--optimizations", type=Path, default=folder("recipes") / "ablation.yaml")
     parser.add_argument("--work", type=Path, default=Path("/tmp/finetune-gpu"))
     parser.add_argument("--out", type=Path, default=Path("results"))
@@ -57,18 +59,20 @@ def main() -> None:
         recipe = str(prepare(options.shape, options.layers, options.work, options.rows))
     measure = {"steps": options.steps, "repeats": options.repeats}
     steps = changed(options.optimizations, options.work, options.without.split(","), measure)
-    made = ablation.run(ablation.Asked(recipe, [], steps, options.out))
-    command = shlex.join(["python", "benchmarks/ladder.py", *sys.argv[1:]])
+    made = ablation.run(ablation.AblationRequest(recipe, [], steps, options.out))
+    command = shlex.join(["python", "benchmarks/ablation.py", *sys.argv[1:]])
     publish(made, options.out / Path(recipe).stem, command if options.shape else made["command"])
-    shutil.copy(options.out / Path(recipe).stem / "ladder.html", options.out)
+    shutil.copy(options.out / Path(recipe).stem / "ablation.html", options.out)
 
 
 def publish(made: dict[str, Any], place: Path, command: str) -> None:
-    """A ladder's table and picture beside this file, with the command that measured it."""
-    name = "ladder_gpu" if torch.cuda.is_available() else "ladder"
+    """The table and picture beside this file, with the command that measured it."""
+    name = "ablation_gpu" if torch.cuda.is_available() else "ablation"
     for ending in ("json", "md", "svg"):
         text = (
-            (place / f"ladder.{ending}").read_text(encoding="utf-8").replace("(ladder.svg)", f"({name}.svg)")
+            (place / f"ablation.{ending}")
+            .read_text(encoding="utf-8")
+            .replace("(ablation.svg)", f"({name}.svg)")
         )
         text = text.replace(made["command"], command)
         text = text.replace(f"{HERE.parent}/", "")  # places of this checkout
@@ -79,27 +83,29 @@ def prepare(shape: str, layers: int | None, work: Path, rows: int) -> Path:
     """A recipe on a model of this shape and on documents, made once."""
     layers = min(layers or 99, gpu_inputs.SHAPES[shape][2])
     model = gpu_inputs.make_model(work / f"{shape}-bf16-{layers}", shape, "bf16", layers)
-    data = gpu_inputs.make_data(work / "ladder.jsonl", 200_000, documents=True)
-    held_out = gpu_inputs.make_data(work / "ladder_validation.jsonl", 8_000, documents=True)
+    data = gpu_inputs.make_data(work / "ablation.jsonl", 200_000, documents=True)
+    held_out = gpu_inputs.make_data(work / "ablation_validation.jsonl", 8_000, documents=True)
     recipe = work / f"{shape}_{layers}_layers.yaml"
     text = RECIPE.format(model=model, data=data, held_out=held_out, rows=rows)
     recipe.write_text(text, encoding="utf-8")
     return recipe
 
 
-def changed(ladder: Path, work: Path, without: list[str], measure: dict[str, int | None]) -> Path:
-    """The ladder, with another number of steps or repeats if one was given, and without some rungs."""
+def changed(optimizations: Path, work: Path, without: list[str], measure: dict[str, int | None]) -> Path:
+    """The ablation file without some optimizations, and with the given number of steps or repeats."""
     given = {name: value for name, value in measure.items() if value}
     if not given and without == [""]:
-        return ladder
-    values = strict_yaml.parse(ladder.read_text(encoding="utf-8"), str(ladder)).value  # `on` is a name here
+        return optimizations
+    values = strict_yaml.parse(
+        optimizations.read_text(encoding="utf-8"), str(optimizations)
+    ).value  # `on` is a name here
     values["measure"] = {**values.get("measure", {}), **given}
-    for rung in values["rungs"]:
-        if rung["name"] in without:
-            rung["elsewhere"] = "excluded from this measurement (--without)"
+    for optimization in values["optimizations"]:
+        if optimization["name"] in without:
+            optimization["elsewhere"] = "excluded from this measurement (--without)"
     work.mkdir(parents=True, exist_ok=True)
-    (work / "ladder.yaml").write_text(json.dumps(values, indent=1), encoding="utf-8")
-    return work / "ladder.yaml"
+    (work / "ablation.yaml").write_text(json.dumps(values, indent=1), encoding="utf-8")
+    return work / "ablation.yaml"
 
 
 if __name__ == "__main__":
