@@ -28,6 +28,7 @@ __all__ = [
     "Run",
     "check",
     "evaluate",
+    "export_model",
     "import_recipe",
     "load_model",
     "load_recipe",
@@ -187,6 +188,22 @@ def merge(run: Run | str | Path, output: str | None = None, *, quantize: str | N
     from finetune.export import merging
 
     return merging.run(_path(run), output=output, quantized=quantize)
+
+
+@only_user_errors("exported the run")
+def export_model(
+    run: Run | str | Path, to: str, output: str | None = None, *, quantize: str | None = None
+) -> dict[str, Any]:
+    """Export a run for a server, and check that it reads and answers prompts the same; return the report.
+
+    Args:
+        to: gguf.
+        output: the new folder; `None`: `export-gguf-f16` and so on in the run folder.
+        quantize: how the weights are stored; `None`: the target's default.
+    """
+    from finetune.export import exporting
+
+    return exporting.run(_path(run), to, output=output, quantize=quantize)
 
 
 @only_user_errors("published the run")

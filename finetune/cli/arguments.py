@@ -18,6 +18,15 @@ from finetune.training.stop_condition import Until
 if TYPE_CHECKING:
     pass
 
+# A function -> its command, where they differ: `import` is a keyword, and `finetune.export` is a package
+NAMES = {"import_recipe": "import", "export_model": "export"}
+
+
+def command_name(function: Any) -> str:
+    """The name of the command that a function runs."""
+    own: str = function.__name__
+    return NAMES.get(own, own)
+
 
 def count(text: str) -> int:
     """A number of rows, 0 or more."""

@@ -31,7 +31,7 @@ def opened(options: argparse.Namespace) -> RunFolder:
     """The run of a command that takes one; of one from the Hub it is said where it is here."""
     from finetune.run_folder.run_folder import open_run
 
-    arguments.check_read(options.command.__name__, getattr(options, "overrides", []))
+    arguments.check_read(arguments.command_name(options.command), getattr(options, "overrides", []))
     run = open_run(options.run)
     if str(run.path) != str(Path(options.run)) and not options.quiet and os.environ.get("RANK", "0") == "0":
         standard_streams.say(f"note: {options.run} is in {run.path}; what is made of it goes there")

@@ -19,6 +19,7 @@ from finetune.cli import (
     doctor,
     evaluate,
     explain,
+    export_model,
     import_recipe,
     init,
     inputs,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 
 RANK_0_FIRST = 3  # seconds
 VERSION = sys.modules["finetune"].__version__  # an import of the package would be upwards
-NAMES = {"import_recipe": "import"}  # a function -> its command, where the name is a keyword of Python
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -62,10 +62,8 @@ def main(given: Sequence[str] | None = None) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         outcome = guarded(options.command, options)
     if os.environ.get("RANK", "0") == "0":
-        own: str = options.command.__name__
-        standard_streams.say(
-            json_output.render(NAMES.get(own, own), outcome.code, outcome.result, outcome.problems)
-        )
+        own = arguments.command_name(options.command)
+        standard_streams.say(json_output.render(own, outcome.code, outcome.result, outcome.problems))
     return outcome.code
 
 
@@ -97,7 +95,7 @@ def guarded(command: Callable[[argparse.Namespace], object], options: argparse.N
             raise
         if problem := launch_environment.lost(error):
             return failed(UserError(problem, code=Exit.TRAINING))
-        return failed(errors.explain(error, f"ran `finetune {command.__name__}`"))
+        return failed(errors.explain(error, f"ran `finetune {arguments.command_name(command)}`"))
     except KeyboardInterrupt:
         if options.debug:
             raise
@@ -129,8 +127,8 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
 
     def add(function: Any, *its: tuple[str, dict[str, Any]]) -> None:
         text = (function.__doc__ or "").strip()
-        own: str = function.__name__
-        command = commands.add_parser(NAMES.get(own, own), help=text, description=text, parents=[common])
+        own = arguments.command_name(function)
+        command = commands.add_parser(own, help=text, description=text, parents=[common])
         for name, settings in its:
             made = command.add_argument(name, **settings)
             made.required = made.required and settings.get("nargs") != "*"  # argparse asks for one
@@ -144,6 +142,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add(ablate.ablate, arguments.RECIPE, arguments.OVERRIDES, *ablate.ABLATE)
     add(evaluate.evaluate, arguments.RUN, arguments.OF_RUN, *evaluate.EVALUATE)
     add(merge.merge, arguments.RUN, arguments.OF_RUN, *merge.MERGE)
+    add(export_model.export_model, arguments.RUN, arguments.OF_RUN, *export_model.EXPORT)
     add(publish.publish, arguments.RUN, arguments.OF_RUN, *publish.PUBLISH)
     add(
         report.report,

@@ -20,7 +20,11 @@ MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (
         "--quantize",
-        {"choices": ["int8", "int4", "fp8"], "help": "quantize the weights of linear layers with torchao"},
+        {
+            "choices": ["int8", "int4", "fp8"],
+            "help": "quantize the weights of linear layers with torchao, for transformers. For llama.cpp and "
+            "other servers, use `finetune export`",
+        },
     ),
     (
         "--output",

@@ -199,6 +199,11 @@ CODES = {
         "The adapter can't be merged into the base model, or the merged model differs from the adapter."
     ),
     "quantize": ("The merged model can't be quantized as asked."),
+    "export": (
+        "The model can't be exported for this server, or the exported model reads or answers prompts "
+        "differently. The message names the feature, the file or the first token that differs. "
+        "`--to vllm` accepts every model that vLLM serves."
+    ),
     "publish-target": ("The repository to publish to is missing or not allowed. Name it with --repo."),
     "publish-secret": (
         "A file that would be uploaded holds something with the form of a secret. Remove the "

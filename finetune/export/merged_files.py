@@ -122,16 +122,21 @@ def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained:
         what, why = "the run has no adapter to merge", "full fine-tuning saved the whole model in model/"
         fix = "use model/, or quantize it with --quantize int8"
         raise UserError(Problem(what, where=str(folder.path), fix=fix, why=why, code="merge"))
-    if setup.launch.processes > 1:
-        what, found = "a merge runs in one process", f"{setup.launch.processes} processes"
-        fix = command_lines.command("merge", str(folder.path))
-        raise UserError(Problem(what, found=found, fix=fix, code="launch-config"))
+    check_one_process(setup, "merge", folder)
     if quantized:
         torchao_quantization.check_installed()
     if quantized and trained and quantized != trained.weight_dtype:
         what, fix = "the run was trained for another quantization", f"--quantize {trained.weight_dtype}"
         texts = {"found": f"--quantize {quantized}", "expected": qat.describe(trained), "fix": fix}
         raise UserError(Problem(what, where=str(folder.path), **texts, code="quantize"))
+
+
+def check_one_process(setup: Setup, command: str, folder: RunFolder) -> None:
+    """Raise a UserError if a command that writes a whole model runs in several processes (exit 2)."""
+    if setup.launch.processes > 1:
+        what, found = f"`finetune {command}` runs in one process", f"{setup.launch.processes} processes"
+        fix = command_lines.command(command, str(folder.path))
+        raise UserError(Problem(what, found=found, fix=fix, code="launch-config"))
 
 
 def size(folder: Path) -> int:

@@ -65,7 +65,7 @@ def run(
     recipe = run_folder.recipe_of(folder, overrides)
     setup = reopen.setup_of(recipe)
     merged_files.check_asked(folder, setup, quantized, recipe.speed.qat)
-    target = free_target(folder, quantized, output)
+    target = free_target(folder.path, f"merged-{quantized}" if quantized else "merged", output)
     tokenizer = reopen.tokenizer_of(folder)
     held_out, _ = validation_set.held_out(folder, recipe, tokenizer)
     rows, origin = verify_merge.probes(recipe, tokenizer, held_out)
@@ -117,13 +117,13 @@ def scores(
     return scoring.score(opened, tokenizer, rows, recipe.data, recipe.eval).as_json() if rows else None
 
 
-def free_target(folder: RunFolder, quantized: str | None, output: str | None) -> Path:
-    """Return the target folder.
+def free_target(run: Path, name: str, output: str | None) -> Path:
+    """Return the target folder: `output`, or `name` in the run folder.
 
     Raises:
         UserError: the target is not empty, or its parent folder does not exist (exit 2).
     """
-    target = Path(output) if output else folder.path / (f"merged-{quantized}" if quantized else "merged")
+    target = Path(output) if output else run / name
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         held = (
             ", ".join(sorted(entry.name for entry in target.iterdir())[:6]) if target.is_dir() else "a file"

@@ -1,0 +1,39 @@
+"""`finetune export`: write a run in the form that a server reads."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from finetune.cli.fast_imports import fast_imports
+from finetune.cli.inputs import opened
+
+TARGETS = ("gguf",)
+EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--to", {"choices": TARGETS, "required": True, "help": "the program that will serve the model"}),
+    (
+        "--quantize",
+        {
+            "metavar": "KIND",
+            "help": "how the weights are stored. gguf: f32, f16 (default), bf16 or q8_0; q6_k, q5_k_m, "
+            "q4_k_m, q3_k_m or q2_k with llama.cpp's llama-quantize. For torchao's formats, use "
+            "`finetune merge`",
+        },
+    ),
+    ("--output", {"metavar": "DIR", "help": "a new folder (default: RUN/export-gguf-f16 and so on)"}),
+)
+
+
+def export_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Export a run for llama.cpp and other servers, and check that its answers are the same."""
+    from finetune.core.console import Console, quieten_libraries
+
+    run = opened(options)
+    quieten_libraries()
+    with fast_imports():
+        from finetune.export import exporting
+
+    given = {"quantize": options.quantize, "output": options.output}
+    report = exporting.run(run.path, options.to, options.overrides, **given)
+    exporting.show(Console(quiet=options.quiet), report)
+    return report

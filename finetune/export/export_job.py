@@ -1,0 +1,30 @@
+"""What an export is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from finetune.export.serving_check import Expected
+
+
+@dataclass(frozen=True)
+class Job:
+    """A merged model with what finetune expects of the exported one."""
+
+    name: str
+    source: Path
+    """The folder with the merged weights."""
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    expected: Expected
+    quantize: str
+    adapter: Path | None
+    """The folder of the adapter, if there is one."""
+    base: str
+    """Name or folder of the base model."""

@@ -1,0 +1,106 @@
+"""`--to gguf`: one GGUF file for llama.cpp, checked against the merged weights."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+from finetune.core import packages, safe_files
+from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.paths import writing
+from finetune.export import (
+    gguf_families,
+    gguf_file,
+    gguf_readers,
+    gguf_tensors,
+    gguf_tokenizer,
+    serving_check,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.export.export_job import Job
+
+K_QUANTS = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
+KINDS = (*gguf_file.TYPES, *K_QUANTS)
+QUANTIZER = "llama-quantize"
+
+
+def check(config: Any, quantize: str) -> None:
+    """Check what is known before weights are loaded: the packages, the family and the quantization.
+
+    Raises:
+        UserError: the family or a feature is not supported (exit 2), or a program is missing (exit 3).
+    """
+    packages.require("gguf", "export", "--to gguf needs the package gguf")
+    gguf_families.family_of(config.get_text_config())
+    if quantize in K_QUANTS and shutil.which(QUANTIZER) is None:
+        what, found = f"--quantize {quantize} needs llama.cpp's program {QUANTIZER}", "not on PATH"
+        fix = "install llama.cpp (`brew install llama.cpp`, or build it from source), or use --quantize q8_0"
+        problem = Problem(what, found=found, fix=fix, code="package-missing")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+
+
+def write(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the GGUF file, read it back, and run the serving check."""
+    config: Any = job.config.get_text_config()
+    family = gguf_families.family_of(config)
+    path = folder / f"{job.name}-{job.quantize}.gguf"
+    with gguf_file.opened(job.source) as source:
+        tensors = gguf_tensors.plan(list(source.files), config, family)
+        entries = entries_of(job, family, rows_of(tensors, source))
+        kind = "bf16" if job.quantize in K_QUANTS else job.quantize
+        whole = folder / f"{job.name}-bf16.gguf" if job.quantize in K_QUANTS else path
+        with writing(folder):
+            gguf_file.write(whole, entries, tensors, source, kind)
+            if whole != path:
+                quantize_with_llama_cpp(whole, path, job.quantize)
+        stored = {**entries, "general.file_type": None} if whole != path else entries
+        check_file(path, stored, tensors, source, job.quantize)
+    report = {"files": {path.name: path.stat().st_size}, "architecture": family.architecture}
+    report |= {"tensors": len(tensors), "serving_check": check_serving(path, job)}
+    return report | {"serve": [f"llama-server -m {path.name} --jinja", f"llama-cli -m {path.name} --jinja"]}
+
+
+def entries_of(job: Job, family: gguf_families.Family, rows: int) -> dict[str, Any]:
+    """Return all keys of the file."""
+    config: Any = job.config.get_text_config()
+    general = {"architecture": family.architecture, "type": "model", "name": job.name}
+    kind = "bf16" if job.quantize in K_QUANTS else job.quantize
+    numbers = {"file_type": gguf_file.TYPES[kind][1], "quantization_version": 2}
+    opens = bool(job.expected.prompts) and job.expected.prompts[0][:1] == [job.tokenizer.bos_token_id]
+    found = {f"general.{key}": value for key, value in {**general, **numbers}.items()}
+    found |= gguf_families.settings(config, family)
+    return found | gguf_tokenizer.entries(job.tokenizer, rows, job.expected.stops, opens)
+
+
+def rows_of(tensors: list[gguf_families.GgufTensor], source: gguf_file.Checkpoint) -> int:
+    """Return the rows of the embedding, which can be more than the tokens."""
+    (name,) = (tensor.sources[0] for tensor in tensors if tensor.name == "token_embd.weight")
+    return source.shape(name)[0]
+
+
+def quantize_with_llama_cpp(whole: Path, path: Path, kind: str) -> None:
+    """Quantize a file with llama.cpp's own program, and delete the file that it was made from."""
+    done = subprocess.run([QUANTIZER, str(whole), str(path), kind.upper()], capture_output=True, text=True)
+    if done.returncode or not path.exists():
+        found = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        problem = Problem(f"{QUANTIZER} failed", found=found, fix="--quantize q8_0", code="export")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    safe_files.remove(whole.parent, whole.name)
+
+
+def check_file(path: Path, entries: dict[str, Any], tensors: Any, source: Any, kind: str) -> None:
+    """Raise a UserError if the file does not hold the model (exit 4)."""
+    wanted = {key: value for key, value in entries.items() if value is not None}
+    gguf_file.refuse_damaged(path, gguf_file.differences(path, wanted, tensors, source, kind))
+
+
+def check_serving(path: Path, job: Job) -> dict[str, Any]:
+    """Run the serving check with the best reader that is installed."""
+    with serving_check.readable(path), gguf_readers.reader_of(path, job) as reader:
+        found = serving_check.run(reader, job.expected, job.quantize, gguf_readers.NONE_INSTALLED)
+    serving_check.refuse_different(found, path)
+    return found

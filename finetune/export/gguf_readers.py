@@ -1,0 +1,213 @@
+"""Programs that read a GGUF file for the serving check: llama.cpp, or else transformers' GGUF reader."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import json
+import shutil
+import subprocess
+import time
+import urllib.request
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError, URLError
+
+from finetune.core import packages
+from finetune.distributed.restart_together import free_port
+from finetune.export import serving_check
+from finetune.export.gguf_families import load_gguf
+from finetune.export.serving_check import LIKELIEST, Reader, Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from finetune.data.examples import Example
+    from finetune.export.export_job import Job
+
+NONE_INSTALLED = "no reader of GGUF files is installed; run `pip install xllamacpp`"
+STARTUP = 600  # seconds to load a model
+
+
+@contextlib.contextmanager
+def reader_of(path: Path, job: Job) -> Iterator[Reader | None]:
+    """Open a GGUF file with the best program that is installed, or give `None`."""
+    context = max(map(len, job.expected.prompts), default=0) + serving_check.ROOM + 8
+    if packages.installed("xllamacpp"):
+        yield from _xllamacpp(path, context)
+    elif program := shutil.which("llama-server"):
+        yield from _llama_server(program, path, context)
+    elif packages.installed("gguf"):
+        yield transformers_reader(path, job)
+    else:
+        yield None
+
+
+def _xllamacpp(path: Path, context: int) -> Iterator[Reader]:
+    """Start llama.cpp's server in this process."""
+    xllamacpp: Any = importlib.import_module("xllamacpp")
+
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = str(path), context, 1, 0
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    params.verbosity, params.warmup = -1, False
+    server = xllamacpp.Server(params)
+    version = getattr(xllamacpp, "__version__", "")
+    name = f"llama.cpp (xllamacpp {version})".replace(" )", ")")
+    yield _server_reader(name, server.listening_address, path)
+    del server
+
+
+def _llama_server(program: str, path: Path, context: int) -> Iterator[Reader]:
+    """Start the program `llama-server` of llama.cpp."""
+    port = str(free_port())
+    words = [program, "-m", str(path), "--host", "127.0.0.1", "--port", port, "-c", str(context), "-np", "1"]
+    words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-warmup", "--jinja"]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTUP
+        while process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(URLError, ConnectionError, TimeoutError):
+                _ask(f"{address}/health")
+                break
+            time.sleep(0.2)
+        yield _server_reader("llama.cpp (llama-server)", address, path)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _server_reader(name: str, address: str, path: Path) -> Reader:
+    """Return a reader that asks llama.cpp's server. It stops at the tokens that the file's keys name."""
+    return Reader(
+        name,
+        prompt_ids=lambda examples: [_prompt_of_server(address, example) for example in examples],
+        answer=partial(_answer_of_server, address),
+        stop_ids=partial(_stops_of, _keys_of(path)),
+    )
+
+
+def _keys_of(path: Path) -> dict[str, Any]:
+    """Return the keys of a GGUF file without its lists."""
+    gguf = load_gguf()
+
+    fields = gguf.GGUFReader(path).fields
+    kind = gguf.GGUFValueType.ARRAY
+    return {name: field.contents() for name, field in fields.items() if field.types[:1] != [kind]}
+
+
+def _stops_of(keys: dict[str, Any]) -> set[int]:
+    names = [f"tokenizer.ggml.{key}_token_id" for key in ("eos", "eot", "eom")]
+    return {int(keys[name]) for name in names if name in keys}
+
+
+def _prompt_of_server(address: str, example: Example) -> list[int]:
+    """Return the token ids of a prompt as llama.cpp's server makes them."""
+    text = example.prompt or ""
+    if example.messages:
+        body: dict[str, Any] = {"messages": example.messages[:-1], "add_generation_prompt": True}
+        body |= {"tools": example.tools} if example.tools else {}
+        text = _ask(f"{address}/apply-template", body)["prompt"]
+    asked = {"content": text, "add_special": True, "parse_special": True}
+    return list(_ask(f"{address}/tokenize", asked)["tokens"])
+
+
+def _answer_of_server(address: str, prompt: list[int], room: int) -> list[Step]:
+    asked = {"prompt": prompt, "n_predict": room, "temperature": 0, "n_probs": LIKELIEST}
+    asked |= {"cache_prompt": False, "return_tokens": True}
+    done = _ask(f"{address}/completion", asked)
+    # The server gives no probabilities for a token that ends within a character
+    held, found = list(done["completion_probabilities"]), list[Step]()
+    for token in done["tokens"]:
+        step = held.pop(0) if held and held[0]["id"] == token else {"top_logprobs": []}
+        found.append(Step(token, {top["id"]: top["logprob"] for top in step["top_logprobs"]}))
+    return found
+
+
+def _ask(address: str, body: dict[str, Any] | None = None) -> Any:
+    """Send a request to a server on this machine."""
+    content = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(address, content, {"Content-Type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=STARTUP) as response:
+            return json.load(response)
+    except HTTPError as error:
+        raise ValueError(f"llama.cpp refused the request: {error.read().decode()[:300]}") from error
+
+
+def transformers_reader(path: Path, job: Job) -> Reader:
+    """Return transformers' GGUF reader. It reads the tokenizer, the weights and a part of the settings.
+
+    It ignores most names in `tokenizer.ggml.pre` and how a space is added, so it can't compare some tokens.
+    """
+    import transformers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    held = _keys_of(path)
+    name, architecture = f"transformers {transformers.__version__}", held["general.architecture"]
+    pre, spaced = held["tokenizer.ggml.pre"], held.get("tokenizer.ggml.add_space_prefix")
+    kind = job.config.get_text_config().model_type
+    if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
+        why = f"{name} does not read the architecture {architecture}"
+        return Reader(name, None, None, partial(_stops_of, held), why, why)
+    ids = answer = None
+    why = lacks = ""
+    if spaced and architecture != "phi3":
+        why = f"{name} does not read tokenizer.ggml.add_space_prefix"
+    elif spaced is None and pre not in (*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"):
+        why = f"{name} does not read tokenizer.ggml.pre: {pre}"
+    else:
+        ids = partial(_ids_of_transformers, path, held)
+    if architecture == "llama" and kind != "llama":
+        lacks = f"{name} opens {kind} as llama"
+    else:
+        model = _model_of_transformers(path, job.config, architecture)
+        answer = partial(_answer_of_transformers, model, job.expected.stops)
+    return Reader(name, ids, answer, partial(_stops_of, held), without_ids=why, without_answers=lacks)
+
+
+def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Example]) -> list[list[int]]:
+    """Return prompts as llama.cpp's server makes them: one BOS token, from the template or from the key."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    adds, bos = bool(held.get("tokenizer.ggml.add_bos_token")), tokenizer.bos_token or ""
+    found = []
+    for example in examples:
+        text = example.prompt or ""
+        if example.messages:
+            text = tokenizer.apply_chat_template(
+                example.messages[:-1], tools=example.tools, tokenize=False, add_generation_prompt=True
+            )
+        text = text.removeprefix(bos) if adds and bos else text
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        found.append([tokenizer.bos_token_id, *ids] if adds else ids)
+    return found
+
+
+def _model_of_transformers(path: Path, config: Any, architecture: str) -> Any:
+    """Load the weights. Settings that transformers does not read from the file come from the model."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
+
+    options: Any = {"gguf_file": path.name, "trust_remote_code": False}
+    held: Any = AutoConfig.from_pretrained(str(path.parent), **options)
+    merged = copy.deepcopy(config.get_text_config())
+    for name in GGUF_TO_TRANSFORMERS_MAPPING["config"][architecture].values():
+        if name and name != "rope_theta" and hasattr(held, name):
+            setattr(merged, name, getattr(held, name))
+    if "rope_theta" in (merged.rope_parameters or {}):
+        merged.rope_parameters["rope_theta"] = held.rope_parameters["rope_theta"]
+    options |= {"config": merged, "dtype": torch.float32}
+    return AutoModelForCausalLM.from_pretrained(str(path.parent), **options).eval()
+
+
+def _answer_of_transformers(model: Any, stops: list[int], prompt: list[int], room: int) -> list[Step]:
+    (tokens,), (logits,) = serving_check.answers(model, [prompt], stops, room)
+    return serving_check.steps(tokens, logits)

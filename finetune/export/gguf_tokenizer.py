@@ -1,0 +1,198 @@
+"""Write a tokenizer and its chat template as llama.cpp reads them.
+
+llama.cpp knows the ways to split a text by name (`tokenizer.ggml.pre`). finetune refuses a tokenizer that
+splits in another way, because its tokens would differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import unicodedata
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer, pre_tokenizers
+
+from finetune.core.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+MARKED = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+CAPITALS = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {
+    # What a tokenizer splits at, in order -> llama.cpp's name, without and with `ignore_merges`
+    (WORDS + r"\p{N}{1,3}" + REST, "bytes"): ("smaug-bpe", "llama-bpe"),
+    (WORDS + r"\p{N}" + REST, "bytes"): ("qwen2", ""),
+    (f"{MARKED}|{CAPITALS}" + r"|\p{N}" + TAIL, "bytes"): ("", "tekken"),
+    (f"{MARKED}{ENDINGS}|{CAPITALS}{ENDINGS}" + r"|\p{N}{1,3}" + TAIL, "bytes"): ("gpt-4o", ""),
+    ("words",): ("gpt-2", ""),
+    ("digits", "words"): ("smollm", ""),
+}
+UNSPLIT = "superbpe"
+"""A way to split that only cuts numbers out, so it fits a tokenizer whose tokens never cross its cuts."""
+TRIES, PIECES = 500, 12
+END_KEYS = ("eos", "eot", "eom")
+
+
+def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dict[str, Any]:
+    """Return llama.cpp's keys for a tokenizer.
+
+    Args:
+        rows: rows of the embedding; ids without a token get a placeholder.
+        stops: ids that end an answer.
+        opens: whether the prompts of the evaluation start with the BOS token.
+
+    Raises:
+        UserError: llama.cpp has no such tokenizer (exit 2).
+    """
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    if content["model"]["type"] != "BPE":
+        raise _unsupported(f"a tokenizer of type {content['model']['type']}", "BPE")
+    if is_byte_level(content):
+        found: dict[str, Any] = {"model": "gpt2", "pre": pre_of(content)}
+        found["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    elif content["model"].get("byte_fallback"):
+        found = {"model": "llama", "pre": "default", "add_space_prefix": starts_with_space(content)}
+        found["scores"] = scores(content, rows)
+    else:
+        raise _unsupported("a BPE tokenizer without bytes", "byte-level BPE, or BPE with byte_fallback")
+    if rows < len(tokenizer):
+        what, texts = "the tokenizer has more tokens than the model has embeddings", f"{len(tokenizer):,}"
+        problem = Problem(
+            what, found=texts, expected=f"at most {rows:,}", fix="train again", code="tokenizer"
+        )
+        raise UserError(problem)
+    found["tokens"], found["token_type"] = vocabulary(content, rows)
+    found |= special(tokenizer, stops, opens)
+    return {f"tokenizer.ggml.{key}": value for key, value in found.items()} | templates(tokenizer)
+
+
+def is_byte_level(content: dict[str, Any]) -> bool:
+    return any(step["type"] == "ByteLevel" for step in steps(content["pre_tokenizer"], "pretokenizers"))
+
+
+def steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, which can be a sequence of several."""
+    if part is None:
+        return []
+    return list(part[key]) if part["type"] == "Sequence" else [part]
+
+
+def pre_of(content: dict[str, Any]) -> str:
+    """Return llama.cpp's name of the way in which a byte-level tokenizer splits a text."""
+    signature = tuple(_signature(step) for step in steps(content["pre_tokenizer"], "pretokenizers"))
+    names = SPLITS.get(signature, ("", ""))
+    ignores = bool(content["model"].get("ignore_merges"))
+    if names[ignores]:
+        return names[ignores]
+    if not ignores and is_inert(content):
+        return UNSPLIT
+    found = " then ".join(signature) + (" with ignore_merges" if ignores else "")
+    raise _unsupported(f"how this tokenizer splits a text: {found}", ", ".join(sorted(set(known()))))
+
+
+def known() -> list[str]:
+    return [name for names in SPLITS.values() for name in names if name] + [UNSPLIT]
+
+
+def _signature(step: dict[str, Any]) -> str:
+    """Return one step of a pre-tokenizer as in `SPLITS`."""
+    if step["type"] == "ByteLevel" and not step.get("add_prefix_space"):
+        return "words" if step.get("use_regex", True) else "bytes"
+    if step["type"] == "Digits" and step.get("individual_digits"):
+        return "digits"
+    if step["type"] == "Split" and step["behavior"] == "Isolated" and not step.get("invert"):
+        return str(step["pattern"].get("Regex", step["pattern"]))
+    return json.dumps(step, sort_keys=True)
+
+
+def is_inert(content: dict[str, Any]) -> bool:
+    """Return whether a tokenizer gives the same tokens if it splits only at numbers.
+
+    Holds if no token has a number beside other text and no join of tokens changes across a cut. Joins are
+    tested on random texts that are made of the tokenizer's own tokens.
+    """
+    whole = Tokenizer.from_str(json.dumps(content))
+    unsplit = Tokenizer.from_str(json.dumps(content))
+    unsplit.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[reportAttributeAccessIssue]
+    texts = [whole.decode([index], skip_special_tokens=False) for index in range(whole.get_vocab_size())]
+    texts = [text for text in texts if text and "�" not in text]
+    if any(len(text) > 1 and any(unicodedata.category(sign)[0] == "N" for sign in text) for text in texts):
+        return False
+    choose = random.Random(0)
+    samples = texts + ["".join(choose.choices(texts, k=PIECES)) for _ in range(TRIES)]
+    pairs = zip(whole.encode_batch(samples), unsplit.encode_batch(samples), strict=True)
+    return all(one.ids == other.ids for one, other in pairs)
+
+
+def vocabulary(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
+    """Return the text and the type of each id."""
+    tokens, types = [f"[PAD{index}]" for index in range(rows)], [UNUSED] * rows
+    for token, index in content["model"]["vocab"].items():
+        tokens[index] = token
+        is_byte = not is_byte_level(content) and re.fullmatch(r"<0x[0-9A-F]{2}>", token)
+        types[index] = BYTE if is_byte else NORMAL
+    if (unknown := content["model"].get("unk_token")) is not None:
+        types[content["model"]["vocab"][unknown]] = UNKNOWN
+    for added in content["added_tokens"]:
+        tokens[added["id"]] = added["content"]
+        if types[added["id"]] != UNKNOWN:
+            types[added["id"]] = CONTROL if added["special"] else USER_DEFINED
+    return tokens, types
+
+
+def scores(content: dict[str, Any], rows: int) -> list[float]:
+    """Return a score for each token: llama.cpp joins the pair whose join has the highest score first."""
+    vocab, found = content["model"]["vocab"], [-1e6] * rows
+    for rank, (left, right) in reversed(list(enumerate(content["model"]["merges"]))):
+        found[vocab[left + right]] = -float(rank)
+    return found
+
+
+def starts_with_space(content: dict[str, Any]) -> bool:
+    """Return whether a tokenizer with byte_fallback adds a space before a text."""
+    normal = steps(content["normalizer"], "normalizers")
+    before = steps(content["pre_tokenizer"], "pretokenizers")
+    return any(step["type"] == "Prepend" for step in normal) or any(
+        step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never" for step in before
+    )
+
+
+def special(tokenizer: Any, stops: Sequence[int], opens: bool) -> dict[str, Any]:
+    """Return the special tokens, and which of them llama.cpp adds to a prompt."""
+    found: dict[str, Any] = {"add_bos_token": opens, "add_eos_token": False}
+    ids = {
+        "bos": tokenizer.bos_token_id,
+        "padding": tokenizer.pad_token_id,
+        "unknown": tokenizer.unk_token_id,
+    }
+    own = tokenizer.eos_token_id
+    ends = [stop for stop in stops if stop == own] + [stop for stop in stops if stop != own]
+    if len(ends) > len(END_KEYS):
+        texts = {"found": f"{len(ends)} tokens", "expected": f"at most {len(END_KEYS)}", "code": "export"}
+        raise UserError(Problem("GGUF can't name all tokens that end an answer", fix="--to vllm", **texts))
+    ids |= dict(zip(END_KEYS, ends, strict=False))
+    return found | {f"{name}_token_id": int(index) for name, index in ids.items() if index is not None}
+
+
+def templates(tokenizer: Any) -> dict[str, Any]:
+    """Return the chat templates. The marks of TRL's training templates become comments."""
+    given: Any = tokenizer.chat_template
+    named = given if isinstance(given, dict) else {"default": given} if given else {}
+    found = {}
+    for name, text in named.items():
+        key = "tokenizer.chat_template" + ("" if name == "default" else f".{name}")
+        found[key] = re.sub(r"\{%(-?)\s*((?:end)?generation)\s*(-?)%\}", r"{#\1 \2 \3#}", text)
+    return found
+
+
+def _unsupported(what: str, expected: str) -> UserError:
+    texts = {"expected": expected, "fix": "--to vllm", "code": "export"}
+    return UserError(Problem(f"llama.cpp does not support {what}", **texts))

@@ -1,0 +1,230 @@
+"""The serving check: an exported model must read and answer prompts as finetune's evaluation does.
+
+The exported files are read by a program that is not part of finetune. It turns up to 50 validation chats into
+token ids, and answers 5 of them with greedy search. Both are compared with the fine-tuned model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from transformers import GenerationConfig
+
+from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.evaluation import scoring
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from finetune.data.examples import Example
+
+CHATS, ANSWERS, ROOM = 50, 5, 24
+LIKELIEST = 10
+"""Tokens of each step whose log-probabilities are compared."""
+TOLERANCES = {
+    "f32": 0.01,
+    "f16": 0.02,
+    "bf16": 0.1,
+    "q8_0": 0.3,
+    "fp8": 0.5,
+    "int8": 0.4,
+    "q6_k": 0.4,
+    "q5_k_m": 0.6,
+    "q4_k_m": 1.0,
+    "q3_k_m": 2.0,
+    "q2_k": 4.0,
+}
+"""Allowed difference of a log-probability, in standard deviations of the logits."""
+
+
+class Step(NamedTuple):
+    """One token of a greedy answer."""
+
+    token: int
+    likeliest: dict[int, float]
+    """Token id -> log-probability, for the likeliest tokens."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A program that is not part of finetune and reads an exported model."""
+
+    name: str
+    prompt_ids: Callable[[list[Example]], list[list[int]]] | None
+    """Return the token ids of prompts. `None`: it can't read the tokenizer, and `without_ids` says why."""
+    answer: Callable[[list[int], int], list[Step]] | None
+    """Return the greedy answer to a prompt. `None`: it can't run it, and `without_answers` says why."""
+    stop_ids: Callable[[], set[int]] | None = None
+    """Return the tokens at which it ends an answer."""
+    without_ids: str = ""
+    without_answers: str = ""
+
+
+class Expected(NamedTuple):
+    """What finetune's evaluation reads and answers."""
+
+    examples: list[Example]
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    """The greedy answers to the first prompts, each up to its end-of-turn token."""
+    logits: list[torch.Tensor]
+    """(tokens of the answer, vocabulary) for each answer."""
+    stops: list[int]
+
+    def spread(self) -> float:
+        """Return the standard deviation of the logits, which sets the scale of a tolerance."""
+        return float(torch.stack([row.std() for answer in self.logits for row in answer]).mean())
+
+
+def answers(
+    model: Any, prompts: Sequence[list[int]], stops: list[int], room: int = ROOM
+) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """Return the greedy answer of a transformers model to each prompt, and the logits of its tokens."""
+    found, logits = [], []
+    options: Any = {**scoring.PLAIN, "do_sample": False, "return_dict_in_generate": True}
+    greedy = GenerationConfig(
+        max_new_tokens=room, output_logits=True, eos_token_id=stops, pad_token_id=stops[0], **options
+    )
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=model.device)
+            done = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=greedy
+            )
+            found.append(done.sequences[0, len(prompt) :].tolist())
+            logits.append(torch.cat([step[:1] for step in done.logits]).float().cpu())
+    return found, logits
+
+
+def steps(tokens: list[int], logits: torch.Tensor) -> list[Step]:
+    """Return an answer with the log-probabilities of the likeliest tokens."""
+    values, ids = logits.log_softmax(-1).topk(min(LIKELIEST, logits.shape[-1]))
+    pairs = zip(tokens, ids.tolist(), values.tolist(), strict=True)
+    return [Step(token, dict(zip(row, held, strict=True))) for token, row, held in pairs]
+
+
+def run(reader: Reader | None, expected: Expected, kind: str, why: str = "") -> dict[str, Any]:
+    """Return the result of the serving check: the three comparisons, or why one was not run.
+
+    Args:
+        kind: how the weights are stored, which sets the tolerance.
+        why: why there is no reader.
+    """
+    if reader is None:
+        return {"reader": None, "not_run": why}
+    found: dict[str, Any] = {"reader": reader.name}
+    if not expected.examples:
+        found["token_ids"] = {"not_run": "the run has no validation set"}
+    elif reader.prompt_ids is None:
+        found["token_ids"] = {"not_run": reader.without_ids}
+    else:
+        found["token_ids"] = compare_ids(expected.prompts, reader.prompt_ids(expected.examples))
+    if reader.stop_ids is None:
+        found["stop_tokens"] = {"not_run": f"{reader.name} does not list its stop tokens"}
+    else:
+        lacks = sorted(set(expected.stops) - reader.stop_ids())
+        found["stop_tokens"] = {"expected": expected.stops, "missing": lacks}
+    if reader.answer is None or not expected.answers:
+        reason = reader.without_answers or "the run has no prompts"
+        found["answers"] = {"not_run": reason}
+    else:
+        # One token more than expected, to see whether the reader stops
+        asked = zip(expected.prompts, expected.answers, strict=False)
+        got = [reader.answer(prompt, len(answer) + 1) for prompt, answer in asked]
+        found["answers"] = compare_answers(expected, got, kind)
+    return found
+
+
+def compare_ids(wanted: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
+    """Return how many prompts have other token ids, and the first token that differs."""
+    different = [index for index, pair in enumerate(zip(wanted, got, strict=True)) if pair[0] != pair[1]]
+    found: dict[str, Any] = {"prompts": len(wanted), "different": len(different)}
+    if different:
+        left, right = wanted[different[0]], got[different[0]]
+        shared = (i for i, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1])
+        place = next(shared, min(len(left), len(right)))
+        found["first"] = {
+            "prompt": different[0],
+            "position": place,
+            "expected": left[place : place + 5],
+            "found": right[place : place + 5],
+        }
+    return found
+
+
+def compare_answers(expected: Expected, got: list[list[Step]], kind: str) -> dict[str, Any]:
+    """Compare greedy answers up to the first token whose two best logits are closer than the tolerance."""
+    tolerance = TOLERANCES[kind] * expected.spread()
+    compared, largest, first = 0, 0.0, None
+    for index, answer in enumerate(got):
+        logits = expected.logits[index].log_softmax(-1)
+        for place, token in enumerate(expected.answers[index]):
+            if place >= len(answer):
+                first = first or {"prompt": index, "position": place, "expected": token, "found": None}
+                break
+            step, best = answer[place], logits[place].topk(2).values
+            shifts = [abs(value - float(logits[place][id])) for id, value in step.likeliest.items()]
+            largest = max([largest, *shifts])
+            compared += 1
+            if step.token != token:
+                if float(best[0] - best[1]) >= tolerance:
+                    texts = {"prompt": index, "position": place, "expected": token, "found": step.token}
+                    first = first or texts
+                break
+        else:
+            wanted = expected.answers[index]
+            if wanted and wanted[-1] in expected.stops and len(answer) > len(wanted):
+                extra = answer[len(wanted)].token
+                first = first or {"prompt": index, "position": len(wanted), "expected": None, "found": extra}
+    return {
+        "prompts": len(got),
+        "tokens": compared,
+        "first_difference": first,
+        "largest_difference": largest,
+        "tolerance": tolerance,
+        "agree": first is None and largest <= tolerance,
+    }
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Convert an error of a reader that can't open or run the exported model to a UserError (exit 4)."""
+    try:
+        yield
+    except (RuntimeError, ValueError, OSError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        what, fix = "a reader of the exported model can't open or run it", "--to vllm"
+        texts = {"found": first_line(error), "fix": fix, "code": "export"}
+        raise UserError(Problem(what, where=str(path), **texts), code=Exit.ARTEFACT) from error
+
+
+def refuse_different(found: dict[str, Any], path: Path) -> None:
+    """Raise a UserError if the exported model reads or answers a prompt differently (exit 4)."""
+    problems = []
+    where = str(path)
+    ids, stops, said = (found.get(key) or {} for key in ("token_ids", "stop_tokens", "answers"))
+    if ids.get("different"):
+        what = f"{ids['different']} of {ids['prompts']} prompts have other token ids after the export"
+        first = ids["first"]
+        place = f"prompt {first['prompt']}, token {first['position']}: {first['found']}"
+        expected = f"{first['expected']}, as in finetune's evaluation"
+        problems.append(Problem(what, "", where, place, expected, "--to vllm", code="export"))
+    if stops.get("missing"):
+        what, fix = "the exported model does not stop at each token that ends a turn", "--to vllm"
+        texts = {"found": f"missing: {stops['missing']}", "expected": f"{stops['expected']}"}
+        problems.append(Problem(what, where=where, fix=fix, code="export", **texts))
+    if said.get("agree") is False:
+        what = "the exported model answers differently"
+        texts = {"found": f"largest difference of a log-probability: {said['largest_difference']:.3g}"}
+        if first := said["first_difference"]:
+            texts["found"] += f"; prompt {first['prompt']}, token {first['position']}: {first['found']}"
+            texts["found"] += f" in place of {first['expected']}"
+        texts |= {"expected": f"at most {said['tolerance']:.3g}", "fix": "--quantize f16"}
+        problems.append(Problem(what, where=where, code="export", **texts))
+    if problems:
+        raise UserError(*problems, code=Exit.ARTEFACT)

@@ -1,0 +1,146 @@
+"""Models as GGUF files: each family is written, read back, and read by a program that is not finetune."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from finetune.core.errors import UserError
+from finetune.export import gguf_families, gguf_tokenizer, serving_check
+from finetune.export.serving_check import Expected, Reader, Step
+from support import exports
+from support.soak import soak_except
+
+NEEDS_GGUF = pytest.importorskip("gguf", reason="needs the package gguf (the extra `export`)")
+
+from finetune.export import gguf_export  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """`saved(family)`: the folder of a tiny model, which is made once."""
+    made: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in made:
+            made[family] = exports.model_of(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return folder
+
+
+def exported(folder: Path, out: Path, quantize: str = "f16") -> dict[str, Any]:
+    out.mkdir()
+    return gguf_export.write(exports.job_of(folder, quantize), out)
+
+
+@pytest.mark.parametrize("family", soak_except(("llama", "mistral", "qwen3", "gemma2"), exports.FAMILIES))
+def test_export_of_a_family_reads_and_answers_prompts_as_transformers_does(
+    family: str, saved: Any, tmp_path: Path
+) -> None:
+    report = exported(saved(family), tmp_path / "out")
+    check = report["serving_check"]
+    assert check["reader"] and check["token_ids"].get("different", 0) == 0
+    assert check["answers"].get("agree", True) is True
+    assert check["stop_tokens"]["missing"] == []
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0"])
+def test_export_in_a_type_stays_within_its_tolerance(kind: str, saved: Any, tmp_path: Path) -> None:
+    report = exported(saved("llama_tied"), tmp_path / "out", kind)
+    said = report["serving_check"]["answers"]
+    assert said["agree"] and said["largest_difference"] <= said["tolerance"]
+    sizes = {"f32": 4, "bf16": 2, "q8_0": 34 / 32}
+    (size,) = report["files"].values()
+    weights = sum(value.numel() for value in _weights(saved("llama_tied")).values())
+    assert weights * sizes[kind] < size < weights * sizes[kind] + 60_000
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"model_type": "gpt2"}, "model family"),
+        ({"model_type": "mistral", "sliding_window": 8}, "sliding window"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}, "sliding window"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type dynamic"),
+        ({"model_type": "qwen2", "rope_parameters": exports.LLAMA3_ROPE}, "type llama3"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "activation gelu"),
+        ({"model_type": "gemma2", "tie_word_embeddings": False}, "its own weights"),
+        ({"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 32}, "query_pre_attn_scalar"),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": False}, "norm_topk_prob"),
+        ({"model_type": "olmoe", "num_key_value_heads": 2}, "fewer key heads"),
+        ({"model_type": "smollm3", "no_rope_layers": [0, 1]}, "rotary"),
+    ],
+)
+def test_family_of_names_each_feature_that_llama_cpp_lacks(given: dict[str, Any], what: str) -> None:
+    config = AutoConfig.for_model(**{**({} if given["model_type"] == "gpt2" else exports.SIZES), **given})
+    with pytest.raises(UserError) as raised:
+        gguf_families.family_of(config)
+    assert any(what in problem.what for problem in raised.value.problems), raised.value
+
+
+def test_pre_of_refuses_a_way_to_split_that_llama_cpp_lacks() -> None:
+    content = json.loads(exports.tokenizer_of("chatml").backend_tokenizer.to_str())
+    assert gguf_tokenizer.pre_of(content) == "qwen2"
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\w+|\W+"}
+    with pytest.raises(UserError, match="how this tokenizer splits a text"):
+        gguf_tokenizer.pre_of(content)
+    assert gguf_tokenizer.pre_of(json.loads((exports.QUICKSTART_TOKENIZER).read_text())) == "superbpe"
+
+
+def test_k_quants_without_llama_cpp_say_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    config = AutoConfig.for_model(**exports.SIZES, model_type="llama")
+    with pytest.raises(UserError) as raised:
+        gguf_export.check(config, "q4_k_m")
+    assert raised.value.code == 3 and "install llama.cpp" in raised.value.problems[0].fix
+
+
+def expected(logits: list[list[float]], answer: list[int], stops: list[int]) -> Expected:
+    return Expected(exports.chats()[:1], [[5, 6]], [answer], [torch.tensor(logits)], stops)
+
+
+def test_compare_answers_accepts_another_token_only_where_two_logits_are_close() -> None:
+    close, clear = [2.0, 2.001, -1.0], [2.0, -2.0, -1.0]
+    for logits, agree in ((close, True), (clear, False)):
+        wanted = expected([logits], [int(torch.tensor(logits).argmax())], [])
+        other = 1 - wanted.answers[0][0]
+        got = [[Step(other, {})]]
+        found = serving_check.compare_answers(wanted, got, "f16")
+        assert found["agree"] is agree, found
+
+
+def test_check_fails_if_a_reader_goes_on_after_the_end_of_a_turn() -> None:
+    wanted = expected([[9.0, 0.0, 0.0]], [0], [0])
+    reader = Reader("a reader", lambda _: [[5, 6]], lambda *_: [Step(0, {}), Step(1, {})], lambda: {0})
+    found = serving_check.run(reader, wanted, "f16")
+    assert found["answers"]["first_difference"]["expected"] is None
+    with pytest.raises(UserError, match="answers differently"):
+        serving_check.refuse_different(found, Path("x"))
+
+
+def test_check_shows_the_first_token_that_differs() -> None:
+    found = serving_check.compare_ids([[1, 2, 3], [1, 2, 3]], [[1, 2, 3], [1, 9, 3]])
+    assert found == {
+        "prompts": 2,
+        "different": 1,
+        "first": {"prompt": 1, "position": 1, "expected": [2, 3], "found": [9, 3]},
+    }
+    assert serving_check.compare_ids([[1]], [[1, 2]])["first"]["position"] == 1
+
+
+def test_check_without_a_reader_says_not_run() -> None:
+    found = serving_check.run(None, expected([[1.0, 0.0]], [0], []), "f16", "nothing is installed")
+    assert found == {"reader": None, "not_run": "nothing is installed"}
+    serving_check.refuse_different(found, Path("x"))
