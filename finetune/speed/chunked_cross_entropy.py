@@ -50,6 +50,12 @@ class TokenLoss(ModelOutput):
     """Number of tokens whose label has the highest logit, int64."""
     aux_loss: torch.Tensor | None = None
     """The auxiliary loss of a mixture's routers, with gradient. `None` if nobody asks for it."""
+    router_entropy: torch.Tensor | None = None
+    """`RouterUse.entropy`. `None`, as the next two, out of training and without routers."""
+    router_rows: torch.Tensor | None = None
+    """`RouterUse.rows`."""
+    expert_tokens: torch.Tensor | None = None
+    """`RouterUse.tokens`."""
 
 
 def counted(collate: Callable[..., dict[str, Any]], rows: list[Any]) -> dict[str, Any]:

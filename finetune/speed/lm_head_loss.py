@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -58,6 +58,8 @@ class Installed:
     """Bytes that the first call saved for the backward pass."""
     logits_kept: bool = False
     """Whether a saved tensor is as wide as the vocabulary."""
+    routers: list[str] = field(default_factory=list)
+    """Names of the routers of a mixture of experts."""
 
 
 class HeadLoss:
@@ -323,8 +325,9 @@ def install(model: Any, *, compiled: bool, balanced: bool = False) -> Installed:
         An object that counts the calls. Its `undo` restores the model's own forward.
     """
     base, found = base_of(model), formula(base_of(model).config)
-    before, balance = base.forward, router_balance.RouterBalance(base) if balanced else None
-    ran = Installed(functools.partial(_undo, base, vars(base).get("forward"), balance))
+    routers = router_balance.names_of(base)
+    before, balance = base.forward, router_balance.RouterBalance(base, balanced=balanced) if routers else None
+    ran = Installed(functools.partial(_undo, base, vars(base).get("forward"), balance), routers=routers)
 
     @functools.wraps(type(base).forward)  # generation checks its arguments against the signature
     def forward(self: Any, *args: Any, num_labels: int | None = None, **inputs: Any) -> Any:
@@ -347,7 +350,8 @@ def install(model: Any, *, compiled: bool, balanced: bool = False) -> Installed:
             compiled=compiled,
         )
         if balance and self.training:
-            result.aux_loss = balance.loss(inputs.get("attention_mask"))
+            result.aux_loss, use = balance.read(inputs.get("attention_mask"))
+            result.router_entropy, result.router_rows, result.expert_tokens = use
         count(ran, result, labels.numel(), num_labels, weight.shape)
         return result
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 DATA_WAIT = 0.05  # share of the time of all steps that prints a note
 COUNTED = 20  # steps of a process before a note during training
+# Metrics of some runs only: AdaLoRA, corrected steps, mixtures of experts
+OPTIONAL = ("orthogonality", "skipped_steps", "aux_loss", "router_entropy", "expert_utilization")
 WAITING = "train.dataloader_num_workers, or `finetune profile` for where the time goes"
 
 
@@ -107,9 +109,7 @@ class Metrics(TrainerCallback):
             "data_wait": self.waited / (seconds * steps),
             **(held := memory(self.hardware)),
         }
-        record |= {
-            name: logs[name] for name in ("orthogonality", "skipped_steps", "aux_loss") if name in logs
-        }
+        record |= {name: logs[name] for name in OPTIONAL if name in logs}
         ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *held)
         logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
         self.all_waited, self.all_seconds = self.all_waited + self.waited, self.all_seconds + seconds * steps

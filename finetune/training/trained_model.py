@@ -8,7 +8,7 @@ from finetune.adapters import adalora, trainable_parameters
 from finetune.core.run_checks import RunChecks
 from finetune.distributed import deepspeed_zero, gradient_reduction
 from finetune.models import fingerprint
-from finetune.training import launch_checks, optimizers, stopping, verify_saved
+from finetune.training import expert_use, launch_checks, optimizers, stopping, verify_saved
 
 if TYPE_CHECKING:
     from finetune.checkpointing.checkpoints import Found
@@ -31,6 +31,11 @@ def train(trainer: Trainer, section: Adapter, found: Found | None, ledger: RunCh
     launch_checks.add_loader_check(trainer, ledger)
     if trainer.state.global_step >= trainer.first_step.first:  # a run may resume after its last step
         gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
+    if trainer.loss.installed:
+        tokens, routers = trainer.sums.get(expert_use.TOKENS), trainer.loss.installed.routers
+        idle = expert_use.add_check(trainer.accelerator, tokens, routers, ledger)
+        if idle and trainer.metrics:
+            trainer.metrics.screen.say(f"warning: {idle}")
     trainer.loss.remove()  # it holds the model, which is loaded again
     if section.type != "full":
         same = fingerprint.fingerprint(trainable_parameters.frozen(adapted))

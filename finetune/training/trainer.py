@@ -24,7 +24,7 @@ from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, static_shapes
-from finetune.training import loader_workers, oom_recovery
+from finetune.training import expert_use, loader_workers, oom_recovery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -240,10 +240,15 @@ class Trainer(SFTTrainer):
         self.sums["correct"] += found.correct
         if found.entropy is not None:
             self.sums["entropy"] += found.entropy
+        if found.router_rows is not None:
+            self.sums["router_entropy"] += found.router_entropy
+            self.sums["router_rows"] += found.router_rows
+            self.sums[expert_use.TOKENS] += found.expert_tokens
         return value
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics = self._metrics["train"]
+        tokens = self.sums.pop(expert_use.TOKENS, None)  # a table, and of the whole run
         if self.loss.installed and self.sums:
             given = [
                 torch.as_tensor(n, dtype=torch.float64, device=self.args.device) for n in self.sums.values()
@@ -258,6 +263,12 @@ class Trainer(SFTTrainer):
                     metrics[name] = [found[key] / max(found["labels"], 1)]
             if "aux_loss" in found:
                 metrics["aux_loss"] = [found["aux_loss"] / found["passes"]]
+            if "router_rows" in found:
+                metrics["router_entropy"] = [found["router_entropy"] / max(found["router_rows"], 1)]
+        if tokens is not None:
+            self.sums[expert_use.TOKENS] = tokens
+            share = expert_use.utilization(self.accelerator, tokens)
+            metrics |= {} if share is None else {"expert_utilization": [share]}
         if "orthogonality" in metrics:
             metrics["orthogonality"] = torch.stack(metrics["orthogonality"]).tolist()
         super().log(logs, start_time)

@@ -13,12 +13,15 @@ from transformers import AutoModelForCausalLM
 from finetune.adapters import attach, expert_targets, trainable_parameters
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
-from finetune.models import architecture, module_lists
+from finetune.models import architecture, model_class, module_lists
 from finetune.models.module_names import Names, short
 from finetune.planning import adapter_size
 from finetune.preflight import adapter_names
 from finetune.recipe import loader
+from finetune.speed import fused_experts
+from finetune.speed.live_model_spec import decoder_layers
 from support.expert_families import BY_TYPE, FAMILIES, SAMPLE, config_of
+from support.paths import ROOT
 from support.soak import soak_except
 
 if TYPE_CHECKING:
@@ -188,5 +191,32 @@ def test_rank_of_experts_can_be_set_by_a_pattern(tmp_path: Path) -> None:
     assert planned.trained == trained(adapted)
 
 
-def test_table_of_families_has_those_that_are_named() -> None:
+def row_of(model_type: str) -> list[str]:
+    """A family's row of the table in docs/guides/mixtures_of_experts.md, from its model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(model_type)).requires_grad_(False)
+    names = names_of(model_type)
+    router = min(name for name, kind in names.kinds.items() if "Router" in kind)
+    obstacles = [
+        fused_experts.obstacle(*one)
+        for layer in decoder_layers(model)
+        for one in fused_experts.stacked(layer)
+    ]
+    return [
+        BY_TYPE[model_type].name,
+        f"`{short(router)}`",
+        "yes" if any("shared_expert" in name for name in names.linear) else "no",
+        "yes" if any(name.endswith("experts.down_proj_bias") for name in names.shapes) else "no",
+        "no: " if any(obstacles) else "yes",
+        "no: " if model_class.unsupported(model.config) else "yes",
+    ]
+
+
+def test_table_of_families_in_the_guide_is_true_of_the_models() -> None:
     assert len(FAMILIES) == len(BY_TYPE) == 13
+    lines = (ROOT / "docs/guides/mixtures_of_experts.md").read_text(encoding="utf-8").splitlines()
+    for one in FAMILIES:
+        (line,) = [line for line in lines if line.startswith(f"| {one.name} |")]
+        shown = [part.strip() for part in line.strip("|").split("|")]
+        for said, true in zip(shown, row_of(one.model_type), strict=True):
+            assert said.startswith(true), line

@@ -13,6 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from finetune.cli import main
 from finetune.speed import lm_head_loss, router_balance
+from finetune.training import expert_use
 from support.architectures import CONFIGS
 from support.tiny_models import recipe, save, sizes
 
@@ -59,14 +60,23 @@ def test_loss_and_gradients_are_transformers(family: str, mask: torch.Tensor | N
     for router, _ in balance.routers:
         router.training = True
     model.model(input_ids=IDS, attention_mask=mask, use_cache=False)
-    ours = balance.loss(mask)
+    ours, use = balance.read(mask)
+    assert ours is not None
     assert len(balance.routers) == len(own.router_logits)
     assert torch.allclose(ours, wanted, rtol=1e-5)
     for one, right in zip(torch.autograd.grad(ours, trained, allow_unused=True), gradients, strict=True):
         assert (one is None) == (right is None)
         assert one is None or torch.allclose(one, right, rtol=1e-3, atol=1e-6)
+    flat = [
+        logits.view(2, 20, -1)[(mask if mask is not None else torch.ones(2, 20)).bool()]
+        for logits in own.router_logits
+    ]
+    entropy = sum(torch.distributions.Categorical(logits=logits).entropy().sum() for logits in flat)
+    assert float(use.entropy) == pytest.approx(float(torch.as_tensor(entropy).detach()), rel=1e-5)
+    assert int(use.rows) == sum(map(len, flat))
+    assert use.tokens.sum(1).tolist() == [len(logits) * text.num_experts_per_tok for logits in flat]
     balance.remove()
-    assert not [m for m in model.modules() if "forward" in vars(m) or router_balance.LOGITS in vars(m)]
+    assert not [m for m in model.modules() if "forward" in vars(m) or router_balance.KEPT in vars(m)]
 
 
 def test_a_dense_model_has_no_router() -> None:
@@ -76,7 +86,8 @@ def test_a_dense_model_has_no_router() -> None:
 def test_out_of_training_nothing_is_kept() -> None:
     model = model_of("mixtral")
     installed = lm_head_loss.install(model, compiled=False, balanced=True)
-    assert model(input_ids=IDS, labels=IDS, num_labels=38).aux_loss is None
+    out = model(input_ids=IDS, labels=IDS, num_labels=38)
+    assert out.aux_loss is None and out.router_rows is None and len(installed.routers) == 2
     assert model.train()(input_ids=IDS, labels=IDS, num_labels=38).aux_loss > 0
     installed.undo()
     assert not [m for m in model.modules() if "forward" in vars(m)]
@@ -102,3 +113,46 @@ def test_a_run_is_what_it_was_with_trl(coefficient: str, tmp_path: Path, capsys)
         assert own["aux_loss"] > 0.5 and ours["aux_loss"] == pytest.approx(own["aux_loss"], rel=1e-4)
         assert ours["loss"] == pytest.approx(own["loss"], abs=1e-4)
         assert ours["grad_norm"] == pytest.approx(own["grad_norm"], rel=1e-3)
+
+
+def test_without_the_loss_the_use_of_experts_is_counted() -> None:
+    model = model_of("qwen3_moe").train()
+    lm_head_loss.install(model, compiled=False)
+    out = model(input_ids=IDS, labels=IDS, num_labels=38, attention_mask=MASK)
+    assert out.aux_loss is None and out.expert_tokens.shape == (2, 4)
+    assert out.expert_tokens.sum(1).tolist() == [66, 66] and int(out.router_rows) == 66
+    assert not any(
+        value.requires_grad
+        for module in model.modules()
+        for value in vars(module).get(router_balance.KEPT, ())
+    )
+
+
+def test_experts_without_tokens_are_named_by_layer() -> None:
+    tokens = torch.tensor([[3, 0, 2, 0], [1, 1, 1, 1], [0, 9, 9, 9]])
+    routers = ["layers.1.mlp.gate", "layers.2.mlp.gate", "layers.3.mlp.gate"]
+    assert expert_use.describe_idle(tokens, routers) == "layer 1: 1, 3; layer 3: 0"
+    assert expert_use.describe_idle(tokens[1:2], routers[1:2]) == ""
+    many = torch.zeros(7, 12, dtype=torch.int64)
+    said = expert_use.describe_idle(many, [f"layers.{n}.gate" for n in range(7)])
+    assert "0, 1, 2, 3, 4, 5, 6, 7 and 4 more" in said and said.endswith("; and 2 more layers")
+
+
+def test_run_says_which_experts_received_no_token(tmp_path: Path, capsys) -> None:
+    """The router of the model never chooses expert 3, because its row is far below the others."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "head_dim": 8}
+    config = transformers.Qwen3MoeConfig(**sizes(**experts, num_key_value_heads=2))
+    folder = save(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for router in (layer.mlp.gate for layer in model.model.layers):
+        router.weight.data[3] = router.weight.data[2]  # a tie, which the lower index wins
+    model.save_pretrained(folder)
+    adapter = {"type": "lora", "r": 4, "lora_alpha": 8, "target_modules": "all-linear-and-experts"}
+    path = recipe(tmp_path, folder, adapter=adapter, train={"logging_steps": 1})
+    assert main.main(["train", str(path)]) == 0, capsys.readouterr().err
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if "loss" in line]
+    assert all(0 < line["router_entropy"] <= 1.3863 and 0 < line["expert_utilization"] < 1 for line in lines)
+    checks = {one["option"]: one for one in json.loads((tmp_path / "run" / "checks.json").read_text())}
+    assert "without a token: layer 0: " in checks["experts that received tokens"]["actual"]
+    assert "received no token in training" in " ".join(capsys.readouterr().out.split())
