@@ -171,6 +171,7 @@ def chats() -> list[Example]:
     rows = [json.loads(line)["messages"] for line in (DATA / "test.jsonl").read_text().splitlines()[:5]]
     for text in ("It's  12345 pears,   isn't it?\n\n  Yes!", "Żółć 🦙 — naïve ٣٤\t{'a': [1,2]}"):
         rows.append([{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}])
+    rows.append([{"role": "system", "content": "Be short."}, *rows[0]])
     return [Example("-", messages=messages) for messages in rows]
 
 
