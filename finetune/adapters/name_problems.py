@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import expert_targets, target_modules
 from finetune.core.errors import Problem, nearest
+from finetune.core.formatting import as_yaml
 from finetune.models import module_lists, module_names
 from finetune.models.module_names import short
 from finetune.recipe import adapter_types
@@ -204,7 +205,7 @@ def _targets(
     if not picked and not resolved.options.get("target_parameters"):
         if not targets:
             what, fix = "the list of target modules is empty", _suggested(peft, names)
-            return [Problem(what, key, found=str(targets), fix=fix, code="target-modules")]
+            return [Problem(what, key, found=as_yaml(targets), fix=fix, code="target-modules")]
         what = "no module is left for an adapter after the exclusions"
         limits = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
         asked = ", ".join(name for name in limits if options.get(name) is not None)
@@ -328,7 +329,7 @@ def _mamba(names: Names, peft: str, picked: list[str], targets: object) -> list[
         return []
     what = f"PEFT does not adapt {' and '.join(layers)} of {names.family}"
     key, fix, why = "adapter.target_modules", _suggested(peft, names), "Mamba's kernels read these weights"
-    return [Problem(what, key, found=str(targets), fix=fix, why=why, code="target-modules")]
+    return [Problem(what, key, found=as_yaml(targets), fix=fix, why=why, code="target-modules")]
 
 
 def _never_called(names: Names, picked: list[str], options: Mapping[str, Any], peft: str) -> list[Problem]:
@@ -351,7 +352,7 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
         listed = [name for name in names.kinds if target_modules.match(targets, [name])[targets]]
         fix = f"target_modules: [{', '.join(dict.fromkeys(map(short, listed)))}]"
         fix = f"{fix}, or remove `layers_to_transform`"
-        return [Problem(what, key, found=str(wanted), fix=fix, code="target-modules")]
+        return [Problem(what, key, found=as_yaml(wanted), fix=fix, code="target-modules")]
     return []
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig import memory_estimate
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.formatting import as_yaml
 from finetune.core.run_checks import Choice
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def check_compile(asked: str | bool, hardware: Hardware) -> None:
     """Refuse CUDA graphs on a machine without a GPU (exit 3)."""
     if asked in GRAPHS and hardware.device == "cpu":
         what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
-        problem = Problem(what, "speed.compile", found=str(asked), fix=fix, code="hardware")
+        problem = Problem(what, "speed.compile", found=as_yaml(asked), fix=fix, code="hardware")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
@@ -177,7 +178,7 @@ def against_graphs(
     if compile in GRAPHS and sharded:
         what, fix = f"CUDA graphs do not work with {sharded}", "speed.compile: true"
         why = f"a CUDA graph reads weights at fixed addresses, and {sharded} moves them"
-        return Problem(what, "speed.compile", found=str(compile), why=why, fix=fix, code=code)
+        return Problem(what, "speed.compile", found=as_yaml(compile), why=why, fix=fix, code=code)
     if compile in GRAPHS and memory_estimate.away(offload, 1):
         what = f"speed.compile: {compile} does not work with offloaded activations"
         why = "a CUDA graph reads activations at fixed addresses on the GPU"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig import compilation, cuda_graphs, memory_estimate
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.formatting import as_yaml
 from finetune.core.run_checks import Choice
 from finetune.distributed import launch_environment
 
@@ -212,7 +213,7 @@ def _with_unknown_layers(spec: ModelSpec, speed: Speed, work: Work, fused: Choic
         Problem(
             reason,
             f"speed.{name}",
-            found=str(getattr(speed, name)).lower(),
+            found=as_yaml(getattr(speed, name)),
             fix=f"speed.{name}: {fix}",
             code="speed-option",
         )

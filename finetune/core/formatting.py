@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -39,6 +40,19 @@ def figure(value: object) -> str:
 def percent(value: float) -> str:
     """A share: `12.5%`."""
     return f"{value:.1%}"
+
+
+def as_yaml(value: object) -> str:
+    """Return a value as a recipe writes it: `true`, `null`, `[q_proj, v_proj]`. Strings have no quotes."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value).replace("inf", ".inf").replace("nan", ".nan")
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(as_yaml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {as_yaml(one)}' for key, one in value.items())}}}"
+    return str(value)
 
 
 def shortened(text: str, length: int) -> str:

@@ -11,6 +11,7 @@ import yaml
 
 from finetune.core import regular_files, strict_yaml, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, nearest
+from finetune.core.formatting import as_yaml
 from finetune.core.packages import install_extra, installed
 
 # Sections of the file, and the optional prefix of their keys: `fsdp_version` or `version`
@@ -129,7 +130,7 @@ def problems(given: dict[str, Any], where: str) -> list[Problem]:
                 found += [*_nested(key, value, where), *_values(key, value, where)]
             else:
                 what, expected = f"{key} must be a section", "a mapping with keys of its own"
-                texts = {"found": str(value), "expected": expected}
+                texts = {"found": as_yaml(value), "expected": expected}
                 found.append(Problem(what, key, where, **texts, code=CODE))
     section = given.get("fp8_config")
     backend = section.get("backend") if isinstance(section, dict) else None
@@ -160,7 +161,7 @@ def _gpus(given: dict[str, Any], where: str) -> list[Problem]:
     ids, found = given.get("gpu_ids"), []
     several = given.get("distributed_type") == "MULTI_GPU" and (given.get("num_machines") or 1) == 1
     if ids is not None and (not isinstance(ids, str) or not re.fullmatch(_IDS, ids)):
-        texts = {"found": str(ids), "expected": 'all, or a string of numbers such as "0,1"'}
+        texts = {"found": as_yaml(ids), "expected": 'all, or a string of numbers such as "0,1"'}
         what = "gpu_ids must be a string that names GPUs"
         found.append(Problem(what, "gpu_ids", where, **texts, fix="gpu_ids: all", code=CODE))
     elif several and ids not in (None, "all") and "," not in ids:
@@ -184,7 +185,7 @@ def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
         if name in held:
             key, value = held[name]
             what = "the key belongs to FSDP1, and Accelerate ignores it with fsdp_version: 2"
-            texts = {"found": str(value), "fix": fix, "code": CODE}
+            texts = {"found": as_yaml(value), "fix": fix, "code": CODE}
             found.append(Problem(what, f"fsdp_config.{key}", where, **texts))
     if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
         near = nearest(policy, FSDP_AUTO_WRAP_POLICY) or "TRANSFORMER_BASED_WRAP"
@@ -195,7 +196,7 @@ def _fsdp(given: dict[str, Any], where: str) -> list[Problem]:
         key, value = held["fsdp_min_num_params"]
         what = "Accelerate reads this key only with the wrap policy SIZE_BASED_WRAP"
         fix = "remove the key, or set `fsdp_auto_wrap_policy: SIZE_BASED_WRAP`"
-        found.append(Problem(what, f"fsdp_config.{key}", where, found=str(value), fix=fix, code=CODE))
+        found.append(Problem(what, f"fsdp_config.{key}", where, found=as_yaml(value), fix=fix, code=CODE))
     return found
 
 
@@ -204,7 +205,10 @@ def _unread(given: dict[str, Any], where: str) -> list[Problem]:
     kind, found = given.get("distributed_type"), []
     for key, value in COMMAND_LINE.items():
         if given.get(key, value) not in (value, None):
-            what, texts = "Accelerate reads this key only from the command line", {"found": str(given[key])}
+            what, texts = (
+                "Accelerate reads this key only from the command line",
+                {"found": as_yaml(given[key])},
+            )
             fix = f"remove the key, or pass --{key} to accelerate launch"
             found.append(Problem(what, key, where, **texts, fix=fix, code=CODE))
     if kind not in KINDS:
@@ -213,12 +217,14 @@ def _unread(given: dict[str, Any], where: str) -> list[Problem]:
         fix = f"distributed_type: {near}" if near else "use accelerate_configs/fsdp2_8.yaml"
         if kind is False:
             fix = "distributed_type: 'NO' (without quotes, YAML reads NO as false)"
-        texts = {"found": str(kind), "expected": ", ".join(KINDS), "fix": fix, "code": CODE}
+        texts = {"found": as_yaml(kind), "expected": ", ".join(KINDS), "fix": fix, "code": CODE}
         found.append(Problem(what, "distributed_type", where, **texts))
     for section, (key, value) in READ_UNDER.items():
         if given.get(section) and given.get(key) != value and kind in KINDS:
             what, fix = f"Accelerate reads this section only with {key}: {value}", f"{key}: {value}"
-            found.append(Problem(what, section, where, found=f"{key}: {given.get(key)}", fix=fix, code=CODE))
+            found.append(
+                Problem(what, section, where, found=f"{key}: {as_yaml(given.get(key))}", fix=fix, code=CODE)
+            )
     zero = given.get("deepspeed_config")
     if isinstance(zero, dict) and zero.get("deepspeed_config_file"):
         what = "finetune can't compare a separate DeepSpeed config file with the recipe"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from finetune.autoconfig import attention_choice, batch_size, mixed_precision
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.formatting import as_yaml
 from finetune.core.packages import install_extra, installed
 from finetune.distributed import launch_environment
 from finetune.distributed.launch_environment import (
@@ -91,7 +92,7 @@ def against(
         what = f"evaluation during training does not work with {sharded()} of the {CONFIG}"
         why = f"{sharded()} needs all ranks in each forward pass, and ranks have different numbers of them"
         fix = "set `eval.eval_steps: null`; finetune then evaluates at the end"
-        found.append(Problem(what, "eval.eval_steps", found=str(every), why=why, fix=fix, code=code))
+        found.append(Problem(what, "eval.eval_steps", found=as_yaml(every), why=why, fix=fix, code=code))
     if splitter() and adapter.ours("loraplus_lr_ratio"):
         what = f"LoRA+ does not work with {splitter()} of the {CONFIG}"
         why = f"LoRA+ needs an optimizer with its own parameter groups, which {splitter()} does not take"
@@ -178,7 +179,7 @@ def _by_transformer_engine(by: str, speed: Speed, data: Data) -> Iterator[Proble
     for name, values in allowed.items():
         if (value := getattr(speed, name)) not in values:
             what, fix = f"{by} applies only in the forward pass", f"set `speed.{name}: auto`"
-            yield Problem(what, f"speed.{name}", found=str(value), why=ONCE, fix=fix, code=code)
+            yield Problem(what, f"speed.{name}", found=as_yaml(value), why=ONCE, fix=fix, code=code)
     if on("ACCELERATE_USE_FSDP"):
         what = f"{by} needs whole weights, and FSDP shards them"
         fix = f"{OTHER_FP8['AO']}, or set `fp8_config.backend: AO`"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.formatting import as_yaml
 from finetune.core.pattern_time import Pattern
 from finetune.recipe.adapter_types import (
     CONFIGURED_INITS,
@@ -85,7 +86,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base, quantized)
     for key, why in UNSERVED.get(kind.peft, {}).items():
         if adapter.get(key) is not None and adapter[key] is not False:
-            texts = {"found": str(adapter[key]), "fix": f"remove `{key}`", "why": why, "code": OPTION}
+            texts = {"found": as_yaml(adapter[key]), "fix": f"remove `{key}`", "why": why, "code": OPTION}
             found.append((f"adapter.{key}", f"finetune does not support this option of {name}", texts))
     if kind.peft:
         found += _patterns(adapter)
@@ -94,7 +95,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         found += _other_files(adapter, model.get("name"))
     if kind.sets.get("use_dora") and adapter.get("lora_bias"):
         what, fix = "PEFT's DoRA does not support `lora_bias`", "remove `lora_bias`, or set `type: lora`"
-        texts = {"found": str(adapter["lora_bias"]), "fix": fix, "code": OPTION}
+        texts = {"found": as_yaml(adapter["lora_bias"]), "fix": fix, "code": OPTION}
         found.append(("adapter.lora_bias", what, texts))
     if kind.peft == "adalora":
         found += _schedule(adapter, train.get("max_steps"))
@@ -109,7 +110,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     smoothing = train.get("label_smoothing_factor")
     if kind.peft in PROMPTS and smoothing:  # its vectors have logits but no labels
         what, why = f"{name} does not support label smoothing", f"the vectors of {name} have no labels"
-        texts = {"found": str(smoothing), "fix": "label_smoothing_factor: 0", "why": why}
+        texts = {"found": as_yaml(smoothing), "fix": "label_smoothing_factor: 0", "why": why}
         found.append(("train.label_smoothing_factor", what, texts))
     return found
 
@@ -121,17 +122,17 @@ def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
         options = adapter.get(key)
         for file in ("cache_file", "covariance_file"):
             if isinstance(options, dict) and options.get(file) is not None:
-                texts = {"found": str(options[file]), "fix": f"remove `{file}`", "code": "unsafe-file"}
+                texts = {"found": as_yaml(options[file]), "fix": f"remove `{file}`", "code": "unsafe-file"}
                 texts |= {"why": "a pickle can run code when PEFT opens it"}
                 found.append((f"adapter.{key}.{file}", "finetune opens no pickle", texts))
     if adapter.get("tokenizer_kwargs"):
-        texts = {"found": str(adapter["tokenizer_kwargs"]), "fix": "remove `tokenizer_kwargs`"}
+        texts = {"found": as_yaml(adapter["tokenizer_kwargs"]), "fix": "remove `tokenizer_kwargs`"}
         what = "finetune ignores this key, because it loads the tokenizer without options"
         found.append(("adapter.tokenizer_kwargs", what, {**texts, "code": OPTION}))
     named = adapter.get("tokenizer_name_or_path")
     here = str(model).removeprefix("./")
     if named is not None and str(named).removeprefix("./") != here and not here.endswith(f"/{named}"):
-        texts = {"found": str(named), "expected": str(model), "fix": f"tokenizer_name_or_path: {model}"}
+        texts = {"found": as_yaml(named), "expected": str(model), "fix": f"tokenizer_name_or_path: {model}"}
         what = "this tokenizer is not the model's tokenizer"
         found.append(("adapter.tokenizer_name_or_path", what, {**texts, "code": OPTION}))
     return found
@@ -184,7 +185,7 @@ def _patterns(adapter: Mapping[str, Any]) -> Found:
 def _base(name: str, kind: AdapterType, base: Any) -> Found:
     if kind.storage and base not in (None, "auto", *FOUR_BIT):
         what, fix = f"{name} needs a 4-bit base model", f"quantization: nf4, or adapter.type: {name[1:]}"
-        return [("model.quantization", what, {"found": str(base), "fix": fix})]
+        return [("model.quantization", what, {"found": as_yaml(base), "fix": fix})]
     if isinstance(base, str) and obstacle(name, base):
         texts = {"found": f"{name} on {base}", "fix": "quantization: auto, or adapter.type: lora"}
         return [("model.quantization", obstacle(name, base), texts)]
@@ -224,11 +225,15 @@ def _offload(
         return found
     without = "activations" if asked == "all" else "none"
     if optim not in OFFLOADED:
-        texts = {"found": str(optim), "expected": " or ".join(OFFLOADED), "fix": f"optim: {OFFLOADED[0]}"}
+        texts = {"found": as_yaml(optim), "expected": " or ".join(OFFLOADED), "fix": f"optim: {OFFLOADED[0]}"}
         found.append(("train.optim", f"`speed.offload: {asked}` supports only torch's AdamW", texts))
     if adapter.get("loraplus_lr_ratio"):
         what, why = f"LoRA+ excludes `speed.offload: {asked}`", "LoRA+ has its own optimizer"
-        texts = {"found": str(adapter["loraplus_lr_ratio"]), "fix": f"speed.offload: {without}", "why": why}
+        texts = {
+            "found": as_yaml(adapter["loraplus_lr_ratio"]),
+            "fix": f"speed.offload: {without}",
+            "why": why,
+        }
         found.append(("adapter.loraplus_lr_ratio", what, texts))
     if kind.peft == "adalora":
         what, why = "AdaLoRA excludes an offloaded optimizer", "AdaLoRA masks ranks on the GPU between steps"
@@ -260,7 +265,7 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
     init = adapter.get("init_lora_weights")
     if init in ("orthogonal", "mica"):
         what = f"init_lora_weights: {init} excludes an fp8 base model"
-        texts = {"found": str(init), "fix": "init_lora_weights: true, or model.quantization: none"}
+        texts = {"found": as_yaml(init), "fix": "init_lora_weights: true, or model.quantization: none"}
         texts |= {"why": "it computes the adapter initialization from weights that fp8 quantizes"}
         found.append(("adapter.init_lora_weights", what, texts))
     return found + _coded(adapter, "fp8")
@@ -384,12 +389,12 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     whole = sorted(names & {*EMBEDDINGS})
     if kind.peft in PROMPTS and names & {*EMBEDDINGS}:
         what = f"PEFT's {name} can't train the embeddings"
-        texts = {"found": str(saved), "fix": "adapter.type: lora"}
+        texts = {"found": as_yaml(saved), "fix": "adapter.type: lora"}
         texts["why"] = f"{name} reads the base model's own embeddings, not the copy that trains"
         return [("adapter.modules_to_save", what, texts)]
     if added and whole and not (names & {*HEADS} or adapter.get("ensure_weight_tying")):
         fix = _with_both(saved, whole[0], "lm_head")  # tying does not help an untied head
-        texts = {"found": str(saved), "fix": f"modules_to_save: {fix}"}
+        texts = {"found": as_yaml(saved), "fix": f"modules_to_save: {fix}"}
         return [("adapter.modules_to_save", HEAD_STAYS, texts)]
     if not added or whole or "trainable_token_indices" in kind.keys:
         return []
@@ -397,7 +402,7 @@ def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any
     fixes = [] if kind.peft in PROMPTS else [f"adapter.modules_to_save: [{both}]"]
     fixes += ["adapter.type: lora"] if not (fixes and names & {*HEADS}) else []
     fix = ", or ".join(fixes)
-    texts = {"found": str(added)[:200], "fix": fix}
+    texts = {"found": as_yaml(added)[:200], "fix": fix}
     return [("model.add_tokens", f"{name} can't train the embeddings of new tokens", texts)]
 
 
@@ -439,7 +444,7 @@ def rows_beside(
     elif tied and head in whole and (added or own):
         what = "the new tokens would train in the embeddings but not in the separate copy of the tied head"
         fix = both + (", and remove `trainable_token_indices`" if own else "")
-    texts = {"found": str(list(saved)), "fix": f"modules_to_save: {fix}"}
+    texts = {"found": as_yaml(list(saved)), "fix": f"modules_to_save: {fix}"}
     return [("adapter.modules_to_save", what, texts)] if what else []
 
 
@@ -453,7 +458,7 @@ def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:
     every = adapter.get("orth_reg_every", 1)
     if type(every) is int and every > steps:
         what = "AdaLoRA would never compute the orthogonality term"
-        texts = {"found": str(every), "expected": f"a value <= {steps}", "fix": "orth_reg_every: 1"}
+        texts = {"found": as_yaml(every), "expected": f"a value <= {steps}", "fix": "orth_reg_every: 1"}
         texts |= {"why": f"the run has {steps} steps", "code": OPTION}
         return [("adapter.orth_reg_every", what, texts)]
     return []

@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.core import packages
 from finetune.core.errors import Problem, nearest
+from finetune.core.formatting import as_yaml
 from finetune.recipe import adapter_types
 from finetune.recipe.schema import QAT_CONFIGS
 
@@ -64,14 +65,14 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
             f"`speed.qat` does not support {kind}",
             "QAT rounds the merged weight in each forward pass",
         )
-        texts = {"found": str(kind), "expected": " or ".join(TYPES), "fix": "type: lora", "why": why}
+        texts = {"found": as_yaml(kind), "expected": " or ".join(TYPES), "fix": "type: lora", "why": why}
         found.append(("adapter.type", what, texts))
     if adapter.get("lora_dropout"):
         what, why = (
             "`speed.qat` excludes LoRA dropout",
             "QAT merges the adapter into the weight that it rounds",
         )
-        texts = {"found": str(adapter["lora_dropout"]), "fix": "lora_dropout: 0", "why": why}
+        texts = {"found": as_yaml(adapter["lora_dropout"]), "fix": "lora_dropout: 0", "why": why}
         found.append(("adapter.lora_dropout", what, texts))
     init = adapter.get("init_lora_weights")
     if isinstance(init, str) and init.startswith(adapter_types.REBASING_INITS):

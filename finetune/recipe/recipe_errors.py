@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.core import privacy
 from finetune.core.error_codes import SECRET_IN_RECIPE
 from finetune.core.errors import Problem, nearest
+from finetune.core.formatting import as_yaml, shortened
 from finetune.core.privacy import masked
 from finetune.recipe import adapter_keys, adapter_rules, command_line_overrides, qat_rules, train_rules
 from finetune.recipe.renames import KEYS, RENAMED, current, current_value, meant, owner_of
@@ -119,22 +120,27 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     for key, (rival,) in list(command_line_overrides.RIVALS.items())[::2]:
         if get(key) is not None and get(rival) is not None:
             fix = f"remove `{key}`, or remove `{rival}`"
-            problem(key, f"this key excludes `{rival}`", found=f"{get(key)} and {get(rival)}", fix=fix)
+            problem(
+                key,
+                f"this key excludes `{rival}`",
+                found=f"{as_yaml(get(key))} and {as_yaml(get(rival))}",
+                fix=fix,
+            )
     every = get("eval.eval_steps")
     alone = get("data.validation") is None and get("data.validation_fraction") is None
     if every is not None and alone:
         what, fix = "evaluation during training needs a validation set", "data.validation_fraction: 0.1"
-        problem("eval.eval_steps", what, found=str(every), fix=fix)
+        problem("eval.eval_steps", what, found=as_yaml(every), fix=fix)
     for key in ("eval.early_stopping_patience", "eval.metric_for_best_model"):
         if every is None and get(key) not in (None, "loss", "eval_loss"):
             fix = "eval.eval_steps: 50" + (" and data.validation_fraction: 0.1" if alone else "")
             what, why = "this key needs `eval.eval_steps`", "it uses the evaluations during training"
-            problem(key, what, found=str(get(key)), fix=fix, why=why)
+            problem(key, what, found=as_yaml(get(key)), fix=fix, why=why)
     flat = [key for key in ("data.packing", "data.padding_free") if get(key)]
     excludes = f"this key excludes {' and '.join(f'`{key}: true`' for key in flat)}"
     for key, (harmless, why) in _NOT_CONCATENATED.items():
         if flat and get(key) not in (None, harmless):
-            problem(key, excludes, found=str(get(key)), fix=f"remove `{key}`", why=why)
+            problem(key, excludes, found=as_yaml(get(key)), fix=f"remove `{key}`", why=why)
     added = get("model.add_tokens") if isinstance(get("model.add_tokens"), list) else []
     if repeated := ", ".join(str(token) for index, token in enumerate(added) if token in added[:index]):
         fix = f"add_tokens: {json.dumps(list(dict.fromkeys(map(str, added))), ensure_ascii=False)}"
@@ -195,7 +201,7 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
     if kind == "literal_error":
         what, code = "not one of the allowed values", "value-choice"
     today = current_value(key, value)
-    near = str(today) if today != value else meant(key, value, allowed)
+    near = as_yaml(today) if today != value else meant(key, value, allowed)
     fix = f"{path[-1]}: {near}" if near and not path[-1].isdecimal() else near
     expected = "" if near else expected
     return Problem(what, key, place_of(path, where), show(value), expected, fix, code=code)
@@ -209,7 +215,7 @@ def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> 
     value, dotted = _value(raw, path), ".".join(path)
     if dotted in KEYS:
         key, today = current(dotted, value)
-        fix = f"{key}: {_yaml(today)}"
+        fix = f"{key}: {as_yaml(today)}"
         return Problem("this key has a new name", dotted, at, show(value), fix=fix, code="renamed-key")
     adapter = raw.get("adapter")
     kind = f"adapter.{adapter.get('type')}" if isinstance(adapter, dict) else ""
@@ -294,11 +300,6 @@ def _literals(item: Any) -> list[str]:
     return re.findall(r"'([^']*)'", item["ctx"]["expected"])
 
 
-def _yaml(value: object) -> str:
-    """Return a value as a recipe writes it."""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 def _value(raw: object, path: tuple[str, ...]) -> Any:
     for part in path:
         if isinstance(raw, list):
@@ -316,14 +317,8 @@ def place_of(path: tuple[str, ...], where: Where) -> str:
 
 def show(value: object) -> str:
     """Return a value with its type, shortened for a message."""
-    text = str(value) if len(str(value)) <= 60 else str(value)[:57] + "..."
-    names = {
-        str: "string",
-        int: "integer",
-        float: "number",
-        bool: "boolean",
-        list: "list",
-    }
+    text = shortened(as_yaml(value), 60)
+    names = {int: "integer", float: "number", bool: "boolean", list: "list"}
     if isinstance(value, str):
         return f'"{text}" (string)'
     if value is None:

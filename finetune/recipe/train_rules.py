@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, nearest
+from finetune.core.formatting import as_yaml
 from finetune.recipe import upstream_options
 from finetune.recipe.schema import Train
 
@@ -98,7 +99,7 @@ def _of_schedule(
 def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
     """Find options that raise the rate above its peak, or that transformers refuses after the model loads."""
     for one, number in given.items():
-        key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": str(number), "code": "value-range"}
+        key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": as_yaml(number), "code": "value-range"}
         if one.endswith("_type"):  # decay_type
             if number not in SHAPES:
                 near = nearest(str(number), SHAPES)
@@ -135,17 +136,17 @@ def _of_order(train: dict[str, Any], *, streamed: bool) -> Iterator[Found]:
     if streamed and strategy not in (None, "random"):
         what = "this key has no effect with `data.streaming: true`"
         why = "finetune reads a stream in its own order and shuffles it in `data.shuffle_buffer`"
-        texts = {"found": str(strategy), "fix": "remove `train_sampling_strategy`", "why": why}
+        texts = {"found": as_yaml(strategy), "fix": "remove `train_sampling_strategy`", "why": why}
         yield "train.train_sampling_strategy", what, texts
     if streamed and train.get("data_seed") is not None:
         what = "this key has no effect with `data.streaming: true`"
         why = "`train.seed` is the seed that shuffles a stream"
-        texts = {"found": str(train["data_seed"]), "fix": "remove `data_seed`", "why": why}
+        texts = {"found": as_yaml(train["data_seed"]), "fix": "remove `data_seed`", "why": why}
         yield "train.data_seed", what, texts
     if train.get("save_strategy") == "epoch" and train.get("save_steps") is not None:
         what = "this key has no effect with `save_strategy: epoch`"
         why = "finetune then saves a checkpoint only at the end of each epoch"
-        texts = {"found": str(train["save_steps"]), "fix": "save_strategy: steps", "why": why}
+        texts = {"found": as_yaml(train["save_steps"]), "fix": "save_strategy: steps", "why": why}
         yield "train.save_steps", what, texts
 
 
@@ -157,7 +158,7 @@ def _of_optimizer(optim: str, train: dict[str, Any]) -> Iterator[Found]:
     elif train.get("optim_args") and not _READS_ARGS.fullmatch(optim):
         what = f"{optim} ignores `optim_args`"
         fix = "remove `optim_args`, or use adam_beta1, adam_beta2, adam_epsilon and weight_decay of `train:`"
-        yield "train.optim_args", what, {"found": str(train["optim_args"]), "fix": fix}
+        yield "train.optim_args", what, {"found": as_yaml(train["optim_args"]), "fix": fix}
     elif optim in _ARGS and isinstance(train.get("optim_args"), str):
         for name in (part.partition("=")[0].strip() for part in train["optim_args"].split(",")):
             if name not in _ARGS[optim]:
