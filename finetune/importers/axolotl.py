@@ -335,9 +335,7 @@ def _adapter(state: Translation) -> None:
     elif modules:
         state.set("adapter.target_modules", modules, "lora_target_modules", modules)
     if not quantized:
-        state.keep_default(
-            "model.quantization", "none", "auto", "on an H100, auto may store the base model in fp8"
-        )
+        common.keep_unquantized(state)
 
 
 def _attention(state: Translation) -> None:

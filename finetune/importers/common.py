@@ -145,6 +145,22 @@ def lora(state: Translation, keys: dict[str, str], quantized: str = "") -> None:
             state.apply_rule(key, state.source.pop(key), Rule(f"adapter.{name}"))
 
 
+def keep_unquantized(state: Translation) -> None:
+    """Keep the base model unquantized. finetune's default is `auto`."""
+    why = "on an H100, auto may store the base model in fp8"
+    state.keep_default("model.quantization", "none", "auto", why)
+
+
+def keep_trainer_defaults(state: Translation, max_length: int, learning_rate: float) -> None:
+    """Keep the defaults of transformers.Trainer, with the tool's own length and learning rate."""
+    state.keep_default("data.max_length", max_length, 1024)
+    if "train.max_steps" not in state.recipe:
+        state.keep_default("train.num_train_epochs", 3.0, 3)
+    state.keep_default("train.learning_rate", learning_rate, 2e-4)
+    state.keep_default("train.lr_scheduler_type", "linear", "linear")
+    state.keep_default("train.warmup_steps", 0, 0)
+
+
 def not_sft(tool: str, what: str, where: str) -> UserError:
     """Refuse training that is not supervised fine-tuning (exit 2)."""
     text = f"finetune imports supervised fine-tuning only, and this file is for {what}"

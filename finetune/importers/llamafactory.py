@@ -244,9 +244,7 @@ def _adapter(state: Translation) -> None:
     modules = "all-linear" if target == "all" else [name.strip() for name in target.split(",")]
     state.set("adapter.target_modules", modules, "lora_target", target)
     if not quantized:
-        state.keep_default(
-            "model.quantization", "none", "auto", "on an H100, auto may store the base model in fp8"
-        )
+        common.keep_unquantized(state)
 
 
 def _template(state: Translation) -> None:
@@ -280,10 +278,5 @@ def _attention(state: Translation) -> None:
 
 
 def _defaults(state: Translation) -> None:
-    state.keep_default("data.max_length", 2048, 1024)
-    if "train.max_steps" not in state.recipe:
-        state.keep_default("train.num_train_epochs", 3.0, 3)
-    state.keep_default("train.learning_rate", 5e-5, 2e-4)
-    state.keep_default("train.lr_scheduler_type", "linear", "linear")
-    state.keep_default("train.warmup_steps", 0, 0)
+    common.keep_trainer_defaults(state, max_length=2048, learning_rate=5e-5)
     state.keep_default("data.train_on", "assistant", "assistant", "both train on the answers only")

@@ -124,9 +124,7 @@ def _adapter(state: Translation) -> None:
             "PEFT's default for Llama, Qwen and Mistral",
         )
     if not quantized:
-        state.keep_default(
-            "model.quantization", "none", "auto", "on an H100, auto may store the base model in fp8"
-        )
+        common.keep_unquantized(state)
 
 
 def _loss(state: Translation) -> None:
@@ -143,9 +141,4 @@ def _loss(state: Translation) -> None:
 
 
 def _defaults(state: Translation) -> None:
-    state.keep_default("data.max_length", 1024, 1024)
-    if "train.max_steps" not in state.recipe:
-        state.keep_default("train.num_train_epochs", 3.0, 3)
-    state.keep_default("train.learning_rate", 2e-5, 2e-4)
-    state.keep_default("train.lr_scheduler_type", "linear", "linear")
-    state.keep_default("train.warmup_steps", 0, 0)
+    common.keep_trainer_defaults(state, max_length=1024, learning_rate=2e-5)
