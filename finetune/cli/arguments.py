@@ -99,21 +99,22 @@ def _is_a_run(word: str) -> bool:
 
 
 def check_read(command: str, overrides: list[str]) -> None:
-    """Refuse overrides of what a command on a finished run does not read (exit 2)."""
+    """Refuse overrides of keys that a command on a finished run does not read (exit 2)."""
     read = ("model", "data", "speed", "eval") if command != "publish" else ("publish", "model", "data")
     other = [
         text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
     ]
-    what = f"{command} does not read it: the run is as it was trained"
-    texts = {"expected": f"keys of {', '.join(read)}", "fix": "drop it, or train again with it"}
+    what, fix, code = f"`{command}` does not use this key", "remove the override", "command-line"
+    why = "it was used in training, and the run is finished"
+    texts = {"expected": f"keys of {', '.join(read)}", "fix": fix, "why": why, "code": code}
     if other:
         raise UserError(
             *(Problem(what, text.partition("=")[0], f"override {text!r}", **texts) for text in other)
         )
     key = "data.chat_template"
     if command != "publish" and any(text.partition("=")[0] == key for text in overrides):
-        what = f"{command} does not read it: the run's template is saved with its tokenizer"
-        raise UserError(Problem(what, key, fix="drop it, or train again with it"))
+        why = "the tokenizer of the run contains its chat template"
+        raise UserError(Problem(what, key, fix=fix, why=why, code=code))
 
 
 def train_again(options: argparse.Namespace) -> list[str]:

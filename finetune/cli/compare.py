@@ -12,33 +12,37 @@ from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import load, located
 from finetune.core.errors import Problem, UserError
 
+CODE = "command-line"
+
 
 def second_run(options: argparse.Namespace) -> str:
-    """The second of two run folders."""
+    """Return the second of two run folders.
+
+    Raises:
+        UserError: there is not exactly one second folder, or an option needs a recipe (exit 2).
+    """
     given = {"--adapters": options.adapters, "--seeds": options.seeds, "--budget": options.budget}
     given["--output"] = options.output
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
-        what = f"{', '.join(wrong)}: for a recipe, and this is a folder"
-        raise UserError(Problem(what, where=options.what, fix="finetune compare RECIPE --adapters lora,dora"))
+        what = f"{' and '.join(wrong)} can't be used to compare two runs"
+        fix = "finetune compare RECIPE --adapters lora,dora"
+        raise UserError(Problem(what, where=options.what, fix=fix, code=CODE))
     if len(options.overrides) != 1 or "=" in options.overrides[0]:
-        found = " ".join(options.overrides) or "nothing beside it"
-        raise UserError(
-            Problem(
-                "one run folder is compared with another", found=found, fix="finetune compare RUN_A RUN_B"
-            )
-        )
+        what = "to compare a run, name one other run"
+        found = " ".join(options.overrides) or "no other run"
+        raise UserError(Problem(what, found=found, fix="finetune compare RUN_A RUN_B", code=CODE))
     return options.overrides[0]
 
 
 def compare_problems(options: argparse.Namespace) -> list[Problem]:
-    """What does not go with a recipe."""
-    problems = []
+    """Return the problems of the options for a recipe."""
+    problems, fix = [], "--adapters lora,dora,ia3"
     if options.adapters is None and Path(options.what).exists():
-        problems.append(Problem("say which adapter types", fix="--adapters lora,dora,ia3"))
+        problems.append(Problem("the adapter types to compare are missing", fix=fix, code=CODE))
     if options.assert_equal:
         fix = "finetune compare RUN_A RUN_B --assert-equal"
-        problems.append(Problem("--assert-equal is for two run folders", fix=fix))
+        problems.append(Problem("--assert-equal needs two run folders", fix=fix, code=CODE))
     return problems
 
 

@@ -46,7 +46,9 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
     with located(recipe):
         checker.run(recipe, with_weights=False)
         if options.prepare is not None and recipe.data.streaming:
-            raise UserError(Problem("a stream is prepared while training", "data.streaming", fix="false"))
+            what, key = "--prepare can't prepare a stream, which is read during training", "data.streaming"
+            fix = "data.streaming: false"
+            raise UserError(Problem(what, key, found="true", fix=fix, code="command-line"))
         kept = [Path(recipe.data.cache_dir)] if options.prepare and recipe.data.cache_dir else []
         for folder in [*kept, *([page.parent] if page else [])]:
             with writing(folder):  # known before the work, not after it

@@ -361,7 +361,7 @@ def test_mistakes_are_said_before_anything_is_trained(done, tmp_path, capsys) ->
     recipe = str(QUICKSTART)
     for command, expected in (
         ([recipe], "--adapters lora,dora,ia3"),
-        ([recipe, "--adapters", "lora", "--assert-equal"], "--assert-equal is for two run folders"),
+        ([recipe, "--adapters", "lora", "--assert-equal"], "--assert-equal needs two run folders"),
         ([recipe, "--adapters", "lara,lora,lora,ia3@x"], "help:      lora"),
         ([recipe, "--adapters", "lora,lora"], "names an adapter type twice"),
         ([recipe, "--adapters", "lora, lora "], "names an adapter type twice"),
@@ -370,7 +370,7 @@ def test_mistakes_are_said_before_anything_is_trained(done, tmp_path, capsys) ->
         ([recipe, "--adapters", "lora", "--output", runs[0]], "found:     a run folder"),
         ([recipe, runs[0], "--adapters", "lora"], "not an override"),
         ([runs[0]], "help:      finetune compare RUN_A RUN_B"),
-        ([*runs, "--adapters", "lora"], "--adapters: for a recipe"),
+        ([*runs, "--adapters", "lora"], "--adapters can't be used to compare two runs"),
         ([runs[0], str(tmp_path)], "not a finished run"),
         (["nowhere.yaml", "--adapters", "lora"], "nowhere.yaml"),
     ):

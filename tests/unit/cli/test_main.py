@@ -222,8 +222,8 @@ def test_tasks_may_stand_before_the_run(words, run, tasks, tmp_path, monkeypatch
 def test_an_override_that_a_finished_run_does_not_read_is_refused(words, key, read, capsys) -> None:
     assert main.main(words) == 2
     said = capsys.readouterr().err
-    assert f"error: {key}: {words[0]} does not read it" in said
-    expected = f"expected:  keys of {read}" if read else "the run's template is saved with its tokenizer"
+    assert f"error: {key}: `{words[0]}` does not use this key" in said
+    expected = f"expected:  keys of {read}" if read else "the tokenizer of the run contains its chat template"
     assert expected in said
 
 
