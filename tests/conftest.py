@@ -7,6 +7,7 @@ import gc
 import getpass
 import hashlib
 import json
+import multiprocessing.util
 import os
 import shutil
 import sys
@@ -58,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_unconfigure() -> None:
+    multiprocessing.util._run_finalizers()  # at exit it would look for its own folder in TMPDIR
     shutil.rmtree(os.environ["TMPDIR"], ignore_errors=True)
 
 
