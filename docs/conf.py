@@ -60,7 +60,7 @@ nitpick_ignore = [
 ALIASES = {
     "finetune.recipe.schema.Recipe": "finetune.Recipe",
     "Recipe": "finetune.Recipe",
-    "finetune.api.Run": "finetune.Run",
+    "finetune.run.Run": "finetune.Run",
     "Run": "finetune.Run",
     "Plan": "finetune.planning.planner.Plan",
     "Quantization": "finetune.load_model",

@@ -5,17 +5,16 @@ Every function raises `finetune.core.errors.UserError`. The exception of another
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import only_user_errors
 from finetune.recipe.loader import load as load_recipe
 from finetune.recipe.schema import Model, Recipe
-from finetune.run_folder.run_folder import RunFolder
+from finetune.run import Run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from transformers import PreTrainedModel, TrainerCallback
 
@@ -37,45 +36,6 @@ __all__ = [
     "publish",
     "train",
 ]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run left behind."""
-
-    folder: Path
-
-    @property
-    @only_user_errors("read metrics.jsonl")
-    def metrics(self) -> list[dict[str, Any]]:
-        """The logged training steps: loss, learning rate, gradient norm, tokens per second and more.
-
-        Raises:
-            UserError: metrics.jsonl is damaged.
-        """
-        return RunFolder(self.folder).measured_steps()
-
-    @property
-    @only_user_errors("read eval.json")
-    def eval(self) -> dict[str, Any]:
-        """The content of eval.json: the base model and the fine-tuned model on the same examples.
-
-        Raises:
-            UserError: the run is not evaluated yet, or the file is damaged.
-        """
-        return RunFolder(self.folder).read("eval.json")
-
-    @only_user_errors("loaded the model of the run")
-    def load_model(self) -> PreTrainedModel:
-        """Load the base model as in training, and the adapter with plain PEFT, in evaluation mode.
-
-        Raises:
-            UserError: the saved files can't be loaded.
-        """
-        from finetune.evaluation import reopen
-
-        folder = RunFolder(self.folder)
-        return reopen.reopen(folder, load_recipe(folder.recipe))
 
 
 @only_user_errors("checked the recipe")
@@ -164,9 +124,9 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     Raises:
         UserError: the file can't be read, or it is not for supervised fine-tuning.
     """
-    from finetune.importers import import_recipe
+    from finetune.importers import reading
 
-    return import_recipe(path, tool, gpus)
+    return reading.import_recipe(path, tool, gpus)
 
 
 @only_user_errors("evaluated the run")

@@ -1,0 +1,53 @@
+"""What `finetune.train` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.core.errors import only_user_errors
+from finetune.recipe.loader import load as load_recipe
+from finetune.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left behind."""
+
+    folder: Path
+
+    @property
+    @only_user_errors("read metrics.jsonl")
+    def metrics(self) -> list[dict[str, Any]]:
+        """The logged training steps: loss, learning rate, gradient norm, tokens per second and more.
+
+        Raises:
+            UserError: metrics.jsonl is damaged.
+        """
+        return RunFolder(self.folder).measured_steps()
+
+    @property
+    @only_user_errors("read eval.json")
+    def eval(self) -> dict[str, Any]:
+        """The content of eval.json: the base model and the fine-tuned model on the same examples.
+
+        Raises:
+            UserError: the run is not evaluated yet, or the file is damaged.
+        """
+        return RunFolder(self.folder).read("eval.json")
+
+    @only_user_errors("loaded the model of the run")
+    def load_model(self) -> PreTrainedModel:
+        """Load the base model as in training, and the adapter with plain PEFT, in evaluation mode.
+
+        Raises:
+            UserError: the saved files can't be loaded.
+        """
+        from finetune.evaluation import reopen
+
+        folder = RunFolder(self.folder)
+        return reopen.reopen(folder, load_recipe(folder.recipe))
