@@ -195,6 +195,9 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
         fix = f"add `{path[-1]}:` to `{path[-2]}:`" if len(path) > 1 else f"add a section `{key}:`"
         what = "the recipe lacks this required key" if len(path) > 1 else "the recipe lacks this section"
         return Problem(what, key, place_of(path[:-1], where), fix=fix, code="missing-key")
+    if broken := next((item for item in items if item["type"] == "value_error"), None):
+        what = str(broken["ctx"]["error"])  # of a rule of ours
+        return Problem(what, key, place_of(path, where), show(value), code="value-type")
     expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
     allowed = [str(v) for item in items if item["type"] == "literal_error" for v in _literals(item)]
     what, code = ("out of range", "value-range") if kind in _BOUNDS else ("wrong type", "value-type")

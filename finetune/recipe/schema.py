@@ -32,7 +32,7 @@ class Section(BaseModel):
 
 def _can_be_path(name: str) -> str:
     if not can_be_path(os.path.expanduser(name)):
-        raise ValueError("a path can't contain NUL or be this long")
+        raise ValueError("the path is too long or has a NUL character")
     return name
 
 

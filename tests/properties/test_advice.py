@@ -521,7 +521,7 @@ def test_new_tokens_advice_trains_the_head_of_an_untied_model(
 
 
 def test_no_advice_names_the_number_of_a_layer(changed, problems) -> None:
-    cases = (("exclude_modules", ["w1"], "remove `w1`"), ("rank_pattern", {"w1": 4}, "remove it"))
+    cases = (("exclude_modules", ["w1"], "remove it"), ("rank_pattern", {"w1": 4}, "remove `w1`"))
     for key, value, fix in cases:
         (problem,) = problems(changed({"model.name": "MIXTRAL", f"adapter.{key}": value}))
         assert problem.fix == fix and "0" not in problem.found.split(", ")

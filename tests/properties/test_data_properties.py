@@ -287,7 +287,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "adapter.rank_pattern": st.dictionaries(
         st.text("abz_.0:#- '\"", min_size=1, max_size=12), st.integers(1, 64), max_size=3
     ),
-    "data.name": TEXT.map(lambda text: f"a{text}.jsonl"),
+    "data.name": TEXT.map(lambda text: f"a{text}.jsonl".replace("\0", "")),
     "data.train_on": st.sampled_from(["assistant", "all"]),
     "train.learning_rate": st.floats(1e-30, 10),
     "train.run_name": TEXT,

@@ -15,6 +15,7 @@ from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.data.preparation import prepare
 from finetune.models.tokenizer_setup import load_tokenizer
+from finetune.recipe import loader
 from finetune.recipe.schema import Data, Model
 from support.paths import DATA, MODEL, QUICKSTART, ROOT
 from support.recipe_texts import CHAT, GOOD_ROW, RECIPE, USER, rows
@@ -228,3 +229,13 @@ def test_what_is_seen_once_model_and_data_are_there(override: str, says: str, tr
     for dry in [[], *[["--dry-run"]] * ("router" not in override)]:
         train(override, *dry, code=2)
         assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["b\\0.jsonl", "x" * 5000], ids=["NUL", "too long"])
+def test_a_path_that_no_file_can_have_is_an_error_in_the_words_of_the_rule(name: str, tmp_path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f'model: {{name: a}}\ndata: {{name: "{name}"}}\nadapter: {{type: lora}}\n')
+    with pytest.raises(UserError) as caught:
+        loader.load(path)
+    (problem,) = caught.value.problems
+    assert problem.what == "the path is too long or has a NUL character" and problem.key == "data.name"
