@@ -168,7 +168,10 @@ def export_model(
 
 @only_user_errors("published the run")
 def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> dict[str, Any]:
-    """Upload a run to the Hub; return the content of publish.json."""
+    """Upload a run to the Hub; return the content of publish.json.
+
+    A dry run uploads nothing and returns the files and the repository.
+    """
     from finetune.core.console import Console
     from finetune.export import publishing
 

@@ -43,7 +43,7 @@ def run(
         merged: publish the result of `finetune merge` instead of the adapter.
 
     Returns:
-        The content of publish.json, empty for a dry run.
+        The content of publish.json; for a dry run, the files and the repository.
 
     Raises:
         UserError: there is no repository, a file contains a secret, or a link leads outside the run (exit 2).
@@ -79,8 +79,7 @@ def run(
         for note in [*notes, *staged_files.say_of(base, files)]:
             screen.say(f"note: {note}")
         if dry_run or not repo:
-            show(screen, files, section, staged)
-            return {}
+            return show(screen, files, section, staged)
         return push(folder, recipe, repo, files, screen)
 
 
@@ -97,12 +96,20 @@ def format_command(folder: RunFolder, section: Publish) -> str:
     return shlex.join([*words, *([f"publish.revision={section.revision}"] if section.revision else [])])
 
 
-def show(screen: Console, files: dict[str, Path], section: Publish, staged: Path) -> None:
-    """Print the files of a dry run, and the folder that contains them."""
-    rows = [(name, f"{path.stat().st_size:,}") for name, path in files.items()]
+def show(screen: Console, files: dict[str, Path], section: Publish, staged: Path) -> dict[str, Any]:
+    """Print and return the files of a dry run, the repository and the folder that contains the files."""
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    rows = [(name, f"{size:,}") for name, size in sizes.items()]
     where = f"{section.repo or 'a repository'} ({'private' if section.private else 'public'})"
     screen.table(f"files for {where}", ("file", "bytes"), rows)
     screen.say("", f"these files and the model card are in {staged}", "finetune uploaded nothing")
+    return {
+        "repo": section.repo,
+        "revision": section.revision,
+        "private": section.private,
+        "folder": str(staged),
+        "files": {name: {"bytes": size} for name, size in sizes.items()},
+    }
 
 
 def push(

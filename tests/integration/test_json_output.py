@@ -85,7 +85,7 @@ def test_commands_on_a_run(train, tmp_path, capsys, small, two_layers) -> None:
     assert set(printed(["chat", run, "--prompt", "a", "--max-new-tokens", "2"], capsys)["result"]) == {
         "answers"
     }
-    assert isinstance(printed(["publish", run, "--dry-run"], capsys)["result"], dict)
+    assert "README.md" in printed(["publish", run, "--dry-run"], capsys)["result"]["files"]
     assert printed(["compare", run, run], capsys)["result"]["parts"]
 
 

@@ -112,6 +112,17 @@ def test_again_sends_only_what_is_missing(hub: Hub, trained, capsys) -> None:
     assert json.loads(repo.files["eval.json"])["samples"] == []
 
 
+def test_publish_dry_run_json_has_the_repository_and_the_files(trained, capsys) -> None:
+    words = ["publish", str(trained().path), "--repo", "me/notes", "--public", "--dry-run", "--json"]
+    assert main.main(words) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    staged = Path(result["folder"])
+    assert (result["repo"], result["revision"], result["private"]) == ("me/notes", None, False)
+    assert result["files"].keys() == FILES
+    assert result["files"] == {path.name: {"bytes": path.stat().st_size} for path in staged.iterdir()}
+    shutil.rmtree(staged)
+
+
 def test_a_dry_run_needs_no_one(trained, monkeypatch, capsys) -> None:
     from huggingface_hub import ModelCard
 
