@@ -18,7 +18,7 @@ from support.soak import soak_except
 
 NEEDS_GGUF = pytest.importorskip("gguf", reason="needs the package gguf (the extra `export`)")
 
-from finetune.export import gguf_export  # noqa: E402
+from finetune.export import gguf_export  # noqa: E402 (after importorskip)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """The serving check catches each fault that is planted in an export.
 
-A fault is planted in the model before finetune writes it, or in the keys and tensors of the GGUF file. The check
-expects the model without the fault.
+A fault is planted in the model before finetune writes it, or in the keys and tensors of the GGUF file. The
+check expects the model without the fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from support import exports
 
 gguf: Any = pytest.importorskip("gguf", reason="needs the package gguf (the extra `export`)")
 
-from finetune.export import gguf_export, gguf_families, gguf_file, gguf_tensors  # noqa: E402
+from finetune.export import gguf_export, gguf_families, gguf_file, gguf_tensors  # noqa: E402 (after importorskip)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
