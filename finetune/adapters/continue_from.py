@@ -247,6 +247,12 @@ def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
     return target_modules.slow_patterns(options, [*names.kinds, *names.tower_kinds], "adapter.init_from")
 
 
+def against_layout(adapter: Adapter, names: Names) -> list[Problem]:
+    """Return `layout_problems` of a local adapter. The run looks at an adapter on the Hub."""
+    folder = _source_folder(str(adapter.source))
+    return layout_problems(folder, names, adapter_types.find(adapter.type).peft) if folder else []
+
+
 def check_patterns(folder: Path, model: Any) -> None:
     """Refuse an adapter with a regular expression that takes too long on the model's names (exit 2)."""
     path = folder / "adapter_config.json"
@@ -283,6 +289,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     """Load the adapter of `adapter.init_from` for training, and check that its whole file is used."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
+    from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 
     source = str(adapter.source)
     folder = _source_folder(source)
@@ -300,11 +307,18 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     if problems:
         raise UserError(*problems)
     check_patterns(folder, model)
+    if problems := layout_problems(
+        folder, module_names.of_model(model), adapter_types.find(adapter.type).peft
+    ):
+        raise UserError(*problems)
     with refusals(f"the adapter of {source} does not fit this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]
     config.base_model_name_or_path, config.revision = model.name_or_path, commit  # its base model from now on
-    on_disk = load_peft_weights(str(folder), device="cpu")
+    # PEFT stacks the tensors of an adapter with one module per expert when it loads them
+    on_disk = convert_peft_adapter_state_dict_for_transformers(
+        adapted, config, load_peft_weights(str(folder), device="cpu")
+    )
     live = get_peft_model_state_dict(adapted, **initialization.embeddings(adapted))
     check_whole(adapted, list(on_disk), source)
     equal = sum(
@@ -320,6 +334,30 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
         code=Exit.ARTEFACT,
     )
     return adapted
+
+
+def layout_problems(folder: Path, names: Names, peft: str) -> list[Problem]:
+    """Return the problem of an adapter whose experts are stored in another layout than the model's.
+
+    transformers 4 has one module per expert, and transformers 5 stacks them in two parameters. PEFT converts
+    a LoRA adapter from the first layout to the second for some families. For other families it would ignore
+    the tensors of the experts with a warning.
+    """
+    tensors = {name.partition(".lora_")[0] for name in checkpoint_headers.tensors(folder)}
+    apart = sorted(name for name in tensors if re.search(r"\.experts\.\d+\.", name))
+    together = sorted(name for name in tensors if re.search(r"\.experts(\.base_layer)?$", name))
+    stacked, listed = expert_targets.stacked(names), any(".experts.0." in name for name in names.linear)
+    converts = peft == "lora" and expert_targets.is_rewritten(names)
+    texts = {"fix": MERGED, "code": "adapter-files"}
+    if apart and stacked and not converts:
+        what = f"the adapter has one module per expert, but the experts of {names.family} are stacked"
+        found, why = f"{len(apart)} modules, such as {apart[0]}", "PEFT can't convert them for this family"
+        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
+    if together and listed and not stacked:
+        what = f"the adapter has stacked experts, but {names.family} has one module per expert"
+        found, why = f"{len(together)} modules, such as {together[0]}", "PEFT can't split them"
+        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
+    return []
 
 
 def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:

@@ -78,7 +78,7 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
     picked = target_modules.targeted(plain, names)
     if peft != "lora" or targets is None or not stacks:
         return Resolved(plain, picked)
-    rewritten = _REWRITTEN.get(upstream_options.moe_patterns().get(names.family, ""), frozenset())
+    rewritten = _rewritten(names)
     routers = [] if targets in (target_modules.EVERYTHING, WITH_EXPERTS) else _routers(picked, names)
     skipped = [one for one in picked if module_names.short(one) in rewritten and one not in routers]
     experts, half = _experts(plain, stacks, every)
@@ -100,6 +100,15 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
         resolved["target_parameters"] = [*own, *added]
     resolved |= _doubled([one for one, count in experts.items() if count > 1], resolved, names)
     return Resolved(resolved, modules, tuple(named), tuple(skipped), half)
+
+
+def is_rewritten(names: Names) -> bool:
+    """Return whether PEFT knows both layouts of this family's experts."""
+    return bool(_rewritten(names))
+
+
+def _rewritten(names: Names) -> frozenset[str]:
+    return _REWRITTEN.get(upstream_options.moe_patterns().get(names.family, ""), frozenset())
 
 
 def _routers(picked: list[str], names: Names) -> list[str]:

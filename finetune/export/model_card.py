@@ -244,6 +244,12 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
         "trained biases": config.get("bias", "none") != "none" or config.get("lora_bias"),
         "different ranks or alphas per layer": config.get("rank_pattern") or config.get("alpha_pattern"),
     }
+    # vLLM reads PEFT's stacked experts only for model classes with `is_3d_moe_weight`. Other classes need one
+    # module per expert (vLLM's main branch, lora/lora_model.py, from_local_checkpoint, and
+    # lora/model_manager.py, _create_lora_modules). An adapter on a router is not tested with vLLM.
+    parameters = sorted(config.get("target_parameters") or ())
+    stacked = bool(parameters) and all("experts." in name for name in parameters)
+    reasons[f"the adapted parameters {', '.join(parameters)}"] = bool(parameters)
     why = ", ".join(reason for reason, holds in reasons.items() if holds)
     rank = next((size for size in VLLM_RANKS if size >= int(config.get("r") or 0)), None)
     why = why or ("" if rank else f"rank {config.get('r')}")
@@ -251,7 +257,10 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
         way = "Merge the adapter first: `finetune merge RUN`, then `finetune publish RUN --merged`."
         if unmerged := adapter_types.unmerged(str(config.get("peft_type")).lower(), config):
             way = f"Use the adapter with PEFT, which {unmerged}."
-        return f"vLLM can't serve {why} as an adapter. {way}"
+        only = sum(map(bool, reasons.values())) == 1 and stacked
+        except_for = ", except for gpt-oss, Qwen3.5-MoE and other models whose class in vLLM has "
+        except_for = f"{except_for}`is_3d_moe_weight`" if only else ""
+        return f"vLLM can't serve {why} as an adapter{except_for}. {way}"
     name = repo.rpartition("/")[2]
     words = ["vllm", "serve", base.name if base.on_hub else f"path/to/{base.name}", "--enable-lora"]
     words += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={repo}"]

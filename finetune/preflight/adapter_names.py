@@ -24,7 +24,8 @@ def against_names(recipe: Recipe, names: Names) -> list[Problem]:
     """
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
     if recipe.adapter.source:
-        return continue_from.slow_patterns(recipe.adapter, names)
+        found = continue_from.slow_patterns(recipe.adapter, names)
+        return found + continue_from.against_layout(recipe.adapter, names)
     if not kind.peft:
         return []
     added = tokenizer_setup.read_added_tokens(recipe.model)

@@ -176,6 +176,14 @@ def test_an_older_evaluation_does_not_say_its_rows(made) -> None:
         ({**LORA, "rank_pattern": {"q_proj": 4}}, "ranks"),
         ({**LORA, "bias": "all"}, "biases"),
         ({**LORA, "r": 1024}, "rank 1024"),
+        (
+            {**LORA, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+            "parameters mlp.experts.down_proj, mlp.experts.gate_up_proj as an adapter, except for",
+        ),
+        (
+            {**LORA, "target_parameters": ["mlp.gate.weight"]},
+            "parameters mlp.gate.weight as an adapter. Merge",
+        ),
     ],
 )
 def test_what_vllm_does_not_serve_is_merged_first(config, why) -> None:
