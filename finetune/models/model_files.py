@@ -126,7 +126,7 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
         what, fix = "the model needs a package that is not installed", "install the package"
         problem = Problem(what, "model.name", found=first_line(error), fix=fix, code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
-    except (LookupError, TypeError, AttributeError, StrictDataclassError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError, StrictDataclassError) as error:
         what, found = "transformers can't read the model's files", f"{type(error).__name__}: {error}"[:300]
         raise UserError(Problem(what, "model.name", model.name, found, code="model-files")) from error
     except (OSError, ValueError) as error:

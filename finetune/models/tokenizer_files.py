@@ -15,7 +15,14 @@ from finetune.models import tokenizer_setup
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model
 
-NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Classes of transformers that take the steps of tokenizer.json as they are (transformers 5.22)
+AS_WRITTEN = ("", "LlamaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
+# Classes that make steps of their own, which are those of a tokenizer.json at the level of bytes
+BYTE_LEVEL = (
+    "CodeGenTokenizer", "CohereTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer",
+    "Qwen3_5Tokenizer",
+)  # fmt: skip
 
 
 @dataclass
@@ -79,13 +86,14 @@ def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | Non
     backend = tokenizer_setup.read_tokenizer(model)
     if settings is None or backend is None:
         return None
-    named = [token for name, token in settings.items() if name in NAMED and isinstance(token, dict)]
-    if any("content" not in token for token in named):
+    if not _is_read_as_written(settings["tokenizer_class"], backend):
+        return None
+    if not tokenizer_setup.can_encode(backend):
         return None
     special = {
         name: str(token["content"] if isinstance(token, dict) else token)
         for name, token in settings.items()
-        if token and name.endswith("_token") and (name in NAMED or isinstance(token, str))
+        if token and name.endswith("_token") and (name in tokenizer_setup.NAMED or isinstance(token, str))
     }
     special.setdefault("pad_token", special["eos_token"])
     if any(backend.token_to_id(special[name]) is None for name in ("eos_token", "pad_token")):
@@ -94,4 +102,12 @@ def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | Non
         template = chat_template or tokenizer_setup.own_template(model)
     except (OSError, ValueError, TypeError, KeyError):  # loading says what is wrong with it
         return None
-    return TokenizerFiles(backend, template, special)
+    return TokenizerFiles(backend, template, special) if tokenizer_setup.is_template(template) else None
+
+
+def _is_read_as_written(tokenizer_class: str, backend: Any) -> bool:
+    """Whether transformers makes the same tokenizer from the files of this class."""
+    name = tokenizer_class.removesuffix("Fast")
+    if name == "GemmaTokenizer":
+        return type(backend.normalizer).__name__ == "Replace"
+    return name in AS_WRITTEN or (name in BYTE_LEVEL and "ByteLevel" in repr(backend.pre_tokenizer))

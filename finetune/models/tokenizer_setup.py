@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Model
 
 
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+PROBE = "x \u00e9 \u4f60 \u0378 \U0001f600"
 UNLIMITED = int(1e30)  # transformers' own value for a tokenizer without a limit
 
 
@@ -39,20 +41,42 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     if backend is None:
         raise UserError(without_backend(type(tokenizer).__name__))
     tokenizer_limits.check(backend, model.name)
-    if tokenizer.eos_token is None:
+    if tokenizer.eos_token_id is None:
         what, fix = "the tokenizer has no eos token", "set eos_token in the model's tokenizer_config.json"
+        raise UserError(Problem(what, "model.name", found=model.name, fix=fix, code="tokenizer"))
+    if not can_encode(backend):
+        what, fix = "the tokenizer can't encode every text", "use the tokenizer of another checkpoint"
         raise UserError(Problem(what, "model.name", found=model.name, fix=fix, code="tokenizer"))
     # What tokenizer.json says of them: examples are cut by `fit`, and padded by the collator
     backend.no_truncation()
     backend.no_padding()
     tokenizer.model_max_length = UNLIMITED  # `token_limits.apply` knows the model's, by its config
-    if tokenizer.pad_token is None:
+    if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
     if chat_template is not None:
         tokenizer.chat_template = chat_template
+    elif not is_template(tokenizer.chat_template):
+        what, found = "the tokenizer's chat template is not a string", f"{tokenizer.chat_template!r}"[:200]
+        fix = "data.chat_template: chatml"
+        raise UserError(Problem(what, "data.chat_template", "", found, fix=fix, code="chat-template"))
     _check_new(model.add_tokens, tokenizer.get_vocab())
     _add_tokens(tokenizer, model.add_tokens)
     return tokenizer
+
+
+def is_template(template: Any) -> bool:
+    """Whether a chat template of a tokenizer is Jinja source, named sources, or nothing."""
+    sources = template.values() if isinstance(template, dict) else [template]
+    return template is None or all(isinstance(source, str) for source in sources)
+
+
+def can_encode(backend: Any) -> bool:
+    """Whether a tokenizer of the tokenizers library has ids for usual and for rare characters."""
+    try:
+        with panics_as_errors():
+            return bool(backend.encode("x", add_special_tokens=False).ids and backend.encode(PROBE))
+    except Exception:  # the library's one type for every fault
+        return False
 
 
 @contextlib.contextmanager
@@ -151,22 +175,47 @@ def settings(folder: Path) -> dict[str, Any] | None:
     `None`: the tokenizer may run in Python, or it has no tokenizer.json or no eos token.
     """
     said, config = (_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
+    older = _json(folder / "special_tokens_map.json")
+    if said is None or config is None or older is None:
+        return None
     named = said.get("tokenizer_class") or config.get("tokenizer_class")
     named = named or upstream_options.tokenizer_classes().get(str(config.get("model_type")), "")
-    in_python = upstream_options.runs_in_python(str(named or ""))
+    in_python = not isinstance(named, str) or upstream_options.runs_in_python(named)
     if "added_tokens_decoder" not in said:  # transformers reads the older file only then
-        said |= _json(folder / "special_tokens_map.json")
-    eos, plain = said.get("eos_token"), (folder / "tokenizer.json").is_file()
-    return None if in_python or not plain or (folder / "tekken.json").exists() or not eos else said
+        said |= older
+    plain = (folder / "tokenizer.json").is_file() and not (folder / "tekken.json").exists()
+    doubtful = in_python or not plain or not said.get("eos_token") or not _has_usual_values(said)
+    return None if doubtful else {**said, "tokenizer_class": named}
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file, which may be missing or broken: loading says so."""
+def _has_usual_values(said: dict[str, Any]) -> bool:
+    """Whether the values of a tokenizer_config.json have the types that transformers expects."""
+    tokens = [said.get(name) for name in NAMED]
+    decoder = said.get("added_tokens_decoder") or {}
+    sides = [said.get(f"{kind}_side") or "right" for kind in ("padding", "truncation")]
+    return (
+        all(token is None or _is_token(token) for token in tokens)
+        and isinstance(decoder, dict)
+        and all(number.isdecimal() and _is_token(token) for number, token in decoder.items())
+        and all(side in ("left", "right") for side in sides)
+        and isinstance(said.get("extra_special_tokens") or [], list | dict)
+        and isinstance(said.get("init_inputs") or [], list)
+        and not said.get("split_special_tokens")
+    )
+
+
+def _is_token(value: Any) -> bool:
+    text = value.get("content") if isinstance(value, dict) else value
+    return isinstance(text, str) and text != ""
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """The content of a JSON file, which may be missing; `None`: it is broken, as loading says."""
     try:
-        found = regular_files.read_json(path, "model.name")
+        found = regular_files.read_json(path, "model.name") if path.exists() else {}
     except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def without_backend(name: str) -> Problem:
