@@ -152,18 +152,24 @@ def merge(run: Run | str | Path, output: str | None = None, *, quantize: str | N
 
 @only_user_errors("exported the run")
 def export_model(
-    run: Run | str | Path, to: str, output: str | None = None, *, quantize: str | None = None
+    run: Run | str | Path,
+    to: str,
+    output: str | None = None,
+    *,
+    quantize: str | None = None,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """Export a run for a server, and check that it reads and answers prompts the same; return the report.
 
     Args:
-        to: gguf.
+        to: gguf, vllm or mlx.
         output: the new folder; `None`: `export-gguf-f16` and so on in the run folder.
         quantize: how the weights are stored; `None`: the target's default.
+        adapter: export the adapter alone instead of merged weights.
     """
     from finetune.export import exporting
 
-    return exporting.run(_path(run), to, output=output, quantize=quantize)
+    return exporting.run(_path(run), to, output=output, quantize=quantize, adapter=adapter)
 
 
 @only_user_errors("published the run")

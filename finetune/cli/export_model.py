@@ -8,7 +8,7 @@ from typing import Any
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import opened
 
-TARGETS = ("gguf",)
+TARGETS = ("gguf", "vllm", "mlx")
 EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--to", {"choices": TARGETS, "required": True, "help": "the program that will serve the model"}),
     (
@@ -16,10 +16,11 @@ EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
         {
             "metavar": "KIND",
             "help": "how the weights are stored. gguf: f32, f16 (default), bf16 or q8_0; q6_k, q5_k_m, "
-            "q4_k_m, q3_k_m or q2_k with llama.cpp's llama-quantize. For torchao's formats, use "
-            "`finetune merge`",
+            "q4_k_m, q3_k_m or q2_k with llama.cpp's llama-quantize. vllm and mlx: bf16 (default) or f32. "
+            "For torchao's formats, use `finetune merge`",
         },
     ),
+    ("--adapter", {"action": "store_true", "help": "export the adapter alone, without a merge (vllm)"}),
     ("--output", {"metavar": "DIR", "help": "a new folder (default: RUN/export-gguf-f16 and so on)"}),
 )
 
@@ -33,7 +34,7 @@ def export_model(options: argparse.Namespace) -> dict[str, Any]:
     with fast_imports():
         from finetune.export import exporting
 
-    given = {"quantize": options.quantize, "output": options.output}
+    given = {"quantize": options.quantize, "output": options.output, "adapter": options.adapter}
     report = exporting.run(run.path, options.to, options.overrides, **given)
     exporting.show(Console(quiet=options.quiet), report)
     return report

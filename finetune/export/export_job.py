@@ -19,12 +19,12 @@ class Job:
 
     name: str
     source: Path
-    """The folder with the merged weights."""
+    """The folder with the merged weights, or with the adapter."""
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase
     expected: Expected
     quantize: str
-    adapter: Path | None
-    """The folder of the adapter, if there is one."""
     base: str
     """Name or folder of the base model."""
+    stored: str = ""
+    """The quantization of the base model in training, if there was one."""

@@ -13,16 +13,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
+from finetune.autoconfig import mixed_precision
 from finetune.core import safe_files
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.data import encoding
 from finetune.evaluation import reopen, scoring, validation_set
-from finetune.export import gguf_export, merged_files, merging, plain_base, serving_check, verify_merge
+from finetune.export import (
+    gguf_export,
+    merged_files,
+    merging,
+    mlx_export,
+    plain_base,
+    serving_check,
+    verify_merge,
+    vllm_export,
+)
 from finetune.export.export_job import Job
 from finetune.export.serving_check import Expected
-from finetune.models.generation_config import declared_stops
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -34,10 +43,9 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 REPORT = "export.json"
-KINDS = {"gguf": gguf_export.KINDS}
-"""Target -> allowed values of --quantize; the default comes first in `DEFAULTS`."""
-DEFAULTS = {"gguf": "f16"}
-MODULES = {"gguf": gguf_export}
+MODULES: dict[str, Any] = {"gguf": gguf_export, "vllm": vllm_export, "mlx": mlx_export}
+"""Target -> the module that writes it: `KINDS`, `check(config, kind)` and `write(job, folder)`."""
+DEFAULTS = {"gguf": "f16", "vllm": "bf16", "mlx": "bf16"}
 
 
 def run(
@@ -47,15 +55,17 @@ def run(
     *,
     quantize: str | None = None,
     output: str | None = None,
+    adapter: bool = False,
 ) -> dict[str, Any]:
     """Export a run, check the exported files, and publish the folder with its report in export.json.
 
     Args:
         path: the run folder.
-        to: the target: a key of `KINDS`.
+        to: the target: a key of `MODULES`.
         overrides: overrides of the run's recipe, such as `model.name=...` on another machine.
         quantize: how the weights are stored. `None` means the target's default.
         output: the new folder. `None` means `export-gguf-f16` and so on in the run folder.
+        adapter: export the adapter alone instead of merged weights.
 
     Returns:
         The report: files, comparison with the fine-tuned model, serving check, commands, seconds.
@@ -72,12 +82,15 @@ def run(
     has_adapter = folder.weights == folder.adapter
     merged_files.check_one_process(setup, "export", folder)
     MODULES[to].check(AutoConfig.from_pretrained(_config_of(folder, recipe), trust_remote_code=False), kind)
-    target = merging.free_target(folder.path, f"export-{to}-{kind}", output)
+    if adapter:
+        check_adapter(folder, to)
+    part = "adapter" if adapter else kind
+    target = merging.free_target(folder.path, f"export-{to}-{part}", output)
     tokenizer = reopen.tokenizer_of(folder)
     held_out, _ = validation_set.held_out(folder, recipe, tokenizer)
+    plain = plain_base.unrounded(recipe)
     rows, _ = verify_merge.probes(recipe, tokenizer, held_out)
     examples = [row.example for row in held_out if row.example.asks][: serving_check.CHATS]
-    plain = plain_base.unrounded(recipe)
     report: dict[str, Any] = {"target": to, "quantize": kind, "path": str(target)}
     with merging.staging(target) as (whole, packed), merging.located(folder):
         expected: list[Expected] = []
@@ -86,28 +99,40 @@ def run(
             verify_merge.in_fp32(model.eval())
             expected.append(expected_of(model, tokenizer, recipe, examples))
 
-        source = whole
-        if has_adapter:
+        source = folder.weights
+        if not has_adapter or adapter:
+            observe(reopen.reopen(folder, plain))
+        else:
             tuned, base, _ = verify_merge.trained(folder, plain, rows, observe)
-            dtype = "bfloat16" if kind == "bf16" else "float32"
+            source, dtype = whole, "bfloat16" if kind == "bf16" else "float32"
             report["dtype"] = dtype
             report |= merged_files.write_merged(folder, plain, setup, getattr(torch, dtype), tokenizer, whole)
             merged, _ = verify_merge.reopened(whole, setup, rows, lambda _: None)
             report["against_tuned"] = verify_merge.agreement(tuned, base, merged)
             verify_merge.refuse_lost(report, folder)
-        else:
-            source = folder.model
-            observe(reopen.reopen(folder, plain))
-        config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.path.absolute().name)
-        adapter = folder.adapter if has_adapter else None
-        job = Job(name, source, config, tokenizer, expected[0], kind, adapter, recipe.model.name)
+        config = AutoConfig.from_pretrained(_config_of(folder, recipe), trust_remote_code=False)
+        if source == whole:
+            config = AutoConfig.from_pretrained(str(whole), trust_remote_code=False)
+        stored = "" if setup.storage.value in mixed_precision.STORED else setup.storage.value
+        job = Job(name, source, config, tokenizer, expected[0], kind, recipe.model.name, stored)
         packed = safe_files.make_folder(packed.parent, packed.name)
-        report |= MODULES[to].write(job, packed)
+        report |= (MODULES[to].write_adapter if adapter else MODULES[to].write)(job, packed)
         report["seconds"] = round(time.monotonic() - started, 1)
         safe_files.write_text(packed, REPORT, json.dumps(report, indent=1) + "\n")
         publish(packed, target, folder, report)
     return report
+
+
+def check_adapter(folder: RunFolder, to: str) -> None:
+    """Raise a UserError if the adapter alone can't be exported (exit 2)."""
+    if folder.weights != folder.adapter:
+        what, fix = "the run has no adapter", "remove --adapter"
+        raise UserError(Problem(what, where=str(folder.path), fix=fix, code="export"))
+    if not hasattr(MODULES[to], "check_adapter"):
+        what, fix = f"--to {to} exports no adapter alone", "remove --adapter"
+        raise UserError(Problem(what, fix=fix, code="export"))
+    MODULES[to].check_adapter(folder.adapter)
 
 
 def choose_kind(to: str, quantize: str | None) -> str:
@@ -116,7 +141,7 @@ def choose_kind(to: str, quantize: str | None) -> str:
     Raises:
         UserError: the target does not have this quantization (exit 2).
     """
-    kinds = KINDS[to]
+    kinds = MODULES[to].KINDS
     if quantize is None:
         return DEFAULTS[to]
     if quantize not in kinds:
@@ -163,6 +188,8 @@ def show(screen: Console, report: dict[str, Any]) -> None:
     screen.say("", f"next: cd {report['path']} and serve the model:")
     for line in report["serve"]:
         screen.say(f"  {line}")
+    if client := report.get("client"):
+        screen.say("", "ask the server:", *(f"  {line}" for line in client))
 
 
 def check_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -178,8 +205,3 @@ def check_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         return [*lines, ("answers", f"not run: {said['not_run']}")]
     shift = f"largest difference {said['largest_difference']:.2g}, allowed {said['tolerance']:.2g}"
     return [*lines, ("answers", f"{said['prompts']} prompts, {said['tokens']} tokens: {shift} (log-prob)")]
-
-
-def stops_of(folder: Path) -> list[int]:
-    """Return the tokens that end an answer, as a saved model declares them."""
-    return sorted(declared_stops(GenerationConfig.from_pretrained(str(folder))))

@@ -18,6 +18,7 @@ from finetune.core.formatting import figure
 from finetune.core.paths import DATA_SUFFIXES
 from finetune.core.visible_text import visible
 from finetune.evaluation import verdicts
+from finetune.export import vllm_rules
 from finetune.recipe import adapter_types
 from finetune.run_folder.run_folder import RunFolder
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 # Values that --max-lora-rank accepts
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # The number of a repeated file name, from `published_text.numbered`
 _NUMBER = re.compile(r" \(\d+\)$")
 HELD_OUT = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
@@ -236,23 +236,9 @@ def by_torchao(merge: dict[str, Any]) -> str:
 
 def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
     """Return the command that serves the adapter, or why vLLM cannot serve it and an alternative."""
-    reasons = {
-        f"a {config.get('peft_type')} adapter": config.get("peft_type") != "LORA",
-        "DoRA": config.get("use_dora"),
-        "modules_to_save": config.get("modules_to_save"),
-        "new tokens": config.get("trainable_token_indices"),
-        "trained biases": config.get("bias", "none") != "none" or config.get("lora_bias"),
-        "different ranks or alphas per layer": config.get("rank_pattern") or config.get("alpha_pattern"),
-    }
-    # vLLM reads PEFT's stacked experts only for model classes with `is_3d_moe_weight`. Other classes need one
-    # module per expert (vLLM's main branch, lora/lora_model.py, from_local_checkpoint, and
-    # lora/model_manager.py, _create_lora_modules). An adapter on a router is not tested with vLLM.
     parameters = sorted(config.get("target_parameters") or ())
     stacked = bool(parameters) and all("experts." in name for name in parameters)
-    reasons[f"the adapted parameters {', '.join(parameters)}"] = bool(parameters)
-    why = ", ".join(reason for reason, holds in reasons.items() if holds)
-    rank = next((size for size in VLLM_RANKS if size >= int(config.get("r") or 0)), None)
-    why = why or ("" if rank else f"rank {config.get('r')}")
+    why, rank = ", ".join(vllm_rules.refusals(config)), vllm_rules.largest_rank(config)
     if why:
         way = "Merge the adapter first: `finetune merge RUN`, then `finetune publish RUN --merged`."
         if unmerged := adapter_types.unmerged(str(config.get("peft_type")).lower(), config):

@@ -257,4 +257,4 @@ def job_of(folder: Path, quantize: str = "f16", name: str = "tiny") -> Job:
     stops = [tokenizer.eos_token_id]
     answers, logits = serving_check.answers(model, prompts[: serving_check.ANSWERS], stops, 8)
     expected = Expected(chats(), prompts, answers, logits, stops)
-    return Job(name, folder, model.config, tokenizer, expected, quantize, None, str(folder))
+    return Job(name, folder, model.config, tokenizer, expected, quantize, str(folder))

@@ -55,7 +55,7 @@ def test_the_surface() -> None:
         "ablate": sorted([*common, "recipe", "overrides", "--optimizations", "--output"]),
         "evaluate": sorted([*common, "run", "overrides", "--tasks"]),
         "merge": sorted([*common, "run", "overrides", "--dtype", "--quantize", "--output"]),
-        "export": sorted([*common, "run", "overrides", "--to", "--quantize", "--output"]),
+        "export": sorted([*common, "run", "overrides", "--to", "--quantize", "--adapter", "--output"]),
         "publish": sorted([*common, "run", "overrides", "--dry-run", "--merged", "--repo", "--public"]),
         "compare": sorted(
             [*common, "what", "overrides", "--adapters", "--seeds", "--budget", "--output", "--assert-equal"]

@@ -1,0 +1,83 @@
+"""A folder in the form of transformers, and transformers as the program that reads it."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.core.paths import writing
+from finetune.export import serving_check
+from finetune.export.serving_check import Reader, Step
+from finetune.models.generation_config import declared_stops
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.data.examples import Example
+    from finetune.export.export_job import Job
+
+
+def copy(source: Path, folder: Path) -> dict[str, int]:
+    """Copy a model or an adapter with its tokenizer; return the files with their sizes."""
+    with writing(folder):
+        shutil.copytree(
+            source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md", "*.bin")
+        )
+    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def check(folder: Path, job: Job, kind: str, without_answers: str = "") -> dict[str, Any]:
+    """Run the serving check with transformers, which loads the exported folder by itself."""
+    with serving_check.readable(folder):
+        found = serving_check.run(_reader(folder, job, without_answers), job.expected, kind)
+    serving_check.refuse_different(found, folder)
+    return found
+
+
+def _reader(folder: Path, job: Job, without_answers: str) -> Reader:
+    import transformers
+    from transformers import AutoTokenizer, GenerationConfig
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+    model = None if without_answers else _model(folder, job)
+    answer = model and partial(_answer, model, job.expected.stops)
+    stops = None
+    if (folder / "generation_config.json").exists():
+        stops = partial(declared_stops, GenerationConfig.from_pretrained(str(folder)))
+    name = f"transformers {transformers.__version__}"
+    return Reader(name, partial(_ids, tokenizer), answer, stops, without_answers=without_answers)
+
+
+def _model(folder: Path, job: Job) -> Any:
+    """Load the exported weights in fp32: a whole model, or the adapter on its base model."""
+    from transformers import AutoModelForCausalLM
+
+    options: Any = {"dtype": torch.float32, "trust_remote_code": False}
+    if (folder / "config.json").exists():
+        return AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
+    from peft import PeftModel
+
+    base: Any = AutoModelForCausalLM.from_pretrained(job.base, **options)
+    return PeftModel.from_pretrained(base, str(folder)).eval()
+
+
+def _ids(tokenizer: Any, examples: list[Example]) -> list[list[int]]:
+    """Return prompts as vLLM makes them: the template writes the BOS token of a chat."""
+    found = []
+    for example in examples:
+        if example.messages:
+            text = tokenizer.apply_chat_template(
+                example.messages[:-1], tools=example.tools, tokenize=False, add_generation_prompt=True
+            )
+            found.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        else:
+            found.append(tokenizer(example.prompt or "")["input_ids"])
+    return found
+
+
+def _answer(model: Any, stops: list[int], prompt: list[int], room: int) -> list[Step]:
+    (tokens,), (logits,) = serving_check.answers(model, [prompt], stops, room)
+    return serving_check.steps(tokens, logits)

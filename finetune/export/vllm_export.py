@@ -1,0 +1,91 @@
+"""`--to vllm`: merged weights, or the adapter for vLLM's LoRA loader. SGLang reads the same folders."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from finetune.core.errors import Problem, UserError
+from finetune.core.weight_files import find_weight_files
+from finetune.export import folder_export, vllm_rules
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.export.export_job import Job
+
+KINDS = ("bf16", "f32")
+ADDRESS = "http://localhost:8000/v1"
+
+
+def check(_config: Any, _quantize: str) -> None:
+    """vLLM serves every model type that finetune trains, so there is nothing to refuse before the merge."""
+
+
+def write(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the merged weights, and compare transformers' answers with the fine-tuned model's."""
+    report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
+    report["serving_check"] = folder_export.check(folder, job, job.quantize)
+    report["notes"] = ["vLLM itself was not run: transformers read the files that vLLM reads"]
+    serve = ["vllm", "serve", ".", "--served-model-name", job.name]
+    sglang = ["python", "-m", "sglang.launch_server", "--model-path", ".", "--served-model-name", job.name]
+    return report | {"serve": [shlex.join(serve), shlex.join(sglang)], "client": client(job.name)}
+
+
+def check_adapter(adapter: Path) -> int:
+    """Return the `--max-lora-rank` for an adapter.
+
+    Raises:
+        UserError: vLLM's LoRA loader does not accept the adapter (exit 2).
+    """
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    found = vllm_rules.refusals(config)
+    if not found:
+        names: list[str] = []
+        for path in find_weight_files(adapter):
+            with safe_open(str(path), "pt") as file:
+                names += file.keys()
+        found = [f"the tensor {name}" for name in vllm_rules.unexpected(names)[:3]]
+    if found:
+        what, why = "vLLM's LoRA loader does not accept this adapter", "see vllm/lora/peft_helper.py in vLLM"
+        fix = "remove --adapter, so that finetune exports merged weights"
+        texts = {"found": ", ".join(found), "fix": fix, "why": why, "code": "export"}
+        raise UserError(Problem(what, where=str(adapter), **texts))
+    return vllm_rules.largest_rank(config) or vllm_rules.RANKS[-1]
+
+
+def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the adapter, and compare PEFT's answers with the fine-tuned model's."""
+    rank = check_adapter(job.source)
+    report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
+    stored = job.stored
+    without = f"in training, the base model was stored in {stored}" if stored else ""
+    report["serving_check"] = folder_export.check(folder, job, "f32", without)
+    ends = ", ".join(map(str, job.expected.stops))
+    report["notes"] = [f"the generation_config.json of the base model must name the stop tokens {ends}"]
+    lora = ["--lora-modules", f"{job.name}=."]
+    serve = ["vllm", "serve", job.base, "--enable-lora", "--max-lora-rank", str(rank), *lora]
+    sglang = [
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        job.base,
+        "--lora-paths",
+        f"{job.name}=.",
+    ]
+    return report | {"serve": [shlex.join(serve), shlex.join(sglang)], "client": client(job.name)}
+
+
+def client(name: str) -> list[str]:
+    """Return the lines of a script that asks the server."""
+    return [
+        "from openai import OpenAI",
+        f'client = OpenAI(base_url="{ADDRESS}", api_key="-")',
+        'messages = [{"role": "user", "content": "..."}]',
+        f"answer = client.chat.completions.create(model={name!r}, messages=messages, temperature=0)",
+        "print(answer.choices[0].message.content)",
+    ]

@@ -1,0 +1,112 @@
+"""`finetune export`: whole runs, for several servers."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from finetune.cli import main
+from finetune.core import packages
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from finetune.run_folder.run_folder import RunFolder
+
+needs_gguf = pytest.mark.skipif(
+    not packages.installed("gguf"), reason="needs the package gguf (extra `export`)"
+)
+
+
+def export(run: RunFolder, *options: str, code: int = 0) -> dict[str, Any]:
+    """The report of an export in the run folder, or an empty one."""
+    assert main.main(["export", str(run.path), *options, "--quiet"]) == code
+    reports = run.found("export.json")
+    return list(reports.values())[-1] if reports else {}
+
+
+@needs_gguf
+def test_export_to_gguf_of_a_run_compares_ids_and_answers(
+    trained: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained()
+    assert main.main(["export", str(run.path), "--to", "gguf", "--quantize", "q8_0", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    report = printed["result"]
+    folder = run.path / "export-gguf-q8_0"
+    assert printed["command"] == "export" and set(report["files"]) < {p.name for p in folder.iterdir()}
+    check = report["serving_check"]
+    assert check["reader"] and check["answers"]["agree"] and not check["stop_tokens"]["missing"]
+    assert check["token_ids"].get("different", 0) == 0
+    assert json.loads((folder / "export.json").read_text())["path"] == str(folder)
+    assert report["against_tuned"]["relative"] < 0.01
+
+
+@needs_gguf
+def test_export_to_gguf_of_full_fine_tuning_needs_no_merge(trained: Callable[..., RunFolder]) -> None:
+    report = export(trained("full"), "--to", "gguf")
+    assert "against_tuned" not in report and report["serving_check"]["answers"]["agree"]
+
+
+def test_export_to_vllm_merges_and_prints_how_to_serve(
+    trained: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained()
+    assert main.main(["export", str(run.path), "--to", "vllm"]) == 0
+    printed = capsys.readouterr().out
+    assert "vllm serve ." in printed and "sglang.launch_server" in printed and "OpenAI(" in printed
+    folder = run.path / "export-vllm-bf16"
+    check = json.loads((folder / "export.json").read_text())["serving_check"]
+    assert check["token_ids"] == {"prompts": 6, "different": 0} and check["answers"]["agree"]
+    generation = json.loads((folder / "generation_config.json").read_text())
+    stops = generation["eos_token_id"]
+    assert set(check["stop_tokens"]["expected"]) <= set(stops if isinstance(stops, list) else [stops])
+
+
+def test_export_to_vllm_of_an_adapter_follows_the_rules_of_its_loader(
+    trained: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = export(trained(), "--to", "vllm", "--adapter")
+    assert "--max-lora-rank 16" in report["serve"][0] and "adapter_model.safetensors" in report["files"]
+    assert report["serving_check"]["answers"]["agree"]
+    assert export(trained("dora"), "--to", "vllm", "--adapter", code=2) == {}
+    assert "DoRA" in capsys.readouterr().err
+
+
+def test_export_to_mlx_writes_a_folder_that_mlx_lm_loads(trained: Callable[..., RunFolder]) -> None:
+    report = export(trained(), "--to", "mlx")
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(report["files"])
+    assert report["serving_check"]["answers"]["agree"] and "mlx_lm.server" in report["serve"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (["--to", "vllm", "--quantize", "q8_0"], "no such quantization"),
+        (["--to", "mlx", "--adapter"], "exports no adapter alone"),
+        (["--to", "vllm", "--output", "/nowhere/at/all"], "folder of the output"),
+    ],
+)
+def test_export_refuses_what_a_target_does_not_have(
+    options: list[str], what: str, trained: Callable[..., RunFolder], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained()
+    before = {path.name for path in run.path.iterdir()}
+    assert export(run, *options, code=2) == {}
+    assert what in capsys.readouterr().err
+    assert {path.name for path in run.path.iterdir()} == before
+
+
+def test_export_that_answers_differently_leaves_no_files(
+    trained: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from finetune.export import serving_check
+
+    monkeypatch.setitem(serving_check.TOLERANCES, "bf16", 0.0)
+    run = trained()
+    before = {path.name for path in run.path.iterdir()}
+    assert export(run, "--to", "vllm", code=4) == {}
+    assert {path.name for path in run.path.iterdir()} == before
