@@ -12,7 +12,27 @@ from finetune.importers.translation import DIFFERS, SAME, TRANSLATED, Rule, Tran
 TOOL = "axolotl"
 KERNELS = "finetune chooses its own fused kernels (`speed.fused: auto`)"
 MOE = "finetune chooses the kernel of experts by itself"
+WITHOUT_EFFECT = (
+    "dataset_processes",
+    "dataset_num_proc",
+    "dataset_keep_in_memory",
+    "skip_prepare_dataset",
+    "sample_packing_eff_est",
+    "sample_packing_seq_len_multiplier",
+    "sample_packing_group_size",
+    "sample_packing_bin_size",
+    "total_num_tokens",
+    "is_llama_derived_model",
+    "is_mistral_derived_model",
+    "is_qwen_derived_model",
+    "is_falcon_derived_model",
+    "tokenizer_legacy",
+    "experimental_skip_move_to_device",
+    "embeddings_skip_upcast",
+    "lora_on_cpu",
+)
 RULES = {
+    **dict.fromkeys(WITHOUT_EFFECT, Rule(same=NO_EFFECT)),
     "sequence_len": Rule("data.max_length", int),
     "excess_length_strategy": Rule(
         "data.too_long", lambda value: {"raise": "error", "truncate": "truncate_prompt"}.get(value, "drop")
@@ -46,10 +66,6 @@ RULES = {
     "dataset_prepared_path": Rule(
         same="`data.cache_dir` is the folder of prepared data; the default is fine"
     ),
-    "dataset_processes": Rule(same=NO_EFFECT),
-    "dataset_num_proc": Rule(same=NO_EFFECT),
-    "dataset_keep_in_memory": Rule(same=NO_EFFECT),
-    "skip_prepare_dataset": Rule(same=NO_EFFECT),
     "dataset_exact_deduplication": Rule(
         reason="remove duplicates from the data; `finetune data` counts them"
     ),
@@ -57,12 +73,7 @@ RULES = {
     "pad_to_sequence_len": Rule(same="padding changes no result; packed sequences have one length anyway"),
     "pad_to_multiple_of": Rule(same="padding changes no result"),
     "eval_sample_packing": Rule(same="evaluation never packs, so a loss is the loss of one example"),
-    "sample_packing_eff_est": Rule(same=NO_EFFECT),
-    "sample_packing_seq_len_multiplier": Rule(same=NO_EFFECT),
-    "sample_packing_group_size": Rule(same=NO_EFFECT),
-    "sample_packing_bin_size": Rule(same=NO_EFFECT),
     "sample_packing_sequentially": Rule(reason="finetune packs by best-fit decreasing"),
-    "total_num_tokens": Rule(same=NO_EFFECT),
     "curriculum_sampling": Rule(reason="finetune shuffles the examples"),
     "tf32": Rule("train.tf32", bool),
     "bfloat16": Rule(same=common.LAUNCH),
@@ -74,19 +85,13 @@ RULES = {
     "torch_compile_backend": Rule(same="the backend is inductor"),
     "activation_offloading": Rule("speed.offload", lambda on: "activations" if on else "none"),
     "hf_use_auth_token": Rule(same="set HF_TOKEN in the environment"),
-    "is_llama_derived_model": Rule(same=NO_EFFECT),
-    "is_mistral_derived_model": Rule(same=NO_EFFECT),
-    "is_qwen_derived_model": Rule(same=NO_EFFECT),
-    "is_falcon_derived_model": Rule(same=NO_EFFECT),
     "model_type": Rule(same="transformers chooses the class by config.json"),
     "tokenizer_type": Rule(same="transformers chooses the class by tokenizer_config.json"),
     "tokenizer_use_fast": Rule(same="finetune always uses the fast tokenizer"),
-    "tokenizer_legacy": Rule(same=NO_EFFECT),
     "tokenizer_use_mistral_common": Rule(reason="finetune uses the tokenizer of transformers"),
     "tokenizer_config": Rule(reason="save the tokenizer into the model's folder"),
     "device_map": Rule(same="finetune places the model on the GPU of each process"),
     "low_cpu_mem_usage": Rule(same=common.ALWAYS),
-    "experimental_skip_move_to_device": Rule(same=NO_EFFECT),
     "base_model_ignore_patterns": Rule(same="finetune reads only the files that the index names"),
     "strict": Rule(same="finetune always refuses a model that does not fit"),
     "debug": Rule(same="use `finetune train --debug`"),
@@ -101,9 +106,7 @@ RULES = {
     "include_tkps": Rule(same=common.ALWAYS),
     "profiler_steps": Rule(reason="use `finetune profile RECIPE`"),
     "resize_token_embeddings_to_32x": Rule(same="finetune adds only the rows of new tokens"),
-    "embeddings_skip_upcast": Rule(same=NO_EFFECT),
     "lora_fan_in_fan_out": Rule(same="finetune sets it for Conv1D layers"),
-    "lora_on_cpu": Rule(same=NO_EFFECT),
     "lora_modules_to_save": Rule("adapter.modules_to_save"),
     "lora_model_dir": Rule("adapter.init_from"),
     "model_quantization_config": Rule(same="finetune reads the quantization of the checkpoint"),
