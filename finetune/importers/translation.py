@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from finetune.core.formatting import as_yaml
+
 TRANSLATED = "translated"
 SAME = "same as finetune's default"
 DIFFERS = "differs by default"
@@ -88,7 +90,8 @@ class Translation:
             if theirs == ours:
                 self.record(SAME, target, theirs, why or f"{self.tool} has the same default")
                 return
-            text = f"the default of {self.tool} is {theirs}, the default of finetune is {ours}; kept {theirs}"
+            shown, own = as_yaml(theirs), as_yaml(ours)
+            text = f"the default of {self.tool} is {shown}, the default of finetune is {own}; kept {shown}"
             self.record(DIFFERS, target, theirs, f"{text}{'; ' if why else ''}{why}")
 
     def finish(self) -> None:
