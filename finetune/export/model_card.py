@@ -238,12 +238,13 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
     """Return the command that serves the adapter, or why vLLM cannot serve it and an alternative."""
     parameters = sorted(config.get("target_parameters") or ())
     stacked = bool(parameters) and all("experts." in name for name in parameters)
-    why, rank = ", ".join(vllm_rules.refusals(config)), vllm_rules.largest_rank(config)
+    refusals = vllm_rules.refusals(config)
+    why, rank = ", ".join(refusals), vllm_rules.largest_rank(config)
     if why:
         way = "Merge the adapter first: `finetune merge RUN`, then `finetune publish RUN --merged`."
         if unmerged := adapter_types.unmerged(str(config.get("peft_type")).lower(), config):
             way = f"Use the adapter with PEFT, which {unmerged}."
-        only = sum(map(bool, reasons.values())) == 1 and stacked
+        only = len(refusals) == 1 and stacked
         except_for = ", except for gpt-oss, Qwen3.5-MoE and other models whose class in vLLM has "
         except_for = f"{except_for}`is_3d_moe_weight`" if only else ""
         return f"vLLM can't serve {why} as an adapter{except_for}. {way}"
