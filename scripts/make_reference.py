@@ -52,6 +52,8 @@ FAMILIES = {
     "llama3_1b": "Llama 3.2 1B, by method",
     "mistral_7b": "Mistral 7B, by method",
     "qwen3_8b": "Qwen3 8B, by method",
+    "qwen3_30b_a3b": "Qwen3 30B-A3B, a mixture of experts",
+    "gpt_oss_20b": "gpt-oss 20B, a mixture of experts",
     "adapters": "More methods on the quickstart's model",
     "isc25": "Eight H100s",
     "baselines": "Baselines of speed claims",

@@ -9,10 +9,11 @@ utils/transformers_weight_conversion.py). `resolve` writes both keys, so that PE
 from __future__ import annotations
 
 import re
-from math import sqrt
+from math import prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.adapters import target_modules
+from finetune.core import formatting
 from finetune.models import module_names
 from finetune.recipe import upstream_options
 
@@ -250,6 +251,22 @@ def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
         what = f"{key}: {layers} get no adapter, because PEFT takes their names for names of experts"
         said.append(f"{what}. `target_parameters: [{', '.join(ends)}]` adapts them")
     return said
+
+
+def storage_note(names: Names) -> str:
+    """Say what a quantized base model quantizes and what not, with sizes in bf16; empty without experts."""
+    linear = sum(2 * prod(names.shapes.get(f"{one}.weight", (0,))) for one in names.linear)
+    said = unquantized(names)
+    return (
+        f"{formatting.size(linear)} of linear layers (in bf16) are quantized. {said} are not" if said else ""
+    )
+
+
+def unquantized(names: Names) -> str:
+    """Return the size and the names of stacked experts, which no base model quantizes; empty without them."""
+    experts = [f"{holder}.{parameter}" for holder, parameter in stacked(names)]
+    size = formatting.size(sum(2 * prod(names.shapes[one]) for one in experts))
+    return f"{size} of {', '.join(_shortest(experts, names))}" if experts else ""
 
 
 def _count(found: Resolved, names: Names) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.adapters import continue_from, name_problems
+from finetune.adapters import continue_from, expert_targets, name_problems
 from finetune.core.errors import Problem
 from finetune.models import module_names, tokenizer_setup
 from finetune.recipe import adapter_rules, adapter_types
@@ -34,11 +34,25 @@ def against_names(recipe: Recipe, names: Names) -> list[Problem]:
     elif added:
         names = names.with_rows(max(added) + 1)
     found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
-    return found + against_rows(recipe, names) + against_storage(recipe.model.quantization, names)
+    stored = against_storage(recipe.model.quantization, names, recipe.adapter.type)
+    return found + against_rows(recipe, names) + stored
 
 
-def against_storage(storage: str, names: Names) -> list[Problem]:
-    """Return a problem if a model has no nn.Linear layer to quantize; GPT-2 has only Conv1D layers."""
+def against_storage(storage: str, names: Names, adapter: str) -> list[Problem]:
+    """Return the problem of a model whose layers can't be quantized.
+
+    GPT-2 has no nn.Linear layers. Types such as qlora promise a 4-bit base model, which stacked experts are
+    not.
+    """
+    if adapter_types.find(adapter).storage and (left := expert_targets.unquantized(names)):
+        what, why = (
+            f"{adapter} can't quantize all of {names.family}",
+            "stacked experts are no nn.Linear layers",
+        )
+        kind = adapter[1:]
+        fix = f"adapter.type: {kind}, with model.quantization: nf4 to quantize only the linear layers"
+        key = "adapter.type"
+        return [Problem(what, key, found=f"{left} would stay in bf16", fix=fix, why=why, code="quantization")]
     stored = [name for name in names.linear if names.kinds[name] == "Linear"]
     if storage not in ONLY_LINEAR or stored:
         return []

@@ -365,9 +365,11 @@ def _adapter(recipe: Recipe) -> list[str]:
     options = {**recipe.adapter.options(), **kind.sets}
     resolved = expert_targets.resolve(options, listed.names, kind.peft)
     uneven = target_modules.uneven(resolved.modules, listed.names)
+    stored = recipe.model.quantization in adapter_types.QUANTISED
+    stays = expert_targets.storage_note(listed.names) if stored else ""
     return [
         *notes,
-        *filter(None, (listed.note, uneven)),
+        *filter(None, (listed.note, uneven, stays and f"model.quantization: {stays}")),
         *expert_targets.notes(options, listed.names, kind.peft),
     ]
 

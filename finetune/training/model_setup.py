@@ -26,7 +26,8 @@ def adapted_model(
     recipe, setup, ledger = run.recipe, run.setup, run.checks
     optimizers.check_schedule(arguments, steps)
     base = loading.load(recipe.model, setup, str(arguments.device), ledger)
-    if problems := adapter_names.against_storage(setup.storage.value, module_names.of_model(base)):
+    names = module_names.of_model(base)
+    if problems := adapter_names.against_storage(setup.storage.value, names, recipe.adapter.type):
         raise UserError(*problems)
     router_loss.check(base.config, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, ledger)

@@ -1,0 +1,92 @@
+"""Recipes of mixtures of experts: on which GPUs they fit, by the plan, and what is quantized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from finetune.core.errors import UserError
+from finetune.planning import planned_machine, planner
+from finetune.preflight import checker
+from finetune.recipe import loader
+from support.paths import ROOT
+
+if TYPE_CHECKING:
+    from finetune.planning.plan import Plan
+
+_PLAIN = {"tie_word_embeddings": False, "hidden_act": "silu", "max_position_embeddings": 40960}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_30b_a3b": {
+        **_PLAIN, "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "vocab_size": 151936,
+        "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "gpt_oss_20b": {
+        **_PLAIN, "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088, "sliding_window": 128,
+    },
+}  # fmt: skip
+GPUS = {"rtx4090": False, "rtx5090": False, "l40s": False, "h100-80gb": True, "h200": True}
+RECIPES = [path for model in CONFIGS for path in sorted((ROOT / "recipes" / model).glob("*.yaml"))]
+
+
+def name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+def loaded(path: Path, folder: Path, *more: str) -> Any:
+    (folder / "config.json").write_text(json.dumps(CONFIGS[path.parent.name]))
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "word " * 400}) + "\n" for _ in range(64)))
+    given = [
+        f"model.name={folder}",
+        f"data.name={rows}",
+        "data.validation_fraction=null",
+        "train.max_steps=9",
+    ]
+    return loader.load(path, [*given, *more])
+
+
+def planned(path: Path, gpu: str, folder: Path, *more: str) -> Plan:
+    return planner.make(loaded(path, folder, *more), *planned_machine.find(gpu, 1))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_recipe_of_experts_fits_on_the_gpus_that_its_purpose_names(
+    path: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    for gpu, fits in GPUS.items():
+        found = planned(path, gpu, tmp_path)
+        assert found.fits == fits, f"{gpu}: {found.peak:.1f} of {found.usable:.1f} GiB"
+        assert found.step_seconds is None and any("each expert of" in note for note in found.notes)
+    assert "80 GB or more" in path.read_text(encoding="utf-8").splitlines()[1]
+
+
+def test_plan_and_check_say_what_fp8_quantizes(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    path = ROOT / "recipes" / "qwen3_30b_a3b" / "fp8.yaml"
+    said = "1.69 GiB of linear layers (in bf16) are quantized. 54.00 GiB of mlp.experts.gate_up_proj, "
+    assert any(said in note for note in planned(path, "h200", tmp_path).notes)
+    assert any(said in note for note in checker.run(loaded(path, tmp_path), with_weights=False))
+
+
+def test_qlora_refuses_stacked_experts_with_their_size(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    recipe = loaded(
+        ROOT / "recipes" / "qwen3_30b_a3b" / "lora.yaml",
+        tmp_path,
+        "adapter.type=qlora",
+        "model.quantization=nf4",
+    )
+    with pytest.raises(UserError) as refused:
+        checker.run(recipe, with_weights=False)
+    (problem,) = refused.value.problems
+    assert problem.what == "qlora can't quantize all of qwen3_moe"
+    experts = "mlp.experts.gate_up_proj, mlp.experts.down_proj"
+    assert problem.found == f"54.00 GiB of {experts} would stay in bf16"
