@@ -99,6 +99,7 @@ def one_module_each(folder: Path, base: Any, names: tuple[str, str, str]) -> dic
     return added
 
 
+# PEFT looks among modules for patterns that it makes for experts' weights (peft 0.21.2, tuners_utils.py)
 @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
 def test_adapter_with_one_module_per_expert_continues_or_is_refused(
