@@ -205,6 +205,7 @@ def advice(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         adapter = run.recipe.get("adapter") or {}
         if not adapter_types.unmerged(str(adapter.get("type")), adapter):
             found.append(("Merge the adapter into the base model", f"finetune merge {name}"))
+            found.append(("Export the model for a server", f"finetune export {name} --to vllm"))
         found.append(("Show what publishing would upload", f"finetune publish {name} --dry-run"))
     return found
 

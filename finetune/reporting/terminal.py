@@ -125,6 +125,7 @@ def show_next(screen: Console, folder: RunFolder) -> None:
     screen.say("next:", f"  {command('chat', path)}")
     if folder.adapter.exists():
         screen.say(f"  {command('merge', path)}")
+        screen.say(f"  {command('export', path, '--to', 'vllm')}")
     screen.say(f"  {command('publish', path, '--dry-run')}")
 
 
