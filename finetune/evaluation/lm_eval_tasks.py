@@ -19,6 +19,7 @@ from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import can_be_path
 from finetune.data import template_sandbox
+from finetune.data.example_errors import FIRST
 from finetune.evaluation import limited_patterns, task_data, task_keys
 from finetune.recipe import recipe_errors
 
@@ -30,6 +31,12 @@ if TYPE_CHECKING:
 RENDERED = ("doc_to_text", "doc_to_target", "doc_to_choice")
 LONGEST = 2**20  # characters of a prompt
 DEEPEST = 5  # nested `include` files
+METRICS = {  # output_type -> metrics of a task without `metric_list` (lm_eval 0.4.13, api/registry.py)
+    "loglikelihood": ("perplexity", "acc"),
+    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "multiple_choice": ("acc", "acc_norm"),
+    "generate_until": ("exact_match",),
+}
 
 
 def config(path: Path) -> dict[str, Any]:
@@ -60,6 +67,32 @@ def config(path: Path) -> dict[str, Any]:
     made["custom_dataset"] = task_data.source(made, path)
     made.pop("dataset_kwargs", None)
     return made
+
+
+def check(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Check a task file, and render its first local examples.
+
+    Returns:
+        The name of the task, and the names of its metrics.
+
+    Raises:
+        UserError: as `config`, or an example can't be rendered (exit 2).
+    """
+    made = config(path)
+    files = task_data.local_files(_read(path)[0], path) or {}
+    split = made.get("test_split") or made.get("validation_split")
+    for row in task_data.examples(files[split])[:FIRST] if split in files else ():
+        for key in (key for key in RENDERED if callable(made.get(key))):
+            try:
+                made[key](row)
+            except (SyntaxError, ValueError) as error:
+                what, fix = "the template gives no list of choices", "correct the template"
+                found = f"{row}"[:200]
+                raise UserError(Problem(what, key, str(path), found, fix=fix, code="eval-task")) from error
+    named = [one["metric"] for one in made.get("metric_list") or ()]
+    named = named or METRICS[made.get("output_type") or "generate_until"]
+    filters = [one["name"] for one in made.get("filter_list") or ({"name": "none"},)]
+    return made["task"], tuple(m if name == "none" else f"{m},{name}" for name in filters for m in named)
 
 
 def sandboxed(template: str, key: str, choices: bool, where: str) -> Callable[[dict[str, Any]], Any]:

@@ -166,21 +166,29 @@ def _check_splits(task: dict[str, Any], files: dict[str, list[Path]], where: Pat
         raise UserError(*(Problem(what, key, str(where), split, expected, **texts) for key, split in missing))
 
 
+def examples(paths: list[Path]) -> list[dict[str, Any]]:
+    """Return the examples of files with the same columns in each.
+
+    Raises:
+        UserError: the files have no examples, or finetune can't read them (exit 2).
+    """
+    rows = [row for path in paths for row in _rows(path)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    if not rows:
+        what, fix = "the data of the task has no examples", "add examples to the file"
+        where = ", ".join(map(str, paths[:5]))
+        raise UserError(Problem(what, KEY, where, "0 examples", fix=fix, code="data-empty"))
+    return [{name: row.get(name) for name in names} for row in rows]
+
+
 def _dataset(paths: list[Path]) -> Any:
     """Return the examples of files as lm-eval reads them."""
     import pyarrow
     from datasets import Dataset
 
-    rows = [row for path in paths for row in _rows(path)]
-    names = dict.fromkeys(name for row in rows for name in row)
-    where = ", ".join(map(str, paths[:5]))
-    if not rows:
-        what, fix = "the data of the task has no examples", "add examples to the file"
-        raise UserError(Problem(what, KEY, where, "0 examples", fix=fix, code="data-empty"))
+    rows, where = examples(paths), ", ".join(map(str, paths[:5]))
     try:  # `from_list` drops columns that the first example lacks
-        return Dataset.from_list(
-            [{name: row.get(name) for name in names} for row in rows], on_mixed_types="use_json"
-        )
+        return Dataset.from_list(rows, on_mixed_types="use_json")
     except (pyarrow.ArrowException, ValueError, TypeError, OverflowError) as error:
         what, fix = "a column has values of different types", "give all values of a column the same type"
         found = str(error)[:200]

@@ -128,12 +128,14 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
     metrics: dict[str, tuple[str, ...]] = {}
     for name in filter(is_file, dict.fromkeys(settings.tasks)):
         try:
-            task = read(name)
-            if task:
+            if task := read(name):
                 documents(task, name)
                 problems += _too_long(task, name, longest)
-                metrics[task.task] = METRICS[task.kind]
-            held.setdefault(task.task if task else lm_eval_tasks.config(file(name))["task"], []).append(name)
+                title, metrics[task.task] = task.task, METRICS[task.kind]
+            else:
+                title, its = lm_eval_tasks.check(file(name))
+                metrics[title] = its
+            held.setdefault(title, []).append(name)
         except UserError as error:
             problems += error.problems
     for name, named in held.items():
