@@ -49,10 +49,9 @@ def check(recipe: Recipe) -> list[str]:
 @only_user_errors("planned the run")
 def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Plan:
     """Estimate memory, time and cost on `gpus` GPUs of a type such as "h100", or on this machine."""
-    from finetune.planning import planned_machine, planner
+    from finetune.planning import planner
 
-    machine, processes = planned_machine.find(gpu, gpus)
-    return planner.make(recipe, machine, processes)
+    return planner.make_for(recipe, gpu, gpus)
 
 
 @only_user_errors("loaded the base model")
@@ -178,10 +177,9 @@ def publish(run: Run | str | Path, overrides: Sequence[str] = (), *, dry_run: bo
 
     A dry run uploads nothing and returns the files and the repository.
     """
-    from finetune.core.console import Console
     from finetune.export import publishing
 
-    return publishing.run(_path(run), Console(quiet=True), overrides, dry_run=dry_run)
+    return publishing.run(_path(run), overrides=overrides, dry_run=dry_run)
 
 
 def _path(run: Run | str | Path) -> str | Path:

@@ -21,7 +21,7 @@ from finetune.core.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     Vectors = list[tuple[bool, list[torch.nn.Parameter]]]
@@ -214,7 +214,7 @@ def drop_masked_ranks(model: PeftModel) -> None:
             parameter.data = parameter.data.float()
 
 
-def allocates(model: Any) -> bool:
+def allocates(model: nn.Module) -> bool:
     """Return whether the model's adapter is AdaLoRA."""
     config: Any = getattr(model, "peft_config", {}).get("default")
     return config is not None and config.peft_type == "ADALORA"

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     import torch
     from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.adapter_types import Shapes
@@ -111,7 +111,7 @@ def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> Non
         head.register_parameter("bias", None)
 
 
-def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
+def _keep_to_text(model: PreTrainedModel, config: PreTrainedConfig, known: module_names.Names) -> None:
     """Exclude a multimodal model's encoders, whose layers may have the names of the text model's layers."""
     if not trainable_parameters.towers(model):
         return
@@ -125,7 +125,7 @@ def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names
         config.target_modules = set(target_modules.targeted(vars(config), known))
 
 
-def _fit_to_layers(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
+def _fit_to_layers(model: PreTrainedModel, config: PreTrainedConfig, known: module_names.Names) -> None:
     """Tell PEFT how GPT-2's layers are stored, and limit "all-linear" to layers that return one tensor."""
     from torch import nn
 
@@ -233,7 +233,7 @@ def _conflict(what: str, key: str, code: str = "recipe-conflict", **texts: str) 
     return Problem(what, key, code=code, **texts)
 
 
-def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) -> None:
+def _train_rows(config: PreTrainedConfig, known: module_names.Names, added: Sequence[int]) -> None:
     """Make the rows of new tokens trainable in the embeddings, and in the head if it has its own.
 
     Raises:

@@ -48,7 +48,7 @@ class Trainer(Protocol):
 
     def log_state(self) -> dict[str, Any]: ...
     def restore_log(self, kept: dict[str, Any]) -> None: ...
-    def restore_batches(self, kept: Any) -> None: ...
+    def restore_batches(self, kept: object) -> None: ...
 
 
 def save(trainer: Trainer) -> None:
@@ -252,7 +252,7 @@ def _scaler(trainer: Trainer) -> Any:
     return scaler.state_dict() if scaler is not None else None
 
 
-def _set_scaler(trainer: Trainer, kept: Any) -> None:
+def _set_scaler(trainer: Trainer, kept: object) -> None:
     if kept:
         trainer.accelerator.scaler.load_state_dict(kept)
 

@@ -42,11 +42,11 @@ def _decided(recipe: Recipe) -> list[str]:
     values = speed.fused, speed.compile, speed.activation_checkpointing, speed.offload
     if all(value in ("auto", "none", False) for value in values) or not Path(recipe.model.name).is_dir():
         return []
-    from finetune.planning import planned_machine, planner
+    from finetune.planning import planner
     from finetune.preflight import checker
 
     try:
-        planner.make(recipe, *planned_machine.find(None, None))
+        planner.make_for(recipe, None, None)
     except UserError as error:
         return checker.refused_here(error)
     return []

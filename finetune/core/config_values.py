@@ -62,7 +62,7 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
             yield Problem(what, key, path, f"{name}: {value}"[:200], expected, code="model-config")
 
 
-def _other_type(name: str, value: Any) -> str:
+def _other_type(name: str, value: object) -> str:
     """The type that a key needs, if its value has another one. Every key may be null."""
     if value is None:
         return ""

@@ -69,21 +69,21 @@ def _wrong(declared: Any) -> Iterator[tuple[str, Any, str]]:
             yield name, names, expected
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag(value: object) -> bool:
     return value is None or isinstance(value, bool)
 
 
-def _is_block(value: Any) -> bool:
+def _is_block(value: object) -> bool:
     sizes = value if isinstance(value, list) else []
     return len(sizes) == 2 and all(type(size) is int and 0 < size <= LARGEST_BLOCK for size in sizes)
 
 
-def _are_groups(value: Any) -> bool:
+def _are_groups(value: object) -> bool:
     groups = value.values() if isinstance(value, dict) else [None]
     return all(isinstance(one, dict) and isinstance(one.get("weights"), dict | None) for one in groups)
 
 
-def _are_patterns(value: Any) -> bool:
+def _are_patterns(value: object) -> bool:
     if not isinstance(value, list) or len(value) > MOST_SKIPPED:
         return False
     return all(isinstance(one, str) and _TEXT.fullmatch(one) and _compiles(one) for one in value)

@@ -232,7 +232,7 @@ def _model_config(path: Path, key: str) -> Iterator[Problem]:
     yield from problems_of_config(_read(path, key), path, key)
 
 
-def problems_of_config(content: Any, path: Path, key: str) -> Iterator[Problem]:
+def problems_of_config(content: object, path: Path, key: str) -> Iterator[Problem]:
     """Sizes and classes in the content of a model's config.json that no model has."""
     yield from quantization_values.problems(_entries(content), str(path), key)
     if isinstance(content, dict):  # the axes of a quantization are no sizes of the model

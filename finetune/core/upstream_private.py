@@ -82,7 +82,7 @@ def forget_weight_conversions(model: nn.Module) -> None:
     vars(model).pop("_weight_conversions", None)
 
 
-def checkpoint_function(layer: Any) -> Any:
+def checkpoint_function(layer: nn.Module) -> Any:
     """What a checkpointed layer is called through; `None` for another module."""
     return getattr(layer, "_gradient_checkpointing_func", None)
 

@@ -87,7 +87,7 @@ def line(text: str) -> str:
     return ""
 
 
-def value(found: Any) -> str:
+def value(found: object) -> str:
     """Return a suggestion for a line that is JSON but not an object, or an empty string."""
     if isinstance(found, str):
         return 'write the example as {"text": ...}'
@@ -118,7 +118,7 @@ def _like_data(name: str) -> bool:
     return len(name.split()) > 2 or len(name) > 40 or name.endswith((".", "?", "!")) or name.isdigit()
 
 
-def _is_row(found: Any) -> bool:
+def _is_row(found: object) -> bool:
     return isinstance(found, dict) and not {"role", "from"} & found.keys()
 
 

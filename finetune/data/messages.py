@@ -45,7 +45,7 @@ def read(
     return messages, tuple(_wanted(turn, where) for message, turn in both if message["role"] == "assistant")
 
 
-def system_text(column: Any, where: str) -> str:
+def system_text(column: object, where: str) -> str:
     """Return the text of a `system` column, which can be a list of content parts."""
     if isinstance(column, list):
         column, reasoning, calls = _parts(column, where)
@@ -55,7 +55,7 @@ def system_text(column: Any, where: str) -> str:
     return column
 
 
-def tools(given: Any, where: str) -> list[dict[str, Any]] | None:
+def tools(given: object, where: str) -> list[dict[str, Any]] | None:
     """Return the tools of a row in the form that chat templates expect.
 
     A column can hold them as JSON text.

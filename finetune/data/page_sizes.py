@@ -21,7 +21,7 @@ TRUE, FALSE, BYTE, DOUBLE, BINARY, STRUCT = 1, 2, 3, 7, 8, 12  # types of fields
 INTEGERS = (4, 5, 6)
 
 
-def of_column(content: pyarrow.MemoryMappedFile, column: Any) -> list[int]:
+def of_column(content: pyarrow.MemoryMappedFile, column: object) -> list[int]:
     """Return the uncompressed bytes of each page of a column in a row group.
 
     Raises:

@@ -281,7 +281,7 @@ def stop_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return sorted(encoding.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
 
 
-def stops(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+def stops(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     """Return the tokens that end an answer of an evaluation, and those that the model declares."""
     declared = sorted(declared_stops(model.generation_config))
     return {"answers": stop_ids(model, tokenizer), "model": declared}

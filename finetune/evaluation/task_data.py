@@ -245,7 +245,7 @@ def _of_the_hub(name: str, config: str | None, revision: str | None, **options: 
     return dict(splits)
 
 
-def _is_plain(feature: Any) -> bool:
+def _is_plain(feature: object) -> bool:
     from datasets import ClassLabel, Value
     from datasets.features import Json
 

@@ -438,7 +438,7 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-def _index(answer: Any, choices: list[str]) -> int:
+def _index(answer: object, choices: list[str]) -> int:
     """Return the index of the correct choice. A number is an index, and a text is a choice or its index."""
     if type(answer) is int and 0 <= answer < len(choices):
         # ambiguous: a .csv file would store the choice as text

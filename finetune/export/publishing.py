@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.command_lines import command
+from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import RunChecks
 from finetune.export import base_model, model_card, published_text, staged_files
@@ -24,13 +25,12 @@ from finetune.run_folder.run_folder import RunFolder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from finetune.core.console import Console
     from finetune.recipe.schema import Publish, Recipe
 
 
 def run(
     path: str | Path,
-    screen: Console,
+    screen: Console | None = None,
     overrides: Sequence[str] = (),
     *,
     merged: bool = False,
@@ -39,6 +39,7 @@ def run(
     """Publish a run, or show the files that would be uploaded.
 
     Args:
+        screen: where to print; `None` prints nothing.
         overrides: overrides of the run's recipe, such as `publish.repo=organization/name`.
         merged: publish the result of `finetune merge` instead of the adapter.
 
@@ -50,7 +51,7 @@ def run(
             The repository exists and is public although private was requested, or the token, the network or
             the Hub fails (exit 3). The uploaded files differ (exit 4).
     """
-    folder = run_folder.open_run(path)
+    folder, screen = run_folder.open_run(path), screen or Console(quiet=True)
     recipe = run_folder.recipe_of(folder, overrides, files=False)
     section = recipe.publish
     checker.check_names(section)
@@ -69,7 +70,7 @@ def run(
         repo, notes = section.repo, []
         if repo and not dry_run:
             repo, notes = client.prepare(repo, private=section.private, revision=section.revision)
-        name = repo or f"organisation/{folder.path.resolve().name}"
+        name = repo or f"organization/{folder.path.resolve().name}"
         written = model_card.make(
             staged, recipe, base, kind, name, staged_files.merge_report(folder, weights)
         )

@@ -82,9 +82,9 @@ def cudnn(
     value: Tensor,
     *,
     scale: float,
-    window: Any,
-    softcap: Any,
-    borders: Any,
+    window: int | None,
+    softcap: float | None,
+    borders: Tensor | None,
     **_: Any,
 ) -> Tensor:
     """Run SDPA with cuDNN only, for unpacked sequences without a window."""
@@ -109,8 +109,8 @@ def varlen() -> Callable[..., Tensor]:
     said: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in takes else {}
 
     def kernel(
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: Any, softcap: Any, borders: Any,
-        longest: int,
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        borders: Tensor | None, longest: int,
     ) -> Tensor:  # fmt: skip
         if softcap is not None:
             raise ValueError("torch's varlen_attn has no softcap")
@@ -129,8 +129,8 @@ def flash(package: Any) -> Callable[..., Tensor]:
     """Run FlashAttention 2 or 3 from `flash_attn` or `flash_attn_interface`."""
 
     def kernel(
-        query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: Any, softcap: Any, borders: Any,
-        longest: int,
+        query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        borders: Tensor | None, longest: int,
     ) -> Tensor:  # fmt: skip
         options = {
             "softmax_scale": scale,
@@ -209,7 +209,9 @@ def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> t
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _flash4_options(borders: Any, longest: int, scale: float, window: Any, softcap: float) -> dict[str, Any]:
+def _flash4_options(
+    borders: Any, longest: int, scale: float, window: int | None, softcap: float
+) -> dict[str, Any]:
     documents = {} if borders is None else {"max_seqlen_q": longest, "max_seqlen_k": longest}
     return {
         "cu_seqlens_q": borders,
@@ -236,8 +238,8 @@ flash4_forward.register_autograd(_backward, setup_context=_keep)
 
 
 def flash4_kernel(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: Any, softcap: Any, borders: Any,
-    longest: int,
+    query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None, softcap: float | None,
+    borders: Tensor | None, longest: int,
 ) -> Tensor:  # fmt: skip
     rows, tokens = query.shape[:2]
     if borders is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
-def functions(output: Any) -> set[Any]:
+def functions(output: torch.Tensor) -> set[Any]:
     """The functions that a tensor was computed by."""
     found = set[Any]()
     stack: list[Any] = [output.grad_fn]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.core import upstream_private
+
+if TYPE_CHECKING:
+    from torch import nn
 
 TOKENS = 16
 
@@ -40,7 +43,7 @@ def choose_computations(model: Any) -> None:
     model.set_experts_implementation("batched_mm")
 
 
-def inputs(model: Any) -> dict[str, Any] | None:
+def inputs(model: nn.Module) -> dict[str, Any] | None:
     """The first inputs that a model takes on the meta device; `None`: its forward fails with all of them."""
     choose_computations(model)
     ids = tokens(model)

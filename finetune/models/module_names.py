@@ -134,7 +134,7 @@ def of_model(model: Any) -> Names:
     )
 
 
-def _name_of(named: list[tuple[str, Any]], module: Any) -> str:
+def _name_of(named: list[tuple[str, Any]], module: nn.Module) -> str:
     return next((name for name, one in named if one is module), "")
 
 

@@ -50,7 +50,7 @@ def is_usual(raw: dict[str, Any], config: ModelConfig, family: dict[str, Any]) -
     )
 
 
-def has_no_effect(key: str, value: Any, words: int) -> bool:
+def has_no_effect(key: str, value: object, words: int) -> bool:
     """Whether a value of config.json changes no module, and every model accepts the value.
 
     Args:
@@ -85,7 +85,7 @@ def _sizes_agree(config: ModelConfig) -> bool:
     )
 
 
-def _is_usual(key: str, value: Any, default: Any, layers: int) -> bool:
+def _is_usual(key: str, value: object, default: object, layers: int) -> bool:
     if type(value) is type(default) and value == default:
         return True
     if key in ("rope_scaling", "rope_parameters"):
@@ -103,12 +103,12 @@ def _is_usual(key: str, value: Any, default: Any, layers: int) -> bool:
     return isinstance(default, int | float) and fits and _is_size(key, value)
 
 
-def _is_size(key: str, value: Any) -> bool:
+def _is_size(key: str, value: object) -> bool:
     most = 1 if key.endswith(("dropout", "pdrop")) else math.inf
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
 
 
-def _is_usual_rope(value: Any) -> bool:
+def _is_usual_rope(value: object) -> bool:
     """Whether transformers can build rotary positions from this section of a config."""
     if not isinstance(value, dict):
         return False

@@ -16,13 +16,25 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
 from finetune.launch.launcher import Start
-from finetune.planning import memory_by_phase, plan_notes, planned_step, refusals, sharding_cost
+from finetune.planning import (
+    memory_by_phase,
+    plan_notes,
+    planned_machine,
+    planned_step,
+    refusals,
+    sharding_cost,
+)
 from finetune.planning.sharding_cost import DDP, FSDP2, ONE, Sharding
 from finetune.preflight import choice_checks
 
 if TYPE_CHECKING:
     from finetune.planning.plan import Plan
     from finetune.recipe.schema import Recipe
+
+
+def make_for(recipe: Recipe, gpu: str | None, gpus: int | None) -> Plan:
+    """Plan a recipe for a number of GPUs of a type; `None`: as on this machine."""
+    return make(recipe, *planned_machine.find(gpu, gpus))
 
 
 def make(

@@ -14,6 +14,8 @@ from finetune.hardware import gpus
 from finetune.planning import measured_rates, sharding_cost
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from finetune.autoconfig.memory_estimate import Keeps, Widths
     from finetune.models.architecture import Architecture
     from finetune.planning.adapter_size import Adapted
@@ -202,7 +204,12 @@ def flops(found: Architecture, has: Adapted, full: bool) -> float:
 
 
 def seconds(
-    config: Any, has: Adapted, linear: dict[str, tuple[int, int]], kept: Keeps, step: Step, rates: Rates
+    config: PreTrainedConfig,
+    has: Adapted,
+    linear: dict[str, tuple[int, int]],
+    kept: Keeps,
+    step: Step,
+    rates: Rates,
 ) -> dict[str, float]:
     """Return seconds of an optimizer step by kind of work. Their sum is the time of the step."""
     one, tokens = memory_estimate.widths(config), step.tokens

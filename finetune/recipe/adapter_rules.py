@@ -349,7 +349,7 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, a
 
 
 def _rebasing(
-    init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool
+    init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: str, added: bool
 ) -> Found:
     """Check an initialization that modifies the base weights.
 

@@ -49,7 +49,7 @@ class Run:
     error: str = ""
     """The error that ended a run without weights."""
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """Return a recipe value by its dotted key."""
         section, _, name = key.partition(".")
         return (self.recipe.get(section) or {}).get(name, default)

@@ -25,13 +25,15 @@ from finetune.speed.live_model_spec import decoder_layers, fused_mlps, live_mode
 from finetune.speed.lm_head_loss import base_of
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from finetune.autoconfig.compilation import Work
     from finetune.core.run_checks import RunChecks
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Speed
 
 
-def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunChecks) -> Decisions:
+def apply(model: nn.Module, speed: Speed, work: Work, hardware: Hardware, ledger: RunChecks) -> Decisions:
     """Change the model's modules in place, add run checks of the changes, and return the decisions.
 
     Raises:
@@ -54,7 +56,7 @@ def apply(model: Any, speed: Speed, work: Work, hardware: Hardware, ledger: RunC
     return decided
 
 
-def change_layers(model: Any, decided: Decisions, hardware: Hardware, ledger: RunChecks) -> None:
+def change_layers(model: nn.Module, decided: Decisions, hardware: Hardware, ledger: RunChecks) -> None:
     """Recompute layers, and offload their inputs to CPU memory, as decided."""
     layers, checkpointing = decoder_layers(model), decided.checkpointing.value
     if checkpointing != "none":
@@ -68,7 +70,7 @@ def change_layers(model: Any, decided: Decisions, hardware: Hardware, ledger: Ru
         Activations([chosen[i * len(chosen) // count] for i in range(count)], device, layers[-1])
 
 
-def compile_layers(model: Any, decided: Decisions, speed: Speed, ledger: RunChecks) -> None:
+def compile_layers(model: nn.Module, decided: Decisions, speed: Speed, ledger: RunChecks) -> None:
     """Compile each decoder layer in place, with CUDA graphs if decided."""
     layers, graphs = decoder_layers(model), decided.graphs.value == "on"
     torch.compiler.reset()  # an earlier run of this process may have compiled layers
@@ -102,7 +104,7 @@ def own_gradient(parameter: torch.Tensor) -> None:
         parameter.grad.own = True  # pyright: ignore[reportAttributeAccessIssue] (a mark of ours)
 
 
-def add_fused(model: Any, chosen: Choice, ledger: RunChecks) -> tuple[Choice, ModelSpec]:
+def add_fused(model: nn.Module, chosen: Choice, ledger: RunChecks) -> tuple[Choice, ModelSpec]:
     """Fuse the adapters, and add a run check.
 
     Returns:
@@ -169,7 +171,7 @@ def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:
     return checkpoint(own, norm, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def norms_of(layer: Any) -> list[Any]:
+def norms_of(layer: nn.Module) -> list[Any]:
     """Return the norms of a decoder layer whose outputs its linear layers save for the backward pass."""
     return [m for m in layer.children() if "Norm" in type(m).__name__ and not list(m.children())]
 

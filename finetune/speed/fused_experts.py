@@ -343,7 +343,7 @@ def stacked(layer: nn.Module) -> list[tuple[Any, list[Any]]]:
     return found
 
 
-def obstacle(module: Any, wrappers: list[Any]) -> str:
+def obstacle(module: nn.Module, wrappers: list[Any]) -> str:
     """Return why experts can't run fused. The empty string means that they can."""
     if not hasattr(module, "is_concatenated") or not hasattr(type(module).forward, "__wrapped__"):
         return f"{type(module).__name__} has its own forward pass"

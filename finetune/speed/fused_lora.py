@@ -291,7 +291,7 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, t: Tensor, b: Tensor, column: Any, a_down: Any, b_down: Any, stored: Stored,
+        ctx: Any, x: Tensor, t: Tensor, b: Tensor, column: object, a_down: Any, b_down: Any, stored: Stored,
         stored_down: Stored, act: str, kept: str,
     ) -> torch.Tensor:  # fmt: skip
         gu, in_fp8 = product(x, stored), len(stored_down) == 2

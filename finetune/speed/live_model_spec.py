@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -15,6 +15,9 @@ from finetune.quantization import qat
 from finetune.quantization.fp8_linear import Fp8Linear
 from finetune.recipe import adapter_types
 from finetune.speed.lm_head_loss import base_of
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def live_model_spec(model: Any) -> ModelSpec:
@@ -43,7 +46,7 @@ def live_model_spec(model: Any) -> ModelSpec:
     )
 
 
-def decoder_layers(model: Any) -> list[Any]:
+def decoder_layers(model: nn.Module) -> list[Any]:
     """Return the decoder layers of a transformers or PEFT model in order; empty if they can't be found."""
     layers = getattr(module_names.decoder_of(base_of(model)), "layers", None)
     return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
@@ -55,7 +58,7 @@ def fused_mlps(layer: Any) -> list[Any]:
     return [parts[0] for parts in fused if len(parts) == 3]
 
 
-def experts_of(layer: Any) -> list[Any]:
+def experts_of(layer: nn.Module) -> list[Any]:
     """Return the experts of a decoder layer's MLP, with weights in one parameter or in a list of modules."""
     return [module for name, module in layer.named_modules() if name.endswith("experts")]
 
@@ -76,7 +79,7 @@ def dropped(model: Any) -> int:
     return sum(drops)
 
 
-def breaking(model: Any) -> frozenset[str]:
+def breaking(model: nn.Module) -> frozenset[str]:
     """Return the adapters of unfused modules whose forward in PEFT breaks the graph of torch.compile."""
     whole = [module for module in model.modules() if hasattr(module, "finetune_fused")]
     fused, found = {id(part) for module in whole for part in module.modules()}, set[str]()

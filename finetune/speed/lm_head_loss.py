@@ -311,7 +311,7 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def install(model: Any, *, compiled: bool, balanced: bool = False) -> Installed:
+def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Installed:
     """Make `model(input_ids=..., labels=..., num_labels=n)` compute the chunked loss.
 
     Call the wrapped model, so that the hooks of DDP, FSDP2 and autocast run. Without `num_labels`, the model

@@ -7,12 +7,15 @@ router keeps its outputs on the instance, which torch.compile can trace. They ar
 from __future__ import annotations
 
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.utils.output_capturing import OutputRecorder
 
 from finetune.models import architecture, module_names
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KEPT = "finetune_router_output"
 
@@ -28,17 +31,17 @@ class RouterUse(NamedTuple):
     """Number of tokens of each expert [routers, experts], int64. Empty if the routers return no choice."""
 
 
-def routers_of(base: Any) -> list[tuple[Any, int]]:
+def routers_of(base: nn.Module) -> list[tuple[Any, int]]:
     """Return the routers of a transformers model, and the index of the logits in the output of each."""
     return [(module, index) for _, module, index in _named_routers(base)]
 
 
-def names_of(base: Any) -> list[str]:
+def names_of(base: nn.Module) -> list[str]:
     """Return the names of the routers, in the order of `routers_of`."""
     return [name for name, _, _ in _named_routers(base)]
 
 
-def _named_routers(base: Any) -> list[tuple[str, Any, int]]:
+def _named_routers(base: nn.Module) -> list[tuple[str, Any, int]]:
     decoder = module_names.decoder_of(base)
     specs = getattr(decoder, "can_record_outputs", {}).get("router_logits", [])
     found = list[tuple[str, Any, int]]()

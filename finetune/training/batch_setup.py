@@ -15,6 +15,8 @@ from finetune.speed import live_model_spec, static_shapes
 from finetune.training import auto_correction, batch_search, oom_recovery, step_work
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+    from torch import nn
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.autoconfig.batch_size import Batch
@@ -40,7 +42,11 @@ def put_in_arguments(batch: Batch, arguments: SFTConfig) -> None:
 
 
 def search_batch(
-    run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice], rows: batch_search.Rows
+    run: RunContext,
+    adapted: nn.Module,
+    batch: Batch,
+    fast: dict[str, run_checks.Choice],
+    rows: batch_search.Rows,
 ) -> Batch:
     """Return the largest micro-batch size that fits, or the size of the checkpoint's run."""
     if run.found:
@@ -52,7 +58,7 @@ def search_batch(
 
 
 def corrector(
-    run: RunContext, adapted: Any, batch: Batch, fast: dict[str, run_checks.Choice]
+    run: RunContext, adapted: nn.Module, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> auto_correction.Corrector | None:
     """Return the correction for a first step that runs out of memory; `None` if no `auto` can use less."""
     layers = live_model_spec.decoder_layers(adapted)
@@ -95,7 +101,7 @@ def micro_batches(
 
 
 def fixed_shape(
-    run: RunContext, dataset: Any, batch: Batch, fast: dict[str, run_checks.Choice]
+    run: RunContext, dataset: Dataset, batch: Batch, fast: dict[str, run_checks.Choice]
 ) -> tuple[int, int, int] | None:
     """Tokens, documents and longest document that each flattened batch is filled up to.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.adapters import initialization, trainable_parameters
 from finetune.autoconfig import optimizer_choice
@@ -12,6 +12,8 @@ from finetune.distributed import collectives, launch_environment, sharded_tensor
 from finetune.models import fingerprint
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.checkpointing.checkpoints import Found
     from finetune.core.run_checks import RunChecks
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_space(
-    adapted: Any, recipe: Recipe, setup: Setup, where: str | None, groups: Path = training_state.GROUPS
+    adapted: nn.Module, recipe: Recipe, setup: Setup, where: str | None, groups: Path = training_state.GROUPS
 ) -> None:
     """Check on rank 0 that the checkpoints fit on its disk, and a gathered checkpoint in its memory.
 
@@ -47,7 +49,7 @@ def check_space(
         collectives.from_main(lambda: training_state.check_memory(held, training_state.available(groups)))
 
 
-def frozen_fingerprint(adapted: Any, found: Found | None, ledger: RunChecks) -> str:
+def frozen_fingerprint(adapted: nn.Module, found: Found | None, ledger: RunChecks) -> str:
     """Return the fingerprint of the frozen weights.
 
     Refuse a run that can't resume from `found`, before anything in its folder changes.

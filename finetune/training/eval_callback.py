@@ -114,7 +114,7 @@ class Validate(TrainerCallback):
         logs.update(self.unsaid)
         self.unsaid = {}
 
-    def measure(self, model: Any) -> dict[str, float]:
+    def measure(self, model: nn.Module) -> dict[str, float]:
         """Compute the validation loss and the deciding metric, and restore the random generators."""
         asks = self.settings.metric_for_best_model == "exact_match"
         with torch.compiler.set_stance("force_eager"):  # evaluation has other shapes, which would be compiled
@@ -136,7 +136,7 @@ class Validate(TrainerCallback):
             )
         return found
 
-    def keep(self, model: Any) -> None:
+    def keep(self, model: nn.Module) -> None:
         """Copy the trainable weights to CPU memory."""
         if self.settings.load_best_model_at_end:
             trained = trainable_parameters.trainable(model)

@@ -13,6 +13,7 @@ from finetune.quantization import qat
 from finetune.training import optimizers
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
     from trl.trainer.sft_config import SFTConfig
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def adapted_model(
-    run: RunContext, arguments: SFTConfig, dataset: Any, tokenizer: PreTrainedTokenizerBase, steps: int
+    run: RunContext, arguments: SFTConfig, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> Any:
     """Check the schedule, then load the base model in its quantization and attach the adapter."""
     recipe, setup, ledger = run.recipe, run.setup, run.checks

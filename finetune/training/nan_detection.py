@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from datasets import Dataset
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from finetune.core.console import Console
@@ -234,7 +235,7 @@ def keep(place: Path, rank: int, batches: list[dict[str, Any]]) -> None:
         safe_files.rename(place, f"{private.name}/{name}", name)
 
 
-def sources(dataset: Any, batch: dict[str, Any]) -> list[str]:
+def sources(dataset: Dataset, batch: dict[str, Any]) -> list[str]:
     """Find the examples of a micro-batch in the data by their tokens, as <file>:<line>.
 
     Loaders get only tokens, so the function searches all examples. It finds none in streamed data.
@@ -298,7 +299,7 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
     model.zero_grad()
     found: list[str] = []
 
-    def look(name: str, output: Any) -> None:
+    def look(name: str, output: torch.Tensor) -> None:
         tensors = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if _real(t)]
         if not found and not all(torch.isfinite(t).all() for t in tensors):
             found.append(name)

@@ -19,6 +19,8 @@ from finetune.training import verify_saved
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedModel
+
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Recipe
@@ -76,7 +78,7 @@ def evaluated(live: verify_saved.Live, folder: RunFolder, ledger: RunChecks) -> 
     """
     opened = False
 
-    def same_as_live(reopened: Any) -> None:
+    def same_as_live(reopened: PreTrainedModel) -> None:
         nonlocal opened
         opened = True
         verify_saved.check_reopened(live, reopened, folder, ledger)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accelerate import PartialState
 
@@ -16,11 +16,12 @@ from finetune.models import generation_config
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedTokenizerBase
 
 
 def save(
-    adapted: Any, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Console
+    adapted: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Console
 ) -> None:
     """Save adapter or model and tokenizer on rank 0. The other ranks send their shards and wait."""
     processes, tensors = (

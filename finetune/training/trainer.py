@@ -295,7 +295,7 @@ class Trainer(SFTTrainer):
         self._globalstep_last_logged = kept["step"]
         self.restore_totals(kept)
 
-    def restore_batches(self, kept: Any) -> None:
+    def restore_batches(self, kept: object) -> None:
         self.batches = torch.as_tensor(kept, device=self.args.device)
 
     def train_from(self, checkpoint: Path | None) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from datasets import Dataset
+    from torch import nn
     from transformers import PreTrainedTokenizerBase, TrainerCallback
     from trl.trainer.sft_config import SFTConfig
 
@@ -91,7 +92,7 @@ def build(
     return Trainer(adapted, inputs.arguments, inputs.dataset, inputs.tokenizer, parts)
 
 
-def step_callbacks(run: RunContext, adapted: Any) -> list[TrainerCallback]:
+def step_callbacks(run: RunContext, adapted: nn.Module) -> list[TrainerCallback]:
     """Return the callbacks of an optimizer step: AdaLoRA's allocation, and gradients for offloading."""
     allocates = [adalora.AllocateRanks()] if adalora.allocates(adapted) else []
     offloaded = run.recipe.speed.offload in ("optimizer", "all")

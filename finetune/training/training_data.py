@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.checkpointing import checkpoints
 from finetune.core.errors import Exit
@@ -96,7 +96,9 @@ def add_stream_receipt(prepared: Prepared, screen: Console, ledger: RunChecks) -
         screen.say(f"note: of {read:,} rows read while training {left_out:,} were left out")
 
 
-def add_template_receipt(section: Model, tokenizer: Any, screen: Console, ledger: RunChecks) -> None:
+def add_template_receipt(
+    section: Model, tokenizer: PreTrainedTokenizerBase, screen: Console, ledger: RunChecks
+) -> None:
     """Add a run check of the chat template, and note a template that differs from the base model's."""
     if tokenizer.chat_template is None:
         return

@@ -29,6 +29,7 @@ from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
@@ -193,7 +194,7 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
     ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTEFACT)
 
 
-def check_reopened(live: Live, reopened: Any, folder: RunFolder, ledger: RunChecks) -> None:
+def check_reopened(live: Live, reopened: PreTrainedModel, folder: RunFolder, ledger: RunChecks) -> None:
     """Add run checks that the saved tensors and their logits equal the trained ones."""
     code = Exit.ARTEFACT
     same = hashes(reopened, live.shapes)
