@@ -161,7 +161,7 @@ def export_model(
     """Export a run for a server, and check that it reads and answers prompts the same; return the report.
 
     Args:
-        to: gguf, vllm or mlx.
+        to: gguf, ollama, vllm or mlx.
         output: the new folder; `None`: `export-gguf-f16` and so on in the run folder.
         quantize: how the weights are stored; `None`: the target's default.
         adapter: export the adapter alone instead of merged weights.

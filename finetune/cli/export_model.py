@@ -8,16 +8,16 @@ from typing import Any
 from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import opened
 
-TARGETS = ("gguf", "vllm", "mlx")
+TARGETS = ("gguf", "ollama", "vllm", "mlx")
 EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--to", {"choices": TARGETS, "required": True, "help": "the program that will serve the model"}),
     (
         "--quantize",
         {
             "metavar": "KIND",
-            "help": "how the weights are stored. gguf: f32, f16 (default), bf16 or q8_0; q6_k, q5_k_m, "
-            "q4_k_m, q3_k_m or q2_k with llama.cpp's llama-quantize. vllm and mlx: bf16 (default) or f32. "
-            "For torchao's formats, use `finetune merge`",
+            "help": "how the weights are stored. gguf and ollama: f32, f16 (default), bf16 or q8_0; q6_k, "
+            "q5_k_m, q4_k_m, q3_k_m or q2_k with llama.cpp's llama-quantize. vllm and mlx: bf16 (default) or "
+            "f32. For torchao's formats, use `finetune merge`",
         },
     ),
     ("--adapter", {"action": "store_true", "help": "export the adapter alone, without a merge (vllm)"}),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
     from finetune.export.serving_check import Expected
 
@@ -21,7 +21,7 @@ class Job:
     source: Path
     """The folder with the merged weights, or with the adapter."""
     config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Any
     expected: Expected
     quantize: str
     base: str

@@ -25,6 +25,7 @@ from finetune.export import (
     merged_files,
     merging,
     mlx_export,
+    ollama_export,
     plain_base,
     serving_check,
     verify_merge,
@@ -43,9 +44,14 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 REPORT = "export.json"
-MODULES: dict[str, Any] = {"gguf": gguf_export, "vllm": vllm_export, "mlx": mlx_export}
+MODULES: dict[str, Any] = {
+    "gguf": gguf_export,
+    "ollama": ollama_export,
+    "vllm": vllm_export,
+    "mlx": mlx_export,
+}
 """Target -> the module that writes it: `KINDS`, `check(config, kind)` and `write(job, folder)`."""
-DEFAULTS = {"gguf": "f16", "vllm": "bf16", "mlx": "bf16"}
+DEFAULTS = {"gguf": "f16", "ollama": "f16", "vllm": "bf16", "mlx": "bf16"}
 
 
 def run(

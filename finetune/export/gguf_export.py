@@ -70,10 +70,14 @@ def entries_of(job: Job, family: gguf_families.Family, rows: int) -> dict[str, A
     general = {"architecture": family.architecture, "type": "model", "name": job.name}
     kind = "bf16" if job.quantize in K_QUANTS else job.quantize
     numbers = {"file_type": gguf_file.TYPES[kind][1], "quantization_version": 2}
-    opens = bool(job.expected.prompts) and job.expected.prompts[0][:1] == [job.tokenizer.bos_token_id]
     found = {f"general.{key}": value for key, value in {**general, **numbers}.items()}
     found |= gguf_families.settings(config, family)
-    return found | gguf_tokenizer.entries(job.tokenizer, rows, job.expected.stops, opens)
+    return found | gguf_tokenizer.entries(job.tokenizer, rows, job.expected.stops, opens(job))
+
+
+def opens(job: Job) -> bool:
+    """Return whether the prompts of the evaluation start with the BOS token."""
+    return bool(job.expected.prompts) and job.expected.prompts[0][:1] == [job.tokenizer.bos_token_id]
 
 
 def rows_of(tensors: list[gguf_families.GgufTensor], source: gguf_file.Checkpoint) -> int:

@@ -46,6 +46,17 @@ def test_export_to_gguf_of_a_run_compares_ids_and_answers(
 
 
 @needs_gguf
+def test_export_to_ollama_writes_a_modelfile(trained: Callable[..., RunFolder]) -> None:
+    run = trained()
+    report = export(run, "--to", "ollama", "--quantize", "q8_0")
+    text = (run.path / "export-ollama-q8_0" / "Modelfile").read_text()
+    (name,) = report["files"]
+    assert text.startswith(f'FROM ./{name}\nTEMPLATE """{{{{ range .Messages }}}}')
+    assert 'PARAMETER stop "<|im_end|>"' in text
+    assert report["serving_check"]["template"] == {"chats": 6, "different": 0}
+
+
+@needs_gguf
 def test_export_to_gguf_of_full_fine_tuning_needs_no_merge(trained: Callable[..., RunFolder]) -> None:
     report = export(trained("full"), "--to", "gguf")
     assert "against_tuned" not in report and report["serving_check"]["answers"]["agree"]
