@@ -50,7 +50,7 @@ def against_storage(storage: str, names: Names, adapter: str) -> list[Problem]:
             "stacked experts are no nn.Linear layers",
         )
         kind = adapter[1:]
-        fix = f"adapter.type: {kind}, with model.quantization: nf4 to quantize only the linear layers"
+        fix = f"adapter.type: {kind} and model.quantization: nf4"
         key = "adapter.type"
         return [Problem(what, key, found=f"{left} would stay in bf16", fix=fix, why=why, code="quantization")]
     stored = [name for name in names.linear if names.kinds[name] == "Linear"]

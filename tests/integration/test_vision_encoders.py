@@ -141,5 +141,5 @@ def test_mlps_that_peft_takes_for_experts_are_said(targets: str, train, deepseek
         "proj 2" in got["adapter.target_modules"]["actual"]
         and "up_proj" not in got["adapter.target_modules"]["actual"]
     )
-    said = "down_proj 2, gate_proj 2, up_proj 2 get no adapter: PEFT adapts the experts' weights"
-    assert said in (run.path / "log.txt").read_text()
+    said = " get no adapter, because PEFT takes their names for names of experts"
+    assert said in " ".join((run.path / "log.txt").read_text().split())

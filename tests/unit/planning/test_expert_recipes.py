@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from finetune.core.errors import UserError
 from finetune.planning import planned_machine, planner
 from finetune.preflight import checker
 from finetune.recipe import loader
-from support.paths import ROOT
+from support.paths import MODEL, ROOT
 
 if TYPE_CHECKING:
     from finetune.planning.plan import Plan
@@ -41,6 +42,8 @@ def name_of(path: Path) -> str:
 
 def loaded(path: Path, folder: Path, *more: str) -> Any:
     (folder / "config.json").write_text(json.dumps(CONFIGS[path.parent.name]))
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # which `check` opens
+        shutil.copy(MODEL / name, folder / name)
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": "word " * 400}) + "\n" for _ in range(64)))
     given = [
