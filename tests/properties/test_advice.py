@@ -264,7 +264,11 @@ REFUSED: list[dict[str, Any]] = [
     {"model.name": "MIXTRAL", "adapter.target_modules": ["w1", "w3", "w2"], "adapter.lora_dropout": 0.1},
     {"model.name": "MIXTRAL", "adapter.target_modules": ["gate_proj"]},
     {"model.name": "MIXTRAL", "adapter.type": "dora", "adapter.target_modules": "all-linear-and-experts"},
-    {"model.name": "MIXTRAL", "adapter.lora_dropout": 0.1, "adapter.target_modules": "all-linear-and-experts"},
+    {
+        "model.name": "MIXTRAL",
+        "adapter.lora_dropout": 0.1,
+        "adapter.target_modules": "all-linear-and-experts",
+    },
     {"model.name": "MIXTRAL", "adapter.type": "adalora", "adapter.target_modules": ["gate"]},
     {"model.name": "MIXTRAL", "adapter.type": "ia3", "adapter.target_modules": "all-linear-and-experts"},
     {"model.name": "MIXTRAL", "adapter.type": "qlora"},
