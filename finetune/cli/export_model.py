@@ -20,7 +20,7 @@ EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
             "f32. For torchao's formats, use `finetune merge`",
         },
     ),
-    ("--adapter", {"action": "store_true", "help": "export the adapter alone, without a merge (vllm)"}),
+    ("--adapter", {"action": "store_true", "help": "export the adapter alone (gguf, vllm)"}),
     ("--output", {"metavar": "DIR", "help": "a new folder (default: RUN/export-gguf-f16 and so on)"}),
 )
 

@@ -12,6 +12,7 @@ from finetune.core.paths import writing
 from finetune.export import (
     gguf_families,
     gguf_file,
+    gguf_lora,
     gguf_readers,
     gguf_tensors,
     gguf_tokenizer,
@@ -62,6 +63,23 @@ def write(job: Job, folder: Path) -> dict[str, Any]:
     report = {"files": {path.name: path.stat().st_size}, "architecture": family.architecture}
     report |= {"tensors": len(tensors), "serving_check": check_serving(path, job)}
     return report | {"serve": [f"llama-server -m {path.name} --jinja", f"llama-cli -m {path.name} --jinja"]}
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raise a UserError if a GGUF LoRA can't hold the adapter (exit 2)."""
+    gguf_lora.check(adapter)
+
+
+def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the adapter alone as a GGUF LoRA, and read it back."""
+    path = folder / f"{job.name}-lora.gguf"
+    with writing(folder):
+        found = gguf_lora.write(path, job.source, job.config.get_text_config(), job.name, "f32")
+    gguf_file.refuse_damaged(path, found)
+    why = f"it needs the base model {job.base} as a GGUF file too"
+    report: dict[str, Any] = {"files": {path.name: path.stat().st_size}}
+    report["serving_check"] = {"reader": None, "not_run": why}
+    return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} --jinja"]}
 
 
 def entries_of(job: Job, family: gguf_families.Family, rows: int) -> dict[str, Any]:

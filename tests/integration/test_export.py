@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from finetune.cli import main
 from finetune.core import packages
@@ -43,6 +44,32 @@ def test_export_to_gguf_of_a_run_compares_ids_and_answers(
     assert check["token_ids"].get("different", 0) == 0
     assert json.loads((folder / "export.json").read_text())["path"] == str(folder)
     assert report["against_tuned"]["relative"] < 0.01
+
+
+@needs_gguf
+def test_export_of_an_adapter_to_gguf_has_the_update_of_each_weight(
+    trained: Callable[..., RunFolder],
+) -> None:
+    import gguf
+    from safetensors.torch import load_file
+
+    from finetune.export.gguf_families import in_pairs
+
+    run = trained()
+    report = export(run, "--to", "gguf", "--adapter")
+    (name,) = report["files"]
+    reader = gguf.GGUFReader(run.path / "export-gguf-adapter" / name)
+    held = {tensor.name: torch.tensor(tensor.data.copy()) for tensor in reader.tensors}
+    weights = load_file(run.adapter / "adapter_model.safetensors")
+    for module, stored, heads in (("q_proj", "attn_q", 8), ("k_proj", "attn_k", 4), ("v_proj", "attn_v", 0)):
+        a, b = (weights[f"base_model.model.model.layers.0.self_attn.{module}.lora_{h}.weight"] for h in "AB")
+        update = (b @ a).float()
+        wanted = in_pairs(update, heads) if heads else update
+        got = held[f"blk.0.{stored}.weight.lora_b"] @ held[f"blk.0.{stored}.weight.lora_a"]
+        torch.testing.assert_close(got, wanted)
+    assert len(held) == len(weights) and reader.get_field("adapter.lora.alpha").contents() == 32.0
+    assert report["serving_check"]["reader"] is None
+    assert export(trained("dora"), "--to", "gguf", "--adapter", code=2) == {}
 
 
 @needs_gguf
