@@ -14,6 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError, URLError
 
+import torch
+
 from finetune.core import packages
 from finetune.distributed.restart_together import free_port
 from finetune.export import serving_check
@@ -54,6 +56,8 @@ def _xllamacpp(path: Path, context: int) -> Iterator[Reader]:
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.verbosity, params.warmup = -1, False
+    # Two threads on a busy machine are ten times slower than one
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
     server = xllamacpp.Server(params)
     version = getattr(xllamacpp, "__version__", "")
     name = f"llama.cpp (xllamacpp {version})".replace(" )", ")")
@@ -192,7 +196,6 @@ def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Exampl
 
 def _model_of_transformers(path: Path, config: Any, architecture: str) -> Any:
     """Load the weights. Settings that transformers does not read from the file come from the model."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
 
