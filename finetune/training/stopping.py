@@ -129,6 +129,25 @@ class Schedule(TrainerCallback):
             self.strategy = "steps"
         self.saved = False
 
+    def end_if_stopped(self, step: int) -> None:
+        """End a run that was told to stop before its last step.
+
+        Raises:
+            Stopped: the run has saved a checkpoint.
+            UserError: checkpoints can't store the state of its optimizer (exit 5).
+        """
+        if not self.stopped:
+            return
+        if self.parts:
+            what = f"stopped by {self.stopped} after step {step} without a checkpoint"
+            why = f"checkpoints can't store the state that {self.parts} keeps"
+            fix = optimizer_choice.saved_instead(self.parts)
+            raise UserError(Problem(what, why=why, fix=fix, code="checkpoint"), code=Exit.TRAINING)
+        where = f"; saved: {self.writer.published}" if self.writer.published else ""
+        ended = Stopped(f"stopped by {self.stopped} after step {step}{where}")
+        ended.together = True
+        raise ended
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:

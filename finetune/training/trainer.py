@@ -17,10 +17,8 @@ from transformers import PrinterCallback
 from trl.trainer.sft_trainer import SFTTrainer
 
 from finetune.adapters import adalora, trainable_parameters
-from finetune.autoconfig import optimizer_choice
 from finetune.checkpointing import training_state
 from finetune.core import upstream_private
-from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, static_shapes
@@ -327,19 +325,7 @@ class Trainer(SFTTrainer):
         self.resumed = None
         self.writer.wait()
         collectives.any_of(False)  # a rank that exits earlier would end the others
-        if self.schedule.stopped and self.schedule.parts:
-            what = (
-                f"stopped by {self.schedule.stopped} after step {self.state.global_step} without a checkpoint"
-            )
-            why = f"checkpoints can't store the state that {self.schedule.parts} keeps"
-            fix = optimizer_choice.saved_instead(self.schedule.parts)
-            raise UserError(Problem(what, why=why, fix=fix, code="checkpoint"), code=Exit.TRAINING)
-        if self.schedule.stopped:
-            saved = self.writer.published
-            where = f"; saved: {saved}" if saved else ""
-            ended = Stopped(f"stopped by {self.schedule.stopped} after step {self.state.global_step}{where}")
-            ended.together = True
-            raise ended
+        self.schedule.end_if_stopped(self.state.global_step)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
