@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from finetune.core.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from finetune.adapters.attach import peft_config as peft_config
+    from finetune.adapters.peft_configs import peft_config as peft_config
     from finetune.adapters.trainable_parameters import frozen as frozen
     from finetune.adapters.trainable_parameters import trainable as trainable
 
@@ -14,7 +14,7 @@ __all__ = ["frozen", "peft_config", "trainable"]
 __getattr__ = lazy_imports(
     __name__,
     {
-        "peft_config": "attach.peft_config",
+        "peft_config": "peft_configs.peft_config",
         "frozen": "trainable_parameters.frozen",
         "trainable": "trainable_parameters.trainable",
     },

@@ -6,35 +6,29 @@ data.
 
 from __future__ import annotations
 
-import re
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import (
     adapter_checks,
     continue_from,
-    expert_targets,
     initialization,
     name_problems,
-    target_modules,
+    peft_configs,
     trainable_parameters,
 )
 from finetune.core import upstream_private
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import UserError
 from finetune.models import module_names
 from finetune.quantization import qat
-from finetune.recipe import adapter_types
-from finetune.recipe.adapter_rules import coded, rows_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
-    from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
-    from finetune.recipe.adapter_types import Shapes
     from finetune.recipe.schema import Adapter
 
 
@@ -67,16 +61,12 @@ def attach(
     if adapter.source:
         adapted: Any = continue_from.load(model, adapter, added, ledger)
     else:
-        _check_names(model, adapter, everything)
+        name_problems.check(model, adapter, everything)
         with continue_from.refusals("PEFT refuses it"):
-            config: Any = peft_config(adapter, steps, trainable_parameters.shapes(model), everything)
-        _train_rows(config, everything, added)
-        _keep_to_text(model, config, everything)
-        _fit_to_layers(model, config, everything)
-        if adapter_types.find(adapter.type).prompt:
-            _fit_to_width(model, config)
-        if getattr(config, "tokenizer_name_or_path", None):
-            config.tokenizer_name_or_path = str(model.name_or_path)  # PEFT opens it
+            config: Any = peft_configs.peft_config(
+                adapter, steps, trainable_parameters.shapes(model), everything
+            )
+        peft_configs.fit(config, model, everything, added)
         init = adapter.options().get("init_lora_weights")
         with continue_from.refusals("PEFT refuses it"):
             adapted = initialization.attach(model, config, init, everything.linear, batches, ledger)
@@ -111,50 +101,6 @@ def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> Non
         head.register_parameter("bias", None)
 
 
-def _keep_to_text(model: PreTrainedModel, config: PreTrainedConfig, known: module_names.Names) -> None:
-    """Exclude a multimodal model's encoders, whose layers may have the names of the text model's layers."""
-    if not trainable_parameters.towers(model):
-        return
-    decoder = model.get_decoder()
-    text = next(name for name, module in model.named_modules() if module is decoder)
-    if hasattr(config, "exclude_modules"):
-        own = config.exclude_modules or ()
-        own = [own] if isinstance(own, str) else [rf"(.*\.)?{re.escape(name)}" for name in sorted(own)]
-        config.exclude_modules = "|".join([rf"(?!{re.escape(text)}\.).*", *own])
-    elif getattr(config, "target_modules", None):
-        config.target_modules = set(target_modules.targeted(vars(config), known))
-
-
-def _fit_to_layers(model: PreTrainedModel, config: PreTrainedConfig, known: module_names.Names) -> None:
-    """Tell PEFT how GPT-2's layers are stored, and limit "all-linear" to layers that return one tensor."""
-    from torch import nn
-
-    options = vars(config)
-    picked = target_modules.targeted(options, known)
-    if hasattr(config, "fan_in_fan_out") and any(known.kinds[name] == "Conv1D" for name in picked):
-        config.fan_in_fan_out = True  # otherwise PEFT sets it with a warning
-    if options.get("target_modules") != target_modules.EVERYTHING:
-        return
-    linear = [n for n, module in model.named_modules() if isinstance(module, nn.Linear) and n != known.head]
-    if any(known.kinds.get(name, "Linear") not in module_names.LINEAR for name in linear):
-        config.target_modules = set(known.linear)
-
-
-def _fit_to_width(model: PreTrainedModel, config: PeftConfig) -> None:
-    """Return the sizes of virtual tokens. PEFT reads them by names that many configs lack."""
-    text: Any = model.config.get_text_config()
-    embedding: Any = model.get_input_embeddings()
-    sizes = {
-        "num_layers": text.num_hidden_layers,
-        "token_dim": embedding.weight.shape[1],
-        "num_attention_heads": getattr(text, "num_attention_heads", None)
-        or 1,  # only adapters with past keys use the heads
-    }
-    for key, size in sizes.items():
-        if getattr(config, key, None) is None:
-            setattr(config, key, size)
-
-
 def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
     """Freeze trainable weights outside of the text model."""
     from torch import nn
@@ -173,79 +119,3 @@ def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
     trained = sum(parameter.requires_grad for parameter in trainable_parameters.towers(model).values())
     how = "parameters with requires_grad outside of the text model and its head"
     ledger.add(f"trained in {beside}", "nothing", trained or "nothing", how)
-
-
-def peft_config(
-    adapter: Adapter, steps: int, model: Shapes, names: module_names.Names | None = None
-) -> PeftConfig:
-    """Build PEFT's config from the recipe's section, completed for this model and this run.
-
-    Raises:
-        UserError: with these options, the adapter would change nothing (exit 2).
-    """
-    from peft import TaskType
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    kind = adapter_types.find(adapter.type)
-    options: dict[str, Any] = {**deepcopy(adapter.options()), **kind.sets}  # PEFT adds to lists of its config
-    family = names.family if names else ""
-    if names and options.get("target_modules") is not None:
-        options = expert_targets.resolve(options, names, kind.peft).options
-    if options.get("target_modules") == "all-linear" and options.get("layers_to_transform") is not None:
-        options["target_modules"] = sorted(set(map(module_names.short, model)))  # PEFT wants a list beside it
-    if kind.build:
-        options = kind.build(options, steps, model, family)
-    if options.get("trainable_token_indices") in ([], {}):  # PEFT would create an empty tensor
-        del options["trainable_token_indices"]
-    init = options.get("init_lora_weights")
-    if init in adapter_types.CONFIGURED_INITS:
-        options.setdefault(f"{init}_config", {})  # otherwise PEFT warns that it uses the defaults
-    if init == "loftq":  # PEFT's own LoftQ would quantize the weights again
-        options["init_lora_weights"] = True
-    classes = {str(name.value).lower(): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
-
-
-def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
-    """Return PEFT's keys that finetune sets: AdaLoRA's schedule and IA3's feed-forward modules."""
-    builds = () if adapter.source else adapter_types.find(adapter.type).builds
-    values = {
-        key: getattr(model.peft_config["default"], key) for key in builds if key not in adapter.options()
-    }
-    return {key: sorted(value) if isinstance(value, set) else value for key, value in values.items()}
-
-
-def _check_names(model: PreTrainedModel, adapter: Adapter, known: module_names.Names) -> None:
-    """Refuse names and numbers of the recipe that match nothing in the model, all in one error."""
-    kind = adapter_types.find(adapter.type)
-    options = {**adapter.options(), **kind.sets}
-    problems = name_problems.problems(options, known, kind.peft)
-    parts = list(model.named_modules())
-    for name in options.get("modules_to_save") or ():
-        held = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
-        found = coded([name], held.pop(), adapter.type if kind.storage else "") if held else []
-        problems += [_conflict(what, key, **texts) for key, what, texts in found]
-    if problems:
-        raise UserError(*problems)
-
-
-def _conflict(what: str, key: str, code: str = "recipe-conflict", **texts: str) -> Problem:
-    return Problem(what, key, code=code, **texts)
-
-
-def _train_rows(config: PreTrainedConfig, known: module_names.Names, added: Sequence[int]) -> None:
-    """Make the rows of new tokens trainable in the embeddings, and in the head if it has its own.
-
-    Raises:
-        UserError: only one of embeddings and head trains as a whole (exit 2).
-    """
-    tied, embedding, head = known.tied, module_names.short(known.embedding), module_names.short(known.head)
-    if found := rows_beside(vars(config), tied, bool(added), embedding, head):
-        raise UserError(*(_conflict(what, key, **texts) for key, what, texts in found))
-    saved = getattr(config, "modules_to_save", None) or ()  # trainable_tokens has no such key
-    if not added or embedding in map(module_names.short, saved):
-        return
-    own = getattr(config, "trainable_token_indices", None) or []
-    asked = own if isinstance(own, dict) else {embedding: own} | ({} if tied else {head: own})
-    rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
-    config.trainable_token_indices = next(iter(rows.values())) if tied and len(rows) == 1 else rows

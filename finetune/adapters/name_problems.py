@@ -10,18 +10,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import expert_targets, target_modules
-from finetune.core.errors import Problem, nearest
+from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.formatting import as_yaml
 from finetune.models import module_lists, module_names
 from finetune.models.module_names import short
 from finetune.recipe import adapter_types
+from finetune.recipe.adapter_rules import coded
 from finetune.recipe.adapter_types import REBASING_INITS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
 
+    from transformers import PreTrainedModel
+
     from finetune.adapters.expert_targets import Resolved
     from finetune.models.module_names import Names
+    from finetune.recipe.schema import Adapter
 
 
 # Layers of Mamba's mixer whose weights its kernels read: PEFT refuses an adapter of these types there
@@ -577,3 +581,21 @@ def _no_experts(names: Names, peft: str) -> Problem | None:
     if any("experts" in name for name in names.kinds):
         what = f"PEFT can't adapt the experts of {names.family}"
     return Problem(what, key, found=asked, fix=fix, code="target-modules")
+
+
+def check(model: PreTrainedModel, adapter: Adapter, known: Names) -> None:
+    """Refuse names and numbers of the recipe that match nothing in the model, all in one error."""
+    kind = adapter_types.find(adapter.type)
+    options = {**adapter.options(), **kind.sets}
+    refused = problems(options, known, kind.peft)
+    parts = list(model.named_modules())
+    for name in options.get("modules_to_save") or ():
+        held = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
+        found = coded([name], held.pop(), adapter.type if kind.storage else "") if held else []
+        refused += [conflict(what, key, **texts) for key, what, texts in found]
+    if refused:
+        raise UserError(*refused)
+
+
+def conflict(what: str, key: str, code: str = "recipe-conflict", **texts: str) -> Problem:
+    return Problem(what, key, code=code, **texts)

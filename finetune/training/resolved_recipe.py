@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import attach
+from finetune.adapters import peft_configs
 from finetune.autoconfig import optimizer_choice
 from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
@@ -62,7 +62,7 @@ def choices(
     """Return every value that the recipe does not set, with who set it and why."""
     recipe, setup, correction = run.recipe, run.setup, run.correction
     launch, set_by = setup.launch, recipe.origin.set_by
-    derived = attach.derived(adapted, recipe.adapter)
+    derived = peft_configs.derived(adapted, recipe.adapter)
     how = "asked for" if recipe.train.max_steps else f"{recipe.train.num_train_epochs or 3.0:g} epochs"
     factors = f"{batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
     split = f"{batch.effective} = {factors}"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.adapters import attach, continue_from
+from finetune.adapters import continue_from, peft_configs
 from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.models import tokenizer_setup
@@ -237,7 +237,7 @@ def test_vectors_before_the_prompt_are_not_said_to_merge(saved_lora, capsys) -> 
 def test_what_peft_adds_to_its_config_is_not_added_to_the_recipe() -> None:
     """As it does to modules_to_save, of what is tied to them."""
     section = loader.load(QUICKSTART, ["adapter.modules_to_save=[embed_tokens]"]).adapter
-    made: Any = attach.peft_config(section, 1, {})
+    made: Any = peft_configs.peft_config(section, 1, {})
     made.modules_to_save.append("lm_head")
     assert section.options()["modules_to_save"] == ["embed_tokens"]
 

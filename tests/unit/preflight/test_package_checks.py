@@ -90,7 +90,9 @@ def test_missing_package_of_a_launch_is_found_before_it_starts(
 def test_each_extra_of_the_project_has_a_case() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     covered = {extra for *_, extra in (*CASES, *LAUNCHES)}
-    assert set(project["optional-dependencies"]) - {"dev", "docs", "sweep"} <= covered, "sweep is a command's"
+    assert set(project["optional-dependencies"]) - {"dev", "docs", "sweep", "export"} <= covered, (
+        "two are of commands"
+    )
 
 
 def test_every_optimizer_of_transformers_names_its_package(monkeypatch) -> None:
