@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-BASELINE, OPTIMISED = "recipes/baselines/llama3_8b.yaml", "recipes/gpus/80gb_fastest.yaml"
+BASELINE, OPTIMIZED = "recipes/baselines/llama3_8b.yaml", "recipes/gpus/80gb_fastest.yaml"
 LIMITS = ["--min-speedup", "3", "--max-loss-delta", "0.5%"]
 DOCUMENTS = 160  # of a step of the baseline
 TINY = ["data.max_length=64", "train.per_device_train_batch_size=2", "train.effective_batch_size=4"]
@@ -64,12 +64,12 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
     """One call of the script; what it measured, its exit code and its command."""
     place = (options.out / f"x{gpus}").resolve()
     launch = ["--accelerate", "cpu_2" if options.tiny else f"ddp_{gpus}"] if gpus > 1 else []
-    line = ["scripts/validate_optimizations.py", "--baseline", BASELINE, "--optimized", OPTIMISED, *LIMITS]
+    line = ["scripts/validate_optimizations.py", "--baseline", BASELINE, "--optimized", OPTIMIZED, *LIMITS]
     length = ["--steps", options.steps, "--warm-up", options.warm_up, "--repeats", options.repeats]
     line += [*map(str, length), *launch, "--output", str(place), *given]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": paths}
-    names = (Path(BASELINE).stem, Path(OPTIMISED).stem)
+    names = (Path(BASELINE).stem, Path(OPTIMIZED).stem)
     left = place / "ab" / "-against-".join(names) / names[1] / "ablation.json"
     left.unlink(missing_ok=True)  # of an earlier call
     ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, check=False)
@@ -87,7 +87,7 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """Both sides on each number of GPUs, as a markdown table."""
     lines = [
-        "| | tokens/s, baseline | optimised | times | peak GiB of a GPU | validation loss | exit code "
+        "| | tokens/s, baseline | optimized | times | peak GiB of a GPU | validation loss | exit code "
         "| machine, torch, date |",
         "|---|" + "---|" * 7,
     ]

@@ -1,4 +1,4 @@
-"""Tokenise, mask and pack: tokens a second, here and by TRL's own path, in one run on the same rows.
+"""Tokenize, mask and pack: tokens a second, here and by TRL's own path, in one run on the same rows.
 
     python benchmarks/data.py ASSETS                # -> benchmarks/data.json
 

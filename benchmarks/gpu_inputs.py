@@ -25,7 +25,7 @@ SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
     "tiny": (64, 128, 2, 4, 2, 4096),
 }
 LAYERS_A_FILE = 4
-STD = 0.02  # of every weight, as transformers initialises LLaMA
+STD = 0.02  # of every weight, as transformers initializes LLaMA
 WORDS = [f"{a}{b}{c}" for a in "bcdfgklm" for b in "aeiou" for c in "nrst"]
 MEAN, SIGMA, LONGEST = 400, 1.0, 4096  # tokens of a document: log-normal (median about 245), clipped
 
@@ -35,7 +35,7 @@ def make_model(folder: Path, shape: str, stored: str, layers: int) -> Path:
 
     Args:
         stored: `bf16`; `fp8`: e4m3 with a scale for each output, as compressed-tensors names them; `nf4`: as
-            transformers saves a model that bitsandbytes quantised. Embeddings, norms and head are bf16.
+            transformers saves a model that bitsandbytes quantized. Embeddings, norms and head are bf16.
     """
     if (folder / "config.json").exists():
         return folder
@@ -58,7 +58,7 @@ def make_model(folder: Path, shape: str, stored: str, layers: int) -> Path:
         files |= dict.fromkeys(tensors, name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     AutoTokenizer.from_pretrained(TOKENIZER).save_pretrained(folder)
-    text = {**config.to_dict(), **_quantised(stored)}
+    text = {**config.to_dict(), **_quantized(stored)}
     (folder / "config.json").write_text(json.dumps(text, indent=1))  # the last: it says that all is there
     torch.cuda.empty_cache()  # this process lives on while a row runs in another
     return folder
@@ -84,9 +84,9 @@ def _layer(config: LlamaConfig, layer: int, stored: str) -> dict[str, torch.Tens
     for name, size in linear.items():
         weight = _random(*size)
         if stored == "fp8":
-            from finetune.kernels.ops import quantise_rows
+            from finetune.kernels.ops import quantize_rows
 
-            made[f"{name}.weight"], made[f"{name}.weight_scale"] = quantise_rows(weight)
+            made[f"{name}.weight"], made[f"{name}.weight_scale"] = quantize_rows(weight)
         elif stored == "nf4":
             from bitsandbytes.functional import quantize_4bit
 
@@ -104,8 +104,8 @@ def _random(*size: int) -> torch.Tensor:
     return torch.randn(*size, device=device, dtype=torch.bfloat16).mul_(STD)
 
 
-def _quantised(stored: str) -> dict[str, Any]:
-    """What a quantised checkpoint's config.json says of it."""
+def _quantized(stored: str) -> dict[str, Any]:
+    """What a quantized checkpoint's config.json says of it."""
     if stored == "fp8":
         weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
         held: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}

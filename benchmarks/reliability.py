@@ -1,5 +1,5 @@
 """Runs that are killed and told to stop at random times, again and again, against the run that never was;
-recipes that are changed at random; bugs that are put back; artefacts that attack.
+recipes that are changed at random; bugs that are put back; artifacts that attack.
 
     python benchmarks/reliability.py --kills 100 --signals 50      # writes reliability.json and the tables
     python benchmarks/reliability.py --variants 10                 # evaluating, loader workers, two ranks
@@ -209,7 +209,7 @@ def held_out(folder: Path) -> Path:
 
 
 ATTACKS = {  # test file -> what is counted
-    "tests/security/test_advisories.py": "attacks by real artefacts, named after their advisories",
+    "tests/security/test_advisories.py": "attacks by real artifacts, named after their advisories",
     "tests/security/test_untrusted_files.py": (
         "indices, links and adapters that reach out of their folder or lack a part"
     ),

@@ -165,7 +165,7 @@ BUGS = (
         "finetune/quantization/fp8_linear.py",
         "made = input_gradient(grads[0], weight, weight_scale)",
         "made = input_gradient(grads[0], weight, torch.ones_like(weight_scale))",
-        "tests/unit/quantization/test_fp8_linear.py::test_forward_and_gradient_against_the_dequantised_weight",
+        "tests/unit/quantization/test_fp8_linear.py::test_forward_and_gradient_against_the_dequantized_weight",
     ),
     Bug(
         "held-out rows trained on",

@@ -51,7 +51,7 @@ PROVED = {  # `ALL` but what is refused
     "context_parallel_4": ALL,
     "fsdp2_8": ALL,
     "fsdp2_8_offload": ALL,
-    "fsdp2_8_quantised": ALL,
+    "fsdp2_8_quantized": ALL,
     "multi_node": ALL,
     "zero2_8": ALL,
     "zero3_8": ALL,

@@ -214,7 +214,7 @@ def choose_launch() -> str:
             ("Several machines?", "", "multi_node"),
             ("Does the training fit on each GPU?", "an adapter on an fp8 or bf16 base", "ddp_N"),
             ("Is one sequence too long for a GPU?", "", "context_parallel_4"),
-            ("Is the base model quantized?", "", "fsdp2_8_quantised"),
+            ("Is the base model quantized?", "", "fsdp2_8_quantized"),
         ],
         "fsdp2_8",
         ("yes",) * 5,

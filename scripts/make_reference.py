@@ -32,7 +32,7 @@ EXITS = {
         "A package, the hardware, the network or credentials are missing.",
         "Run `finetune doctor`.",
     ),
-    Exit.ARTEFACT: (
+    Exit.ARTIFACT: (
         "A checkpoint, adapter or run does not verify.",
         "Do not use it. The message names a valid one.",
     ),
@@ -113,9 +113,9 @@ def adapters() -> str:
         if kind.refused:
             refused.append(name)
             continue
-        fits = [s for s in adapter_types.QUANTISED if not adapter_types.obstacle(name, s)]
+        fits = [s for s in adapter_types.QUANTIZED if not adapter_types.obstacle(name, s)]
         stored = kind.storage or (
-            "all" if fits == list(adapter_types.QUANTISED) else ", ".join(fits) or "none"
+            "all" if fits == list(adapter_types.QUANTIZED) else ", ".join(fits) or "none"
         )
         defaults = ", ".join(
             f"`{key}: {value}`" for key, value in (kind.defaults if kind.peft else {}).items()

@@ -350,7 +350,7 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
             Problem(what, "", n, _described(found.get(n)), _described(expected.get(n)), code="checkpoint")
             for n in wrong[:SHOWN]
         ]
-        raise UserError(*problems, code=Exit.ARTEFACT)
+        raise UserError(*problems, code=Exit.ARTIFACT)
     for name, parameter in trained.items():
         parameter.copy_(state[f"parameter.{name}"])
     allocator.reset_ipt()

@@ -331,7 +331,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
         f"all {len(on_disk)} of {source}",
         f"all {equal} of {source}",
         how,
-        code=Exit.ARTEFACT,
+        code=Exit.ARTIFACT,
     )
     return adapted
 
@@ -378,7 +378,7 @@ def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
         )
         fix = "download or save the adapter again"
         problem = Problem(what, where=source, found=found, fix=fix, code="adapter-files")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
 
 
 @contextlib.contextmanager

@@ -195,7 +195,7 @@ def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 
 def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
-    """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantising lost, as far as r goes."""
+    """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantizing lost, as far as r goes."""
     if model.device.type != "cuda":
         what, fix = "PEFT's LoftQ needs a CUDA GPU", "init_lora_weights: true"
         found, code = f"device {model.device.type}", "hardware"

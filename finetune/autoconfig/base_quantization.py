@@ -10,7 +10,7 @@ from finetune.core.packages import install_extra, installed
 from finetune.core.run_checks import Choice
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_types
-from finetune.recipe.adapter_types import QUANTISED
+from finetune.recipe.adapter_types import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,11 +57,11 @@ def choose_base(
         return _as_stored(stored, asked)
     if stored:
         choice = choose_base(asked, adapter_type, precision, machine, against_fp8)
-        if choice.value not in QUANTISED:
+        if choice.value not in QUANTIZED:
             choice = choice._replace(reason=f"{choice.reason}; dequantized from {stored} while loading")
         return choice
     meant = adapter_types.find(adapter_type).storage
-    storage = asked if asked in QUANTISED else meant
+    storage = asked if asked in QUANTIZED else meant
     if storage == "fp8":
         return _asked_for_fp8(mixed_precision.fp8_missing(machine, precision), reopened=against_fp8 is None)
     if storage:
@@ -69,7 +69,7 @@ def choose_base(
         if problem:
             raise UserError(problem, code=Exit.ENVIRONMENT)
         return Choice(
-            storage, "asked for" if asked in QUANTISED else f"{adapter_type} means a 4-bit base model"
+            storage, "asked for" if asked in QUANTIZED else f"{adapter_type} means a 4-bit base model"
         )
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
@@ -86,7 +86,7 @@ def choose_base(
 
 def _as_stored(stored: Stored, asked: str) -> Choice:
     """Choose the storage of a checkpoint that bitsandbytes has quantized."""
-    if asked in QUANTISED and asked != stored.storage:
+    if asked in QUANTIZED and asked != stored.storage:
         what, fix = f"the checkpoint is stored in {stored}, not {asked}", "set `model.quantization: auto`"
         raise UserError(Problem(what, "model.quantization", found=asked, fix=fix, code="quantization"))
     if problem := missing_package(stored.storage):
@@ -106,7 +106,7 @@ def _asked_for_fp8(missing: str, *, reopened: bool) -> Choice:
 
 def missing_package(storage: str) -> Problem | None:
     """Return a problem if the storage needs a package that is not installed."""
-    if storage not in QUANTISED or storage == "fp8":
+    if storage not in QUANTIZED or storage == "fp8":
         return None
     package, extra = ("torchao", "quantize") if storage.startswith("torchao") else ("bitsandbytes", "bnb")
     if installed(package):

@@ -46,7 +46,7 @@ class Setup:
     @property
     def weights_dtype(self) -> str:
         """The dtype of the weights that are not quantized."""
-        quantized = self.storage.value in adapter_types.QUANTISED
+        quantized = self.storage.value in adapter_types.QUANTIZED
         name = mixed_precision.DTYPES[self.launch.precision]
         return name if quantized else mixed_precision.STORED[self.storage.value]
 

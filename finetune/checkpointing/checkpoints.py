@@ -252,7 +252,7 @@ def newest(checkpoints: Path) -> Found | None:
     if skipped:
         what, fix = "all checkpoints are damaged", "choose a new train.output_dir to start again"
         texts = {"found": "; ".join(skipped), "fix": fix, "code": "checkpoint"}
-        raise UserError(Problem(what, where=str(checkpoints), **texts), code=Exit.ARTEFACT)
+        raise UserError(Problem(what, where=str(checkpoints), **texts), code=Exit.ARTIFACT)
     return None
 
 
@@ -272,7 +272,7 @@ def named(checkpoints: Path, name: str) -> Found:
     except Damaged as damage:
         what, fix = "the checkpoint is damaged", "use --resume to continue from the newest valid checkpoint"
         problem = Problem(what, where=str(path), found=str(damage), fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTEFACT) from None
+        raise UserError(problem, code=Exit.ARTIFACT) from None
     return Found(path, step_of(path), read_contract(path), [])
 
 
@@ -292,7 +292,7 @@ def verify(path: Path) -> None:
         what, fix = "a newer version of finetune wrote the checkpoint", "install that version"
         found, expected = f"format {manifest['format']}", f"format {FORMAT}"
         problem = Problem(what, "", str(path), found, expected, fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
     if manifest["step"] != step_of(path):
         raise Damaged(f"{MANIFEST} belongs to step {manifest['step']}")
     for name, said in manifest["files"].items():
@@ -341,7 +341,7 @@ def read_contract(path: Path) -> dict[str, Any]:
         what, fix = f"{CONTRACT} is damaged", copy or "choose a new train.output_dir"
         where = str(path / CONTRACT)
         problem = Problem(what, where=where, found=said, fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTEFACT) from None
+        raise UserError(problem, code=Exit.ARTIFACT) from None
     return renames.current_contract({"recipe": {}, "facts": {}, "chosen": {}, **content})
 
 

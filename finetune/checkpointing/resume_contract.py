@@ -143,7 +143,7 @@ def compare(
             same = f"install the versions that wrote the checkpoint ({_versions(then)})"
         texts = {"why": "the result would differ from a run without a stop", "code": "resume-mismatch"}
         texts |= {"fix": f"{same}, {ANEW}", "more": "\n".join(table)}
-        raise UserError(Problem(what, where=str(path), found=head, **texts), code=Exit.ARTEFACT)
+        raise UserError(Problem(what, where=str(path), found=head, **texts), code=Exit.ARTIFACT)
     return [
         *[
             f"{key}: finetune can't compare them, because an older version wrote the checkpoint"
@@ -163,7 +163,7 @@ def _unknown_split(then: dict[str, Any], path: Path) -> UserError:
     fix = f"install that version ({_versions(then)}), {ANEW}"
     texts = {"why": "training examples could be in the validation set", "code": "resume-mismatch"}
     problem = Problem(what, "data.validation_fraction", str(path), "no hash", expected, fix, **texts)
-    return UserError(problem, code=Exit.ARTEFACT)
+    return UserError(problem, code=Exit.ARTIFACT)
 
 
 def _versions(facts: dict[str, Any]) -> str:
@@ -187,7 +187,7 @@ def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed
             fix = f"use the earlier hardware and OMP_NUM_THREADS{f', or {fix}' if then else ''}"
         expected, texts = f"hash {kept['base']}", {"why": why, "code": "resume-mismatch"}
         problem = Problem(what, "model.name", str(path), found, expected, fix, **texts)
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
 
 
 def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:

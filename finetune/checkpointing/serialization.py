@@ -101,7 +101,7 @@ def refusals(path: Path) -> Iterator[None]:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         what, fix = "finetune can't restore the checkpoint", "choose another checkpoint with --resume=step-N"
         problem = Problem(what, where=str(path), found=said, fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTEFACT) from error
+        raise UserError(problem, code=Exit.ARTIFACT) from error
 
 
 LOW_BITS = {  # the only classes that `restore` creates

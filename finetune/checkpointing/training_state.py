@@ -156,7 +156,7 @@ def structure(path: Path) -> dict[str, Any]:
         what, found = "the checkpoint has no state for some parts of the training", ", ".join(missing)
         fix = "choose another checkpoint with --resume=step-N"
         problem = Problem(what, where=str(path), found=found, fix=fix, code="checkpoint")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
     return found
 
 
@@ -214,7 +214,7 @@ def _set_weights(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
         what, found = "the weights of the checkpoint do not fit the model", ", ".join(wrong[:5])
         found += f" and {len(wrong) - 5:,} more tensors" if len(wrong) > 5 else ""
         fix = "use the recipe and the base model of the checkpoint"
-        raise UserError(Problem(what, found=found, fix=fix, code="resume-mismatch"), code=Exit.ARTEFACT)
+        raise UserError(Problem(what, found=found, fix=fix, code="resume-mismatch"), code=Exit.ARTIFACT)
     for name, parameter in trained.items():
         if parameter.shape == kept[name].shape:  # a shard of ZeRO-3 comes from the optimizer instead
             parameter.copy_(sharded_tensors.part_of(kept[name], parameter))

@@ -12,7 +12,7 @@ from finetune.core import run_checks
 from finetune.core.packages import install_extra, installed
 from finetune.quantization import qat
 from finetune.recipe import qat_rules
-from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED, find
+from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED, find
 from finetune.recipe.schema import Data, Speed, Train
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 
-class Optimisation(NamedTuple):
+class Optimization(NamedTuple):
     name: str
     where: str
     state: str  # active | off | not possible
@@ -28,7 +28,7 @@ class Optimisation(NamedTuple):
     needs: str = "any"
 
 
-def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
+def optimizations(recipe: Recipe | None, machine: Hardware) -> list[Optimization]:
     """Return the state of every optimization for this recipe on this machine."""
     train = recipe.train if recipe else Train()
     given = train.passed_on()
@@ -43,14 +43,14 @@ def optimisations(recipe: Recipe | None, machine: Hardware) -> list[Optimisation
     ]
 
 
-def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice) -> list[Optimisation]:
+def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice) -> list[Optimization]:
     gpu, ampere = machine.device == "cuda", machine.capability >= (8, 0)
     launch = "mixed_precision in the accelerate config"
-    bf16 = Optimisation("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
+    bf16 = Optimization("bf16 autocast", launch, "not possible", "no GPU with bf16", "sm_80")
     if not gpu:
         why = "fp32 is the default on a CPU; set mixed_precision: bf16 in the accelerate config"
-        bf16 = Optimisation("bf16 autocast", launch, "off", why)
-    tf32 = Optimisation("TF32", "train.tf32", "not possible", "no GPU with TF32", "sm_80")
+        bf16 = Optimization("bf16 autocast", launch, "off", why)
+    tf32 = Optimization("TF32", "train.tf32", "not possible", "no GPU with TF32", "sm_80")
     if gpu and ampere:
         bf16 = bf16._replace(state="active", why="the default on GPUs that support bf16")
         asked = bool(given.get("tf32"))
@@ -59,18 +59,18 @@ def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice
     fp8 = "active" if base.value == "fp8" else "off"
     missing = mixed_precision.fp8_missing(machine, mixed_precision.launch(machine).precision)
     fp8, why = ("not possible", missing) if missing else (fp8, base.reason)
-    benchmark = Optimisation("cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions", "GPU")
-    return [bf16, tf32, Optimisation("fp8 base model", "model.quantization", fp8, why, "sm_89"), benchmark]
+    benchmark = Optimization("cuDNN benchmark", "nowhere", "off", "a decoder has no convolutions", "GPU")
+    return [bf16, tf32, Optimization("fp8 base model", "model.quantization", fp8, why, "sm_89"), benchmark]
 
 
-def _attention(recipe: Recipe | None, machine: Hardware) -> Optimisation:
+def _attention(recipe: Recipe | None, machine: Hardware) -> Optimization:
     name, reason = doctor_choices.attention(recipe, machine)
     state = "not possible" if name == "-" else "off" if name == "eager" else "active"
     text = reason if name == "-" else f"{name}: {reason}"
-    return Optimisation("fused attention", "model.attention", state, text)
+    return Optimization("fused attention", "model.attention", state, text)
 
 
-def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimisation]:
+def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimization]:
     compile, reason = choose_compile(speed.compile, Work(0, None), machine)
     state = "active" if compile == "on" else "off"
     asked, gpu = speed.activation_checkpointing != "auto", machine.device == "cuda"
@@ -80,14 +80,14 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
         why = "auto: chosen when the model is loaded, from its size and the GPU memory"
     meant = find(recipe.adapter.type).storage if recipe else ""
     quantization = recipe.model.quantization if recipe else "auto"
-    four_bit = (quantization if quantization in QUANTISED else meant) in FOUR_BIT
+    four_bit = (quantization if quantization in QUANTIZED else meant) in FOUR_BIT
     bnb = "bitsandbytes is installed" if installed("bitsandbytes") else install_extra("bnb")
     nf4 = "active" if four_bit else "off" if installed("bitsandbytes") else "not possible"
     return [
-        Optimisation("torch.compile", "speed.compile", state, reason),
-        Optimisation("activation checkpointing", "speed.activation_checkpointing", checkpointing, why),
-        Optimisation("4-bit base model (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
-        Optimisation("CPU offload", "speed.offload", *_offload(speed.offload, machine)),
+        Optimization("torch.compile", "speed.compile", state, reason),
+        Optimization("activation checkpointing", "speed.activation_checkpointing", checkpointing, why),
+        Optimization("4-bit base model (NF4)", "adapter.type: qlora", nf4, "asked for" if four_bit else bnb),
+        Optimization("CPU offload", "speed.offload", *_offload(speed.offload, machine)),
         _loss(speed),
         _qat(speed),
     ]
@@ -101,38 +101,38 @@ def _offload(asked: str, machine: Hardware) -> tuple[str, str]:
     return ("off", "asked for: none") if asked == "none" else ("active", asked)
 
 
-def _loss(speed: Speed) -> Optimisation:
+def _loss(speed: Speed) -> Optimization:
     name, where = "chunked loss", "speed.loss"
     if speed.loss == "trl":
-        return Optimisation(name, where, "off", "asked for: trl")
+        return Optimization(name, where, "off", "asked for: trl")
     why = "asked for" if speed.loss == "chunked" else "auto: for models with the standard loss"
-    return Optimisation(name, where, "active", why)
+    return Optimization(name, where, "active", why)
 
 
-def _qat(speed: Speed) -> Optimisation:
+def _qat(speed: Speed) -> Optimization:
     """Return the state of quantization-aware training, which only improves a quantized export."""
     name, where, absent = "quantization-aware training", "speed.qat", qat_rules.missing()
     if absent:
-        return Optimisation(name, where, "not possible", absent.fix)
+        return Optimization(name, where, "not possible", absent.fix)
     if speed.qat:
-        return Optimisation(name, where, "active", f"asked for: {qat.describe(speed.qat)}")
-    return Optimisation(name, where, "off", "only useful before `finetune merge --quantize`")
+        return Optimization(name, where, "active", f"asked for: {qat.describe(speed.qat)}")
+    return Optimization(name, where, "off", "only useful before `finetune merge --quantize`")
 
 
-def _optimizer(given: dict[str, Any]) -> list[Optimisation]:
+def _optimizer(given: dict[str, Any]) -> list[Optimization]:
     optim = str(given.get("optim", "adamw_torch_fused"))
     fused = "active" if "fused" in optim else "off"
     clip = given.get("max_grad_norm", 1.0)
     return [
-        Optimisation("fused AdamW", "train.optim", fused, f"optim: {optim}"),
-        Optimisation(
+        Optimization("fused AdamW", "train.optim", fused, f"optim: {optim}"),
+        Optimization(
             "8-bit optimizer",
             "train.optim",
             "active" if "8bit" in optim or "4bit" in optim else "off",
             f"optim: {optim}",
         ),
-        Optimisation("set_to_none", "the Trainer", "active", "model.zero_grad() frees the gradients"),
-        Optimisation(
+        Optimization("set_to_none", "the Trainer", "active", "model.zero_grad() frees the gradients"),
+        Optimization(
             "gradient clipping",
             "train.max_grad_norm",
             "active" if clip else "off",
@@ -141,7 +141,7 @@ def _optimizer(given: dict[str, Any]) -> list[Optimisation]:
     ]
 
 
-def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisation]:
+def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimization]:
     packing, flat = data.packing, data.packing or data.padding_free
     effective = f"effective batch {train.effective_batch_size}"
     stated = train.per_device_train_batch_size
@@ -150,8 +150,8 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
     bucketing = given.get("train_sampling_strategy") == "group_by_length"
     how = "not for streams" if data.streaming else "set train.train_sampling_strategy=group_by_length"
     return [
-        Optimisation("gradient accumulation", "train.effective_batch_size", "active", split),
-        Optimisation(
+        Optimization("gradient accumulation", "train.effective_batch_size", "active", split),
+        Optimization(
             "automatic batch size",
             "train.per_device_train_batch_size",
             "active" if stated == "auto" else "off",
@@ -159,19 +159,19 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
             if stated == "auto"
             else "auto searches it; when out of memory, a run halves the micro-batch size",
         ),
-        Optimisation(
+        Optimization(
             "packing",
             "data.packing",
             "active" if packing else "off",
             f"sequences of {data.max_length} tokens" if packing else "set data.packing=true to avoid padding",
         ),
-        Optimisation(
+        Optimization(
             "padding-free batches",
             "data.padding_free",
             "active" if flat else "off",
             "examples are concatenated" if flat else "set data.padding_free=true to concatenate examples",
         ),
-        Optimisation(
+        Optimization(
             "length bucketing",
             "train.train_sampling_strategy",
             "active" if bucketing else "off",
@@ -180,7 +180,7 @@ def _batches(train: Train, given: dict[str, Any], data: Data) -> list[Optimisati
     ]
 
 
-def _loader(train: Train, given: dict[str, Any], machine: Hardware) -> list[Optimisation]:
+def _loader(train: Train, given: dict[str, Any], machine: Hardware) -> list[Optimization]:
     given = {**data_loader.loader(machine, most_processes(train, machine.count)[0]), **given}
     workers = int(given["dataloader_num_workers"])
     pinned = given["dataloader_pin_memory"] and machine.device == "cuda"
@@ -188,13 +188,13 @@ def _loader(train: Train, given: dict[str, Any], machine: Hardware) -> list[Opti
     kept = "active" if workers and given.get("dataloader_persistent_workers") else "off"
     why = f"{workers} workers" if workers else "0 workers, because the data is prepared before training"
     return [
-        Optimisation(
+        Optimization(
             "pinned memory",
             "train.dataloader_pin_memory",
             state,
             "copies overlap with computation",
             "GPU",
         ),
-        Optimisation("loader workers", "train.dataloader_num_workers", "active" if workers else "off", why),
-        Optimisation("persistent workers", "train.dataloader_persistent_workers", kept, why),
+        Optimization("loader workers", "train.dataloader_num_workers", "active" if workers else "off", why),
+        Optimization("persistent workers", "train.dataloader_persistent_workers", kept, why),
     ]

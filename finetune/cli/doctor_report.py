@@ -53,10 +53,10 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
     rows = [(name, version or "-", _problem(name, version)) for name, version in found.items()]
     screen.table("versions", ("package", "version", "note"), rows)
     hardware, choices = list(_machine(machine)), list(_choices(recipe, machine))
-    listed, extras = doctor_optimizations.optimisations(recipe, machine), list(_extras())
+    listed, extras = doctor_optimizations.optimizations(recipe, machine), list(_extras())
     screen.table("machine", ("what", "found"), hardware)
     screen.table("choices", ("what", "choice", "why"), choices)
-    screen.table("optimizations", doctor_optimizations.Optimisation._fields, listed)
+    screen.table("optimizations", doctor_optimizations.Optimization._fields, listed)
     screen.table("extras", ("extra", "installed", "install command"), extras)
     return {
         "versions": found,

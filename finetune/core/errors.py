@@ -53,7 +53,7 @@ class Exit(IntEnum):
     DONE = 0
     INPUT = 2  # the user's input: recipe, data, command line
     ENVIRONMENT = 3  # a package, the hardware, the network, credentials
-    ARTEFACT = 4  # a checkpoint or saved adapter that does not verify
+    ARTIFACT = 4  # a checkpoint or saved adapter that does not verify
     TRAINING = 5  # non-finite loss, out of memory at the smallest batch, a broken promise in training
     STOPPED = 75  # stopped by a signal, resumable
 

@@ -97,7 +97,7 @@ class Encoder:
 
     def __call__(self, examples: list[Example]) -> list[Encoded | BadRow]:
         """Encode each example, in order."""
-        return self.tokenise(examples, self.render(examples))
+        return self.tokenize(examples, self.render(examples))
 
     def render(self, examples: list[Example]) -> list[Rendered | None]:
         """Render each chat. Examples that are not chats give `None`."""
@@ -122,7 +122,7 @@ class Encoder:
     def _of(self, example: Example) -> Encoder:
         return self.with_tools if self.with_tools and example.tools else self
 
-    def tokenise(self, examples: list[Example], rendered: list[Rendered | None]) -> list[Encoded | BadRow]:
+    def tokenize(self, examples: list[Example], rendered: list[Rendered | None]) -> list[Encoded | BadRow]:
         """Tokenize examples whose chats are already rendered."""
         backend = self.tokenizer.backend_tokenizer
         # The template wrote the special tokens of a chat. Adding them again would double the first one.

@@ -383,15 +383,15 @@ def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iter
         encoder = encoder_for(any(example.messages for example in good))
         return encoder, good, encoder.render(good)
 
-    def tokenise(job: Any) -> list[Any]:
+    def tokenize(job: Any) -> list[Any]:
         encoder, good, texts = job.result()
-        return encoder.tokenise(good, texts)
+        return encoder.tokenize(good, texts)
 
     found, under_way = iter(found), deque()
     with ThreadPoolExecutor(2) as pool:
         while (chunk := _chunk(found)) or under_way:
             if chunk:
-                under_way.append((chunk, pool.submit(tokenise, pool.submit(render, chunk))))
+                under_way.append((chunk, pool.submit(tokenize, pool.submit(render, chunk))))
             if not chunk or len(under_way) > 2:
                 items, job = under_way.popleft()
                 encoded = iter(job.result())

@@ -141,11 +141,11 @@ def chosen(prepared: Prepared, count: int) -> list[dict[str, Any]]:
 def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared, count: int) -> None:
     """Print `count` sequences. Brackets mark the tokens on terminals without color."""
     console, rows = screen.console, chosen(prepared, count)
-    coloured = console.color_system is not None and not console.no_color
+    colored = console.color_system is not None and not console.no_color
     if rows:
         legend = [("in the loss", "trained"), ("not in the loss", "masked")]
         legend.append(("special token", "special-masked"))
-        named = [_painted([Piece(name, kind, [])], coloured) for name, kind in legend]
+        named = [_painted([Piece(name, kind, [])], colored) for name, kind in legend]
         line = Text("  ").join([Text(f"\n{_extent(prepared, len(rows))}:"), *named, Text("↵ line break")])
         console.print(line, soft_wrap=True)
     for number, row in enumerate(rows, start=1):
@@ -158,7 +158,7 @@ def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared
             console.print(Text(f"\n{rule}", style="cyan"), soft_wrap=True)
             if document.cut:
                 console.print(Text(cut(document.cut), style="yellow"), soft_wrap=True)
-            text = _painted(document.pieces, coloured)
+            text = _painted(document.pieces, colored)
             console.print(text, soft_wrap=True, end="" if text.plain.endswith("\n") else "\n")
 
 
@@ -169,9 +169,9 @@ def _extent(prepared: Prepared, shown: int) -> str:
     return f"{shown:,} of {len(rows):,} sequences" + (", spread evenly" if shown < len(rows) else "")
 
 
-def _painted(pieces: list[Piece], coloured: bool) -> Text:
+def _painted(pieces: list[Piece], colored: bool) -> Text:
     """Return pieces in color. Without color, brackets mark trained tokens and special tokens."""
-    if coloured:
+    if colored:
         return Text.assemble(*((visible(piece.text), STYLES[piece.kind]) for piece in pieces))
     line = ""
     for trained, run in groupby(pieces, key=lambda piece: piece.kind.endswith("trained")):

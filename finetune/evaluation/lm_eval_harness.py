@@ -486,7 +486,7 @@ def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting
     if asked[0] != asked[1]:
         what = f"task {name}: the base model and the fine-tuned model got different prompts"
         found, fix = f"{len(asked[0]):,} and {len(asked[1]):,} prompts", "run `finetune evaluate` again"
-        raise UserError(Problem(what, found=found, fix=fix, code="eval-task"), code=Exit.ARTEFACT)
+        raise UserError(Problem(what, found=found, fix=fix, code="eval-task"), code=Exit.ARTIFACT)
     better = after["higher_is_better"]
     sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}
     differences = {}

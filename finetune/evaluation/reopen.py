@@ -95,7 +95,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     """
     fix = "restore the folder from a copy, or train again"
     says = {"key": "", "where": str(folder.weights), "fix": fix}
-    refused = continue_from.refusals("finetune can't load the saved weights", Exit.ARTEFACT, **says)
+    refused = continue_from.refusals("finetune can't load the saved weights", Exit.ARTIFACT, **says)
     if folder.weights == folder.model:
         with refused:
             return open_base(recipe, str(folder.model))

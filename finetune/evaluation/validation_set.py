@@ -99,7 +99,7 @@ def check_present(recipe: Recipe, damage: Damaged, kept: Path) -> None:
         what, found = "the stored validation set is damaged, and its data is missing", str(damage)
         fix = "restore the file from a copy, or add data.validation=PATH"
         problem = Problem(what, where=str(kept), found=found, fix=fix, code="run-damaged")
-        raise UserError(problem, *error.problems, code=Exit.ARTEFACT) from None
+        raise UserError(problem, *error.problems, code=Exit.ARTIFACT) from None
 
 
 def overridden(recipe: Recipe) -> bool:

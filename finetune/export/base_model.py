@@ -17,7 +17,7 @@ from finetune.hub import client
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model, Publish
 
-LICENCES = {  # start of a LICENSE file (a regular expression) -> the Hub's name of the license
+LICENSES = {  # start of a LICENSE file (a regular expression) -> the Hub's name of the license
     r"\s*Apache License\s+Version 2\.0": "apache-2.0",
     r"\s*(The )?MIT License": "mit",
 }
@@ -33,9 +33,9 @@ class Base:
     revision: str | None = None
     hashes: dict[str, str] = field(default_factory=dict)
     """Weight file -> sha256, if the base model is a local folder."""
-    licence: dict[str, str] = field(default_factory=dict)
+    license: dict[str, str] = field(default_factory=dict)
     """`license` of the model card, with `license_name` and `license_link` if it has them."""
-    licence_from: str = ""
+    license_from: str = ""
 
 
 def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool) -> Base:
@@ -55,28 +55,28 @@ def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool
     if not on_hub and local and local.is_dir():
         hashes = {path.name: client.sha256(path) for path in find_weight_files(local)}
     if publish.license:
-        licence, source = {"license": publish.license}, "publish.license"
+        license, source = {"license": publish.license}, "publish.license"
     else:
-        licence, source = _licence(local, name if on_hub else None, revision, online)
-    return Base(name, on_hub, revision, hashes, licence, source)
+        license, source = _license(local, name if on_hub else None, revision, online)
+    return Base(name, on_hub, revision, hashes, license, source)
 
 
-def _licence(
+def _license(
     folder: Path | None, hub_id: str | None, revision: str | None, online: bool
 ) -> tuple[dict[str, str], str]:
     """Return the license of the base model and its source: README, LICENSE, or the card on the Hub."""
     if folder and (folder / "README.md").is_file():
-        said = _licence_of_card(folder / "README.md")
+        said = _license_of_card(folder / "README.md")
         if said:
             return said, "the README of the base model"
     if folder and (folder / "LICENSE").is_file():
         text = (folder / "LICENSE").read_text(encoding="utf-8", errors="replace")
-        for start, name in LICENCES.items():
+        for start, name in LICENSES.items():
             if re.match(start, text):
                 return {"license": name}, "the LICENSE of the base model"
     if hub_id:
         readme = _hub_readme(hub_id, revision, online)
-        if readme and (said := _licence_of_card(readme)):
+        if readme and (said := _license_of_card(readme)):
             return said, f"the card of {hub_id}"
     return {"license": "other"}, ""
 
@@ -91,7 +91,7 @@ def _hub_readme(hub_id: str, revision: str | None, online: bool) -> Path | None:
         return None
 
 
-def _licence_of_card(path: Path) -> dict[str, str]:
+def _license_of_card(path: Path) -> dict[str, str]:
     try:
         data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, yaml.YAMLError):  # the card has no readable metadata

@@ -197,4 +197,4 @@ def refuse_damaged(path: Path, found: list[str]) -> None:
     if found:
         what, fix = "the exported file differs from the model", "run the export again; if it fails, report it"
         texts = {"found": "; ".join(found[:5]), "fix": fix, "code": "export"}
-        raise UserError(Problem(what, where=str(path), **texts), code=Exit.ARTEFACT)
+        raise UserError(Problem(what, where=str(path), **texts), code=Exit.ARTIFACT)

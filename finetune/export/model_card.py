@@ -91,7 +91,7 @@ def metadata(
     if base.on_hub:
         tags.append(f"base_model:{relation}:{base.name}")
     sources = report.get("train", {}).get("sources", {})
-    licence: dict[str, Any] = dict(base.licence)
+    license: dict[str, Any] = dict(base.license)
     return ModelCardData(
         base_model=base.name if base.on_hub else None,
         base_model_relation=relation if base.on_hub else None,
@@ -101,7 +101,7 @@ def metadata(
         tags=tags,
         model_name=name,
         eval_results=found or None,
-        **licence,
+        **license,
     )
 
 
@@ -179,7 +179,7 @@ def summary(recipe: Recipe, base: Base, kind: str, report: dict[str, Any]) -> st
     if not base.on_hub:
         lines.append(f"The base model, {markdown.code(base.name)}, is a local folder and not on the Hub.")
         lines += [f"- {markdown.code(file)} sha256 `{digest}`" for file, digest in base.hashes.items()]
-    if not base.licence_from:
+    if not base.license_from:
         lines.append(
             "The license of the base model is unknown. Look it up before you use or share this model."
         )

@@ -149,7 +149,7 @@ def check_rendering(parts: Parts, job: Job, chats: list[Any]) -> None:
             what = "the template for Ollama writes a validation chat differently"
             shown = "it has no such part" if found is None else repr(found[:120])
             texts = {"found": shown, "expected": repr(wanted[:120]), "fix": "--to gguf", "code": "export"}
-            raise UserError(Problem(what, where=f"chat {index}", **texts), code=Exit.ARTEFACT)
+            raise UserError(Problem(what, where=f"chat {index}", **texts), code=Exit.ARTIFACT)
 
 
 def _without(text: str, start: str) -> str:

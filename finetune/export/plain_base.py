@@ -66,8 +66,8 @@ def unquantized_base(recipe: Recipe, setup: Setup, stored: Any) -> Any:
     """
     config = model_files.read_config(recipe.model)
     if not stored_weights.read(config):
-        unquantised = replace(setup, storage=run_checks.Choice("fp32", "to merge into"))
-        return loading.load(recipe.model, unquantised, str(stored.device)).eval()
+        unquantized = replace(setup, storage=run_checks.Choice("fp32", "to merge into"))
+        return loading.load(recipe.model, unquantized, str(stored.device)).eval()
     plain: Any = loading.without_weights(stored_weights.forget(config), torch.float32)
     plain.resize_token_embeddings(stored.get_input_embeddings().num_embeddings, mean_resizing=False)
     plain.generation_config = stored.generation_config

@@ -92,7 +92,7 @@ def target_overrides(section: Publish) -> list[str]:
 
 def format_command(folder: RunFolder, section: Publish) -> str:
     """Return the command that publishes a run to the repository in `section`."""
-    words = ["finetune", "publish", str(folder.path), "--repo", section.repo or "organisation/name"]
+    words = ["finetune", "publish", str(folder.path), "--repo", section.repo or "organization/name"]
     words += [] if section.private else ["--public"]
     return shlex.join([*words, *([f"publish.revision={section.revision}"] if section.revision else [])])
 
@@ -120,7 +120,7 @@ def push(
     section, ledger = recipe.publish, RunChecks()
     done = client.upload(repo, files, f"finetune: {folder.path.absolute().name}", section.revision)
     right = [name for name, path in files.items() if client.same(path, done.listed.get(name))]
-    how, code = f"sizes and hashes in the Hub's listing of {done.commit}", Exit.ARTEFACT
+    how, code = f"sizes and hashes in the Hub's listing of {done.commit}", Exit.ARTIFACT
     ledger.add("published files", f"all {len(files)}", f"all {len(right)}", how, code=code)
     ledger.check()
     others = sorted(done.listed.keys() - files.keys() - {".gitattributes"})

@@ -200,7 +200,7 @@ def readable(path: Path) -> Iterator[None]:
             raise
         what, fix = "a reader of the exported model can't open or run it", "--to vllm"
         texts = {"found": first_line(error), "fix": fix, "code": "export"}
-        raise UserError(Problem(what, where=str(path), **texts), code=Exit.ARTEFACT) from error
+        raise UserError(Problem(what, where=str(path), **texts), code=Exit.ARTIFACT) from error
 
 
 def refuse_different(found: dict[str, Any], path: Path) -> None:
@@ -227,4 +227,4 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
         texts |= {"expected": f"at most {said['tolerance']:.3g}", "fix": "--quantize f16"}
         problems.append(Problem(what, where=where, code="export", **texts))
     if problems:
-        raise UserError(*problems, code=Exit.ARTEFACT)
+        raise UserError(*problems, code=Exit.ARTIFACT)

@@ -126,7 +126,7 @@ def stage(
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
         what, fix = "the folder has no safetensors file to publish", command("merge", str(folder.path))
         problem = Problem(what, where=str(weights), fix=fix, code="run-damaged")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 
@@ -152,7 +152,7 @@ def unnamed_base(name: str) -> str:
 def say_of(base: Base, files: dict[str, Path]) -> list[str]:
     """Return notes on the uploaded files."""
     notes = [] if base.on_hub else [unnamed_base(base.name)]
-    if not base.licence_from:
+    if not base.license_from:
         notes.append(
             "the license of the base model is unknown, so the model card says `other`; set publish.license"
         )

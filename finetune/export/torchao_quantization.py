@@ -106,7 +106,7 @@ def load(
 def left_out(model: torch.nn.Module) -> tuple[int, list[str]]:
     """Return the number of quantized linear layers, and the names of the other linear layers."""
     linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    plain = [name for name, m in linear.items() if not is_quantised(m.weight)]
+    plain = [name for name, m in linear.items() if not is_quantized(m.weight)]
     return len(linear) - len(plain), plain
 
 
@@ -121,7 +121,7 @@ def kept(model: torch.nn.Module, size: int) -> str:
     return KEPT + (f", experts ({share}; they are not linear layers)" if stacked else "")
 
 
-def is_quantised(weight: torch.Tensor) -> bool:
+def is_quantized(weight: torch.Tensor) -> bool:
     """Return whether torchao stores the weight."""
     return type(weight).__module__.startswith("torchao.")
 

@@ -84,13 +84,13 @@ def trained(
             "train again with a lower learning rate",
         )
         problem = Problem(what, where=str(folder.weights), found="NaN or Inf", fix=fix, code="non-finite")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
     if all(map(torch.equal, tuned, base)):
         what = "the fine-tuned model equals the base model, so the merge would change nothing"
         fix = "train more steps, or raise train.learning_rate"
         found = f"equal logits on {len(rows):,} examples"
         problem = Problem(what, where=str(folder.weights), found=found, fix=fix, code="merge")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
     return tuned, base, scores
 
 
@@ -108,7 +108,7 @@ def in_fp32(opened: Any) -> None:
     An fp8 base model is dequantized, so its inputs are not rounded either. 4-bit weights stay, but are
     dequantized to fp32 instead of bf16.
     """
-    if any(torchao_quantization.is_quantised(parameter) for parameter in opened.parameters()):
+    if any(torchao_quantization.is_quantized(parameter) for parameter in opened.parameters()):
         return
     base = base_of(opened)
     if getattr(base, "quantization_method", None) == fp8_loading.METHOD:
@@ -137,23 +137,23 @@ def reopened(
     except (OSError, ValueError, RuntimeError, AssertionError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise UserError(_unverified("can't be loaded", first_line(error)), code=Exit.ARTEFACT) from error
+        raise UserError(_unverified("can't be loaded", first_line(error)), code=Exit.ARTIFACT) from error
     opened, found = loaded
     wrong = sorted(found["missing_keys"]) + sorted(found["unexpected_keys"])
     if wrong:
         problem = _unverified("do not fit the model", ", ".join(wrong[:6]))
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
     head, embedding = opened.get_output_embeddings(), opened.get_input_embeddings()
     same = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
     if model_class.has_tied_head(opened.config) and not same:
         found = "two tensors for output head and embeddings; the config says that they are tied"
-        raise UserError(_unverified("lost the tied output head", found), code=Exit.ARTEFACT)
+        raise UserError(_unverified("lost the tied output head", found), code=Exit.ARTIFACT)
     scores = score(opened)
     result = logits(opened, rows)
     del opened, loaded, head, embedding
     clear_device_cache(garbage_collection=True)
     if not all(bool(row.isfinite().all()) for row in result):
-        raise UserError(_unverified("give logits that are NaN or Inf", "NaN or Inf"), code=Exit.ARTEFACT)
+        raise UserError(_unverified("give logits that are NaN or Inf", "NaN or Inf"), code=Exit.ARTIFACT)
     return result, scores
 
 
@@ -207,7 +207,7 @@ def refuse_lost(report: dict[str, Any], folder: RunFolder) -> None:
     what, expected = f"a merge in {report['dtype']} loses the training update", f"less than {LOST:g}"
     why = f"{report['dtype']} rounds changes of this size"
     texts = {"found": found, "expected": expected, "fix": fix, "why": why, "code": "merge"}
-    raise UserError(Problem(what, where=str(folder.adapter), **texts), code=Exit.ARTEFACT)
+    raise UserError(Problem(what, where=str(folder.adapter), **texts), code=Exit.ARTIFACT)
 
 
 def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
@@ -220,7 +220,7 @@ def refuse_drowned(report: dict[str, Any], folder: RunFolder) -> None:
     fix = "remove --quantize" if kind == "int8" else "--quantize int8, or remove --quantize"
     what = f"quantization to {kind} changes the model more than training did"
     problem = Problem(what, "", str(folder.weights), found, expected, fix, code="quantize")
-    raise UserError(problem, code=Exit.ARTEFACT)
+    raise UserError(problem, code=Exit.ARTIFACT)
 
 
 def placed(setup: Setup) -> dict[str, Any]:

@@ -31,11 +31,11 @@ ACTIVATIONS = {  # class name in transformers or torch -> name in the kernels
 
 
 @torch.library.custom_op(
-    "finetune::quantise_rows",
+    "finetune::quantize_rows",
     mutates_args=(),
     schema="(Tensor x, Tensor? column=None, Tensor? amax=None) -> (Tensor, Tensor)",
 )
-def quantise_rows(
+def quantize_rows(
     x: torch.Tensor, column: torch.Tensor | None = None, amax: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x * column to fp8, so that x * column ~ scale * codes.
@@ -53,30 +53,30 @@ def quantise_rows(
         scale: [rows, 1] float32, the row's largest magnitude over 448.
     """
     if x.is_cuda and amax is not None:
-        return triton_linear.quantise_known(x.contiguous(), column, amax)
+        return triton_linear.quantize_known(x.contiguous(), column, amax)
     if x.is_cuda and x.shape[1] <= triton_linear.LONGEST_ROW:
-        return triton_linear.quantise_rows(x.contiguous(), column)
+        return triton_linear.quantize_rows(x.contiguous(), column)
     values = x.float() if column is None else x.float() * column
     largest = values.abs().amax(dim=-1, keepdim=True) if amax is None else amax[:, None]
     scale = (largest / LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
     return (values / scale).to(E4M3), scale
 
 
-@quantise_rows.register_fake
+@quantize_rows.register_fake
 def _(x: torch.Tensor, column: object = None, amax: object = None) -> tuple[torch.Tensor, torch.Tensor]:
     codes = torch.empty(x.shape, dtype=E4M3, device=x.device)
     return codes, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
 
 
 @torch.library.custom_op(
-    "finetune::quantise_product",
+    "finetune::quantize_product",
     mutates_args=(),
     schema="(Tensor x, Tensor? column, Tensor amax, Tensor b) -> (Tensor, Tensor, Tensor)",
 )
-def quantise_product(
+def quantize_product(
     x: torch.Tensor, column: torch.Tensor | None, amax: torch.Tensor, b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute `quantise_rows` of x [rows, columns] and the thin GEMM x b with b [columns, R] in one kernel.
+    """Compute `quantize_rows` of x [rows, columns] and the thin GEMM x b with b [columns, R] in one kernel.
 
     Returns:
         codes: [rows, columns] e4m3.
@@ -84,11 +84,11 @@ def quantise_product(
         product: [rows, R], computed from x without `column`.
     """
     if x.is_cuda and b.shape[1] <= triton_linear.THIN:
-        return triton_linear.quantise_product(x.contiguous(), column, amax, b)
-    return *quantise_rows(x, column, amax), x @ b
+        return triton_linear.quantize_product(x.contiguous(), column, amax, b)
+    return *quantize_rows(x, column, amax), x @ b
 
 
-@quantise_product.register_fake
+@quantize_product.register_fake
 def _(
     x: torch.Tensor, column: object, amax: object, b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -111,11 +111,11 @@ def _(codes: torch.Tensor) -> torch.Tensor:
 
 
 @torch.library.custom_op(
-    "finetune::dequantise",
+    "finetune::dequantize",
     mutates_args=(),
     schema="(Tensor[] stored, ScalarType dtype, Tensor? after=None) -> Tensor",
 )
-def dequantise(
+def dequantize(
     stored: list[torch.Tensor], dtype: torch.dtype, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Dequantize and concatenate 4-bit weights in one kernel, with the result of `dequantize_4bit`.
@@ -130,11 +130,11 @@ def dequantise(
     """
     groups = list(zip(stored[::3], stored[1::3], stored[2::3], strict=True))
     if stored[0].is_cuda:
-        return triton_linear.dequantise(groups, dtype)
-    return torch.cat([_dequantise(*group, dtype) for group in groups])
+        return triton_linear.dequantize(groups, dtype)
+    return torch.cat([_dequantize(*group, dtype) for group in groups])
 
 
-@dequantise.register_fake
+@dequantize.register_fake
 def _(stored: list[torch.Tensor], dtype: torch.dtype, after: object = None) -> torch.Tensor:
     rows = sum(packed.shape[0] for packed in stored[::3])
     return stored[0].new_empty(rows, 2 * stored[0].shape[1], dtype=dtype)
@@ -155,7 +155,7 @@ def _(x: torch.Tensor, after: object) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _dequantise(
+def _dequantize(
     packed: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     scale = absmax.float()

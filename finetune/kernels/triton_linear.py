@@ -51,7 +51,7 @@ def _add_product(
 
 
 @triton.jit
-def _quantise(x, column, amax, codes, scale, N, SCALED: tl.constexpr, BN: tl.constexpr):
+def _quantize(x, column, amax, codes, scale, N, SCALED: tl.constexpr, BN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     step = tl.maximum(tl.load(amax + row) / 448.0, 1.1754943508222875e-38)
@@ -64,7 +64,7 @@ def _quantise(x, column, amax, codes, scale, N, SCALED: tl.constexpr, BN: tl.con
 
 
 @triton.jit
-def _quantise_product(
+def _quantize_product(
     x, column, amax, b, codes, scale, product, T, N, stride_n, stride_r, R: tl.constexpr,
     SCALED: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _quantise_product(
 
 
 @triton.jit
-def _quantise_rows(x, column, codes, scale, N, SCALED: tl.constexpr, B: tl.constexpr):
+def _quantize_rows(x, column, codes, scale, N, SCALED: tl.constexpr, B: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, B)
     values = tl.load(x + row * N + cols, cols < N, 0.0).to(tl.float32)
@@ -137,7 +137,7 @@ def _dora_norm(
 
 
 @triton.jit
-def _dequantise(
+def _dequantize(
     packed, absmax, table, out, WORDS, IN_BLOCK: tl.constexpr, NESTED: tl.constexpr, B: tl.constexpr
 ):  # a word holds 8 weights, or 16 bytes of bf16, which a thread stores at once
     start = tl.program_id(0) * B
@@ -165,13 +165,13 @@ def add_product_(y: torch.Tensor, t: torch.Tensor, b: torch.Tensor) -> None:
 
 
 @on_its_gpu
-def quantise_product(x, column, amax, b):
+def quantize_product(x, column, amax, b):
     (rows, size), rank = x.shape, b.shape[1]
     codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
     scale = torch.empty(rows, 1, device=x.device)
     product = x.new_empty(rows, rank)
     grid = (triton.cdiv(rows, THIN_TILE["BT"]),)
-    _quantise_product[grid](
+    _quantize_product[grid](
         x, column, amax, b, codes, scale, product, rows, size, b.stride(0), b.stride(1), rank,
         column is not None, THIN_TILE["BT"], THIN_TILE["BN"], THIN_TILE["STAGES"],
         num_warps=THIN_TILE["WARPS"],
@@ -180,22 +180,22 @@ def quantise_product(x, column, amax, b):
 
 
 @on_its_gpu
-def quantise_known(x, column, amax):
+def quantize_known(x, column, amax):
     codes = torch.empty(x.shape, device=x.device, dtype=torch.float8_e4m3fn)
     scale = torch.empty(x.shape[0], 1, device=x.device)
     grid = (x.shape[0], triton.cdiv(x.shape[1], 4096))  # the second dimension is limited to 65,535
-    _quantise[grid](x, column, amax, codes, scale, x.shape[1], column is not None, 4096, num_warps=8)
+    _quantize[grid](x, column, amax, codes, scale, x.shape[1], column is not None, 4096, num_warps=8)
     return codes, scale
 
 
 @on_its_gpu
-def quantise_rows(x, column):
+def quantize_rows(x, column):
     rows, size = x.shape
     codes = torch.empty(rows, size, device=x.device, dtype=torch.float8_e4m3fn)
     scale = torch.empty(rows, 1, device=x.device)
     block = triton.next_power_of_2(size)
     warps = 4 if block <= 8192 else 8 if block <= 16384 else 16
-    _quantise_rows[(rows,)](x, column, codes, scale, size, column is not None, block, num_warps=warps)
+    _quantize_rows[(rows,)](x, column, codes, scale, size, column is not None, block, num_warps=warps)
     return codes, scale
 
 
@@ -232,13 +232,13 @@ def dora_norm(weight, column, a, b, scaling):
 
 
 @on_its_gpu
-def dequantise(groups, dtype):
+def dequantize(groups, dtype):
     """Dequantize all weights of `groups` (packed, absmax, table) into one tensor, at memory bandwidth."""
     rows, columns = [len(packed) for packed, _, _ in groups], 2 * groups[0][0].shape[1]
     out = torch.empty(sum(rows), columns, dtype=dtype, device=groups[0][0].device)
     for (packed, absmax, table), part in zip(groups, out.split(rows), strict=True):
         words = packed.numel() // 4
-        _dequantise[(triton.cdiv(words, 512),)](
+        _dequantize[(triton.cdiv(words, 512),)](
             packed.view(-1).view(torch.int32), absmax, table, part, words, words // absmax.numel(),
             absmax.dtype == torch.uint8, 512, num_warps=4,
             enable_fp_fusion=False,  # bitsandbytes rounds a scale before it adds the offset

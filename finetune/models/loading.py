@@ -66,7 +66,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if storage in quantized_loading.QUANTISED:
+    if storage in quantized_loading.QUANTIZED:
         quantized_loading.check_and_pack(loaded, storage, ledger, for_fsdp=setup.launch.sharded == "FSDP")
     if not local_path(model.name):
         upstream_private.set_commit_hash(loaded.config, model_files.commit(model))

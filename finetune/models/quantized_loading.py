@@ -10,7 +10,7 @@ from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.models import checkpoint_headers, module_names
 from finetune.quantization import stored_weights
-from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
+from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,10 +44,10 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
         own = {"bnb_4bit_compute_dtype": str(compute).removeprefix("torch.")} if stored.stays else {}
         stored_weights.complete(config, **(own or {"dequantize": True}))
         return {}
-    return {"quantization_config": _quantised(storage, compute)} if storage in QUANTISED else {}
+    return {"quantization_config": _quantized(storage, compute)} if storage in QUANTIZED else {}
 
 
-def _quantised(storage: str, compute: torch.dtype) -> Any:
+def _quantized(storage: str, compute: torch.dtype) -> Any:
     """transformers' quantization config: NF4 and FP4 in blocks of 64 with double quantization (arXiv
     2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
     if storage == "torchao_int8":
@@ -85,9 +85,9 @@ def finish(
         for name, parameter in module.named_parameters(path, recurse=False):
             if parameter.is_floating_point() and name not in kept:
                 parameter.data = parameter.data.to(dtype)
-    if storage not in QUANTISED:
+    if storage not in QUANTIZED:
         upstream_private.forget_weight_conversions(loaded)
-    if ledger and storage not in QUANTISED:
+    if ledger and storage not in QUANTIZED:
         _add_dequantized_check(loaded, stored, dtype, ledger)
 
 
@@ -130,7 +130,7 @@ def check_and_pack(
     """Add the run check of the quantized weights, and pack them as FSDP shards them.
 
     Args:
-        storage: one of QUANTISED.
+        storage: one of QUANTIZED.
     """
     from finetune.models import quantization_checks
     from finetune.quantization import four_bit, fp8_loading

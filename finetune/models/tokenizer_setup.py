@@ -230,7 +230,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     """Add new tokens, and check that the tokenizer finds each of them inside a text."""
     from transformers import AddedToken
 
-    # found in the text as it stands: a normaliser, such as Llama 2's, may put a space before it
+    # found in the text as it stands: a normalizer, such as Llama 2's, may put a space before it
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     vocabulary = tokenizer.get_vocab()
     lost = [t for t in texts if vocabulary.get(t) not in tokenizer.encode(f"0{t}0", add_special_tokens=False)]

@@ -269,7 +269,7 @@ SAMPLED = 500
 # Up to this number of rows, the validation set is drawn as in a run. Above, its size is estimated.
 DRAWN = 10_000
 # Characters that are tokenized, in about one second.
-TOKENISED = 10**6
+TOKENIZED = 10**6
 # Keys of `data:` that decide how an example is read.
 READ = {"format", "columns", "role_map", "reasoning", "train_on"}
 SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -326,7 +326,7 @@ def _lengths(
         return [size / CHARACTERS for size in sizes], f"{CHARACTERS} characters per token, because {why}"
     chosen, characters = list[tuple[int, Example]](), 0
     for index, (size, example) in enumerate(zip(sizes, rows, strict=True)):
-        if isinstance(example, Example) and characters + size <= TOKENISED:
+        if isinstance(example, Example) and characters + size <= TOKENIZED:
             chosen.append((index, example))
             characters += size
     found = _tokens([example for _, example in chosen], tokenizer, config, template)

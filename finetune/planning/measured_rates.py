@@ -208,8 +208,8 @@ def fp8_products(device: str, one: Widths) -> float:
 
     tokens, flops, calls = TOKENS[device], 0.0, []
     for outputs, inputs in _shapes(one):
-        x = ops.quantise_rows(torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16))
-        weight = ops.quantise_rows(torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16))
+        x = ops.quantize_rows(torch.randn(tokens, inputs, device=device, dtype=torch.bfloat16))
+        weight = ops.quantize_rows(torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16))
         calls.append((x, weight))
         flops += 2.0 * tokens * outputs * inputs
 

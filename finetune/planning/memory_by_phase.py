@@ -10,7 +10,7 @@ from finetune.autoconfig import memory_estimate, optimizer_choice
 from finetune.autoconfig.memory_estimate import EVALUATED_TOKENS, GIB, LARGEST_BATCH, Keeps
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
 from finetune.models import architecture
-from finetune.recipe.adapter_types import FOUR_BIT, QUANTISED
+from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED
 
 if TYPE_CHECKING:
     from finetune.models.architecture import Architecture
@@ -107,7 +107,7 @@ def phases(run: PlannedRun, chosen: Chosen) -> dict[str, dict[str, float]]:
         {**own, **buffers}, found, run.recipe.eval, run.recipe.data.max_length, chosen.usable
     )
     biggest = max(prod(shape) for shape in found.tensors.values()) / GIB
-    read = base if run.storage in QUANTISED else part  # FSDP2 shards quantized weights after loading
+    read = base if run.storage in QUANTIZED else part  # FSDP2 shards quantized weights after loading
     made = {
         "load": {"weights": read, "buffers": biggest * architecture.BYTES[DTYPES[run.target.precision]]},
         "step": step,
@@ -118,7 +118,7 @@ def phases(run: PlannedRun, chosen: Chosen) -> dict[str, dict[str, float]]:
     if any(gone.values()):
         made[HOST] = gone
     if not full:
-        stored = base if run.storage in QUANTISED and run.storage != "fp8" else 0.0
+        stored = base if run.storage in QUANTIZED and run.storage != "fp8" else 0.0
         made["merge"] = {
             "weights": 4 * found.parameters / GIB + stored,
             "adapters": 4 * has.trained / GIB,

@@ -220,7 +220,7 @@ def sent(by: Sharding, processes: int, base: float, trained: int, passes: int) -
 def config_name(by: Sharding, storage: str) -> str:
     """Return the shipped accelerate config of a chosen launch. It works for any number of GPUs."""
     if by.weights:
-        return "fsdp2_8_quantised" if storage in CODED else "fsdp2_8"
+        return "fsdp2_8_quantized" if storage in CODED else "fsdp2_8"
     return "ddp_8" if by.name else "single_gpu"
 
 
@@ -277,11 +277,11 @@ def smaller(storage: str, kind: str, *, fp8: bool) -> str:
         kind: `adapter.type`.
         fp8: whether the GPUs have fp8 GEMMs.
     """
-    offload, quantised = "--accelerate fsdp2_8_offload", f"q{kind}"
+    offload, quantized = "--accelerate fsdp2_8_offload", f"q{kind}"
     if kind == "full":
         return offload
     if storage not in CODED and fp8:
         return f"model.quantization=fp8, or {offload}"
-    if storage not in FOUR_BIT and quantised in adapter_types.all_types():
-        return f"adapter.type={quantised}"
+    if storage not in FOUR_BIT and quantized in adapter_types.all_types():
+        return f"adapter.type={quantized}"
     return "a smaller train.per_device_train_batch_size or data.max_length"

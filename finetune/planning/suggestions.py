@@ -102,10 +102,10 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         less.append(("adapter.type=lora", "trains only an adapter, which needs a higher learning rate"))
         less.append(("train.optim=adamw_torch_8bit", "steps differ by a few percent from fp32 state"))
         less.append(("speed.offload=optimizer", "the optimizer runs on the CPU"))
-    elif now.choices["quantization"].value not in adapter_types.QUANTISED:
+    elif now.choices["quantization"].value not in adapter_types.QUANTIZED:
         less.append(("model.quantization=fp8", "rounds weights and matrix multiplications to fp8"))
-        if (quantised := f"q{kind}") in adapter_types.all_types():
-            less.append((f"adapter.type={quantised}", "rounds the base model to 4 bits"))
+        if (quantized := f"q{kind}") in adapter_types.all_types():
+            less.append((f"adapter.type={quantized}", "rounds the base model to 4 bits"))
     elif now.choices["quantization"].value == "fp8" and recipe.model.quantization == "fp8":
         less.append(("model.quantization=nf4", "rounds the base model to 4 bits"))
     if now.choices["CUDA graphs"].value == "on":

@@ -365,7 +365,7 @@ def _adapter(recipe: Recipe) -> list[str]:
     options = {**recipe.adapter.options(), **kind.sets}
     resolved = expert_targets.resolve(options, listed.names, kind.peft)
     uneven = target_modules.uneven(resolved.modules, listed.names)
-    stored = recipe.model.quantization in adapter_types.QUANTISED
+    stored = recipe.model.quantization in adapter_types.QUANTIZED
     stays = expert_targets.storage_note(listed.names) if stored else ""
     return [
         *notes,

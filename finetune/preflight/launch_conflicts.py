@@ -259,7 +259,7 @@ def _undivided(kind: str) -> Iterator[Problem]:
         yield Problem(what, "adapter.type", found=kind, why=why, fix=LORA_OR_DDP, code=code)
     elif read_by_rank_0() and one.peft in adapter_types.WITH_BUFFERS:
         what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} does not send buffers, and {kind} has buffers"
-        fix = "set `fsdp_cpu_ram_efficient_loading: false` (accelerate_configs/fsdp2_8_quantised.yaml)"
+        fix = "set `fsdp_cpu_ram_efficient_loading: false` (accelerate_configs/fsdp2_8_quantized.yaml)"
         yield Problem(what, "adapter.type", found=kind, fix=fix, code=code)
 
 
@@ -297,7 +297,7 @@ def _fsdp(machine: Hardware, stored: str) -> Iterator[Problem]:
         yield Problem(what, found=version, why=why, fix="set `fsdp_version: 2`", code=code)
     if on("FSDP_CPU_RAM_EFFICIENT_LOADING") and stored in ("fp8", "nf4", "fp4"):
         what = f"fsdp_cpu_ram_efficient_loading of the {CONFIG} can't send a base model in {stored}"
-        fix = "set `fsdp_cpu_ram_efficient_loading: false` (accelerate_configs/fsdp2_8_quantised.yaml)"
+        fix = "set `fsdp_cpu_ram_efficient_loading: false` (accelerate_configs/fsdp2_8_quantized.yaml)"
         yield Problem(what, "model.quantization", found=stored, fix=fix, code=code)
 
 
@@ -314,7 +314,7 @@ def _deepspeed(machine: Hardware, stored: str, kind: str) -> Iterator[Problem]:
     if stored == "fp8" or (stored == "nf4" and sharded()):  # ZeRO-2 too casts the whole module
         what = f"DeepSpeed of the {CONFIG} can't train on a base model in {stored}"
         why = "it casts or shards weights, and these weights are quantized"
-        fix = "use accelerate_configs/fsdp2_8_quantised.yaml, or ddp_8.yaml if the model fits on each GPU"
+        fix = "use accelerate_configs/fsdp2_8_quantized.yaml, or ddp_8.yaml if the model fits on each GPU"
         yield Problem(what, "model.quantization", found=stored, why=why, fix=fix, code=code)
     if file := os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         what = f"finetune can't compare a DeepSpeed config file with the recipe, so the {CONFIG} must hold it"

@@ -10,7 +10,7 @@ from finetune.distributed import launch_environment
 from finetune.kernels import kernel_limits
 from finetune.profiling.trace_analysis import COPIES
 from finetune.recipe import adapter_rules
-from finetune.recipe.adapter_types import QUANTISED
+from finetune.recipe.adapter_types import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,7 +157,7 @@ def fewer_passes(whole: Recipe, made: Plan) -> str:
 def faster_products(whole: Recipe, made: Plan) -> str:
     """Suggest a frozen base model in fp8, if that is possible and not active."""
     able = made.machine.device == "cuda" and made.machine.capability >= kernel_limits.FP8_CAPABILITY
-    stored = made.choices["quantization"].value in ("fp8", *QUANTISED)
+    stored = made.choices["quantization"].value in ("fp8", *QUANTIZED)
     if able and not stored and not adapter_rules.against_fp8(whole.adapter, whole.speed, whole.eval):
         return "model.quantization: fp8"
     return "use a faster machine"

@@ -1,4 +1,4 @@
-"""Read bitsandbytes' 4-bit weights (NF4 and FP4, arXiv 2305.14314) as tensors for `ops.dequantise`.
+"""Read bitsandbytes' 4-bit weights (NF4 and FP4, arXiv 2305.14314) as tensors for `ops.dequantize`.
 
 bitsandbytes' own layer keeps the weights, and only its small tables are copied. Each weight is three tensors:
 
@@ -42,7 +42,7 @@ def pack(base: Any, numbers: torch.dtype = torch.float32) -> None:
 
 
 def obstacle(base: Any) -> str:
-    """Return why `ops.dequantise` cannot dequantize a `Linear4bit`, or an empty string."""
+    """Return why `ops.dequantize` cannot dequantize a `Linear4bit`, or an empty string."""
     state = base.weight.quant_state
     if state is None or getattr(state, "packing_format_for_cpu", False):
         return "its 4-bit weight is not in bitsandbytes' own layout"
@@ -75,7 +75,7 @@ def stored(base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def weight(base: nn.Module) -> torch.Tensor:
     """Return the dequantized weight of a layer: [out, in] in its compute dtype."""
-    return ops.dequantise(list(stored(base)), compute_dtype(base))
+    return ops.dequantize(list(stored(base)), compute_dtype(base))
 
 
 def compute_dtype(base: Any) -> torch.dtype:

@@ -17,7 +17,7 @@ import torch
 
 from finetune.core import upstream_private
 from finetune.kernels.kernel_limits import FP8_CAPABILITY, FP8_MULTIPLE
-from finetune.kernels.ops import E4M3, quantise_rows, transpose
+from finetune.kernels.ops import E4M3, quantize_rows, transpose
 
 
 def product(
@@ -68,7 +68,7 @@ def input_gradient(
     Returns:
         [rows, in] in `grad`'s dtype.
     """
-    codes, scale = quantise_rows(grad, weight_scale.flatten())
+    codes, scale = quantize_rows(grad, weight_scale.flatten())
     return codes_gradient(codes, scale, weight, grad.dtype)
 
 
@@ -99,7 +99,7 @@ class _FrozenLinear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight, weight_scale)
         ctx.dtype = x.dtype
-        codes, scale = quantise_rows(x)
+        codes, scale = quantize_rows(x)
         return product(codes, scale, weight, weight_scale, dtype)
 
     @staticmethod
@@ -146,7 +146,7 @@ class Fp8Linear(torch.nn.Linear):
         made = cls(
             plain.in_features, plain.out_features, bias=False, compute_dtype=plain.weight.dtype, device="meta"
         )
-        codes, scale = quantise_rows(plain.weight.detach())
+        codes, scale = quantize_rows(plain.weight.detach())
         made.weight = torch.nn.Parameter(codes, requires_grad=False)
         made.weight_scale = scale
         if plain.bias is not None:

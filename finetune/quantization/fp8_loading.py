@@ -22,7 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from finetune.core import upstream_private
 from finetune.core.errors import Problem, UserError
-from finetune.kernels.ops import E4M3, quantise_rows
+from finetune.kernels.ops import E4M3, quantize_rows
 from finetune.quantization import stored_weights
 from finetune.quantization.fp8_linear import Fp8Linear, fits
 
@@ -74,7 +74,7 @@ class Fp8BaseQuantizer(HfQuantizer):
         return 1.0 if coded else float(param.element_size())
 
     def get_quantize_ops(self) -> ConversionOps:
-        return _Quantise()
+        return _Quantize()
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
         """Replace fp8 layers by plain linear layers with the dequantized weights."""
@@ -99,7 +99,7 @@ register_quantization_config(METHOD)(Fp8BaseConfig)
 register_quantizer(METHOD)(Fp8BaseQuantizer)
 
 
-class _Quantise(ConversionOps):
+class _Quantize(ConversionOps):
     """Quantize one weight when it is read. Weights that are already in fp8 do not change."""
 
     @torch.no_grad()
@@ -112,7 +112,7 @@ class _Quantise(ConversionOps):
                 made[name] = value.float().reshape(-1, 1).expand(layer.out_features, 1).contiguous()
                 continue
             if value.dtype != E4M3:
-                value, made[f"{name.removesuffix('weight')}{SCALE}"] = quantise_rows(value)
+                value, made[f"{name.removesuffix('weight')}{SCALE}"] = quantize_rows(value)
             made[name] = torch.nn.Parameter(value, requires_grad=False)
         return made
 

@@ -224,7 +224,7 @@ class Watch:
             for name, layer in self.layers.items()
         ]
 
-    def _saw(self, name: str, quantiser: object, inputs: tuple[Any, ...], rounded: torch.Tensor) -> None:
+    def _saw(self, name: str, quantizer: object, inputs: tuple[Any, ...], rounded: torch.Tensor) -> None:
         weight = inputs[0].detach().float()
         self.seen[name] = (rounded.detach().float() - weight).norm() / weight.norm()
 

@@ -13,7 +13,7 @@ from finetune.recipe.adapter_types import (
     FOUR_BIT,
     NO_RANK_STEPS,
     PREPARED_INITS,
-    QUANTISED,
+    QUANTIZED,
     REBASING_INITS,
     UNSERVED,
     all_types,
@@ -80,7 +80,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
         return []
     quantization = model.get("quantization")
     found = _base(str(name), kind, quantization)
-    base = quantization if quantization in QUANTISED else kind.storage
+    base = quantization if quantization in QUANTIZED else kind.storage
     if base and not found:
         quantized = str(name) if kind.storage else ""
         found += _on_fp8(adapter) if base == "fp8" else _coded(adapter, base, quantized)
@@ -357,7 +357,7 @@ def _rebasing(
     """
     key = "adapter.init_lora_weights"
     found: Found = []
-    if kind.storage or base in QUANTISED:
+    if kind.storage or base in QUANTIZED:
         what = f"{init} excludes a quantized base model"
         why = f"{init} moves a part of the base weights into the adapter, and quantized weights are not exact"
         fix = f"adapter.type: {name[1:]}" if kind.storage else "model.quantization: auto"

@@ -208,7 +208,7 @@ def all_types() -> dict[str, AdapterType]:
 
 def obstacle(name: str, storage: str) -> str:
     """Return why a type can't train on a base model in this storage; the empty string if it can."""
-    if storage not in QUANTISED:
+    if storage not in QUANTIZED:
         return ""
     kind = all_types()[name]
     if kind.peft in _NEEDS_THE_WEIGHTS or kind.peft in _NOT_ON.get(storage, ()):
@@ -307,7 +307,7 @@ FAR = 10  # factor between learning rates from which a note becomes a warning
 REBASING_INITS = ("pissa", "olora", "corda", "lora_ga")  # move a part of the base weights into the adapter
 PREPARED_INITS = (*REBASING_INITS, "eva", "loftq")
 CONFIGURED_INITS = ("eva", "corda", "lora_ga")  # have a key of their own, such as `eva_config`
-QUANTISED = ("fp8", "nf4", "fp4", "int8", "torchao_int8")
+QUANTIZED = ("fp8", "nf4", "fp4", "int8", "torchao_int8")
 FOUR_BIT = ("nf4", "fp4")
 
 _BY_RUN = frozenset({"task_type", "peft_type", "inference_mode"})

@@ -31,7 +31,7 @@ LOG_FROM, LOG_TO = 30, 1e12  # range (maximum divided by minimum) in which an ax
 # Larger values are skipped like NaN and Inf, because axes overflow long before fp64 does
 GREATEST = 1e30
 # Name -> (light, dark), used in the SVG's own style sheet
-COLOURS = {
+COLORS = {
     "ink": ("#22262b", "#e4e3df"),
     "soft": ("#646a72", "#9aa1a9"),
     "grid": ("#e3e0d9", "#2c3238"),
@@ -45,7 +45,7 @@ COLOURS = {
     "8": ("#a8447f", "#e68fc2"),
 }
 # Placeholders while matplotlib draws
-STAND_INS = {name: f"#0000{0xA0 + index:02x}" for index, name in enumerate(COLOURS)}
+STAND_INS = {name: f"#0000{0xA0 + index:02x}" for index, name in enumerate(COLORS)}
 SERIES = [STAND_INS[str(number)] for number in range(1, 9)]
 MARKERS = "osD^vPX*"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -107,8 +107,8 @@ def curves(
         shown = {"marker": "o" if alone or curve.style == "points" else "", "markersize": 4}
         faint = curve.style == "faint"
         shown |= {"alpha": 0.45 if faint else 1, "linewidth": 0.9 if faint else 1.7}
-        colour = STAND_INS["soft"] if faint else SERIES[index % len(SERIES)]
-        axes.plot(*_thinned(x, y), color=colour, label=curve.label, **shown)
+        color = STAND_INS["soft"] if faint else SERIES[index % len(SERIES)]
+        axes.plot(*_thinned(x, y), color=color, label=curve.label, **shown)
     if mark and drawn:
         axes.axvline(mark[0], color=STAND_INS["soft"], linewidth=1, linestyle=(0, (3, 3)), label=mark[1])
     _finish(axes, drawn, named=len(drawn) > 1 or bool(mark))
@@ -385,8 +385,8 @@ def _sheet(own: str) -> str:
     """Return the plot's light and dark colors, and matplotlib's line style for this plot only."""
 
     def named(shade: int) -> str:
-        pairs = ((f"series-{name}" if name.isdigit() else name, c[shade]) for name, c in COLOURS.items())
-        return "".join(f"--{name}:{colour};" for name, colour in pairs)
+        pairs = ((f"series-{name}" if name.isdigit() else name, c[shade]) for name, c in COLORS.items())
+        return "".join(f"--{name}:{color};" for name, color in pairs)
 
     dark = f"@media screen and (prefers-color-scheme: dark) {{ .{own} {{ {named(1)} }} }}"
     return f".{own} {{ {named(0)} }} .{own} * {{ stroke-linejoin: round; stroke-linecap: butt }} {dark}"

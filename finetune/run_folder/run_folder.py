@@ -171,7 +171,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             what, fix = "finetune can't read the recipe of the run", "restore the file from a copy"
             texts = {"found": str(error)[:200], "fix": fix, "code": "run-damaged"}
-            raise UserError(Problem(what, where=str(self.recipe), **texts), code=Exit.ARTEFACT) from None
+            raise UserError(Problem(what, where=str(self.recipe), **texts), code=Exit.ARTIFACT) from None
 
     def read(self, name: str, shape: str = "") -> Any:
         """The content of a JSON file of this run, in the shape that `file_shapes` has for it.
@@ -192,7 +192,7 @@ class RunFolder:
             what, found = f"{path.name} is damaged", " ".join(str(error).split())[:200]
             fix = _REPAIR.get(name, "restore the file from a copy")
             problem = Problem(what, where=str(path), found=found, fix=fix, code="run-damaged")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
 
     def found(self, name: str) -> Any:
         """What `read` gives; of a file that is not there an empty mapping."""
@@ -218,7 +218,7 @@ class RunFolder:
             what, found = "metrics.jsonl is damaged", " ".join(str(error).split())[:200]
             fix = "restore the file from a copy, or delete the damaged lines"
             problem = Problem(what, where=str(path), found=found, fix=fix, code="run-damaged")
-            raise UserError(problem, code=Exit.ARTEFACT) from None
+            raise UserError(problem, code=Exit.ARTIFACT) from None
         return found
 
 
@@ -285,7 +285,7 @@ def _instead(run: RunFolder) -> str:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """An existing run: a folder, or a published one, `organisation/name@revision` (exit 2 if it is none)."""
+    """An existing run: a folder, or a published one, `organization/name@revision` (exit 2 if it is none)."""
     run = RunFolder(Path(path))
     if "@" in str(path) and not run.path.exists():
         run = _fetch(str(path))

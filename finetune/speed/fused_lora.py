@@ -245,9 +245,9 @@ def columns(sizes: list[int], found: list[Factors], like: torch.Tensor) -> torch
 def product(x: torch.Tensor, stored: Stored) -> torch.Tensor:
     """Return x [T, in] W^T for a frozen weight [out, in] in its storage format, in fp8 for an fp8 weight."""
     if len(stored) == 2:
-        codes, step = ops.quantise_rows(x)
+        codes, step = ops.quantize_rows(x)
         return fp8_linear.product(codes, step, stored[0], stored[1], x.dtype)
-    weight = stored[0].to(x.dtype) if len(stored) == 1 else ops.dequantise(list(stored), x.dtype)
+    weight = stored[0].to(x.dtype) if len(stored) == 1 else ops.dequantize(list(stored), x.dtype)
     return x @ weight.t()
 
 
@@ -257,7 +257,7 @@ def input_gradient(grad: torch.Tensor, stored: Stored) -> torch.Tensor:
         return fp8_linear.input_gradient(grad, stored[0], stored[1])
     if len(stored) == 1:
         return grad @ stored[0].to(grad.dtype)
-    return grad @ ops.dequantise(list(stored), grad.dtype, grad)
+    return grad @ ops.dequantize(list(stored), grad.dtype, grad)
 
 
 class _Linear(torch.autograd.Function):
@@ -298,10 +298,10 @@ class _GatedMlp(torch.autograd.Function):
         h, amax, *in_int8 = ops.activate(gu, t, b, column, act, in_fp8, kept == "int8")
         t_down = None
         if in_fp8 and a_down is not None:
-            codes, step, t_down = ops.quantise_product(h, None, amax, a_down.t())
+            codes, step, t_down = ops.quantize_product(h, None, amax, a_down.t())
             y = fp8_linear.product(codes, step, stored_down[0], stored_down[1], h.dtype)
         elif in_fp8:
-            codes, step = ops.quantise_rows(h, None, amax)
+            codes, step = ops.quantize_rows(h, None, amax)
             y = fp8_linear.product(codes, step, stored_down[0], stored_down[1], h.dtype)
         else:
             y = product(h, stored_down)
@@ -318,7 +318,7 @@ class _GatedMlp(torch.autograd.Function):
         gu, scale, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
         grad, first = grads[0].contiguous(), stored[: ctx.count]
         if ctx.kept == "input" and len(first) > 2:  # dequantized once for both GEMMs
-            first = (ops.dequantise(list(first), grad.dtype, grad),)
+            first = (ops.dequantize(list(first), grad.dtype, grad),)
         if ctx.kept == "input":
             gu = product(ops.later(gu, grad), first)
         dh = input_gradient(grad, stored[ctx.count :])
@@ -334,9 +334,9 @@ class _GatedMlp(torch.autograd.Function):
             dx = input_gradient(dgu, first) if ctx.needs_input_grad[0] else None
         else:
             if t is None:
-                codes, step = ops.quantise_rows(dgu, weight_scale, amax)
+                codes, step = ops.quantize_rows(dgu, weight_scale, amax)
             else:
-                codes, step, dt = ops.quantise_product(dgu, weight_scale, amax, b)
+                codes, step, dt = ops.quantize_product(dgu, weight_scale, amax, b)
             dx = fp8_linear.codes_gradient(codes, step, first[0], grad.dtype)
         dcolumn, db = None if column is None else dcolumn, None if t is None else db
         return dx, dt, db, dcolumn, None if a_down is None else da_down, db_down, *[None] * 4

@@ -102,7 +102,7 @@ def as_before(batch: Batch, contract: dict[str, Any]) -> Batch:
     size = contract["chosen"].get(key)
     if not size or batch.per_device * batch.accumulation % size:
         what, fix = "the checkpoint's micro-batch size does not divide the effective batch", f"{key}: 1"
-        raise UserError(Problem(what, key, found=str(size), fix=fix, code="checkpoint"), code=Exit.ARTEFACT)
+        raise UserError(Problem(what, key, found=str(size), fix=fix, code="checkpoint"), code=Exit.ARTIFACT)
     return with_micro_batch(batch, size)
 
 

@@ -72,7 +72,7 @@ def choices(
             return choice.reason
         return set_by.get(key, "recipe") if choice.reason == "asked for" else f"{who}: {choice.reason}"
 
-    stored = setup.storage.value if setup.storage.value in adapter_types.QUANTISED else "none"
+    stored = setup.storage.value if setup.storage.value in adapter_types.QUANTIZED else "none"
     storage, parts = setup.storage, optimizer_choice.unsaved(recipe.train, launch.keeper)
     compile, fused = fast["speed.compile"], fast["speed.fused"]
     checkpointing = fast["speed.activation_checkpointing"]

@@ -54,7 +54,7 @@ def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> d
             problem = Problem(
                 what, found=said, why="the trained weights are saved", fix=fix, code="run-check"
             )
-            if done.returncode == Exit.ARTEFACT:
+            if done.returncode == Exit.ARTIFACT:
                 what, where = "the saved weights can't be loaded", str(folder.weights)
                 fix = "resume with --resume, or train again"
                 problem = Problem(what, where=where, found=said, fix=fix, code="run-damaged")
@@ -86,7 +86,7 @@ def evaluated(live: verify_saved.Live, folder: RunFolder, ledger: RunChecks) -> 
     try:
         return evaluator.run(folder.path, inspect=same_as_live)
     except UserError as error:
-        if error.code == Exit.ARTEFACT and not opened:
+        if error.code == Exit.ARTIFACT and not opened:
             verify_saved.set_aside(folder)
         raise
 

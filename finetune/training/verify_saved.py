@@ -163,7 +163,7 @@ def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChec
     pruned = config["peft_type"] == "ADALORA"  # a module may have lost all ranks
     ok = count > 0 and (pruned or not empty) and (not zero or steps < 4)
     got = f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero"
-    how, code = "adapter_model.safetensors", Exit.ARTEFACT
+    how, code = "adapter_model.safetensors", Exit.ARTIFACT
     ledger.add("saved file", "tensors, none empty, no trained one zero", got, how, ok=ok, code=code)
     base = f"{config['base_model_name_or_path']} {config['revision'] or ''}".strip()
     ledger.add("base of the adapter", live.base, base, "adapter_config.json", code=code)
@@ -191,12 +191,12 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
         found, how = hashes(opened, live.shapes), f"{how}, as transformers reads them"
         same = {name: live.tensors[name] == digest for name, digest in found.items()}
     equal = sum(same.values())
-    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTEFACT)
+    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTIFACT)
 
 
 def check_reopened(live: Live, reopened: PreTrainedModel, folder: RunFolder, ledger: RunChecks) -> None:
     """Add run checks that the saved tensors and their logits equal the trained ones."""
-    code = Exit.ARTEFACT
+    code = Exit.ARTIFACT
     same = hashes(reopened, live.shapes)
     equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
     how = "hash of every trained tensor, live and reopened from disk"

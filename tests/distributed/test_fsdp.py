@@ -38,7 +38,7 @@ from support.soak import soak_except
 # Whether rank 0 alone reads the base, the launch's precision, and how near losses come to one process's:
 # FSDP computes with every parameter in bf16, autocast leaves norms in fp32
 KINDS = {"lora": ("false", "no", 2e-6), "full": ("true", "bf16", 0.01)}
-# In fp32; whether rank 0 alone reads the base: not under fsdp2_8_quantised
+# In fp32; whether rank 0 alone reads the base: not under fsdp2_8_quantized
 OTHERS = [("dora", "false"), ("ia3", "true"), ("vera", "false")]
 
 

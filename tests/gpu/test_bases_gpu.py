@@ -1,4 +1,4 @@
-"""Quantised bases on a GPU: what they compute, where gradients go, what they weigh; and what needs CUDA."""
+"""Quantized bases on a GPU: what they compute, where gradients go, what they weigh; and what needs CUDA."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ pytestmark = [
 IDS = torch.arange(8, 136).reshape(2, 64)
 # relative, of logits: bf16 products in another order; LLM.int8() rounds activations to 8 bits too
 LOGITS = {"nf4": 0.02, "fp4": 0.02, "int8": 0.08, "torchao_int8": 0.02}
-# bytes a weight: codes, their scales (of blocks of 64, double quantised; of a row)
+# bytes a weight: codes, their scales (of blocks of 64, double quantized; of a row)
 BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 TYPES = [name for name, kind in adapter_types.all_types().items() if kind.peft and not kind.refused]
 
@@ -45,7 +45,7 @@ def opened(storage: str, kind: str = "lora", name: str = str(MODEL)):
 @pytest.mark.parametrize(
     ("storage", "kind"), soak_except(ADAPTED, product(LOGITS, ["lora", "dora", "adalora", "ia3"]))
 )
-def test_a_quantised_base_is_its_dequantised_self_and_passes_gradients_on(storage: str, kind: str) -> None:
+def test_a_quantized_base_is_its_dequantized_self_and_passes_gradients_on(storage: str, kind: str) -> None:
     loaded = opened(storage, kind)
     setup = machine_setup.choose(attention="auto", base=storage, adapter_type=kind)
     plain = plain_base.plain_base(loaded, setup).bfloat16()
@@ -94,13 +94,13 @@ def test_memory_is_what_one_computes(storage: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("storage", ["fp4", "int8", "torchao_int8"])
-def test_a_quantised_base_trains_and_verifies(storage: str, train) -> None:
+def test_a_quantized_base_trains_and_verifies(storage: str, train) -> None:
     run = train(f"model.quantization={storage}", "train.max_steps=5")
     assert all(receipt["passed"] for receipt in receipts(run).values())
 
 
 @pytest.mark.parametrize("kind", soak_except(["qlora"], ["qlora", "qdora"]))
-def test_loftq_starts_nearer_to_the_weights_than_the_quantised_base(kind: str, train) -> None:
+def test_loftq_starts_nearer_to_the_weights_than_the_quantized_base(kind: str, train) -> None:
     run = train(f"adapter.type={kind}", "adapter.init_lora_weights=loftq", "train.max_steps=5")
     got = receipts(run)
     assert (

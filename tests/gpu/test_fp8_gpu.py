@@ -34,24 +34,24 @@ def layer(out: int, width: int) -> fp8_linear.Fp8Linear:
 @pytest.mark.parametrize("rows", [1, 17, 512])
 @pytest.mark.parametrize(("out", "width"), [(96, 128), (1024, 4096), (14336, 4096)])
 def test_fp8_gemms_give_what_the_emulation_gives(rows: int, out: int, width: int) -> None:
-    quantised = layer(out, width)
+    quantized = layer(out, width)
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(rows, out, device="cuda", dtype=torch.bfloat16)
-    y = quantised(x)
+    y = quantized(x)
     (gradient,) = torch.autograd.grad(y, x, g)
-    codes, scale = ops.quantise_rows(x.detach())
-    wanted = (codes.double() * scale) @ quantised.dequantize().double().T + quantised.bias
+    codes, scale = ops.quantize_rows(x.detach())
+    wanted = (codes.double() * scale) @ quantized.dequantize().double().T + quantized.bias
     assert y.dtype == gradient.dtype == torch.bfloat16
     assert error(y, wanted) < 5e-3
-    codes, scale = ops.quantise_rows(g.float() * quantised.weight_scale.T)
-    assert error(gradient, (codes.double() * scale) @ quantised.weight.double()) < 5e-3
+    codes, scale = ops.quantize_rows(g.float() * quantized.weight_scale.T)
+    assert error(gradient, (codes.double() * scale) @ quantized.weight.double()) < 5e-3
 
 
-def test_a_gpu_quantises_as_the_cpu_does() -> None:
+def test_a_gpu_quantizes_as_the_cpu_does() -> None:
     torch.manual_seed(0)
     x = torch.randn(256, 512) * torch.logspace(-20, 20, 256)[:, None]
     x[0], x[1, 3], x[2, 3] = 0, float("nan"), float("inf")
-    (here, scale), (there, right) = ops.quantise_rows(x.cuda()), ops.quantise_rows(x)
+    (here, scale), (there, right) = ops.quantize_rows(x.cuda()), ops.quantize_rows(x)
     assert torch.allclose(scale.cpu()[2:], right[2:], rtol=1e-6, atol=0)
     assert (here.cpu().float() == there.float())[3:].float().mean() > 0.999
     assert here[0].float().eq(0).all() and (here.float() * scale)[1:3].isnan().any(dim=1).all()
@@ -66,12 +66,12 @@ def test_the_transposition_is_eager_s(shape: tuple[int, int]) -> None:
 
 
 def test_it_compiles_whole_and_gives_the_same() -> None:
-    quantised = layer(1024, 2048)
+    quantized = layer(1024, 2048)
     x = torch.randn(4, 128, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(4, 128, 1024, device="cuda", dtype=torch.bfloat16)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        return quantised(torch.nn.functional.silu(x))
+        return quantized(torch.nn.functional.silu(x))
 
     compiled = torch.compile(run, fullgraph=True)
     found = []

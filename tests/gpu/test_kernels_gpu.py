@@ -57,12 +57,12 @@ def on_gpu(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
 
 @pytest.mark.parametrize("shape", [(1, 16), (37, 4096), (64, 6144), (5, 14336), (3, 28672), (2, 40000)])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_quantise_rows(shape: tuple[int, int], scaled: bool) -> None:
+def test_quantize_rows(shape: tuple[int, int], scaled: bool) -> None:
     torch.manual_seed(shape[1])
     x, column = random(*shape), torch.rand(shape[1]) + 0.5 if scaled else None
     x[0, :3] = torch.tensor([1e-30, -3.0, 700.0])
-    codes, scale = ops.quantise_rows(*on_gpu(x, column))
-    expected, right = ops.quantise_rows(x, column)
+    codes, scale = ops.quantize_rows(*on_gpu(x, column))
+    expected, right = ops.quantize_rows(x, column)
     assert torch.allclose(scale.cpu(), right, rtol=1e-6)
     value = (x.float() * (1.0 if column is None else column)).double()
 
@@ -71,7 +71,7 @@ def test_quantise_rows(shape: tuple[int, int], scaled: bool) -> None:
 
     assert lost(codes) == pytest.approx(lost(expected), rel=1e-4)
     amax = (x.float() * (1.0 if column is None else column)).abs().amax(1)
-    known, step = ops.quantise_rows(*on_gpu(x, column, amax))
+    known, step = ops.quantize_rows(*on_gpu(x, column, amax))
     assert lost(known) == pytest.approx(lost(expected), rel=1e-4) and torch.allclose(
         step.cpu(), right, rtol=1e-6
     )
@@ -80,7 +80,7 @@ def test_quantise_rows(shape: tuple[int, int], scaled: bool) -> None:
 def test_zeros_and_broken_rows() -> None:
     x = torch.zeros(3, 64, dtype=torch.bfloat16, device="cuda")
     x[1, 5], x[2, 7] = float("nan"), float("inf")
-    codes, scale = ops.quantise_rows(x)
+    codes, scale = ops.quantize_rows(x)
     assert not codes[0].float().any() and scale[0].isfinite()
     assert (codes.float() * scale).sum(1).isnan().tolist() == [False, True, True]
 
@@ -96,12 +96,12 @@ def test_add_product(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 16, 16), (100, 4096, 32), (70, 352, 64), (33, 200, 128)])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_quantise_product(shape: tuple[int, int, int], scaled: bool) -> None:
+def test_quantize_product(shape: tuple[int, int, int], scaled: bool) -> None:
     rows, size, rank = shape
     x, b, column = random(rows, size), random(rank, size).t(), torch.rand(size) + 0.5 if scaled else None
     amax = (x.float() * (1.0 if column is None else column)).abs().amax(1)
-    codes, scale, product = ops.quantise_product(*on_gpu(x, column, amax, b))
-    expected, right = ops.quantise_rows(x, column)
+    codes, scale, product = ops.quantize_product(*on_gpu(x, column, amax, b))
+    expected, right = ops.quantize_rows(x, column)
     assert error(codes.float(), expected.float()) < 1e-2 and torch.allclose(scale.cpu(), right, rtol=1e-6)
     assert error(product, x.double() @ b.double()) < 5e-3
 
@@ -195,13 +195,13 @@ def four_bit_layer(
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("blocksize", [32, 64, 128, 512])
-def test_dequantise(dtype: torch.dtype, quant_type: str, nested: bool, blocksize: int) -> None:
+def test_dequantize(dtype: torch.dtype, quant_type: str, nested: bool, blocksize: int) -> None:
     """Every weight is bitsandbytes' own, also where a layer ends within a tile or a group of scales."""
     shapes = [(4096, 4096), (1024, 4096), (150, 512), (1, 512)]
     for columns in (4096, 512):
         layers = [four_bit_layer(*s, dtype, quant_type, nested, blocksize) for s in shapes if s[1] == columns]
         own = [functional.dequantize_4bit(one.weight.data, one.weight.quant_state) for one in layers]
-        made = ops.dequantise([tensor for one in layers for tensor in four_bit.stored(one)], dtype)
+        made = ops.dequantize([tensor for one in layers for tensor in four_bit.stored(one)], dtype)
         assert torch.equal(made, torch.cat(own))
 
 
@@ -219,7 +219,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 @pytest.mark.alone
-def test_dequantising_is_one_pass() -> None:
+def test_dequantizing_is_one_pass() -> None:
     """The gate and up of an 8B model; bitsandbytes makes the scales in two passes of their own first."""
     layers = [four_bit_layer(14336, 4096, torch.bfloat16, "nf4", nested=True) for _ in range(2)]
     stored = [tensor for one in layers for tensor in four_bit.stored(one)]
@@ -227,7 +227,7 @@ def test_dequantising_is_one_pass() -> None:
     moved = count * (0.5 + 1 / 64 + 2)
     source, target = (torch.empty(count, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     copy = 4 * count / seconds(lambda: target.copy_(source))
-    ours = moved / seconds(lambda: ops.dequantise(stored, torch.bfloat16))
+    ours = moved / seconds(lambda: ops.dequantize(stored, torch.bfloat16))
     theirs = moved / seconds(
         lambda: [functional.dequantize_4bit(one.weight.data, one.weight.quant_state) for one in layers]
     )
@@ -291,8 +291,8 @@ def test_a_block_that_is_broken_comes_back_as_nan() -> None:
 def test_kernels_run_where_their_tensors_are() -> None:
     """Of a model over several GPUs, the current one among them or not."""
     x = torch.randn(64, 512, device="cuda:0").bfloat16()
-    wanted = ops.quantise_rows(x)
-    got = ops.quantise_rows(x.to("cuda:1"))
+    wanted = ops.quantize_rows(x)
+    got = ops.quantize_rows(x.to("cuda:1"))
     assert torch.cuda.current_device() == 0 and all(tensor.get_device() == 1 for tensor in got)
     assert torch.equal(got[0].view(torch.uint8).cpu(), wanted[0].view(torch.uint8).cpu())
     assert torch.equal(ops.transpose(got[0]).cpu().view(torch.uint8), wanted[0].t().cpu().view(torch.uint8))

@@ -343,7 +343,7 @@ def test_held_out_rows_are_those_of_all_files_that_are_named(tmp_path, capsys) -
         measured_run.cut_held_out(f"{tmp_path}/c*.jsonl", tmp_path / "out", 9, Console(quiet=False))
     assert capsys.readouterr().out == ""
     (tmp_path / "c.csv").touch()
-    for name in (f"{tmp_path}/c.csv", "organisation/name"):
+    for name in (f"{tmp_path}/c.csv", "organization/name"):
         assert measured_run.cut_held_out(name, tmp_path / "out", 9, Console(quiet=False)) is None
         assert f"data.validation is not .jsonl: {name}" in capsys.readouterr().out.replace("\n", " ")
 

@@ -221,7 +221,7 @@ def test_a_state_of_another_model_is_refused() -> None:
     with pytest.raises(UserError) as refused:
         adalora.restore_allocation(other, state)
     text = str(refused.value)
-    assert refused.value.code == Exit.ARTEFACT and "does not fit this model (182 tensors)" in text
+    assert refused.value.code == Exit.ARTIFACT and "does not fit this model (182 tensors)" in text
     assert "found:     (6, 32) float32" in text and "expected:  (5, 32) float32" in text
     assert same(before, adalora.allocation_state(other)), "nothing was changed"
     mask = next(name for name in state if name.startswith("mask."))

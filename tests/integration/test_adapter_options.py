@@ -70,7 +70,7 @@ def test_loftq_needs_a_gpu_and_says_so(train, capsys) -> None:
     assert "CUDA" in capsys.readouterr().err
 
 
-def test_an_initialisation_that_did_nothing_stops_the_run() -> None:
+def test_an_initialization_that_did_nothing_stops_the_run() -> None:
     """The receipt tells prepared weights from LoRA's own draw."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

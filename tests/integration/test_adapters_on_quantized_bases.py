@@ -18,8 +18,8 @@ from finetune.recipe import adapter_rules, adapter_types, loader
 from finetune.recipe.schema import Model
 from support.soak import soak_except
 
-STORAGES = [name for name in adapter_types.QUANTISED if name != "fp8"]  # test_fp8_linear.py
-# LLM.int8() rounds activations too, in forward only; the others compute with the dequantised weights
+STORAGES = [name for name in adapter_types.QUANTIZED if name != "fp8"]  # test_fp8_linear.py
+# LLM.int8() rounds activations too, in forward only; the others compute with the dequantized weights
 TOLERANCE = {"nf4": 1e-5, "fp4": 1e-5, "int8": 0.08, "torchao_int8": 1e-4}
 KINDS = {name: kind for name, kind in adapter_types.all_types().items() if kind.peft and not kind.refused}
 TYPES = [
@@ -76,7 +76,7 @@ def test_a_cell_of_the_table(kind: str, storage: str, two_layers, capsys) -> Non
 
 
 @pytest.mark.parametrize("storage", ["fp4", "int8", "torchao_int8"])
-def test_a_quantised_base_trains_through_the_command(storage: str, train, two_layers) -> None:
+def test_a_quantized_base_trains_through_the_command(storage: str, train, two_layers) -> None:
     run = train(f"model.quantization={storage}", f"model.name={two_layers}")
     got = {receipt["option"]: receipt for receipt in run.read("checks.json")}
     assert all(receipt["passed"] for receipt in got.values())
@@ -91,7 +91,7 @@ def test_torchao_s_tensors_keep_their_own_products(train, two_layers, capsys) ->
     assert "14 by PEFT: the base model is stored as Int8Tensor" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("storage", adapter_types.QUANTISED)
+@pytest.mark.parametrize("storage", adapter_types.QUANTIZED)
 def test_what_is_not_known_to_be_codes_is_left_to_the_live_model(storage: str) -> None:
     whole = ["wte", "ln_f", "gate", "router", "conv1d", "embed_tokens", "lm_head", "norm"]
     raw = {"adapter": {"type": "lora", "modules_to_save": whole}, "model": {"quantization": storage}}

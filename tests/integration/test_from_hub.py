@@ -235,7 +235,7 @@ def test_merged_says_what_makes_it(trained, capsys) -> None:
     assert "merged-int8, merged-int4" in capsys.readouterr().err
 
 
-def test_a_quantised_model_s_card_has_its_own_scores(hub: Hub, trained, monkeypatch) -> None:
+def test_a_quantized_model_s_card_has_its_own_scores(hub: Hub, trained, monkeypatch) -> None:
     monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 2)
     folder = trained()
     assert main.main(["merge", str(folder.path), "--quantize", "int8", "--quiet"]) == 0

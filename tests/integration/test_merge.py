@@ -164,7 +164,7 @@ def test_a_4_bit_run_is_merged_onto_what_training_saw(precision: str, run, monke
     merged = torch.stack(in_fp32(plain(folder.path / "merged"), IDS.tolist()))
     live = torch.stack(in_fp32(reopen.reopen(folder, loader.load(folder.recipe)), IDS.tolist()))
     assert away(merged, live) < 1e-4
-    assert away(merged, tuned(folder)) > 1e-2, "the base as it was before it was quantised is another model"
+    assert away(merged, tuned(folder)) > 1e-2, "the base as it was before it was quantized is another model"
 
 
 def test_an_update_that_rounding_erased_is_refused(run, capsys) -> None:
@@ -221,7 +221,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("kind", "error"), soak_except(["int8", "int4"], [("int8", 0.1), ("int4", 0.7), ("fp8", 0.2)])
 )
-def test_quantised_weights_are_measured_before_and_after(kind: str, error: float, run, capsys) -> None:
+def test_quantized_weights_are_measured_before_and_after(kind: str, error: float, run, capsys) -> None:
     folder = run("lora")
     assert main.main(["merge", str(folder.path), "--quantize", kind]) == 0
     assert "42 linear layers; not quantized: output head" in capsys.readouterr().out
@@ -264,7 +264,7 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
     assert found["actual"].endswith("; 0.19 MiB of experts are not linear layers")
 
 
-def test_a_base_that_is_none_of_codes_is_no_quantised_one(two_layers) -> None:
+def test_a_base_that_is_none_of_codes_is_no_quantized_one(two_layers) -> None:
     plain = AutoModelForCausalLM.from_pretrained(two_layers)
     quantization_checks.add_coded_receipt(plain, "nf4", ledger := RunChecks())
     with pytest.raises(UserError, match="run check failed") as raised:
@@ -272,7 +272,7 @@ def test_a_base_that_is_none_of_codes_is_no_quantised_one(two_layers) -> None:
     assert raised.value.code == 3 and "0 of 14 linear layers" in str(raised.value)
 
 
-def test_quantising_that_drowns_the_update_is_refused(run, capsys) -> None:
+def test_quantizing_that_drowns_the_update_is_refused(run, capsys) -> None:
     folder = run("lora")
     scale(folder, 0.002)
     merge(folder, "--quantize", "int4", "--dtype", "float32", code=4)
@@ -306,7 +306,7 @@ def test_what_torchao_can_t_store_is_said(run, monkeypatch, capsys) -> None:
     assert "torchao can't quantize to int4 on CPU" in said and "mslk" in said and left_behind(folder) == []
 
 
-def test_full_fine_tuning_has_nothing_to_merge_but_can_be_quantised(run, capsys) -> None:
+def test_full_fine_tuning_has_nothing_to_merge_but_can_be_quantized(run, capsys) -> None:
     folder = run("full")
     merge(folder, code=2)
     assert "the run has no adapter to merge" in capsys.readouterr().err

@@ -88,8 +88,8 @@ def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkey
     adapter = loader.load(QUICKSTART, whole).adapter
     short_ones = measured_run.length(3, 1, adapter)
     loader.load(QUICKSTART, [*whole, *short_ones])
-    quantised = loader.load(QUICKSTART, [*whole, "adapter.type=qadalora"])
-    assert measured_run.length(3, 1, quantised.adapter) == short_ones and "adapter.tinit=0" in short_ones
+    quantized = loader.load(QUICKSTART, [*whole, "adapter.type=qadalora"])
+    assert measured_run.length(3, 1, quantized.adapter) == short_ones and "adapter.tinit=0" in short_ones
     unstated = [loader.load(QUICKSTART, [f"adapter.type={kind}"]) for kind in ("adalora", "qadalora")]
     assert verify_resume.shortened(unstated[0]) == verify_resume.shortened(unstated[1])
     assert not [

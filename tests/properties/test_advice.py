@@ -118,7 +118,7 @@ REFUSED: list[dict[str, Any]] = [
     {"adapter.type": "qadalora", "model.quantization": "none"},
     {"adapter.type": "hra", "model.quantization": "int8"},
     {"adapter.type": "hra", "model.quantization": "torchao_int8"},
-    {"adapter.type": "adalora", "speed.offload": "optimizer"},
+    {"adapter.type": "adalora", "speed.offload": "optimiser"},
     {"adapter.type": "adalora", "speed.offload": "all"},
     {"speed.offload": "optimizer", "adapter.loraplus_lr_ratio": 16},
     {"speed.offload": "all", "adapter.loraplus_lr_ratio": 16},

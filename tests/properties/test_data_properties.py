@@ -107,7 +107,7 @@ def test_what_is_trained_on_is_each_answer_with_its_end_and_nothing_else(parts: 
 @few
 @given(st.lists(chats, min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_any_order_of_rows_gives_the_same_rows(rows: list[Any], shuffler: random.Random) -> None:
-    """What the rows of one batch begin with is tokenised once for all: that must change none of them."""
+    """What the rows of one batch begin with is tokenized once for all: that must change none of them."""
     examples = [example(Row(value(*row), "a:1")) for row in rows]
     shuffled = shuffler.sample(examples, len(examples))
     one_by_one = [encoded([row])[0] for row in examples]

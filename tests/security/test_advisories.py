@@ -1,4 +1,4 @@
-"""Attacks that other toolkits fell to, each test named after its advisory, each with a real artefact.
+"""Attacks that other toolkits fell to, each test named after its advisory, each with a real artifact.
 
 Every attack writes the file `canary` when it succeeds. Not here, because nothing of ours is like it:
 
@@ -111,7 +111,7 @@ def test_cve_2026_4372_a_config_names_no_kernel(entries: dict, weightless, capsy
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "generation_config.json"])
-def test_cve_2026_5241_an_artefact_does_not_trust_itself(file: str, weightless, capsys) -> None:
+def test_cve_2026_5241_an_artifact_does_not_trust_itself(file: str, weightless, capsys) -> None:
     edit(weightless / file, inner={"trust_remote_code": True})
     refused(weightless, capsys, says=("asks to run code of the model", file))
 

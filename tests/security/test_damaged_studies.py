@@ -67,7 +67,7 @@ def test_study_with_a_flipped_byte_gives_no_other_values(tmp_path, storage: str,
         try:
             assert read(url) == whole, offset
         except UserError as error:
-            assert error.code in (Exit.INPUT, Exit.ENVIRONMENT, Exit.ARTEFACT)
+            assert error.code in (Exit.INPUT, Exit.ENVIRONMENT, Exit.ARTIFACT)
             refused += 1
         except (SQLAlchemyError, optuna.exceptions.StorageInternalError):  # `study.run` puts them into words
             refused += 1
@@ -86,7 +86,7 @@ def test_study_with_another_value_is_refused(tmp_path, storage: str) -> None:
         (tmp_path / STORAGES[storage]).write_bytes(changed)
         with pytest.raises(UserError, match="the stored study is damaged") as raised:
             read(url)
-        assert raised.value.code == Exit.ARTEFACT and "--output" in str(raised.value)
+        assert raised.value.code == Exit.ARTIFACT and "--output" in str(raised.value)
 
 
 @pytest.mark.parametrize("storage", STORAGES)

@@ -60,4 +60,4 @@ def test_damaged_validation_set_without_its_data_is_an_error(run: RunFolder, tmp
     run.recipe.write_text(text.replace(str(name), gone))
     with pytest.raises(UserError, match="its data is missing") as raised:
         read(run)
-    assert raised.value.code == Exit.ARTEFACT and "data.validation=PATH" in str(raised.value)
+    assert raised.value.code == Exit.ARTIFACT and "data.validation=PATH" in str(raised.value)

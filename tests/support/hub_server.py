@@ -25,7 +25,7 @@ import yaml
 TOKEN = "hf_" + "Canary" * 6  # of `me`, who may write
 WRITER = {"auth": {"accessToken": {"role": "write"}}}
 DATASET = re.compile(r"[\w.-]+(/[\w.-]+)?")
-LICENCES = {"other", "apache-2.0", "mit", "llama3.1"}
+LICENSES = {"other", "apache-2.0", "mit", "llama3.1"}
 
 
 def blob_id(content: bytes) -> str:
@@ -214,7 +214,7 @@ class Handler(BaseHTTPRequestHandler):
         """What the Hub checks of a card's metadata, as far as it is documented."""
         text = json.loads(body)["content"]
         data = yaml.safe_load(text.split("---")[1])
-        wrong = [] if data.get("license") in LICENCES else ["license must be one of the Hub's"]
+        wrong = [] if data.get("license") in LICENSES else ["license must be one of the Hub's"]
         wrong += [f"no data set: {name}" for name in data.get("datasets", []) if not DATASET.fullmatch(name)]
         for result in (data.get("model-index") or [{"results": []}])[0]["results"]:
             if not (result["task"]["type"] and result["dataset"]["name"] and result["dataset"]["type"]):

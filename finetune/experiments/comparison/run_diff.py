@@ -57,7 +57,7 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Fo
             Problem(f"the {part.part} of the runs differ", found=part.summary, why=why, code="run-check")
             for part in unequal
         ]
-        raise UserError(*problems, code=Exit.ARTEFACT)
+        raise UserError(*problems, code=Exit.ARTIFACT)
     return parts
 
 

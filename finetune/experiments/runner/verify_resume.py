@@ -192,7 +192,7 @@ def refuse(parts: list[Part], what: str, fix: str) -> None:
     wrong = [f"{part.name}: {', '.join(part.differing[:3])}" for part in parts if part.differing]
     if wrong:
         problem = Problem(what, found="; ".join(wrong), fix=fix, code="run-check")
-        raise UserError(problem, code=Exit.ARTEFACT)
+        raise UserError(problem, code=Exit.ARTIFACT)
 
 
 def _train(words: list[str]) -> None:

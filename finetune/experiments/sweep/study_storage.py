@@ -245,7 +245,7 @@ def _damaged(where: str, parts: list[str]) -> UserError:
     found = f"changed parts: {', '.join(parts[:10])}"
     fix = "choose a new folder with --output, or restore the storage from a backup"
     problem = Problem("the stored study is damaged", where=where, found=found, fix=fix, code="experiment")
-    return UserError(problem, code=Exit.ARTEFACT)
+    return UserError(problem, code=Exit.ARTIFACT)
 
 
 def _hash(trial: FrozenTrial, value: float | None = None, state: TrialState | None = None) -> str:

@@ -250,7 +250,7 @@ def test_an_unknown_accelerate_config(capsys) -> None:
     assert "cpu_2" in capsys.readouterr().err
 
 
-def test_doctor_has_a_row_for_each_optimisation(capsys) -> None:
+def test_doctor_has_a_row_for_each_optimization(capsys) -> None:
     assert main.main(["doctor", str(QUICKSTART), "adapter.type=qlora"]) == 0
     text = capsys.readouterr().out
     for name in (

@@ -184,7 +184,7 @@ def test_what_acts_on_a_terminal_is_shown_not_sent(data, capsys, chats) -> None:
     assert not set("\x1b\x07\x00\u202e") & set(shown)
 
 
-def test_with_colours_there_are_no_brackets(data, tmp_path, chats) -> None:
+def test_with_colors_there_are_no_brackets(data, tmp_path, chats) -> None:
     recipe = load_recipe(QUICKSTART, [f"data.name={chats}", f"data.cache_dir={tmp_path / 'cache'}"])
     tokenizer, prepared = load_data.prepare_data(recipe)
     screen = Console()

@@ -248,7 +248,7 @@ def test_switched_off_alone_an_optimization_does_nothing(name: str, small, two_l
     assert not [fact for fact in changed if without[fact] == found[fact]]
 
 
-def test_the_page_of_optimisations_is_current() -> None:
+def test_the_page_of_optimizations_is_current() -> None:
     script = module_of("scripts", "make_optimizations")
     assert script.PAGE.read_text() == script.page(), "scripts/make_optimizations.py"
 

@@ -1,4 +1,4 @@
-"""The model card: the Hub's own format, what it says of base, licence and results, and how to load."""
+"""The model card: the Hub's own format, what it says of base, license and results, and how to load."""
 
 import json
 
@@ -142,7 +142,7 @@ def test_a_merge_without_scores_shows_the_adapter_s_as_such(made) -> None:
         assert "of the adapter before merging (base" in result.metric_name
 
 
-def test_quantised_weights_have_scores_of_their_own(made) -> None:
+def test_quantized_weights_have_scores_of_their_own(made) -> None:
     scores = {"tuned": {"loss": 0.31, "exact_match": None}, "quantized": {"loss": 0.45, "exact_match": None}}
     merge = {"quantized": "int8", "storage": "int8, one scale per output", "scores": scores}
     written = made("merged", RESULTS, base="org/base", merge=merge)

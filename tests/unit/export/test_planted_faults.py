@@ -70,7 +70,7 @@ def check(path: Path, job: Job) -> None:
 def caught(path: Path, job: Job) -> str:
     with pytest.raises(UserError) as raised:
         check(path, job)
-    assert raised.value.code == Exit.ARTEFACT
+    assert raised.value.code == Exit.ARTIFACT
     return str(raised.value)
 
 

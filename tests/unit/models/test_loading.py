@@ -47,7 +47,7 @@ def test_two_exchanged_values_or_names_change_it_too() -> None:
 
 
 def test_a_new_token_is_seen_wherever_it_stands(tmp_path) -> None:
-    """Llama 2's normaliser writes ▁ before every text, and would before the new token too."""
+    """Llama 2's normalizer writes ▁ before every text, and would before the new token too."""
     from tokenizers import Tokenizer, models, normalizers
     from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +81,7 @@ def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
     ledger = RunChecks()
     ledger.add("a", 1, 1, "counted")
     ledger.check()
-    ledger.add("saved", "this", "that", "read back", code=Exit.ARTEFACT)
+    ledger.add("saved", "this", "that", "read back", code=Exit.ARTIFACT)
     ledger.add("b", "> 0", 3, "counted", ok=True)
     with pytest.raises(UserError, match="that") as raised:
         ledger.check()

@@ -135,8 +135,8 @@ def test_rows_are_as_long_as_the_tokenizer_and_template_make_them(tmp_path) -> N
     )
 
 
-def test_texts_are_tokenised_with_their_end(tmp_path) -> None:
-    texts = ["a word or two", "another " * 40, "x" * 3 * dataset_estimate.TOKENISED]
+def test_texts_are_tokenized_with_their_end(tmp_path) -> None:
+    texts = ["a word or two", "another " * 40, "x" * 3 * dataset_estimate.TOKENIZED]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:2]))
     data, model = Data(name=str(tmp_path / "t.jsonl"), format="text", train_on="all"), Model(name=str(MODEL))
     path = tmp_path / "t.jsonl"

@@ -92,7 +92,7 @@ def test_the_state_of_the_optimizer_is_what_adamw_keeps() -> None:
     assert [optimizer_choice.state_bytes(name, speed) for name in ("sgd", "lomo")] == [0, 8]
 
 
-def test_quantised_weights_are_counted_as_they_are_stored() -> None:
+def test_quantized_weights_are_counted_as_they_are_stored() -> None:
     from transformers import AutoModelForCausalLM
 
     found = architecture.read(Model(name=str(MODEL)))
@@ -335,9 +335,9 @@ def test_packed_attention_is_slower_on_short_documents() -> None:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("tokenised", [False, True], ids=("a config alone", "with its tokenizer"))
-def test_it_answers_in_five_seconds_without_torch(large, tokenised: bool) -> None:
-    given = str(QUICKSTART if tokenised else large)
+@pytest.mark.parametrize("tokenized", [False, True], ids=("a config alone", "with its tokenizer"))
+def test_it_answers_in_five_seconds_without_torch(large, tokenized: bool) -> None:
+    given = str(QUICKSTART if tokenized else large)
     command = [sys.executable, "-X", "importtime", "-m", "finetune", "plan", given, "--gpu", "rtx4090"]
     begun = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

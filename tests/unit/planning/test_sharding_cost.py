@@ -182,7 +182,7 @@ def test_parallelism_that_can_not_be_planned(old: str, new: str, said: str, tmp_
         ("fsdp2_8", (), ""),
         ("fsdp2_8", ("adapter.type=full",), "except for adapters on an unquantized base model"),
         (
-            "fsdp2_8_quantised",
+            "fsdp2_8_quantized",
             ("model.quantization=fp8",),
             "except for adapters on an unquantized base model",
         ),

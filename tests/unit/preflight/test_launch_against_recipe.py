@@ -120,7 +120,7 @@ MORE = {
     "FSDP1": ({**FSDP, "FSDP_VERSION": "1"}, {}, "fsdp_version: 2"),
     "recomputed twice": ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "both recompute layers"),
     "compiled twice": ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "speed.compile"),
-    "codes by rank 0": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": "qlora"}, "quantised"),
+    "codes by rank 0": ({**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, {"kind": "qlora"}, "quantized"),
     "int8 in parts": (FSDP, {"quantization": "int8"}, "can't shard a base model in int8"),
     "codes under ZeRO-3": (ZERO, {"quantization": "fp8"}, "can't train on a base model in fp8"),
     "DeepSpeed as DDP": ({**ZERO, "ACCELERATE_USE_CPU": "true"}, {"machine": CPU}, "uses plain DDP"),
@@ -377,7 +377,7 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
         ("8b", ("adapter.type=full",), H100, "fsdp2_8"),
         ("70b", ("model.quantization=none",), H200, "fsdp2_8"),
         ("70b", ("model.quantization=fp8",), H200, "ddp_8"),
-        ("70b", ("model.quantization=fp8",), H100, "fsdp2_8_quantised"),
+        ("70b", ("model.quantization=fp8",), H100, "fsdp2_8_quantized"),
         ("70b", ("adapter.type=qlora",), H100, "ddp_8"),
     ],
 )

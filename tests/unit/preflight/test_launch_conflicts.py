@@ -21,7 +21,7 @@ REFUSED = {  # name -> what the launch says, adapter.type, speed, what is said
     "vectors of a net": (FSDP, "p_tuning", {}, "network that makes"),
     "vectors of a net under ZeRO-3": (ZERO, "prompt_tuning", {}, "network that makes"),
     "buffers from rank 0": (
-        {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "vera", {}, "fsdp2_8_quantised.yaml",
+        {**FSDP, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "vera", {}, "fsdp2_8_quantized.yaml",
     ),
     "ZeRO-0": ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "lora", {}, "zero_stage: 2`"),
     "ZeRO-7": ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "7"}, "lora", {}, "zero_stage: 2`"),

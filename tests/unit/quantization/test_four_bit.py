@@ -43,7 +43,7 @@ def test_every_weight_equals_bitsandbytes(quant_type: str, nested: bool, blocksi
         assert not any(map(four_bit.obstacle, layers))
         own = [functional.dequantize_4bit(one.weight.data, one.weight.quant_state) for one in layers]
         assert torch.equal(four_bit.weight(layers[0]), own[0])
-        together = ops.dequantise([tensor for one in layers for tensor in four_bit.stored(one)], dtype)
+        together = ops.dequantize([tensor for one in layers for tensor in four_bit.stored(one)], dtype)
         assert together.dtype == dtype and torch.equal(together, torch.cat(own))
 
 
@@ -52,7 +52,7 @@ def test_the_operator_is_one_and_its_codes_are_not_copied() -> None:
     packed, absmax, table = four_bit.stored(made)
     assert packed.data_ptr() == made.weight.data_ptr() and absmax is made.weight.quant_state.absmax
     assert table.nbytes < made.weight.nbytes
-    torch.library.opcheck(ops.dequantise, ([packed, absmax, table], torch.bfloat16))
+    torch.library.opcheck(ops.dequantize, ([packed, absmax, table], torch.bfloat16))
     bits = made.weight.data.view(-1).view(torch.bfloat16)  # `bnb_4bit_quant_storage`
     expected = four_bit.weight(made)
     made.weight = nn.Params4bit(bits, quant_state=made.weight.quant_state, bnb_quantized=True)

@@ -45,10 +45,10 @@ def layer(
     return fp8_linear.Fp8Linear.of(plain), plain
 
 
-def test_quantised_rows_are_within_half_a_step_of_e4m3() -> None:
+def test_quantized_rows_are_within_half_a_step_of_e4m3() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 256) * torch.logspace(-20, 20, 64)[:, None]
-    codes, scale = ops.quantise_rows(x)
+    codes, scale = ops.quantize_rows(x)
     assert codes.dtype == ops.E4M3 and scale.dtype == torch.float32 and scale.shape == (64, 1)
     assert codes.float().abs().amax(-1).eq(448).all()  # each row uses the whole range
     off = (codes.float() - x / scale).abs()
@@ -63,61 +63,61 @@ def test_zeros_stay_and_what_is_not_finite_is_never_hidden(dtype: torch.dtype) -
     x[0] = 0
     x[1, 3], x[2, 3], x[3, 3] = float("nan"), float("inf"), float("-inf")
     x[4] = 1e-39  # too small for a normal number
-    codes, scale = ops.quantise_rows(x)
+    codes, scale = ops.quantize_rows(x)
     back = codes.float() * scale
     assert back[0].eq(0).all() and back[4].isfinite().all()
     assert back[1:4].isnan().all()
-    assert fp8_linear.product(codes, scale, *ops.quantise_rows(torch.ones(16, 16)), dtype)[1:4].isnan().all()
+    assert fp8_linear.product(codes, scale, *ops.quantize_rows(torch.ones(16, 16)), dtype)[1:4].isnan().all()
 
 
-def test_forward_and_gradient_against_the_dequantised_weight() -> None:
-    quantised, plain = layer()
-    assert error(quantised.dequantize(), plain.weight.detach()) < 0.03
+def test_forward_and_gradient_against_the_dequantized_weight() -> None:
+    quantized, plain = layer()
+    assert error(quantized.dequantize(), plain.weight.detach()) < 0.03
     x, g = torch.randn(2, 24, 128, requires_grad=True), torch.randn(2, 24, 96)
-    y = quantised(x)
-    wanted = torch.nn.functional.linear(x, quantised.dequantize(), plain.bias)
+    y = quantized(x)
+    wanted = torch.nn.functional.linear(x, quantized.dequantize(), plain.bias)
     assert y.shape == (2, 24, 96) and error(y.detach(), wanted.detach()) < 0.03
     (gradient,), (right,) = torch.autograd.grad(y, x, g), torch.autograd.grad(wanted, x, g)
     assert error(gradient, right) < 0.035
     with torch.no_grad():  # of the same codes, nothing else is lost
-        codes, scale = ops.quantise_rows(x.view(-1, 128))
-        exact = (codes.double() * scale) @ quantised.dequantize().double().T + plain.bias
+        codes, scale = ops.quantize_rows(x.view(-1, 128))
+        exact = (codes.double() * scale) @ quantized.dequantize().double().T + plain.bias
         assert error(y.view(-1, 96), exact) < 1e-6
-        codes, scale = ops.quantise_rows(g.view(-1, 96) * quantised.weight_scale.T)
-        assert error(gradient.view(-1, 128), (codes.double() * scale) @ quantised.weight.double()) < 1e-6
+        codes, scale = ops.quantize_rows(g.view(-1, 96) * quantized.weight_scale.T)
+        assert error(gradient.view(-1, 128), (codes.double() * scale) @ quantized.weight.double()) < 1e-6
 
 
 def test_it_works_in_place_in_bf16_and_in_autocast() -> None:
-    quantised, plain = layer()
+    quantized, plain = layer()
     x = torch.randn(4, 128, requires_grad=True)
-    y = quantised(x)
+    y = quantized(x)
     y += 1  # AdaLoRA adds to a layer's output in place
     (gradient,) = torch.autograd.grad(y.sum(), x)
-    assert torch.equal(torch.autograd.grad(quantised(x).sum(), x)[0], gradient)
-    assert quantised(x.bfloat16()).dtype == torch.bfloat16
+    assert torch.equal(torch.autograd.grad(quantized(x).sum(), x)[0], gradient)
+    assert quantized(x.bfloat16()).dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
-        assert quantised(x).dtype == torch.bfloat16
-        assert error(quantised(x).detach(), quantised(x.detach().bfloat16())) < 0.02
+        assert quantized(x).dtype == torch.bfloat16
+        assert error(quantized(x).detach(), quantized(x.detach().bfloat16())) < 0.02
     with pytest.raises(TypeError, match="can't be cast"):
         fp8_linear.Fp8Linear.of(plain).bfloat16()
     assert fp8_linear.Fp8Linear.of(plain).to("cpu").weight.dtype == ops.E4M3
 
 
 def test_no_rows_are_no_error() -> None:
-    quantised, plain = layer()
+    quantized, plain = layer()
     x = torch.zeros(0, 3, 128)
-    assert quantised(x).shape == plain(x).shape and not quantised(torch.zeros(2, 0, 128)).numel()
+    assert quantized(x).shape == plain(x).shape and not quantized(torch.zeros(2, 0, 128)).numel()
 
 
 # torch traces any autograd.Function so (2.13, _dynamo/variables/misc.py, AutogradFunctionContextVariable)
 @pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_it_is_traced_without_a_break(backend: str) -> None:
-    quantised, _ = layer()
+    quantized, _ = layer()
     x = torch.randn(2, 8, 128, requires_grad=True)
-    compiled = torch.compile(lambda x: quantised(x * 2), backend=backend, fullgraph=True)
+    compiled = torch.compile(lambda x: quantized(x * 2), backend=backend, fullgraph=True)
     gradients = [
-        torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, lambda x: quantised(x * 2))
+        torch.autograd.grad(f(x).square().sum(), x)[0] for f in (compiled, lambda x: quantized(x * 2))
     ]
     assert torch.equal(*gradients)
 
@@ -138,7 +138,7 @@ def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
     whole = load_file(MODEL / "model.safetensors")
     for name, module in base.named_modules():
         if isinstance(module, fp8_linear.Fp8Linear):
-            codes, scale = ops.quantise_rows(whole[f"{name}.weight"])
+            codes, scale = ops.quantize_rows(whole[f"{name}.weight"])
             assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
             assert torch.equal(module.weight_scale, scale)
     plain = load().dequantize(torch.float32)
@@ -149,10 +149,10 @@ def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
         base.save_pretrained("never")
 
 
-def test_loading_holds_no_second_copy_of_what_is_quantised(two_layers, monkeypatch) -> None:
-    """At each quantisation, the only weight in memory that is not codes yet is the one that is read."""
+def test_loading_holds_no_second_copy_of_what_is_quantized(two_layers, monkeypatch) -> None:
+    """At each quantization, the only weight in memory that is not codes yet is the one that is read."""
     sizes = {(256, 256), (128, 256), (704, 256), (256, 704)}  # of the layers; the embedding has 4096 rows
-    held, quantise = [], ops.quantise_rows
+    held, quantize = [], ops.quantize_rows
 
     def whole() -> dict[int, torch.Tensor]:
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
@@ -163,9 +163,9 @@ def test_loading_holds_no_second_copy_of_what_is_quantised(two_layers, monkeypat
 
     def counting(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         held.append(len(whole().keys() - before.keys()))
-        return quantise(x)
+        return quantize(x)
 
-    monkeypatch.setattr(fp8_loading, "quantise_rows", counting)
+    monkeypatch.setattr(fp8_loading, "quantize_rows", counting)
     load(two_layers, dtype=torch.bfloat16)
     assert len(held) == 14 and max(held) == 1
 
@@ -206,7 +206,7 @@ def test_an_adapter_starts_as_on_a_base_in_bf16(kind: str) -> None:
         assert torch.equal(fresh[name], wanted[name]), name
 
 
-def test_peft_s_magnitude_is_that_of_the_dequantised_weight() -> None:
+def test_peft_s_magnitude_is_that_of_the_dequantized_weight() -> None:
     adapted = attached(load(dtype=torch.bfloat16), "dora")
     for _, module in adapted.named_modules():
         if hasattr(module, "lora_magnitude_vector"):
@@ -219,7 +219,7 @@ def test_peft_s_magnitude_is_that_of_the_dequantised_weight() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning:peft", "ignore::RuntimeWarning:peft")
 @pytest.mark.parametrize("kind", TYPES)
 def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
-    """Each by its gradients against those on the dequantised weights, or refused by name."""
+    """Each by its gradients against those on the dequantized weights, or refused by name."""
     reason = adapter_types.obstacle(kind, "fp8")
     if reason:
         options = [f"adapter.type={kind}", "model.quantization=fp8"]

@@ -94,7 +94,7 @@ def test_so_is_one_whose_names_transformers_changes(tmp_path) -> None:
         {"quant_method": "gptq", "bits": 4, "config_groups": {}},
     ],
 )
-def test_other_quantised_checkpoints_are_refused_with_the_remedy(held, tmp_path) -> None:
+def test_other_quantized_checkpoints_are_refused_with_the_remedy(held, tmp_path) -> None:
     checkpoint(tmp_path, "channel", **held)
     with pytest.raises(UserError, match="the 16-bit checkpoint") as raised:
         load(tmp_path)

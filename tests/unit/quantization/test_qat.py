@@ -1,4 +1,4 @@
-"""Quantisation-aware training: what forward rounds is what is stored, and nothing else is asked for."""
+"""Quantization-aware training: what forward rounds is what is stored, and nothing else is asked for."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def logits(opened) -> torch.Tensor:
 
 
 def stored(model, section: Qat) -> torch.Tensor:
-    """Logits of the model merged by PEFT and quantised by torchao."""
+    """Logits of the model merged by PEFT and quantized by torchao."""
     from torchao.quantization import quantize_
 
     merged = model.merge_and_unload() if hasattr(model, "merge_and_unload") else model
@@ -240,7 +240,7 @@ def test_a_layer_whose_merged_weight_is_not_known_is_refused() -> None:
 
 
 def test_rounding_that_does_nothing_ends_the_run() -> None:
-    """As if torchao's quantisers were switched off."""
+    """As if torchao's quantizers were switched off."""
     model, ledger = qat.prepare(base(), Qat(config="IntxWeightOnly")), RunChecks()
     watch = qat.Watch(model)
     for layer in qat.rounding(model).values():
@@ -293,10 +293,10 @@ def test_doctor_says_what_becomes_of_it() -> None:
     from finetune.cli import doctor_optimizations
     from finetune.hardware import detection
 
-    def row(*overrides: str) -> doctor_optimizations.Optimisation:
+    def row(*overrides: str) -> doctor_optimizations.Optimization:
         asked = loader.load(QUICKSTART, overrides)
         (found,) = (
-            o for o in doctor_optimizations.optimisations(asked, detection.detect()) if o.where == "speed.qat"
+            o for o in doctor_optimizations.optimizations(asked, detection.detect()) if o.where == "speed.qat"
         )
         return found
 

@@ -47,11 +47,11 @@ def test_two_plots_on_a_page_share_no_id() -> None:
     assert all(ids) and not ids[0] & ids[1]
 
 
-def test_colours_follow_the_reader_s_screen() -> None:
+def test_colors_follow_the_reader_s_screen() -> None:
     svg = loss_plot()
     assert "prefers-color-scheme: dark" in svg and "var(--ink)" in svg and "var(--series-2)" in svg
     body = svg.partition("</style>")[2]
-    assert set(re.findall(r"#[0-9a-f]{6}\b", body)) <= {"#000000"}, "each colour is one of the sheet's"
+    assert set(re.findall(r"#[0-9a-f]{6}\b", body)) <= {"#000000"}, "each color is one of the sheet's"
 
 
 def test_what_is_drawn_can_be_read() -> None:
