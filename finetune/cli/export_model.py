@@ -32,9 +32,9 @@ def export_model(options: argparse.Namespace) -> dict[str, Any]:
     run = opened(options)
     quieten_libraries()
     with fast_imports():
-        from finetune.export import exporting
+        from finetune.export import export_report, exporting
 
     given = {"quantize": options.quantize, "output": options.output, "adapter": options.adapter}
     report = exporting.run(run.path, options.to, options.overrides, **given)
-    exporting.show(Console(quiet=options.quiet), report)
+    export_report.show(Console(quiet=options.quiet), report)
     return report

@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.data import encoding
 from finetune.evaluation import scoring
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from finetune.data.examples import Example
+    from finetune.recipe.schema import Recipe
 
 CHATS, ANSWERS, ROOM = 50, 5, 24
 LIKELIEST = 10
@@ -78,6 +80,18 @@ class Expected(NamedTuple):
     def spread(self) -> float:
         """Return the standard deviation of the logits, which sets the scale of a tolerance."""
         return float(torch.stack([row.std() for answer in self.logits for row in answer]).mean())
+
+
+def expected_of(model: Any, tokenizer: Any, recipe: Recipe, examples: list[Example]) -> Expected:
+    """Return the prompts and answers of the evaluation. A template that asks for the date gets today's."""
+    stops = scoring.stop_ids(model, tokenizer)
+    if not examples:
+        return Expected([], [], [], [], stops)
+    data = recipe.data.model_copy(update={"template_date": None})
+    encoder = encoding.make_encoder(tokenizer, data, any(example.messages for example in examples))
+    prompts = encoder.prompts(examples)
+    answered, logits = answers(model, prompts[:ANSWERS], stops)
+    return Expected(examples, prompts, answered, logits, stops)
 
 
 def answers(
