@@ -54,6 +54,7 @@ nitpick_ignore = [
     ("py:class", "pathlib.Path"),
     ("py:class", "Path"),
     ("py:class", "PreTrainedModel"),
+    ("py:class", "TrainerCallback"),
     ("py:class", "PeftModel"),
 ]
 # Names in annotations, and the names under which the documentation describes them
@@ -62,6 +63,7 @@ ALIASES = {
     "Recipe": "finetune.Recipe",
     "finetune.run.Run": "finetune.Run",
     "Run": "finetune.Run",
+    "Translation": "finetune.import_recipe",
     "Plan": "finetune.planning.planner.Plan",
     "Quantization": "finetune.load_model",
 }

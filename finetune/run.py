@@ -23,7 +23,7 @@ class Run:
     @property
     @only_user_errors("read metrics.jsonl")
     def metrics(self) -> list[dict[str, Any]]:
-        """The logged training steps: loss, learning rate, gradient norm, tokens per second and more.
+        """Return the logged training steps, each with its loss, learning rate and tokens per second.
 
         Raises:
             UserError: metrics.jsonl is damaged.
@@ -33,7 +33,7 @@ class Run:
     @property
     @only_user_errors("read eval.json")
     def eval(self) -> dict[str, Any]:
-        """The content of eval.json: the base model and the fine-tuned model on the same examples.
+        """Return the content of eval.json, which compares the base model with the fine-tuned model.
 
         Raises:
             UserError: the run is not evaluated yet, or the file is damaged.
