@@ -28,6 +28,7 @@ EXTRAS = {  # extra -> what it brings, by import name
     "quantize": ("torchao",),
     "eval": ("lm_eval",),
     "sweep": ("optuna", "psycopg"),
+    "export": ("gguf",),
     "deepspeed": ("deepspeed",),
     "fp8": ("transformer_engine",),
     "kernels": ("kernels", "liger_kernel"),

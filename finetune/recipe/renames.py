@@ -168,7 +168,6 @@ MEANT: dict[str, dict[str, str]] = {
 FILES = {  # today's name of a file in a run folder -> its name in format 1
     "checks.json": "receipts.json",
     "validation.jsonl": "held_out.jsonl",
-    "ablation.json": "ladder.json",
 }
 COMMANDS = {  # an old name, or a name that other tools have -> the command
     "tune": "sweep",

@@ -257,7 +257,7 @@ def test_streamed_rows_can_be_looked_at(data, capsys) -> None:
     shown = capsys.readouterr().out
     assert sorted(shown_as_trained(shown)) == sorted(f"{answer}<|im_end|>" for answer in ANSWERS)
     assert data("data.streaming=true", "train.max_steps=2", "--prepare", "somewhere") == 2
-    assert "prepared while training" in capsys.readouterr().err
+    assert "--prepare can't prepare a stream" in capsys.readouterr().err
 
 
 def test_quiet_says_nothing(data, capsys) -> None:

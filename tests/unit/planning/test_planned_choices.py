@@ -36,7 +36,7 @@ from support.plans import LLAMA_8B, planned
 EXPERTS: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 96,
-    "num_experts": 4, "num_local_experts": 4,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
 }  # fmt: skip
 LARGE_70B = {
     **LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
