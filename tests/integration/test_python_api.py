@@ -36,9 +36,9 @@ class SecondRun(TrainerCallback):
             self.error = str(error)
 
 
-def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(tmp_path, capsys) -> None:
+def test_train_returns_a_run_and_refuses_a_second_one_meanwhile(small, tmp_path, capsys) -> None:
     recipes = [
-        finetune.load_recipe(QUICKSTART, [*SHORT, f"train.output_dir={tmp_path / name}"])
+        finetune.load_recipe(QUICKSTART, [*small, *SHORT, f"train.output_dir={tmp_path / name}"])
         for name in ("first", "second")
     ]
     second = SecondRun(recipes[1])
