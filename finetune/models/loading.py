@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Model
 
 
+GROUPED_BYTES = 16
+
+
 def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = None) -> PreTrainedModel:
     """The base model, stored and attending as `setup` chose.
 
@@ -66,6 +69,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    choose_experts(loaded, ledger)
     if storage in quantized_loading.QUANTIZED:
         quantized_loading.check_and_pack(loaded, storage, ledger, for_fsdp=setup.launch.sharded == "FSDP")
     if not local_path(model.name):
@@ -73,6 +77,26 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     if model.add_tokens:
         _add_rows(loaded, tokenizer_setup.added_tokens(model, tokenizer_setup.load_tokenizer(model)))
     return loaded
+
+
+def choose_experts(model: PreTrainedModel, ledger: RunChecks | None = None) -> None:
+    """Compute each expert by itself if grouped GEMMs can't take the sizes of the experts.
+
+    torch's grouped GEMM needs rows of a multiple of 16 bytes (torch 2.13, `torch._grouped_mm`).
+    """
+    stacked = [
+        weight
+        for module in model.modules()
+        if hasattr(module, "is_concatenated")  # experts whose forward transformers chooses
+        for weight in module.parameters(recurse=False)
+        if weight.dim() == 3
+    ]
+    if any(size * weight.element_size() % GROUPED_BYTES for weight in stacked for size in weight.shape[1:]):
+        model.set_experts_implementation("eager")
+        if ledger is not None:
+            ledger.notes.append(
+                "each expert runs by itself: grouped GEMMs need sizes of a multiple of 16 bytes"
+            )
 
 
 def _modules(config: ModelConfig) -> list[str]:

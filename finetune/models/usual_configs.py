@@ -26,8 +26,12 @@ ROPE_TYPES = {
 }
 # Other checks read these keys, or no model reads them
 _NOT_READ = (
-    "_name_or_path", "architectures", "cache_implementation", "quantization_config", "task_specific_params",
-    "transformers_version",
+    "_name_or_path", "architectures", "quantization_config", "task_specific_params", "transformers_version",
+)  # fmt: skip
+# transformers reads this key when it builds a model, for `generate`
+_CACHES = (
+    None, "dynamic", "hybrid", "hybrid_chunked", "offloaded", "offloaded_static", "paged", "quantized",
+    "sliding_window", "static",
 )  # fmt: skip
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MISSING = object()
@@ -61,7 +65,9 @@ def has_no_effect(key: str, value: object, words: int) -> bool:
     if key in ("dtype", "torch_dtype"):
         return value is None or value in DTYPES
     if key == "use_cache":
-        return value is None or isinstance(value, bool)
+        return isinstance(value, bool)
+    if key == "cache_implementation":
+        return isinstance(value, str | None) and value in _CACHES
     if key not in _TOKENS:
         return False
     if key == "eos_token_id" and isinstance(value, list):

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core.errors import UserError
-from finetune.models import architecture, model_class, module_lists
+from finetune.models import architecture, loading, model_class, module_lists
 from support.architectures import CONFIGS
 from support.odd_configs import ODD_VALUES, OddValue, with_odd_value
 
@@ -40,6 +40,8 @@ REPORTED = (
     ("mistral", OddValue("num_key_value_heads", 3)),
     ("qwen2", OddValue("attention_dropout", 2.0)),
     ("llama", OddValue("torch_dtype", "none")),
+    ("llama", OddValue("use_cache", None)),
+    ("gemma2", OddValue("cache_implementation", 5)),
 )
 
 
@@ -61,6 +63,7 @@ def by_run(folder: Path) -> str:
     try:
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+        loading.choose_experts(model)
         ids = torch.arange(3, 15)[None]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except Exception as error:  # of any kind

@@ -19,6 +19,7 @@ from finetune.hardware.detection import Hardware
 from finetune.models import generation_config, loading, tokenizer_setup
 from finetune.models.fingerprint import fingerprint
 from finetune.recipe.schema import Model
+from support.architectures import CONFIGS
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80, 64)
@@ -312,3 +313,16 @@ def test_load_of_weights_that_nothing_here_dequantizes_names_the_method(two_laye
     with pytest.raises(UserError, match="weights that hqq quantized") as raised:
         loading.load(Model(name=str(folder)), setup, "cpu")
     assert raised.value.code == Exit.INPUT
+
+
+@pytest.mark.parametrize(("width", "chosen"), [(7, "eager"), (32, "grouped_mm")])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"])
+def test_experts_of_sizes_that_grouped_gemms_cannot_take_run_one_by_one(
+    family: str, width: int, chosen: str
+) -> None:
+    config = AutoConfig.for_model(family, **{**CONFIGS[family], "hidden_size": width, "head_dim": 8})
+    model, ledger = AutoModelForCausalLM.from_config(config), RunChecks()
+    loading.choose_experts(model, ledger)
+    assert model.get_experts_implementation() == {"": chosen} and len(ledger.notes) == (chosen == "eager")
+    ids = torch.arange(3, 15)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
