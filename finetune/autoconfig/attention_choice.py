@@ -249,12 +249,16 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
         return f"cudnn has no sliding window, and {attends.family} has one of {attends.window} tokens"
     if name == "flash_attention_3" and hardware.here and (left := left_out(dtype, attends, rows)):
         return f"this build of flash_attention_3 does not support {left}"
-    size, (_, largest) = attends.head_size, kernel_limits.LIMITS[name]
-    if name == "flash_attention_4" and hardware.capability >= (10, 0):
-        largest = 256 if size == 256 and hardware.capability < (12, 0) else 128
-    if size % 8 or size > largest:
-        return f"{name} does not support heads of size {size}"
+    if attends.head_size % 8 or attends.head_size > _largest_head(name, hardware, attends.head_size):
+        return f"{name} does not support heads of size {attends.head_size}"
     return ""
+
+
+def _largest_head(name: str, hardware: Hardware, size: int) -> int:
+    """Return the largest head size of an implementation on this GPU, for heads of size `size`."""
+    if name == "flash_attention_4" and hardware.capability >= (10, 0):
+        return 256 if size == 256 and hardware.capability < (12, 0) else 128
+    return kernel_limits.LIMITS[name][1]
 
 
 def _padded(longest: int) -> int:

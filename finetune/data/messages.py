@@ -142,25 +142,30 @@ def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str)
             message["reasoning_content"] = reasoning
     if named == "function_call":
         content, calls = "", _calls(content, where) or [content]
-    for key in BESIDE:
-        if turn.get(key):
-            if not isinstance(turn[key], str):
-                raise BadRow("malformed", f"`{key}` must be a string", where, found=short(turn[key]))
-            message[key] = turn[key]
+    for key in filter(turn.get, BESIDE):
+        if not isinstance(turn[key], str):
+            raise BadRow("malformed", f"`{key}` must be a string", where, found=short(turn[key]))
+        message[key] = turn[key]
     if calls:
         message["tool_calls"] = [_tool_call(call, where) for call in calls]
         content = content or ""
     if not isinstance(content, str):
         raise BadRow("malformed", "`content` must be a string", where, found=short(content))
     if role == "assistant" and cut:
-        content = THINKING.sub("", content) if "</think>" in content else content
-        if content.lstrip().startswith("<think>"):
-            what, fix = "`reasoning: cut` needs the end of the reasoning", "add `</think>` to the message"
-            raise BadRow("malformed", what, where, found=short(content), fix=fix)
+        content = _without_reasoning(content, where)
         message = {key: part for key, part in message.items() if key not in REASONING_KEYS}
     if not content.strip() and not calls and role in ("user", "assistant"):
         raise BadRow("malformed", "`content` is empty", where)
     return {**message, "content": content}
+
+
+def _without_reasoning(content: str, where: str) -> str:
+    """Remove the reasoning between `<think>` and `</think>` from an answer."""
+    content = THINKING.sub("", content) if "</think>" in content else content
+    if content.lstrip().startswith("<think>"):
+        what, fix = "`reasoning: cut` needs the end of the reasoning", "add `</think>` to the message"
+        raise BadRow("malformed", what, where, found=short(content), fix=fix)
+    return content
 
 
 def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:

@@ -165,7 +165,7 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[tuple[str, ...], 
 
     inputs = meta_forward.inputs(model)
     if inputs is None:
-        if names.family in _shipped_families():  # these run on the meta device with every valid config
+        if meta_forward.runs(names.family):  # so the config is at fault, and a run would end there too
             meta_forward.logits(model, {"input_ids": meta_forward.tokens(model), "use_cache": False})
         return (), ()
     called = set[str]()

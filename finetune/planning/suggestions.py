@@ -128,6 +128,11 @@ def candidates(recipe: Recipe, now: Plan) -> Iterator[tuple[tuple[str, ...], str
         yield from (((change,), cost) for change, cost in [*less, *faster(recipe, now)])
         return
     yield from (((change,), cost) for change, cost in less)
+    yield from _pairs(less)
+
+
+def _pairs(less: list[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], str]]:
+    """Yield pairs of overrides that save memory, each with both trade-offs."""
     costs = dict(less)
     for first in ("speed.activation_checkpointing=full", "speed.offload=activations"):
         for second in less:

@@ -19,8 +19,9 @@ FOLDERS = ("benchmarks", "docs", "examples", "finetune", "scripts", "tests")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 MARKER = re.compile(r"#\s*(ruff: )?(noqa|type: ignore|pyright: ignore)")
 WITH_REASON = re.compile(MARKER.pattern + r".*\(.+\)")
-SUSPECT = re.compile("noqa|ignore|filter|Exception")  # most files have none of these words
+SUSPECT = re.compile("noqa|ignore|filter|Exception|except:|skip|xfail")  # most files have none of these words
 FILTERS, BROAD = {"filterwarnings", "simplefilter"}, {"Exception", "BaseException"}
+SKIPS = {"skip", "skipif", "xfail"}  # their reason is an argument
 
 
 def without_reason(source: str) -> list[int]:
@@ -38,14 +39,23 @@ def without_reason(source: str) -> list[int]:
 
 
 def _suppressions(tree: ast.Module) -> Iterator[tuple[int, int]]:
-    """Yield the first and last line of warning filters and of handlers of all exceptions."""
+    """Yield the lines of warning filters, of handlers of all exceptions, and of skips without a reason."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FILTERS:
-            yield node.lineno, node.end_lineno or node.lineno
-        elif (
-            isinstance(node, ast.ExceptHandler) and isinstance(node.type, ast.Name) and node.type.id in BROAD
-        ):
+        if isinstance(node, ast.ExceptHandler) and (node.type is None or _is_broad([node.type])):
             yield node.lineno, node.lineno
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        name = node.func.attr
+        filters = name in FILTERS or (name == "suppress" and _is_broad(node.args))
+        has_reason = any(one.arg == "reason" for one in node.keywords) or (name == "skip" and node.args)
+        if filters or (name in SKIPS and not has_reason):
+            yield node.lineno, node.end_lineno or node.lineno
+
+
+def _is_broad(types: list[ast.expr]) -> bool:
+    """Whether one of these types, or a type in one of these tuples, stands for all exceptions."""
+    every = [one for kind in types for one in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
+    return any(isinstance(one, ast.Name) and one.id in BROAD for one in every)
 
 
 def _explained(line: int, last: int, lines: list[str], comments: dict[int, str]) -> bool:
@@ -74,6 +84,13 @@ def test_suppressed_checks_have_reasons() -> None:
         ("@pytest.mark.soak\n@pytest.mark.filterwarnings('ignore')\ndef test(): ...", [2]),
         ("try:\n    f()\nexcept Exception:\n    g()", [3]),
         ("try:\n    f()\nexcept BaseException:  # Ctrl-C too\n    g()", []),
+        ("try:\n    f()\nexcept (OSError, Exception):\n    g()", [3]),
+        ("try:\n    f()\nexcept:\n    g()", [3]),
+        ("with contextlib.suppress(Exception):\n    f()", [1]),
+        ("with contextlib.suppress(OSError):\n    f()", []),
+        ("pytest.skip()", [1]),
+        ("pytest.skip('no GPU')\npytest.mark.skipif(a, reason='no GPU')", []),
+        ("@pytest.mark.xfail\ndef test(): ...\npytest.mark.skipif(a)", [3]),
     ],
 )
 def test_without_reason_finds_suppressions(source: str, lines: list[int]) -> None:
