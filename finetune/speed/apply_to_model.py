@@ -6,7 +6,9 @@ the recomputation. Compilation is inside both, so that a recomputed layer runs i
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from finetune.core import upstream_private
 from finetune.core.run_checks import Choice
 from finetune.distributed import collectives
 from finetune.models import module_names
+from finetune.speed import router_balance
 from finetune.speed.activation_offload import Activations
 from finetune.speed.live_model_spec import decoder_layers, fused_mlps, live_model_spec
 from finetune.speed.lm_head_loss import base_of
@@ -141,7 +144,8 @@ def add_activation_checkpointing(
     if count:
         enable = getattr(model, "activation_checkpointing_enable", None)
         enable = enable or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        routers = router_balance.routers_of(base_of(model))
+        enable({"use_reentrant": False, "context_fn": partial(_checkpoint_contexts, routers)})
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen and isinstance(layer, GradientCheckpointingLayer)
         for norm in [] if index in chosen else norms_of(layer):
@@ -163,6 +167,11 @@ def add_activation_checkpointing(
     how = "layers with the flag set, norms with a checkpointed forward, saved activations of fused MLPs"
     right = wrapped == count and again == mlps and in_int8 == (total - mlps if rounded else 0)
     ledger.add("speed.activation_checkpointing", asked, got, how, ok=right)
+
+
+def _checkpoint_contexts(routers: list[tuple[Any, int]]) -> tuple[Any, Any]:
+    """Return the contexts of a layer's forward pass and of its recomputation, for `checkpoint`."""
+    return nullcontext(), router_balance.recomputation(routers)
 
 
 def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:

@@ -6,6 +6,7 @@ router keeps its outputs on the instance, which torch.compile can trace. They ar
 
 from __future__ import annotations
 
+import contextlib
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,8 @@ from transformers.utils.output_capturing import OutputRecorder
 from finetune.models import architecture, module_names
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 KEPT = "finetune_router_output"
@@ -100,6 +103,16 @@ class RouterBalance:
             shares = shares + (probabilities * real[:, None]).sum(0)
             rows = rows + real.sum()
         return self.experts * torch.sum((counts / rows) * (shares / rows))
+
+
+@contextlib.contextmanager
+def recomputation(routers: list[tuple[Any, int]]) -> Iterator[None]:
+    """Recompute a layer. Its router keeps its outputs again, which would hold the layer's activations."""
+    try:
+        yield
+    finally:
+        for router, _ in routers:
+            vars(router).pop(KEPT, None)
 
 
 def _real(like: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:

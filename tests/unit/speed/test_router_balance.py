@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from finetune.cli import main
-from finetune.speed import lm_head_loss, router_balance
+from finetune.core.run_checks import RunChecks
+from finetune.speed import apply_to_model, lm_head_loss, router_balance
+from finetune.speed.live_model_spec import decoder_layers
 from finetune.training import expert_use
 from support.architectures import CONFIGS
 from support.tiny_models import recipe, save, sizes
@@ -126,6 +128,24 @@ def test_without_the_loss_the_use_of_experts_is_counted() -> None:
         for module in model.modules()
         for value in vars(module).get(router_balance.KEPT, ())
     )
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_recomputed_layers_release_their_outputs(*, balanced: bool, compiled: bool) -> None:
+    """With activation checkpointing, the backward pass runs the routers again."""
+    model = model_of("qwen3_moe").train()
+    checks = RunChecks()
+    apply_to_model.add_activation_checkpointing(model, decoder_layers(model), 2, checks)
+    if compiled:
+        for layer in decoder_layers(model):
+            layer.compile(backend="aot_eager")
+    lm_head_loss.install(model, compiled=False, balanced=balanced)
+    for _ in range(2):
+        out = model(input_ids=IDS, labels=IDS, num_labels=38, attention_mask=MASK)
+        assert int(out.router_rows) == 66 and (out.aux_loss is not None) == balanced
+        (out.nll + (out.aux_loss if balanced else 0)).backward()
+        assert not [m for m in model.modules() if router_balance.KEPT in vars(m)]
 
 
 def test_experts_without_tokens_are_named_by_layer() -> None:
