@@ -95,7 +95,7 @@ docs-test: .venv/installed-dev
 LOCKED := $(BIN)/python -m pip install -q --require-hashes --no-deps --no-build-isolation
 TORCH := $(LOCKED) -r locks/torch-cpu.txt 2>/dev/null || $(LOCKED) -r locks/torch.txt
 OURSELVES := $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
-EXTRAS := dev bnb quantize eval sweep
+EXTRAS := dev bnb quantize export eval sweep
 
 .venv/installed: .venv/bin/python pyproject.toml locks/base.txt locks/torch.txt locks/torch-cpu.txt
 	$(LOCKED) -r locks/base.txt

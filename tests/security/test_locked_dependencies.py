@@ -16,7 +16,8 @@ from support.paths import ROOT
 LOCKS = {path.stem: path for path in sorted((ROOT / "locks").glob("*.txt"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MADE = {"base", "torch", "torch-cpu", "tools"}
-CI = ("base", "torch", "torch-cpu", "dev", "bnb", "quantize", "eval", "sweep")
+EXTRAS = re.findall(r"^EXTRAS := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+CI = ("base", "torch", "torch-cpu", *EXTRAS)  # what `make test` installs
 
 
 def pins(name: str) -> list[tuple[Requirement, list[str]]]:
@@ -77,9 +78,10 @@ def test_make_installs_by_hash_alone() -> None:
 def test_what_is_installed_is_what_is_locked() -> None:
     """From this package through all that is asked for, as far as it goes."""
     locked, seen = here(*CI), set[tuple[str, str]]()
-    start = {"", "dev", "bnb", "quantize", "eval", "sweep"}
     waiting = [(Requirement(text), "") for text in distribution("finetune-toolkit").requires or ()]
-    waiting = [(r, e) for r, _ in waiting for e in start if not r.marker or r.marker.evaluate({"extra": e})]
+    waiting = [
+        (r, e) for r, _ in waiting for e in ("", *EXTRAS) if not r.marker or r.marker.evaluate({"extra": e})
+    ]
     while waiting:
         requirement, _ = waiting.pop()
         name = canonicalize_name(requirement.name)
