@@ -13,10 +13,11 @@ test-fast: export PYTHONDONTWRITEBYTECODE =
 test-fast: .venv/installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/unit -m 'not soak and not alone' -n 2 --dist worksteal
 
-# What CI runs: all but what takes too long (`make soak`) and what needs a GPU. 12 minutes on two cores
+# What CI runs: all but what takes too long (`make soak`) and what needs a GPU. First what runs alone, from the files that have such tests
+ALONE = $(shell grep -rl --include='*.py' --exclude-dir=gpu 'mark\.alone' tests)
 test: export PYTHONDONTWRITEBYTECODE =# what is compiled once serves the many processes that the tests start
 test: .venv/installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'alone and not soak and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ALONE) -m 'alone and not soak and not gpu'
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not alone and not soak and not gpu' -n 2 --dist worksteal
 
 # On a machine with a GPU of 80 GB and 16 cores: what measures time first, with nothing beside it. (A plugin of NVIDIA's
@@ -92,23 +93,28 @@ docs-test: .venv/installed-dev
 
 # Nothing is installed but what `locks/` names, in the files whose hashes stand there: torch's build for CPUs where pip
 # is pointed to one, else the registry's. What comes as source is built by what `locks/base.txt` has installed before.
-LOCKED := $(BIN)/python -m pip install -q --require-hashes --no-deps --no-build-isolation
+LOCKED := $(BIN)/python -m pip install -q --no-compile --require-hashes --no-deps --no-build-isolation
 TORCH := $(LOCKED) -r locks/torch-cpu.txt 2>/dev/null || $(LOCKED) -r locks/torch.txt
 OURSELVES := $(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
 EXTRAS := dev bnb quantize export eval sweep
+# By all cores, which pip doesn't use. A file that this Python can't read is of another Python
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x /tests/ .venv/lib >/dev/null || true
 
 .venv/installed: .venv/bin/python pyproject.toml locks/base.txt locks/torch.txt locks/torch-cpu.txt
 	$(LOCKED) -r locks/base.txt
 	$(TORCH)
 	$(OURSELVES)
+	$(COMPILE)
 	touch $@
 
 .venv/installed-dev: .venv/installed $(EXTRAS:%=locks/%.txt)
 	$(LOCKED) $(EXTRAS:%=-r locks/%.txt)
+	$(COMPILE)
 	touch $@
 
 .venv/installed-docs: .venv/installed locks/docs.txt
 	$(LOCKED) -r locks/docs.txt
+	$(COMPILE)
 	touch $@
 
 # Tools of a release, in an environment of their own: what `locks/` is made with, and a bill of materials (CycloneDX)
