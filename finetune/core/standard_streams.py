@@ -6,7 +6,7 @@ import io
 import os
 import sys
 
-from finetune.core.privacy import masked
+from finetune.core.privacy import masked, secrets
 from finetune.core.visible_text import visible
 
 
@@ -30,8 +30,8 @@ def say(*lines: object, error: bool = False) -> None:
     Args:
         error: print on standard error.
     """
-    stream = sys.stderr if error else sys.stdout
-    print(*(visible(masked(str(line))) for line in lines), sep="\n", file=stream, flush=True)
+    stream, known = sys.stderr if error else sys.stdout, secrets()
+    print(*(visible(masked(str(line), known)) for line in lines), sep="\n", file=stream, flush=True)
 
 
 def allow_closing() -> None:

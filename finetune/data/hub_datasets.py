@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import foreign_yaml, regular_files, strict_json
 from finetune.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -87,24 +88,26 @@ def check_builder(builder: Any, name: str) -> None:
 
 def _configs_of_card(name: str, revision: str | None) -> list[Any]:
     """Return the `configs:` of a repository's cards. The list is empty if no card can be downloaded."""
-    import yaml
-    from huggingface_hub import DatasetCard, hf_hub_download
+    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     found = []
     for file in CARDS:
         try:
-            path = hf_hub_download(name, file, repo_type="dataset", revision=revision)
+            text = regular_files.read_text(
+                Path(hf_hub_download(name, file, repo_type="dataset", revision=revision))
+            )
             if file == "README.md":
-                found.append(DatasetCard.load(path).data.to_dict().get("configs"))
-            else:
-                with open(path, encoding="utf-8") as card:
-                    content = yaml.safe_load(card)
-                found.append(content.get("configs") if isinstance(content, dict) else None)
+                block = REGEX_YAML_BLOCK.search(text.removeprefix("\ufeff"))
+                text = block[2] if block else ""
+            content = foreign_yaml.read(text, file, strict_json.DEEPEST)
+            found.append(content.get("configs") if isinstance(content, dict) else None)
         except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError):
             continue  # loading the dataset reports the reason
-        except (ValueError, yaml.YAMLError) as error:
-            what, said = f"finetune can't read the dataset card of {name}", str(error)[:200]
+        except (ValueError, UserError) as error:
+            said = error.problems[0].what if isinstance(error, UserError) else str(error)[:200]
+            what = f"finetune can't read the dataset card of {name}"
             raise UserError(Problem(what, "data.name", file, said, code="data-format")) from error
     return found
 

@@ -7,11 +7,13 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from finetune.core import strict_yaml
+from finetune.core import foreign_yaml, strict_yaml
 from finetune.core.errors import Problem, UserError
-from finetune.importers import axolotl, llamafactory, trl
+from finetune.importers import axolotl, common, llamafactory, trl
 from finetune.importers.translation import Translation
 
+LONGEST = 200  # characters of a value in a message
+_COMMAND = re.compile(r"(^|[\s/])trl\s+\w+(\s|$)|scripts?/sft\.py(\s|$)")
 TOOLS = {"axolotl": axolotl, "llamafactory": llamafactory, "trl": trl}
 KEYS = {  # tool -> keys that only this tool has
     "axolotl": {
@@ -46,88 +48,88 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
         UserError: the file can't be read, its tool is not known, or it is not for supervised fine-tuning (2).
     """
     path = Path(path)
-    try:
-        text = strict_yaml.text_of(path, "the file to import")
-    except OSError as error:
-        raise UserError(
-            Problem(f"cannot read the file: {error.strerror}", where=str(path), code="import")
-        ) from error
+    text = _text(path)
     for word, (kind, parts) in ELSEWHERE.items():
         if word in text:
             instead = f"read {parts}, and answer the questions of `finetune init`"
             raise UserError(
                 Problem(f"finetune can't import {kind}", where=str(path), fix=instead, code="import")
             )
-    source = _command_line(text, str(path)) if _is_command(text) else _yaml(text, str(path))
-    tool = tool or _tool_of(source, text, str(path))
+    words = _command_words(text, str(path))
+    source = _arguments(words, str(path)) if words else _yaml(text, str(path))
+    tool = tool or ("trl" if words else _tool_of(source, str(path)))
     state = Translation(TOOLS[tool].TOOL, source)
     if not source.get("base_model" if tool == "axolotl" else "model_name_or_path"):
         what = f"the file names no model, so it is no {TOOLS[tool].TOOL} training config"
         raise UserError(Problem(what, where=str(path), code="import"))
-    TOOLS[tool].translate(state, str(path), gpus)
+    try:
+        TOOLS[tool].translate(state, str(path), gpus)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+        raise UserError(_odd_value(state, str(path))) from error
     return state
 
 
-def _is_command(text: str) -> bool:
-    return bool(re.search(r"(^|[\s/])trl\s+\w+\s|scripts?/sft\.py\s", text))
+def _text(path: Path) -> str:
+    try:
+        return strict_yaml.text_of(path, "the file to import")
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
+        found = getattr(error, "strerror", None) or str(error)
+        raise UserError(Problem(f"cannot read the file: {found}", where=str(path), code="import")) from error
 
 
-def _command_line(text: str, where: str) -> dict[str, Any]:
-    """The arguments of `trl sft` in a shell script."""
-    joined = re.sub(r"\\\s*\n", " ", text)
-    line = next(
-        line for line in joined.split("\n") if re.search(r"(^|[\s/])trl\s+\w+\s|scripts?/sft\.py\s", line)
-    )
-    words = shlex.split(line.strip(), comments=True)
-    start = next(i for i, word in enumerate(words) if word.endswith("trl") or word.endswith("sft.py"))
-    kind = words[start + 1] if words[start].endswith("trl") else "sft"
-    if kind != "sft":
-        from finetune.importers.common import not_sft
+def _odd_value(state: Translation, where: str) -> Problem:
+    what, fix = f"{state.tool} does not accept this value", "correct the value, or remove the key"
+    found = repr(state.taken[1])[:LONGEST]
+    return Problem(what, state.taken[0], where, found, fix=fix, code="import")
 
-        raise not_sft("TRL", f"`trl {kind}`", where)
-    found: dict[str, Any] = {}
+
+def _command_words(text: str, where: str) -> list[str]:
+    """Return the words of the first `trl` command after the program, or an empty list without one."""
+    joined = re.sub(r"\\[^\S\n]*\n", " ", text)
+    for line in joined.split("\n"):
+        if not _COMMAND.search(line):
+            continue
+        try:
+            words = shlex.split(line.strip(), comments=True)
+        except ValueError as error:
+            what = "the command line is not valid shell syntax"
+            raise UserError(Problem(what, where=where, found=str(error), code="import")) from error
+        for place, word in enumerate(words):
+            if word.endswith("sft.py"):
+                return ["sft", *words[place + 1 :]]
+            if Path(word).name == "trl" and words[place + 1 :]:
+                return words[place + 1 :]
+    return []
+
+
+def _arguments(words: list[str], where: str) -> dict[str, Any]:
+    """Return the arguments of `trl sft`, with those of its `--config`."""
+    if words[0] != "sft":
+        raise common.not_sft("TRL", f"`trl {words[0]}`", where)
+    given: dict[str, list[Any]] = {}
     key = ""
-    for word in words[start + 1 :]:
+    for word in words[1:]:
         if word.startswith("--"):
             key, equals, value = word[2:].replace("-", "_").partition("=")
-            found[key] = strict_yaml.scalar(value) if equals else True
+            given[key] = [strict_yaml.scalar(value)] if equals else []
         elif key:
-            value = strict_yaml.scalar(word)
-            before = found[key]
-            found[key] = (
-                value if before is True else [*(before if isinstance(before, list) else [before]), value]
-            )
+            given[key].append(strict_yaml.scalar(word))
+    found = {key: values if values[1:] else values[0] if values else True for key, values in given.items()}
     if isinstance(config := found.pop("config", None), str):
         nested = Path(where).parent / config
-        found = {**_yaml(strict_yaml.text_of(nested, "the config"), str(nested)), **found}
+        found = {**_yaml(_text(nested), str(nested)), **found}
     return found
 
 
 def _yaml(text: str, where: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else where
-        raise UserError(
-            Problem(
-                "the file is not valid YAML",
-                where=place,
-                found=str(getattr(error, "problem", error)),
-                code="yaml-syntax",
-            )
-        ) from error
+    found = foreign_yaml.read(text, where)
     if not isinstance(found, dict):
         raise UserError(Problem("the file is no mapping of settings", where=where, code="import"))
-    return {str(key): value for key, value in found.items()}
+    return found
 
 
-def _tool_of(source: dict[str, Any], text: str, where: str) -> str:
+def _tool_of(source: dict[str, Any], where: str) -> str:
     """The tool whose keys the file has most of."""
-    if _is_command(text):
-        return "trl"
     counts = {tool: len(keys & set(source)) for tool, keys in KEYS.items()}
     best = max(counts, key=lambda tool: counts[tool])
     others = [tool for tool in counts if tool != best and counts[tool] == counts[best]]

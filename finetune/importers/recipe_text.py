@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from finetune.core.privacy import masked, names_a_secret
+from finetune.core.privacy import masked, names_a_secret, secrets
 from finetune.core.visible_text import visible
 from finetune.importers.translation import DIFFERS, KINDS, NOT_SUPPORTED, Entry, Translation
 
@@ -15,11 +15,12 @@ LONGEST = 100  # characters of a value in a comment
 
 def write(state: Translation, source: str) -> str:
     """Return the recipe and the four lists of keys."""
-    lines = [f"# Imported from {state.tool}: {_line(source)}"]
+    known = secrets()
+    lines = [f"# Imported from {state.tool}: {_line(source, known)}"]
     for kind in KINDS:
         entries = [entry for entry in state.entries if entry.kind == kind]
         lines += ["#", f"# {kind} ({len(entries)}):"] if entries else []
-        lines += [f"#   {entry.key}: {_short(entry)} -> {_line(entry.text)}" for entry in entries]
+        lines += [f"#   {_said(entry, known)}" for entry in entries]
     for section in SECTIONS:
         values = {
             key.partition(".")[2]: value
@@ -27,7 +28,11 @@ def write(state: Translation, source: str) -> str:
             if key.startswith(f"{section}.")
         }
         if values:
-            lines += ["", f"{section}:", *(f"  {key}: {_yaml(value)}" for key, value in values.items())]
+            lines += [
+                "",
+                f"{section}:",
+                *(f"  {key}: {_yaml(value, known)}" for key, value in values.items()),
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -40,18 +45,17 @@ def summary(state: Translation) -> list[str]:
     return lines
 
 
-def _line(text: object) -> str:
+def _said(entry: Entry, known: list[str]) -> str:
+    value = "****" if names_a_secret(f"{entry.key}:") else _line(entry.value, known)
+    short = value if len(value) <= LONGEST else f"{value[:LONGEST]}..."
+    return f"{_line(entry.key, known)}: {short} -> {_line(entry.text, known)}"
+
+
+def _line(text: object, known: list[str]) -> str:
     """Return a text of another tool's file as one line without secrets."""
-    return visible(masked(" ".join(str(text).split())))
+    return visible(masked(" ".join(str(text).split()), known))
 
 
-def _short(entry: Entry) -> str:
-    if names_a_secret(f"{entry.key}:"):
-        return "****"
-    text = _line(entry.value)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
-
-
-def _yaml(value: Any) -> str:
-    """Return a value in YAML's flow style, which JSON is a part of."""
-    return json.dumps(value, ensure_ascii=False)
+def _yaml(value: Any, known: list[str]) -> str:
+    """Return a value in YAML's flow style, which JSON is a part of, without secrets."""
+    return visible(masked(json.dumps(value, ensure_ascii=False), known))

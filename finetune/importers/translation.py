@@ -53,10 +53,13 @@ class Translation:
     entries: list[Entry] = field(default_factory=list)
     accelerate: str = ""
     """A shipped accelerate config that fits the tool's launch."""
+    taken: tuple[str, Any] = ("", None)
+    """The key and the value that were read last, for an error about the value."""
 
     def take(self, key: str, default: Any = None) -> Any:
         """Remove a key from the source and return its value; the default if it is missing or null."""
         value = self.source.pop(key, None)
+        self.taken = key, value
         return default if value is None else value
 
     def set(self, target: str, value: Any, key: str, given: Any) -> None:
@@ -76,6 +79,7 @@ class Translation:
             self.apply_rule(key, self.source.pop(key), rules[key])
 
     def apply_rule(self, key: str, value: Any, rule: Rule) -> None:
+        self.taken = key, value
         if rule.target and value is not None:
             self.set(rule.target, rule.convert(value) if rule.convert else value, key, value)
         elif rule.reason and value not in rule.off:

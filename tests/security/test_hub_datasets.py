@@ -13,6 +13,7 @@ from finetune.core.errors import UserError
 from finetune.data import hub_datasets, source_loading
 from finetune.data.examples import Row
 from finetune.recipe.schema import Source
+from support import mutated_imports
 from support.hub_server import Hub
 
 ROW = json.dumps({"text": "a"}).encode() + b"\n"
@@ -50,6 +51,8 @@ def tar_of_pickles() -> bytes:
 
 OUTSIDE = "names files outside of its repository"
 READER = "does not allow the reader of the dataset"
+CARD = "can't read the dataset card"
+BOMB = "".join(f"  {name}\n" for name in mutated_imports.BOMB.splitlines())
 ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
     "a card with an address": ({"README.md": card(data_files="http://127.0.0.1:9/x.jsonl")}, OUTSIDE),
     "a card with an address of a split": (
@@ -72,7 +75,10 @@ ATTACKS: dict[str, tuple[dict[str, bytes], str]] = {
         {".huggingface.yaml": card(data_files="http://127.0.0.1:9/x.jsonl").strip(b"-\n")},
         OUTSIDE,
     ),
-    "a card that is no YAML": ({"README.md": b"---\nconfigs: [\n---\n"}, "can't read the dataset card"),
+    "a card that is no YAML": ({"README.md": b"---\nconfigs: [\n---\n"}, CARD),
+    "a card that expands": ({"README.md": f"---\nconfigs:\n{BOMB}---\n".encode()}, CARD),
+    "a card in levels": ({"README.md": b"---\nconfigs: " + b"[" * 9000 + b"]" * 9000 + b"\n---\n"}, CARD),
+    "another card that expands": ({".huggingface.yaml": f"configs:\n{BOMB}".encode()}, CARD),
     "pickles in an archive": ({"train.tar": tar_of_pickles()}, READER),
     "numbers of HDF5": ({"train.h5": b"\x89HDF"}, READER),
     "images": ({"train/a.png": b"\x89PNG"}, READER),

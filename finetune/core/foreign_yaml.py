@@ -1,0 +1,84 @@
+"""YAML that another tool wrote: anchors and aliases are allowed, and the values stay small.
+
+A few aliases can expand to more values than memory has room for, and deep nesting fills the stack.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from finetune.core.errors import Problem, UserError, first_line
+from finetune.core.strict_yaml import MAX_DEPTH
+
+LARGEST = 1_000_000  # characters and values, with each alias replaced by its value
+MOST_BITS = 4096  # of an integer
+
+
+def read(text: str, source: str, deepest: int = MAX_DEPTH) -> Any:
+    """Return the content of one YAML document, in plain values.
+
+    Raises:
+        UserError: the text is not valid YAML, has tags, is nested too deeply, or expands to too much.
+    """
+    import yaml
+
+    made = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        _check(yaml.parse(text, Loader=made), source, deepest)
+        loader = made(text)
+        try:
+            return _plain(loader.get_single_data())
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that is none
+        mark = getattr(error, "problem_mark", None)
+        place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
+        found = str(getattr(error, "problem", None) or first_line(error))
+        raise UserError(Problem("the file is not valid YAML", "", place, found, code="yaml-syntax")) from None
+
+
+def _check(events: Any, source: str, deepest: int) -> None:
+    """Refuse tags, deep nesting and aliases that expand to too much, before a value exists."""
+    sizes: dict[str, int] = {}  # anchor -> the size of its value
+    opened: list[tuple[str | None, int]] = []
+    size = 0
+    for event in events:
+        kind = type(event).__name__
+        before = size
+        if getattr(event, "tag", None):
+            raise _refused("YAML tags are not allowed", source, event, event.tag)
+        if kind == "AliasEvent":
+            if event.anchor not in sizes:
+                raise _refused("the alias has no value before it", source, event, f"*{event.anchor}")
+            size += sizes[event.anchor]
+        elif kind == "ScalarEvent":
+            size += 1 + len(event.value)
+        elif kind in ("SequenceStartEvent", "MappingStartEvent"):
+            size += 1
+            opened.append((event.anchor, before))
+        elif kind in ("SequenceEndEvent", "MappingEndEvent"):
+            anchor, start = opened.pop()
+            if anchor:
+                sizes[anchor] = size - start
+        if kind == "ScalarEvent" and event.anchor:
+            sizes[event.anchor] = size - before
+        if len(opened) > deepest:
+            raise _refused("the YAML is nested too deeply", source, event, "", f"at most {deepest} levels")
+        if size > LARGEST:
+            raise _refused("the YAML is too large", source, event, "", f"at most {LARGEST:,} characters")
+
+
+def _refused(what: str, source: str, event: Any, found: str, expected: str = "") -> UserError:
+    place = f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
+    return UserError(Problem(what, "", place, found, expected, code="yaml-syntax"))
+
+
+def _plain(value: Any) -> Any:
+    """Return lists, mappings with texts as keys, texts, numbers, booleans and nulls. A date becomes text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise ValueError("the number is too large")  # Python does not print it
+    return value if value is None or isinstance(value, (str, bool, int, float)) else str(value)
