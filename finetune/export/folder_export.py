@@ -10,6 +10,7 @@ import torch
 
 from finetune.core.paths import writing
 from finetune.export import serving_check
+from finetune.export.chat_texts import render_chat
 from finetune.export.serving_check import Reader, Step
 from finetune.models.generation_config import declared_stops
 
@@ -69,9 +70,7 @@ def _ids(tokenizer: Any, examples: list[Example]) -> list[list[int]]:
     found = []
     for example in examples:
         if example.messages:
-            text = tokenizer.apply_chat_template(
-                example.messages[:-1], tools=example.tools, tokenize=False, add_generation_prompt=True
-            )
+            text = render_chat(tokenizer, example.messages[:-1], example.tools)
             found.append(tokenizer(text, add_special_tokens=False)["input_ids"])
         else:
             found.append(tokenizer(example.prompt or "")["input_ids"])

@@ -19,6 +19,7 @@ import torch
 from finetune.core import packages
 from finetune.distributed.restart_together import free_port
 from finetune.export import serving_check
+from finetune.export.chat_texts import render_chat
 from finetune.export.gguf_families import load_gguf
 from finetune.export.serving_check import LIKELIEST, Reader, Step
 
@@ -185,9 +186,7 @@ def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Exampl
     for example in examples:
         text = example.prompt or ""
         if example.messages:
-            text = tokenizer.apply_chat_template(
-                example.messages[:-1], tools=example.tools, tokenize=False, add_generation_prompt=True
-            )
+            text = render_chat(tokenizer, example.messages[:-1], example.tools)
         text = text.removeprefix(bos) if adds and bos else text
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         found.append([tokenizer.bos_token_id, *ids] if adds else ids)

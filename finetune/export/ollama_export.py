@@ -10,11 +10,10 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.export import gguf_export
+from finetune.export.chat_texts import render_chat
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,7 +102,7 @@ def parts_of(tokenizer: Any, opens: bool) -> Parts:
 
     def text(prompt: bool, *turns: tuple[str, str]) -> str:
         messages = [{"role": role, "content": content} for role, content in turns]
-        found = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+        found = render_chat(tokenizer, messages, prompt=prompt)
         return found.removeprefix(tokenizer.bos_token) if opens and tokenizer.bos_token else found
 
     user, answer = ("user", USER), ("assistant", ANSWER)
@@ -117,7 +116,7 @@ def parts_of(tokenizer: Any, opens: bool) -> Parts:
         prompt = _without(text(True, user), text(False, user))
         if not start.endswith(before_user):
             raise ValueError("the first user turn differs from later ones")
-    except (TemplateError, ValueError, IndexError) as error:
+    except (ValueError, IndexError) as error:
         raise _refused(str(error)) from error
     around = {"user": (before_user, after_user), "assistant": (before_answer, after_answer)}
     with_head = True
@@ -128,11 +127,12 @@ def parts_of(tokenizer: Any, opens: bool) -> Parts:
             with_head = before.startswith(head)
             before = before.removeprefix(head) if with_head else before
             around = {"system": (before, after_system.removesuffix(before_user)), **around}
-    except (TemplateError, ValueError):
+    except ValueError:
         pass  # the template has no system turn, so a chat with one is refused below
     parts = Parts(head, with_head, around, prompt)
     texts = [head, prompt, *(part for pair in around.values() for part in pair)]
-    if any("{{" in part or '"""' in part for part in texts):
+    ends = parts.go()[:1] + parts.go()[-1:]
+    if any("{{" in part or part.endswith("{") or '"""' in part for part in texts) or '"' in ends:
         raise _refused("a text of the template has characters that end a Go template")
     return parts
 
@@ -141,9 +141,7 @@ def check_rendering(parts: Parts, job: Job, chats: list[Any]) -> None:
     """Raise a UserError if both templates write a validation chat differently (exit 4)."""
     bos = job.tokenizer.bos_token if gguf_export.opens(job) else ""
     for index, example in enumerate(chats):
-        wanted = job.tokenizer.apply_chat_template(
-            example.messages[:-1], tools=example.tools, tokenize=False, add_generation_prompt=True
-        ).removeprefix(bos or "")
+        wanted = render_chat(job.tokenizer, example.messages[:-1], example.tools).removeprefix(bos or "")
         found = parts.render(example.messages[:-1])
         if found != wanted:
             what = "the template for Ollama writes a validation chat differently"

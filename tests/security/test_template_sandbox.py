@@ -16,6 +16,7 @@ import pytest
 from finetune.core.errors import UserError
 from finetune.data import chat_templates, encoding, template_sandbox
 from finetune.data.template_sandbox import ChatTemplate
+from finetune.export import chat_texts, ollama_export
 from finetune.recipe.schema import Data
 from support.chat_tokenizers import TURNS, encoder_of, example, tokenizer_with
 from support.soak import soak_except
@@ -230,3 +231,20 @@ def test_a_template_that_refuses_a_shortened_chat_renders_the_whole_chat(refusal
     ((text, spans, error),) = template_sandbox.render(template, [(messages, None)], "turns")
     own = [f"{message['content']}</s>\n" for message in messages[1::2]]
     assert not error and [text[start:end] for start, end in spans] == own
+
+
+def test_template_that_never_ends_for_the_chats_of_an_export_is_stopped() -> None:
+    """An export renders chats that no earlier step renders."""
+    guarded = f"{{% if messages[0].content == 'qzuser' %}}{ENDLESS}{{% endif %}}{PLAIN}"
+    tokenizer = tokenizer_with(guarded)
+    with pytest.raises(UserError, match="loop iterations"):
+        ollama_export.parts_of(tokenizer, opens=False)
+    with pytest.raises(ValueError, match="loop iterations"):
+        chat_texts.render_chat(tokenizer, [{"role": "user", "content": "qzuser"}])
+
+
+def test_render_chat_writes_what_transformers_writes() -> None:
+    tokenizer, tool = tokenizer_with(), {"type": "function", "function": {"name": "add"}}
+    for chat, tools in ((TURNS, None), (TURNS[:1], [tool])):
+        wanted = tokenizer.apply_chat_template(chat, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert chat_texts.render_chat(tokenizer, chat, tools) == wanted

@@ -80,3 +80,12 @@ def test_parts_of_refuses_a_template_that_numbers_its_turns() -> None:
     )
     with pytest.raises(UserError, match="can't write this chat template for Ollama"):
         ollama_export.parts_of(tokenizer, False)
+
+
+@pytest.mark.parametrize("text", ['"', '"""', "{", "{{ .Env }}"])
+def test_parts_of_refuses_text_that_would_end_the_template_or_a_part(text: str) -> None:
+    """As the first and last text of the template, and before the content of a turn."""
+    turn = "{% for m in messages %}<{{ m.role }}>" + f"{{{{ {text!r} }}}}"
+    turn += "{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>"
+    with pytest.raises(UserError, match="characters that end a Go template"):
+        ollama_export.parts_of(tokenizer_with(turn + f"{{{{ {text!r} }}}}{{% endif %}}"), opens=False)
