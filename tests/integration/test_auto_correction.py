@@ -133,7 +133,6 @@ def test_nothing_of_the_first_attempt_is_held(train, monkeypatch) -> None:
         held.append(len(base))
         return load(*given)
 
-    gc.unfreeze()
     monkeypatch.setattr(pipeline.model_setup, "adapted_model", counted)
     with injected(Fault("oom", step=1)):
         train(*FEW, FOUR)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.cli import main
 from finetune.run_folder.run_folder import RunFolder
+from support.soak import soak_except
 from support.tiny_models import recipe, save, sizes
 
 if TYPE_CHECKING:
@@ -24,13 +25,15 @@ ADAPTER = {
 }  # fmt: skip
 
 
-def test_a_run_with_fused_and_compiled_experts_learns_what_pefts_does(tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize("compiled", soak_except([False], [False, True]))
+def test_a_run_with_fused_experts_learns_what_pefts_does(compiled: bool, tmp_path: Path, capsys) -> None:
+    """That they compile without a break: test_fused_experts.py."""
     config = transformers.Qwen3MoeConfig(**sizes(**EXPERTS, head_dim=8))
     model = save(tmp_path / "model", AutoModelForCausalLM.from_config(config))
     found: dict[str, Any] = {}
     for name, speed in {
         "own": ("fused=false", "compile=false"),
-        "fused": ("fused=true", "compile=true"),
+        "fused": ("fused=true", f"compile={str(compiled).lower()}"),
     }.items():
         folder = tmp_path / name
         path = recipe(tmp_path, model, adapter=ADAPTER)
@@ -44,6 +47,7 @@ def test_a_run_with_fused_and_compiled_experts_learns_what_pefts_does(tmp_path: 
     (own, _, theirs), (losses, checks, weights) = found["own"], found["fused"]
     assert losses == pytest.approx(own, abs=1e-4)
     assert "experts of 2 of 2 layers" in checks["speed.fused"]["actual"]
-    assert checks["speed.compile"]["passed"] and checks["speed.loss"]["actual"].startswith("chunked")
+    assert not compiled or checks["speed.compile"]["passed"]
+    assert checks["speed.loss"]["actual"].startswith("chunked")
     assert weights.keys() == theirs.keys() and any("experts" in key for key in weights)
     assert all(weights[key].shape == theirs[key].shape for key in weights)

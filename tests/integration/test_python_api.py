@@ -13,7 +13,7 @@ import finetune
 from finetune.core.errors import UserError
 from support.paths import QUICKSTART
 
-SHORT = ["train.max_steps=2", "train.warmup_steps=0", "eval.generate=false"]
+SHORT = ["train.max_steps=2", "train.warmup_steps=0", "eval.generate=false", "eval.forgetting=false"]
 
 
 class SecondRun(TrainerCallback):

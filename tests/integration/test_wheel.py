@@ -28,5 +28,5 @@ def test_the_wheel_alone_can_train_the_quickstart(tmp_path) -> None:
 
     finetune("recipes", "quickstart", "--copy", ".")
     short = ["train.max_steps=1", "train.warmup_steps=0", "data.validation=null", "train.output_dir=run"]
-    finetune("train", "quickstart.yaml", *short, "train.effective_batch_size=4")
+    finetune("train", "quickstart.yaml", *short, "train.effective_batch_size=4", "eval.forgetting=false")
     assert (work / "run" / "adapter" / "adapter_model.safetensors").exists()
