@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from finetune.autoconfig import decisions, machine_setup
 from finetune.autoconfig.compilation import Work
 from finetune.checkpointing import checkpoints, resume_contract
-from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.models import loading
 from finetune.quantization import four_bit
@@ -42,12 +40,6 @@ KINDS = {"lora": ("false", "no", 2e-6), "full": ("true", "bf16", 0.01)}
 OTHERS = [("dora", "false"), ("ia3", "true"), ("vera", "false")]
 
 
-def one_rank(arguments: list[str]) -> None:
-    fsdp_on_cpus.imitate()
-    if code := main.main(arguments):
-        sys.exit(code)
-
-
 def one_rank_as_on_gpus(arguments: list[str]) -> None:
     """Tensors are copied as CUDA does: a NaN of 16 bits comes out as one and the same (pytorch #159333)."""
     copied = torch._foreach_copy_
@@ -59,7 +51,7 @@ def one_rank_as_on_gpus(arguments: list[str]) -> None:
         copied(to, seen, *more)
 
     torch._foreach_copy_ = through_fp32
-    one_rank(arguments)
+    fsdp_on_cpus.command(arguments)
 
 
 def one_rank_in_16_bits(arguments: list[str]) -> None:
@@ -96,9 +88,9 @@ def runs(small, untied, tmp_path_factory) -> Callable[[str], Path]:
         launch["ACCELERATE_MIXED_PRECISION"] = precision
         whole, half = folder / kind, folder / f"{kind}-again"
         words = ["train", str(QUICKSTART), f"adapter.type={kind}", *given, "--quiet"]
-        two_ranks.run(one_rank, [*words, f"train.output_dir={whole}"], **launch)
+        two_ranks.run(fsdp_on_cpus.command, [*words, f"train.output_dir={whole}"], **launch)
         shutil.copytree(whole, half, ignore=shutil.ignore_patterns("step-4", "adapter", "model", "eval.json"))
-        two_ranks.run(one_rank, [*words, f"train.output_dir={half}", "--resume"], **launch)
+        two_ranks.run(fsdp_on_cpus.command, [*words, f"train.output_dir={half}", "--resume"], **launch)
         return folder
 
     return of
@@ -134,7 +126,7 @@ def on_two_ranks(
     place: Path,
     by_rank_0: str,
     precision: str = "no",
-    rank: Any = one_rank,
+    rank: Any = fsdp_on_cpus.command,
 ) -> dict[str, Any]:
     """A run that both split, into `place`; its receipts, all of which must hold, by option."""
     launch = fsdp_on_cpus.ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}

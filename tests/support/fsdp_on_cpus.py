@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+from finetune.cli import main
 
 ENVIRONMENT = {
     "ACCELERATE_USE_CPU": "true",
@@ -30,3 +33,10 @@ def imitate() -> None:
 
     PartialState.__init__ = as_on_gpus
     launch_conflicts._sharding = lambda *given: []  # it refuses what Accelerate would not split
+
+
+def command(words: list[str]) -> None:
+    """`finetune WORDS` in such a process."""
+    imitate()
+    if code := main.main(words):
+        sys.exit(code)
