@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -114,6 +115,7 @@ def failed(error: UserError) -> Outcome:
     return Outcome(error.code, problems=error.problems)
 
 
+@functools.cache
 def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The whole command-line surface, and each command's; a test pins it."""
     common = argparse.ArgumentParser(add_help=False)
@@ -178,5 +180,5 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
         what = "; ".join([f"unrecognized arguments: {' '.join(extra)}", *renamed])
         (commands.get(words[0]) or top).error(visible(masked(what)))
     if extra:
-        options.overrides += extra
+        options.overrides = [*options.overrides, *extra]  # not the default of the next parse
     return options

@@ -52,7 +52,8 @@ def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
 
 def is_of_kernel(path: Path) -> bool:
     """Whether a file or folder is below /proc or /sys, where nobody can make a file."""
-    return any(path.resolve().is_relative_to(top) for top in ("/proc", "/sys"))
+    where = path.resolve()
+    return any(where.is_relative_to(top) for top in ("/proc", "/sys"))
 
 
 def check_folder(folder: Path, key: str) -> None:
