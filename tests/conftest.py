@@ -69,6 +69,12 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.fixture(autouse=True)
+def few_first_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`check` in process reads 40 examples of a source, not 200: most tests check those of the quickstart."""
+    monkeypatch.setattr("finetune.data.example_errors.FIRST", 40)
+
+
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Overrides for a short run: 96 rows to train on, 6 held out."""

@@ -16,8 +16,7 @@ from finetune.adapters import continue_from
 from finetune.autoconfig import batch_size
 from finetune.core import regular_files
 from finetune.core.errors import UserError
-from finetune.data import chat_templates
-from finetune.data.example_errors import FIRST
+from finetune.data import chat_templates, example_errors
 from finetune.evaluation import text_limits
 from finetune.models import (
     architecture,
@@ -80,7 +79,9 @@ def _audit(
     from finetune.data import preparation
 
     settings, effective = recipe.eval, recipe.train.effective_batch_size
-    first = preparation.check_first(recipe.data, tokenizer, recipe.train.seed, rows, ends, FIRST)
+    first = preparation.check_first(
+        recipe.data, tokenizer, recipe.train.seed, rows, ends, example_errors.FIRST
+    )
     prompt = first.validation.report.longest_prompt
     token_limits.room_for_answer(prompt, longest, settings)
     if first.is_all_validation:

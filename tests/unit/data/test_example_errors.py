@@ -19,6 +19,11 @@ from support.paths import MODEL, QUICKSTART
 USER, ANSWER = {"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."}
 
 
+@pytest.fixture(autouse=True)
+def few_first_examples() -> None:
+    """Here `check` reads as many as for a user."""
+
+
 def chat(number: int, **more: Any) -> dict[str, Any]:
     return {"messages": [{**USER, "content": f"Who came {number}?"}, {**ANSWER, **more}]}
 
