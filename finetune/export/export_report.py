@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
     for note in report.get("notes", ()):
         screen.say(f"note: {note}")
     screen.table("serving check", ("", ""), check_lines(report["serving_check"]))
-    screen.say("", f"next: cd {report['path']} and serve the model:")
+    screen.say("", f"next: cd {shlex.quote(report['path'])} and serve the model:")
     for line in report["serve"]:
         screen.say(f"  {line}")
     if client := report.get("client"):

@@ -61,6 +61,7 @@ def run(
     started = time.monotonic()
     kind = targets.choose_kind(to, quantize)
     folder = run_folder.open_run(path)
+    folder.found(REPORT)  # a damaged file ends the command before a model is loaded
     recipe = run_folder.recipe_of(folder, overrides)
     setup = reopen.setup_of(recipe)
     has_adapter = folder.weights == folder.adapter
@@ -71,6 +72,7 @@ def run(
         targets.check_adapter(folder, to)
     part = "adapter" if adapter else kind
     target = merging.free_target(folder.path, f"export-{to}-{part}", output)
+    left = merged_files.note_interrupted(target, "export")
     tokenizer = reopen.tokenizer_of(folder)
     held_out, _ = validation_set.held_out(folder, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)
@@ -102,6 +104,8 @@ def run(
         job = Job(name, source, config, tokenizer, expected[0], kind, recipe.model.name, stored)
         packed = safe_files.make_folder(packed.parent, packed.name)
         report |= (targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write)(job, packed)
+        if notes := [*left, *report.get("notes", [])]:
+            report["notes"] = notes
         report["seconds"] = round(time.monotonic() - started, 1)
         safe_files.write_text(packed, REPORT, json.dumps(report, indent=1) + "\n")
         publish(packed, target, folder, report)

@@ -107,13 +107,13 @@ def write_quantized(
     return {**found, "notes": notes} if notes else found
 
 
-def note_interrupted(target: Path) -> list[str]:
-    """Return a note on files that a killed merge left next to the target, because they use disk space."""
+def note_interrupted(target: Path, command: str) -> list[str]:
+    """Return a note on files that a killed command left next to the target, because they use disk space."""
     left = sorted(target.absolute().parent.glob(f".{target.name}.*.tmp"))
     if not left:
         return []
     files = ", ".join(map(str, left[:3]))
-    return [f"{files} is from another merge. Delete it if no other merge is running"]
+    return [f"{files} is from another {command}. Delete it if no other {command} is running"]
 
 
 def check_asked(folder: RunFolder, setup: Setup, quantized: str | None, trained: Qat | None) -> None:

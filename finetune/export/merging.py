@@ -62,6 +62,7 @@ def run(
     """
     started = time.monotonic()
     folder = run_folder.open_run(path)
+    folder.found("merge.json")  # a damaged file ends the command before a model is loaded
     recipe = run_folder.recipe_of(folder, overrides)
     setup = reopen.setup_of(recipe)
     merged_files.check_asked(folder, setup, quantized, recipe.speed.qat)
@@ -74,7 +75,7 @@ def run(
     report |= {"rows": {"from": origin, "rows": len(rows), "tokens": sum(map(len, rows))}, "scores": {}}
     trained_for, plain = recipe.speed.qat, plain_base.unrounded(recipe)
     report |= {"trained_for": qat.describe(trained_for)} if trained_for else {}
-    left = merged_files.note_interrupted(target)
+    left = merged_files.note_interrupted(target, "merge")
     with staging(target) as (whole, packed), located(folder):
         # Apply the rounding of QAT if the weights will be stored in that format
         asked = recipe if quantized else plain

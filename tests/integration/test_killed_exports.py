@@ -76,6 +76,27 @@ def test_merge_that_is_killed_leaves_whole_weights_or_none(quantized: str | None
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("options", [["--to", "vllm"], ["--to", "vllm", "--adapter"]], ids=" ".join)
+def test_export_that_is_killed_leaves_a_whole_folder_or_none(options: list[str], trained, tmp_path) -> None:
+    name = "export-vllm-adapter" if "--adapter" in options else "export-vllm-bf16"
+    source = trained().path
+    before = contents(source)
+    *cut, whole = killed(source, tmp_path / "killed", ["export", "RUN", *options])
+    expected = {file: digest for file, digest in contents(whole / name).items() if file != "export.json"}
+    for run in cut:
+        assert contents(run).items() >= before.items(), "what the run had is as it was"
+        if (run / name).exists():
+            assert contents(run / name).items() >= expected.items() and name in RunFolder(run).read(
+                "export.json"
+            )
+    for run in (cut[0], cut[len(cut) // 2], cut[-1]):
+        code = 2 if (run / name).exists() else 0  # it never overwrites
+        assert main.main(["export", str(run), *options, "--quiet"]) == code
+        assert contents(run / name).items() >= expected.items()
+
+
+@pytest.mark.soak
 def test_publish_that_is_killed_changes_nothing_in_the_run(trained, tmp_path, capsys) -> None:
     source = trained().path
     before = contents(source)
@@ -112,7 +133,7 @@ def test_merged_weights_that_are_published_have_a_report(number: int, tmp_path, 
         monkeypatch.undo()
     assert not target.exists() or folder.read("merge.json")["merged"]["dtype"] == "bfloat16"
     (tmp_path / "run" / ".merged.0123456789abcdef.tmp").mkdir()  # kill -9 leaves it there
-    assert "Delete it if no other merge is running" in merged_files.note_interrupted(target)[0]
+    assert "Delete it if no other merge is running" in merged_files.note_interrupted(target, "merge")[0]
     assert json.loads((folder.path / "merge.json").read_text())["merged"]
 
 

@@ -145,6 +145,19 @@ def test_evaluate_with_a_damaged_earlier_result_ends_before_a_model_is_loaded(
     assert f"{name} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "name"), [(["merge"], "merge.json"), (["export", "--to", "vllm"], "export.json")], ids=str
+)
+def test_command_with_a_damaged_report_ends_before_a_model_is_loaded(
+    words: list[str], name: str, trained, monkeypatch, capsys
+) -> None:
+    run = trained()
+    (run.path / name).write_text("[1]")
+    monkeypatch.setattr("finetune.models.loading.load", lambda *_: pytest.fail("a model was loaded"))
+    assert main.main([words[0], str(run.path), *words[1:]]) == 4
+    assert f"{name} is damaged" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["adapter/tokenizer.json", "merged/tokenizer_config.json"])
 def test_publish_of_a_huge_file_is_refused_before_it_is_read(name: str, whole, tmp_path, capsys) -> None:
     run = damaged_runs.copied(whole, tmp_path / "run")
