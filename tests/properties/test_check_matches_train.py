@@ -18,7 +18,7 @@ from support.adapter_cells import CELLS, FAMILIES, OTHERS, SPELLINGS, TYPES, Cel
 if TYPE_CHECKING:
     from pathlib import Path
 
-SAMPLE = 60
+SAMPLE = 30
 SEED = int(os.environ.get("FINETUNE_CELLS_SEED") or time.time())
 CASES = (  # of public reports
     Cell("qwen3_moe", "lora", "expert parameters"), Cell("qwen3_moe", "lora", "old experts"),
