@@ -1,10 +1,11 @@
-"""A recipe of recipes/gpus against the frozen baseline on 1, 2 and 4 GPUs, into ab.json:
+"""Compare a recipe of recipes/gpus with the frozen baseline on 1, 2 and 4 GPUs.
 
     python benchmarks/ab.py --gpus 1,2 [--work /dev/shm/finetune]
 
-Each is a call of scripts/validate_optimizations.py with both recipes as they are, but for a model of
-Llama-3.1-8B's shape with random weights and documents of real lengths (gpu_inputs.py: log-normal, 400 tokens
-in the mean): about 64,000 tokens a step on both sides, however many GPUs share it.
+The results are in ab.json. Each comparison calls scripts/validate_optimizations.py with both recipes. It
+overrides only the model and the data: the Llama 3.1 8B architecture with random weights, and documents with
+log-normal lengths of 400 tokens on average (gpu_inputs.py). Both sides train about 64,000 tokens per step on
+any number of GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 BASELINE, OPTIMIZED = "recipes/baselines/llama3_8b.yaml", "recipes/gpus/80gb_fastest.yaml"
 LIMITS = ["--min-speedup", "3", "--max-loss-delta", "0.5%"]
-DOCUMENTS = 160  # of a step of the baseline
+DOCUMENTS = 160  # per step of the baseline
 TINY = ["data.max_length=64", "train.per_device_train_batch_size=2", "train.effective_batch_size=4"]
 TINY += ["speed.compile=false"]
 
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def inputs(options: Any) -> list[str]:
-    """Model and data, made once; as overrides of both recipes."""
+    """Make the model and the data once, and return them as overrides of both recipes."""
     from gpu_inputs import MEAN, make_data, make_model
 
     options.work.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,7 @@ def inputs(options: Any) -> list[str]:
 
 
 def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
-    """One call of the script; what it measured, its exit code and its command."""
+    """Call the script, and return its measurements, exit code and command."""
     place = (options.out / f"x{gpus}").resolve()
     launch = ["--accelerate", "cpu_2" if options.tiny else f"ddp_{gpus}"] if gpus > 1 else []
     line = ["scripts/validate_optimizations.py", "--baseline", BASELINE, "--optimized", OPTIMIZED, *LIMITS]
@@ -71,7 +72,7 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": paths}
     names = (Path(BASELINE).stem, Path(OPTIMIZED).stem)
     left = place / "ab" / "-against-".join(names) / names[1] / "ablation.json"
-    left.unlink(missing_ok=True)  # of an earlier call
+    left.unlink(missing_ok=True)  # from an earlier call
     ended = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, check=False)
     if not left.exists():
         return {"code": ended.returncode, "failed": "a run failed: its log says why"}
@@ -85,7 +86,7 @@ def compare(gpus: int, given: list[str], options: Any) -> dict[str, Any]:
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Both sides on each number of GPUs, as a markdown table."""
+    """Return both sides on each number of GPUs as a Markdown table."""
     lines = [
         "| | tokens/s, baseline | optimized | times | peak GiB of a GPU | validation loss | exit code "
         "| machine, torch, date |",

@@ -195,9 +195,7 @@ def read(place: Path, timed: bool) -> dict[str, Any]:
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     scores = json.loads((place / "eval.json").read_text())
     environment = json.loads((place / "environment.json").read_text())
-    got = {
-        receipt["option"]: receipt["actual"] for receipt in json.loads((place / "checks.json").read_text())
-    }
+    got = {check["option"]: check["actual"] for check in json.loads((place / "checks.json").read_text())}
     seconds = [line["step_seconds"] for line in lines[SHAPE_WARM_UP:]] or [lines[-1]["step_seconds"]]
     memory = {"step_seconds": statistics.median(seconds), "gpu_memory_gib": lines[-1]["gpu_memory_gib"]}
     packages = ("torch", "transformers", "trl", "peft", "bitsandbytes")

@@ -1,10 +1,10 @@
-"""What was to be reached on one H200, and how near it came: a table from gpu.json.
+"""Compare the speed on one H200 with targets that were set before the work. Prints a table from gpu.json.
 
     python benchmarks/bars.py
 
-Bars and limits were set before the work: limits from the GEMMs' and memory's measured rates, others' figures
-from runs on the same kind of GPU (Unsloth's, MLPerf's and Liger's were measured or published elsewhere; the
-rows `trl*` of gpu.json are ours).
+The targets come from the measured speed of GEMMs and memory, and from figures of other projects on the same
+kind of GPU. Unsloth, MLPerf and Liger published their figures, or they were measured elsewhere. The rows
+`trl*` of gpu.json were measured with gpu.py.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ RESULTS = Path(__file__).with_name("gpu.json")
 
 
 class Bar(NamedTuple):
-    """What a row was to reach."""
+    """The target of a row."""
 
     row: str
     said: str
     rate: float = 0.0
-    """Tokens/s at least."""
+    """The least tokens/s."""
     of: str = ""
-    """The row whose tokens/s `rate` is a share of."""
+    """The row that `rate` is a share of."""
     peak: float = 0.0
-    """GiB at most."""
+    """The largest peak memory in GiB."""
     others: str = ""
     limit: str = ""
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """Each bar beside what was measured, as markdown."""
+    """Return each target and the measured value as a Markdown table."""
     lines = ["| | row | bar | measured | reached | others | limit | date |", "|---|" + "---|" * 7]
     for bar in BARS:
         row = measured[bar.row]

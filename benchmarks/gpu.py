@@ -283,8 +283,8 @@ def ours(job: Job) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
     real = (steps[-1]["tokens"] - steps[WARM - 1]["tokens"]) / (len(steps) - WARM)
-    receipts = json.loads((folder / "checks.json").read_text())
-    attention = next(one["actual"] for one in receipts if one["option"] == "model.attention")
+    run_checks = json.loads((folder / "checks.json").read_text())
+    attention = next(one["actual"] for one in run_checks if one["option"] == "model.attention")
     peak, seconds = steps[-1]["gpu_memory_gib"], [line["step_seconds"] for line in steps]
     return result(job, seconds, steps[-1]["loss"], peak, attention=attention, real=real)
 

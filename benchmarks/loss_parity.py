@@ -106,8 +106,8 @@ def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes
         sys.exit(f"{base}: exit {code}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     found = json.loads((run / "eval.json").read_text())
-    receipts = json.loads((run / "checks.json").read_text())
-    stored = [one["actual"] for one in receipts if one["option"] in ("model.quantization", "fp8 products")]
+    run_checks = json.loads((run / "checks.json").read_text())
+    stored = [one["actual"] for one in run_checks if one["option"] in ("model.quantization", "fp8 GEMMs")]
     return {
         "training": [[line["step"], line["loss"]] for line in lines if "loss" in line],
         "held_out": [[line["step"], line["eval_loss"]] for line in lines if "eval_loss" in line],

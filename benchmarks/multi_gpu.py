@@ -1,25 +1,33 @@
-"""Speed on several GPUs: `finetune train` under the shipped launch configs, into multi_gpu.json.
+"""Measure the speed on several GPUs: run `finetune train` with the shipped launch configs.
 
     python benchmarks/multi_gpu.py --rows lora-bf16,lora-fp8 --gpus 1,2,4 [--layers 32] [--out FOLDER]
     python benchmarks/multi_gpu.py --rows 70b-fp8,70b-bf16-fsdp2 --gpus 4
 
-Models, data, recipe and settings are those of gpu.py. Each row is one launch of N processes; each process
-has as many rows a step as the row says, so work grows with the number of GPUs, and `x of one` is tokens/s
-beside the same row on one GPU, if that was measured on the same day. Reported are tokens/s of all GPUs by the
-median of the steps after warm-up, the peak of rank 0's allocator, what DDP exchanged, and the last loss.
+The results are in multi_gpu.json. Models, data, recipe and settings are the same as in gpu.py.
 
-lora-*          8B, LoRA r=16 on all linear layers, rows of 4,096, four on each GPU, DDP
-70b-fp8         70B, LoRA r=16 on attention, rows of 8,192, one on each GPU: MLPerf's, DDP on the fp8 base
-70b-bf16-fsdp2  the same on a bf16 base that all GPUs share (the checkpoint takes 132 GiB of --work)
-32k, 128k       8B on the fp8 base, one row of so many tokens on each GPU; 128k with inputs on the CPU
-128k-cp         one row of 131,072 tokens that all GPUs share (context parallelism, FSDP2, bf16)
-nccl            every setting of nccl.env that can matter on one machine, each beside none: eight layers, DDP
-                and FSDP2 (`--rows nccl --gpus 2`)
-*-fsdp2 *-zero3 8B LoRA in bf16, the base split: what that costs where DDP would do
-*-fsdp2-kept    and nothing recomputed, which `auto` does not choose there on GPUs of 80 GB
-full-*          8B, every weight trained
-isc25           recipes/isc25/as_submitted.yaml: DoRA, FlashAttention 3, fp8, a GPU's share of 256 rows of 512
-isc25-te        recipes/isc25/transformer_engine.yaml: 1B, every weight, TransformerEngine's fp8
+A row is one launch of N processes. The micro-batch per process is fixed, so the work grows with the number
+of GPUs. The script reports
+
+- tokens/s of all GPUs, from the median of the steps after warm-up
+- `x of one`: tokens/s compared with the same row on one GPU, if both were measured on the same day
+- the peak memory of rank 0's allocator
+- the bytes that DDP exchanged
+- the last loss
+
+Rows:
+
+lora-*          8B, LoRA r=16 on all linear layers, 4 sequences of 4,096 tokens per GPU, DDP
+70b-fp8         MLPerf's task: 70B, LoRA r=16 on attention, 8,192 tokens per GPU, DDP, fp8 base
+70b-bf16-fsdp2  the same on a sharded bf16 base model. The checkpoint takes 132 GiB in --work
+32k, 128k       8B on the fp8 base model, one sequence of that length per GPU. 128k offloads activations
+128k-cp         one sequence of 131,072 tokens on all GPUs (context parallelism, FSDP2, bf16)
+nccl            each setting of nccl.env that can matter on one machine, compared with no setting. 8 layers,
+                DDP and FSDP2 (`--rows nccl --gpus 2`)
+*-fsdp2 *-zero3 8B LoRA in bf16 with a sharded base model, to measure the cost of sharding compared with DDP
+*-fsdp2-kept    the same without activation checkpointing, which `auto` does not choose on GPUs of 80 GB
+full-*          8B, full fine-tuning
+isc25           recipes/isc25/as_submitted.yaml: DoRA, FlashAttention 3, fp8, one GPU's share of 256
+isc25-te        recipes/isc25/transformer_engine.yaml: 1B, full fine-tuning, TransformerEngine's fp8
 """
 
 from __future__ import annotations
@@ -40,25 +48,25 @@ from gpu import ATTENTION, FULL, RECIPE, WARM, failure, of_recipe
 
 RESULTS = Path(__file__).with_name("multi_gpu.json")
 ROOT = Path(__file__).parents[1]
-TINY = 64  # times shorter rows, to try a row on CPUs
+TINY = 64  # divides the sequence length, to try a row on CPUs
 
 
 class Row(NamedTuple):
     config: str
-    """In accelerate_configs."""
+    """The name of a file in accelerate_configs."""
     changes: tuple[str, ...]
     """Overrides of the recipe."""
     model: str = "8b-bf16"
     length: int = 4096
     batch: int = 4
-    """Rows of `length` tokens of a process in a step."""
+    """Sequences of `length` tokens per process and step."""
     shared: bool = False
-    """Whether all processes share each row."""
+    """Whether all processes share each sequence."""
     layers: int | None = None
     variables: tuple[tuple[str, str], ...] = ()
-    """Of the environment, as accelerate_configs/nccl.env has them."""
+    """Environment variables, as in accelerate_configs/nccl.env."""
     recipe: str = ""
-    """In recipes, in place of gpu.py's own."""
+    """The name of a shipped recipe. By default, the recipe of gpu.py."""
 
 
 WHOLE = ("speed.compile=true", "speed.activation_checkpointing=none")
@@ -90,7 +98,7 @@ ROWS = {
         batch=1,
         shared=True,
     ),
-    # 16 rows x 2 accumulated, as on eight GPUs
+    # 16 sequences x 2 accumulation steps, as on eight GPUs
     "isc25": Row("8xh100_fp8", (), length=512, batch=32, recipe="isc25/as_submitted.yaml"),
     "isc25-te": Row(
         "8xh100_fp8_te",
@@ -104,7 +112,7 @@ ROWS = {
 }
 
 
-# Each setting of nccl.env that can change the speed of one machine, beside the row without any
+# Each setting of nccl.env that can change the speed on one machine, and a row without settings
 NCCL = {
     "": {},
     "no-p2p": {"NCCL_P2P_DISABLE": "1"},
@@ -121,7 +129,7 @@ for _row in ("lora-bf16", "lora-bf16-fsdp2"):
 
 
 class Job(NamedTuple):
-    """One row on so many GPUs, ready to run."""
+    """One row on a number of GPUs."""
 
     name: str
     gpus: int
@@ -134,7 +142,7 @@ class Job(NamedTuple):
 
     @property
     def batch(self) -> int:
-        """Rows of a step, over all processes."""
+        """Return the number of sequences per step over all processes."""
         return self.row.batch * (1 if self.row.shared else self.gpus)
 
 
@@ -171,7 +179,7 @@ def main() -> None:
 
 
 def plan(name: str, gpus: int, options: Any) -> Job:
-    """What a row needs, by its paths and sizes."""
+    """Return the job of a row, with its paths and sizes."""
     row = ROWS[name]
     shape, stored = row.model.split("-")
     shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)
@@ -185,7 +193,7 @@ def plan(name: str, gpus: int, options: Any) -> Job:
 
 
 def command(job: Job, recipe: Path, *, tiny: bool = False) -> list[str]:
-    """The launch of a row; one process runs in place, under the config's meaning of its base."""
+    """Return the command that launches a row. One process runs without a launcher."""
     given = [str(recipe), f"train.effective_batch_size={job.batch}", *job.row.changes]
     if job.row.recipe:
         folder = job.out / "runs" / f"{job.name}-x{job.gpus}"
@@ -194,7 +202,7 @@ def command(job: Job, recipe: Path, *, tiny: bool = False) -> list[str]:
         given += ["model.quantization=fp8"] if job.row.config == "8xh100_fp8" and not tiny else []
         return [sys.executable, "-m", "finetune", "train", *given]
     config = ROOT / "accelerate_configs" / f"{'cpu_2' if tiny else job.row.config}.yaml"
-    if job.row.shared and not tiny:  # its config names how many share a row
+    if job.row.shared and not tiny:  # the config sets how many processes share a sequence
         text = config.read_text().replace("cp_size: 4", f"cp_size: {job.gpus}")
         config = recipe.with_name(f"{job.row.config}-{job.gpus}.yaml")
         config.write_text(text)
@@ -203,14 +211,15 @@ def command(job: Job, recipe: Path, *, tiny: bool = False) -> list[str]:
 
 
 def launch(job: Job, *, tiny: bool = False) -> dict[str, Any]:
-    """Run a row, and read what it left behind."""
+    """Run a row, and read its results from the run folder."""
     key = f"{job.name}-x{job.gpus}"
     folder, recipe = job.out / "runs" / key, job.out / f"{key}.yaml"
     sizes = {"length": job.length, "batch": job.row.batch, "steps": job.steps}
     recipe.write_text(RECIPE.format(model=job.model, data=job.data, folder=folder, **sizes))
     shutil.rmtree(folder, ignore_errors=True)
     log, started = job.out / f"{key}.log", time.perf_counter()
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")  # of which the first: x1 rows can run side by side
+    # A row uses the first visible GPUs, so several rows can run in parallel.
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = seen.split(",") if seen else [*map(str, range(job.gpus))]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     given = {"CUDA_VISIBLE_DEVICES": ",".join(devices[: job.gpus]), "PYTHONPATH": paths}
@@ -229,23 +238,23 @@ def launch(job: Job, *, tiny: bool = False) -> dict[str, Any]:
         return {**made, **failed}
     late = (
         {"failed_after_training": failed["reason"]} if failed else {}
-    )  # the steps were measured all the same
+    )  # the figures of the steps are valid anyway
     return {**made, **late, **result(job, steps, folder)}
 
 
 def ended(line: list[str], **given: Any) -> int:
-    """The exit code of a command, which leaves no process behind where this one is told to end."""
+    """Run a command and return its exit code. If this process is stopped, stop the command too."""
     process = subprocess.Popen(line, start_new_session=True, **given)
     try:
         return process.wait()
-    except BaseException:  # a signal too: ranks that go on hold the GPUs
+    except BaseException:  # also a signal, because ranks that continue would use the GPUs
         os.killpg(process.pid, signal.SIGKILL)
         raise
 
 
 def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """A row of multi_gpu.json."""
-    receipts = {r["option"]: r["actual"] for r in json.loads((folder / "checks.json").read_text())}
+    """Return the entry of a row in multi_gpu.json."""
+    run_checks = {r["option"]: r["actual"] for r in json.loads((folder / "checks.json").read_text())}
     environment = json.loads((folder / "environment.json").read_text())
     seconds = statistics.median(step["step_seconds"] for step in steps[WARM:])
     real = (steps[-1]["tokens"] - steps[WARM - 1]["tokens"]) / (len(steps) - WARM)
@@ -256,12 +265,14 @@ def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any
         "first_step_seconds": steps[0]["step_seconds"],
         "peak_gib": steps[-1]["gpu_memory_gib"] or 0.0,
         "first_step_peak_gib": steps[0]["gpu_memory_gib"] or 0.0,
-        "activation_checkpointing": receipts.get("speed.activation_checkpointing", "none"),
-        "corrected": {name: value for name, value in receipts.items() if "auto after out of memory" in name},
+        "activation_checkpointing": run_checks.get("speed.activation_checkpointing", "none"),
+        "corrected": {
+            name: value for name, value in run_checks.items() if "auto after out of memory" in name
+        },
         "loss": steps[-1]["loss"],
         "config": job.row.config,
-        "exchanged": receipts.get("gradients exchanged", receipts.get("split by FSDP", "")),
-        "attention": receipts.get("model.attention", ""),
+        "exchanged": run_checks.get("gradients all-reduced", run_checks.get("sharded by FSDP", "")),
+        "attention": run_checks.get("model.attention", ""),
         "layers": int(job.model.name.rpartition("-")[2]),
         "gpu": environment["hardware"]["name"],
         "torch": environment["packages"]["torch"],
@@ -270,7 +281,7 @@ def result(job: Job, steps: list[dict[str, Any]], folder: Path) -> dict[str, Any
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
-    """The measured rows as a markdown table."""
+    """Return the measured rows as a Markdown table."""
     lines = [
         "| | config | tokens/s | a GPU | x of one | step, s | peak GiB | last loss | GPU, torch, date |",
         "|---|" + "---|" * 8,
@@ -280,7 +291,7 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
             lines.append(f"| {name} | | failed: {row['reason'].replace('|', '/')} |" + " |" * 6)
             continue
         rate, alone = row["tokens_per_second"], measured.get(f"{name.rpartition(' x')[0]} x1", {})
-        beside = alone.get("date") == row["date"]  # machines and kernels of another day are others
+        beside = alone.get("date") == row["date"]  # machines and kernels of another day may differ
         times = f"{rate / alone['tokens_per_second']:.2f}" if beside else ""
         where = f"{row['gpu']}, {row['torch'].partition('+')[0]}, {row['date']}"
         lines.append(

@@ -1,15 +1,15 @@
-"""Matrix products of an 8B Llama's layer, each kernel for a second at a time, into products.json.
+"""Measure the GEMMs of an 8B Llama layer, each kernel for one second. The results are in products.json.
 
     python benchmarks/products.py [--seconds 1.0] [--turns 2] [--only bf16|fp8]
 
-A step of LoRA on an H200 runs at the GPU's power limit, where a kernel's rate is what its energy allows, not
-what it reaches in the milliseconds that a tuner times it. So every kernel runs here until the clock has
-fallen (half a second), then for `--seconds`; TFLOP/s, the mean power and clock of that time are what counts.
-Turns go through all kernels again: what differs between them is noise.
+A LoRA step on an H200 runs at the GPU's power limit. There, energy limits the speed of a kernel, and a tuner
+that times it for a few milliseconds measures another speed. So the script runs each kernel for half a second
+until the clock has dropped, and then measures TFLOP/s, mean power and clock for `--seconds`. It repeats all
+kernels in `--turns`. Differences between turns are noise.
 
-Forward and input gradient of the four stacks of linear layers, 16,384 tokens. In bf16: cuBLAS, cuBLASLt and,
-where they are installed, QuACK's kernels (`quack-kernels`, CuTe DSL) by tile. In fp8: cuBLASLt with row-wise
-and with tensor-wise scales, and with sums in fp32.
+The GEMMs are the forward pass and the input gradient of the four groups of linear layers with 16,384 tokens.
+The bf16 kernels are cuBLAS, cuBLASLt and, if installed, QuACK's kernels (`quack-kernels`, CuTe DSL) with
+several tiles. The fp8 kernels are cuBLASLt with row-wise and tensor-wise scales, and with fp32 accumulation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 RESULTS = Path(__file__).with_name("products.json")
 TOKENS = 16384
 STACKS = {"q, k, v": (6144, 4096), "o": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
-COPIES = 6  # of each operand, so that no weight is in the cache of 60 MB when its turn comes
-# tile rows, tile columns, ping-pong, cluster of rows, of columns, of the transposed product, swizzle
+COPIES = 6  # copies of each operand, so that no weight is still in the cache of 60 MB
+# tile rows, tile columns, ping-pong, cluster rows, cluster columns, transposed GEMM, swizzle
 TILES = [(128, 256, False, 2, 1, True, 8), (128, 256, False, 1, 2, True, 8), (128, 256, False, 2, 1, True, 4)]
 TILES += [
     (128, 256, False, 2, 1, True, 16),
@@ -62,7 +62,7 @@ def main() -> None:
                         row = {"turn": turn, "stack": stack, "way": way, "dtype": dtype, "kernel": name}
                         try:
                             row |= sustained(call, operands, options.seconds)
-                        except Exception as error:  # a tile that does not fit this GPU: its row says so
+                        except Exception as error:  # the tile does not fit this GPU
                             row["error"] = f"{type(error).__name__}: {error}"[:300]
                         print(row, flush=True)
                         found.append(row)
@@ -75,10 +75,10 @@ def main() -> None:
 
 
 def made(outputs: int, inputs: int, way: str, dtype: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [T, K], w [K, N] as it lies for that product, and what takes the result [T, N].
+    """Return x (T, K), w (K, N) with the memory layout of this GEMM, and the output (T, N).
 
-    Forward multiplies with the transpose of W [outputs, inputs]. Backward multiplies with W in bf16, and in
-    fp8 with a transposed copy, which an fp8 product has to have.
+    The forward pass multiplies by the transpose of W (outputs, inputs). The backward pass multiplies by W in
+    bf16, and by a transposed copy in fp8, because fp8 GEMMs need that layout.
     """
     columns, inner = (outputs, inputs) if way == "forward" else (inputs, outputs)
     x = torch.randn(TOKENS, inner, device="cuda")
@@ -156,7 +156,7 @@ def by_quack(
 
 
 def sustained(call: Callable[..., Any], operands: list[Any], seconds: float) -> dict[str, float]:
-    """TFLOP/s, watts and MHz of `seconds` in which nothing else runs; the relative error of one result."""
+    """Run a kernel alone for `seconds`. Return TFLOP/s, watts, MHz and the relative error of one result."""
     x, w, out = operands[0]
     out.fill_(float("nan"))
     call(x, w, out)
@@ -176,7 +176,7 @@ def sustained(call: Callable[..., Any], operands: list[Any], seconds: float) -> 
 
 
 def timed(call: Callable[..., Any], operands: list[Any], times: int) -> float:
-    """Seconds a call."""
+    """Return seconds per call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record()
@@ -188,7 +188,7 @@ def timed(call: Callable[..., Any], operands: list[Any], times: int) -> float:
 
 
 def table(found: dict[str, Any]) -> str:
-    """TFLOP/s, the mean of all turns; of QuACK's kernels the fastest."""
+    """Return a table of TFLOP/s, the mean of all turns, with the fastest of QuACK's kernels."""
     names = {"bf16": ["cublas", "cublaslt"], "fp8": ["rows", "tensors", "rows, fp32 sums"]}
     heads = [
         "bf16: cuBLAS",

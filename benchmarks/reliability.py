@@ -1,20 +1,19 @@
-"""Runs that are killed and told to stop at random times, again and again, against the run that never was;
-recipes that are changed at random; bugs that are put back; artifacts that attack.
+"""Test reliability: kill and stop runs at random times, and compare the result with an uninterrupted run.
 
     python benchmarks/reliability.py --kills 100 --signals 50      # writes reliability.json and the tables
-    python benchmarks/reliability.py --variants 10                 # evaluating, loader workers, two ranks
+    python benchmarks/reliability.py --variants 10                 # evaluation, loader workers, two ranks
     python benchmarks/reliability.py --resume-matrix               # benchmarks/resume_matrix.py
     python benchmarks/reliability.py --rank-kills 20 --endurance 5000      # benchmarks/long_runs.py
-    python benchmarks/reliability.py --fuzz 10000                  # benchmarks/fuzz.py
-    python benchmarks/reliability.py --seeded                      # benchmarks/seeded_bugs.py
-    python benchmarks/reliability.py --saves                       # cut off before each operation, damaged
+    python benchmarks/reliability.py --fuzz 10000                  # random recipes: benchmarks/fuzz.py
+    python benchmarks/reliability.py --seeded                      # known bugs: benchmarks/seeded_bugs.py
+    python benchmarks/reliability.py --saves                       # crashes while saving, damaged checkpoints
     python benchmarks/reliability.py --attacks                     # tests/security and the bad inputs
 
-What is not asked for stays in the results as it was.
+An option updates its own part of the results. The other parts stay.
 
-Each process is forked from one that has imported the libraries, so that a run begins in a second; it is
-killed by a real kill -9 (or told to stop by a real SIGTERM) at a random time. What the last of them leaves is
-compared with a run that went straight through, part by part (`finetune/experiments/runner/verify_resume.py`).
+Each run is forked from a process that has imported the libraries, so it starts in a second. At a random time,
+a `kill -9` kills it, or SIGTERM stops it, and it is resumed. `finetune/experiments/runner/verify_resume.py`
+compares the final run folder with the folder of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ from finetune.cli import main as cli_main
 from finetune.distributed import launch_environment
 from finetune.experiments.runner import verify_resume
 from finetune.launch import launcher
-from finetune.training import pipeline as _imported  # noqa: F401 (once, before any fork)
+from finetune.training import pipeline as _imported  # noqa: F401 (imported once, before any fork)
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "reliability.json"
 TABLE = ROOT / "benchmarks" / "reliability.md"
-STEPS = 2000  # more than a storm gets through: a run that is finished can't be killed
+STEPS = 2000  # so many that no run finishes, because a finished run can't be killed
 WORDS = [
     str(ROOT / "recipes" / "quickstart.yaml"),
     f"train.max_steps={STEPS}",
@@ -72,7 +71,7 @@ class Storm(NamedTuple):
     words: tuple[str, ...] = ()
     ranks: int = 1
     group: bool = False
-    """Whether the loader's workers get it too."""
+    """Whether the workers of the data loader get the signal too."""
 
 
 STORMS = {
@@ -85,7 +84,7 @@ STORMS = {
 
 
 def start(words: list[str], **environment: str) -> int:
-    """A `finetune train` in a process of its own, which leads a group; its id."""
+    """Start `finetune train` in a process that leads its own group, and return the process id."""
     child = os.fork()
     if not child:
         os.setpgid(0, 0)
@@ -97,7 +96,7 @@ def start(words: list[str], **environment: str) -> int:
 
 
 def launch_of(words: list[str], ranks: int, folder: Path) -> list[int]:
-    """The processes of one launch, by rank, with what `accelerate launch` gives them."""
+    """Start the processes of one launch with the environment of `accelerate launch`. Return their ids."""
     if ranks == 1:
         return [start(words)]
     with socket.socket() as free:
@@ -118,10 +117,10 @@ def launch_of(words: list[str], ranks: int, folder: Path) -> list[int]:
 
 
 def wait(children: list[int], folder: Path, seconds: float | None = None) -> int | None:
-    """The exit code of a launch; as its launcher does, the first that leaves ends the others.
+    """Wait for a launch. The first process that ends stops the others, as with a launcher.
 
     Returns:
-        `None`: none of it has ended in so many seconds.
+        The exit code, or `None` if no process ended within `seconds`.
     """
     until, codes = time.monotonic() + (seconds or float("inf")), dict[int, int]()
     while len(codes) < len(children) and (codes or time.monotonic() < until):
@@ -142,14 +141,14 @@ def wait(children: list[int], folder: Path, seconds: float | None = None) -> int
 
 
 def send(children: list[int], storm: Storm, draw: random.Random) -> None:
-    """The signal, to the process or to the group; of two ranks, to either or to both."""
+    """Send the signal to the process or its group. With two ranks, send it to one of them or to both."""
     chosen = draw.sample(children, draw.randint(1, len(children)))
     for child in chosen:
         (os.killpg if storm.group else os.kill)(child, storm.number)
 
 
 def run_storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
-    """`count` times: go on, be ended at a random time, verify what is there; then compare the end."""
+    """Resume, stop at a random time and verify the folder `count` times. Then compare the final state."""
     storm, draw = STORMS[kind], random.Random(seed)
     where = folder / re.sub(r"\W", "", kind)
     words = [*WORDS, *storm.words, f"train.output_dir={where}"]
@@ -160,7 +159,7 @@ def run_storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
     began, children = time.monotonic(), launch_of([*words, "--resume=auto"], storm.ranks, folder)
     while not checkpoints.published(where / "checkpoints"):
         time.sleep(0.01)
-    usual = time.monotonic() - began  # until the first checkpoint
+    usual = time.monotonic() - began  # seconds until the first checkpoint
     for child in children:
         os.killpg(child, signal.SIGKILL)
     for child in children:
@@ -200,7 +199,7 @@ def run_storm(folder: Path, kind: str, count: int, seed: int) -> dict[str, Any]:
 
 
 def held_out(folder: Path) -> Path:
-    """A few rows to evaluate on after every step."""
+    """Write a few examples for an evaluation after every step."""
     lines = (
         (ROOT / "examples" / "tiny_llama" / "data" / "test.jsonl").read_text(encoding="utf-8").splitlines()
     )
@@ -208,7 +207,7 @@ def held_out(folder: Path) -> Path:
     return folder / "validation.jsonl"
 
 
-ATTACKS = {  # test file -> what is counted
+ATTACKS = {  # test file -> the name of its cases
     "tests/security/test_advisories.py": "attacks by real artifacts, named after their advisories",
     "tests/security/test_untrusted_files.py": (
         "indices, links and adapters that reach out of their folder or lack a part"
@@ -232,14 +231,14 @@ CASES = {
 
 
 def pytest(*given: str) -> str:
-    """What pytest says of some tests."""
+    """Return pytest's summary of some tests."""
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--color=no", "-o", "addopts=", *given]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 
 def saves() -> dict[str, Any]:
-    """How many crash points and damages the tests of a save made, and whether each was withstood."""
+    """Return the number of crash points and damaged files in the tests of saves, and whether all passed."""
     said = pytest("-s", *SAVES)
     points = {case: int(n) for case, n in re.findall(r"crash points of the (\w+) save: (\d+)", said)}
     damages = re.search(r"damages: (\d+) files x (\d+)", said)
@@ -252,7 +251,7 @@ def saves() -> dict[str, Any]:
 
 
 def attacks() -> dict[str, Any]:
-    """Tests passed and failed of each file."""
+    """Return the passed and failed tests of each file."""
     found = {}
     for file in ATTACKS:
         last = pytest(file).splitlines()[-1]
@@ -263,7 +262,7 @@ def attacks() -> dict[str, Any]:
 
 
 def page(results: dict[str, Any]) -> str:
-    """reliability.md, of all that there are results for."""
+    """Return reliability.md with all available results."""
     head = "# Killed and stopped\n\nMade by `benchmarks/reliability.py` (`make soak`): runs ended at random "
     head += "times, resumed each time,\nagainst the run that went straight through.\n\n"
     storms = {kind: results[kind] for kind in STORMS if kind in results}
@@ -386,7 +385,7 @@ def main() -> int:
     print(json.dumps(results, indent=1))
     if not given.keep:
         before = json.loads(RESULTS.read_text(encoding="utf-8"))
-        if "seeded" in results:  # perhaps some of them
+        if "seeded" in results:  # some bugs may be missing
             found = {**before.get("seeded", {}).get("found", {}), **results["seeded"]["found"]}
             known = {bug.name: found[bug.name] for bug in seeded_bugs.BUGS if bug.name in found}
             results["seeded"]["found"] = known

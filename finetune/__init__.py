@@ -1,8 +1,9 @@
-"""Fine-tune LLaMA-style models from one recipe file, and check that its settings ran.
+"""Fine-tune LLaMA-style models from one recipe file, and check that the run used its settings.
 
-import finetune
-run = finetune.train(finetune.load_recipe("recipes/quickstart.yaml", ["adapter.type=ia3"]))
-finetune.evaluate(run)
+>>> import finetune
+>>> recipe = finetune.load_recipe("recipes/quickstart.yaml", ["adapter.type=ia3"])
+>>> run = finetune.train(recipe)
+>>> finetune.evaluate(run)
 """
 
 TYPE_CHECKING = False  # nothing is imported here: `python -m finetune` looks in the working directory first

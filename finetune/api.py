@@ -1,6 +1,7 @@
-"""The Python API: the same functions that the commands call.
+"""The Python API. The commands call the same functions.
 
-Every function raises `finetune.core.errors.UserError`. The exception of another library is its `__cause__`.
+Every function raises only `finetune.core.errors.UserError`. If another library raised an exception, it is the
+`__cause__` of this error.
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ __all__ = [
 
 @only_user_errors("checked the recipe")
 def check(recipe: Recipe) -> list[str]:
-    """Find every mistake that can be found before a weight is loaded; return notes and advice."""
+    """Check a recipe without loading weights, and return notes and advice.
+
+    Raises:
+        UserError: the recipe has mistakes. The error lists all of them.
+    """
     from finetune.preflight import checker
 
     return checker.check(recipe)
@@ -64,18 +69,18 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a base model as `finetune train` does, for TRL's SFTTrainer or your own training loop.
 
-    The weights are in bf16 on a GPU that has it, and in fp32 on a CPU, but for those that `quantization`
-    stores in fewer bits. They do not train: put an adapter on the model with `peft.get_peft_model`.
-    Attention is `sdpa`, or `eager` for models that have no `sdpa` in transformers.
+    The weights have the dtype bf16 on a GPU that supports it, and fp32 on a CPU. `quantization` stores linear
+    layers in fewer bits. All weights are frozen: add an adapter with `peft.get_peft_model`. Attention is
+    `sdpa`, or `eager` for models that do not support `sdpa` in transformers.
 
     Args:
         name: Hub id or local folder.
-        quantization: as `model.quantization` in a recipe.
+        quantization: the value of `model.quantization` in a recipe.
         revision: branch, tag or commit of a Hub model.
-        device: such as "cuda:1"; `None`: the GPU of this process, or the CPU.
+        device: a device such as "cuda:1". By default, the GPU of this process, or the CPU.
 
     Raises:
-        UserError: the model can't be read, or not in this storage on this machine.
+        UserError: the model can't be read, or this machine does not support the quantization.
     """
     from finetune.models import frozen_model
 
@@ -93,8 +98,8 @@ def train(
     """Train, save, reopen and evaluate a recipe.
 
     Args:
-        callbacks: more callbacks for the Trainer, as in `transformers.Trainer`.
-        resume: the checkpoint to continue from: "newest", "auto" or "step-<n>".
+        callbacks: additional callbacks for the Trainer, as in `transformers.Trainer`.
+        resume: "newest" or "step-<n>" names a checkpoint; "auto" starts a new run if there is none.
         quiet: print errors only.
 
     Raises:
@@ -114,11 +119,12 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
 
     Args:
         path: a YAML config, or a file with a `trl sft` command line.
-        tool: axolotl, llamafactory or trl; `None`: found by the keys of the file.
+        tool: axolotl, llamafactory or trl. By default, the keys of the file decide.
         gpus: the number of GPUs that the other tool trained on, for the effective batch size.
 
     Returns:
-        `recipe`, from dotted finetune keys to values, and `entries`, one for each key of the tool.
+        A translation with `recipe`, a dict from dotted keys of finetune to values, and `entries`, one for
+        each key of the tool.
 
     Raises:
         UserError: the file can't be read, or it is not for supervised fine-tuning.
@@ -158,13 +164,15 @@ def export_model(
     quantize: str | None = None,
     adapter: bool = False,
 ) -> dict[str, Any]:
-    """Export a run for a server, and check that it reads and answers prompts the same; return the report.
+    """Export a run for a server, and return a report.
+
+    finetune checks that the exported model reads and answers prompts as the trained model does.
 
     Args:
         to: gguf, ollama, vllm or mlx.
-        output: the new folder; `None`: `export-gguf-f16` and so on in the run folder.
-        quantize: how the weights are stored; `None`: the target's default.
-        adapter: export the adapter alone instead of merged weights.
+        output: the new folder. By default, a folder such as `export-gguf-f16` in the run folder.
+        quantize: the quantization of the weights. By default, the target's own default.
+        adapter: export only the adapter instead of merged weights.
     """
     from finetune.export import exporting
 

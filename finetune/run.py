@@ -1,4 +1,4 @@
-"""What `finetune.train` returns."""
+"""The result of `finetune.train`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """A run folder, with its metrics, its evaluation and its model."""
 
     folder: Path
 

@@ -1,12 +1,13 @@
 """Train AdaLoRA (arXiv 2303.10512): the steps and the state that PEFT leaves to its caller.
 
-A module's update is P diag(E) Q (eq. 3): `lora_B` is P (out, r), `lora_E` is E (r, 1), `lora_A` is Q (r, in),
-in fp32 unless the caller changes it. A rank is one triplet: a column of P, an entry of E and a row of Q.
+The update of a module is P diag(E) Q (eq. 3). PEFT stores P (out, r) in `lora_B`, E (r, 1) in `lora_E` and
+Q (r, in) in `lora_A`, in fp32 unless the caller changes the dtype. A rank is a triplet: a column of P, an
+entry of E and a row of Q.
 
-Pruned ranks are masked, not removed. Their E is zero after an allocation, but P, E and Q keep r = init_r
-rows, gradients and optimizer state. So pruning saves NO time and no memory during training. This is the
-method: a masked triplet still learns and may be used again after a later allocation (section 3.2). Only
-`drop_masked_ranks` makes the adapter smaller, after training.
+Pruning masks ranks and does not remove them. An allocation sets their E to zero, but P, E and Q keep
+r = init_r rows, gradients and optimizer state. So pruning saves neither time nor memory during training.
+This belongs to the method: a masked triplet still learns, and a later allocation may use it again
+(section 3.2). `drop_masked_ranks` makes the adapter smaller after training.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
 
     Vectors = list[tuple[bool, list[torch.nn.Parameter]]]
 
-AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")  # the allocator's moving averages, by PEFT's names
-AT_ONCE = 32  # tensors per call: few launches on a GPU, and they fit in a CPU's cache
-SHOWN = 5  # tensors named in an error
+# PEFT's names of the allocator's moving averages
+AVERAGES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
+# Tensors per call. The GPU then launches few kernels, and the tensors fit in a CPU's cache.
+AT_ONCE = 32
+# Tensors that an error lists
+SHOWN = 5
 
 
 class Regularizer(NamedTuple):
@@ -44,17 +48,15 @@ class Regularizer(NamedTuple):
 
 
 class AllocateRanks(TrainerCallback):
-    """Call `allocate` at each optimizer step, because transformers does not call PEFT's
-    `update_and_allocate`.
+    """Call `allocate` at each optimizer step.
 
-    The Trainer calls this once per optimizer step. The gradients are then summed over micro-batches, averaged
-    over processes, clipped and used, but not zeroed. They are equal bit for bit on all processes, so all
-    processes allocate the same ranks. `global_step` increases later, so the current step is one more.
+    transformers does not call PEFT's `update_and_allocate`. The Trainer calls this callback after the
+    optimizer used the gradients and before it zeroes them. The gradients are summed over micro-batches,
+    averaged over processes and clipped. They are equal bit for bit on all processes, so all processes
+    allocate the same ranks. `global_step` increases later, so the current step is one more.
 
-    Importance is |parameter x gradient| (eq. 8), so clipping by c scales all importances of the step by c.
-    The order within a step stays. In the moving averages, a step with a spike has less weight, as in the
-    update itself. PEFT's example has the same order of calls (optimizer.step(), update_and_allocate(),
-    zero_grad()) and does not clip.
+    Importance is |parameter x gradient| (eq. 8). Clipping by a factor scales all importances of the step by
+    that factor, so their order stays the same. PEFT's example does not clip, but has the same order of calls.
     """
 
     def on_train_begin(
@@ -71,8 +73,8 @@ class AllocateRanks(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
         step, config = state.global_step + 1, model.peft_config["default"]
-        # Gradients that are not finite would stay in the averages; the last allocation takes none, and is the
-        # only one whose place no later one takes
+        # NaN or Inf gradients would stay in the moving averages. The last allocation reads no gradients, and
+        # no later allocation would replace it.
         if kwargs["optimizer"].step_was_skipped and step < config.total_step - config.tfinal:
             return
         allocate(model, step, self.tensors, self.masks)
@@ -90,13 +92,13 @@ def allocate(
 ) -> None:
     """Update importances and masks after optimizer step `step` (from 1), as `update_and_allocate` does.
 
-    The results are equal bit for bit, but faster. PEFT waits for the device once per module, and visits the
-    model. Here only `ranks` and `allocation_state` wait for the device, and update PEFT's `rank_pattern`. The
-    last allocation is at step total_step - tfinal for every deltaT.
+    The results are equal bit for bit to PEFT's, and this function is faster. PEFT visits all modules and
+    waits for the device at each of them. Here only `ranks` and `allocation_state` wait for the device, and
+    update PEFT's `rank_pattern`. The last allocation is at step total_step - tfinal for every deltaT.
 
     Args:
-        named: the result of `tensors`, with gradients.
-        masks: the masks of the final ranks, by the names of E. The last allocation fills them.
+        named: the result of `tensors`. The tensors have gradients.
+        masks: masks of the final ranks, with the names of E as keys. The last allocation fills the dict.
 
     Raises:
         UserError: the last allocation does not reach the budget (exit 5). PEFT masks all importances up to a
@@ -117,7 +119,8 @@ def allocate(
     if step < last:
         update_importance(allocator, named)
     budget, due = allocator.budget_schedule(step)
-    # after tinit the budget is below init_r's: there is always a rank to take, once a step has counted
+    # After tinit, the budget is below the initial ranks. An allocation can remove a rank as soon as one step
+    # has updated the importances.
     if (step == last or due) and allocator.ipt:
         allocator.masked = mask_to_budget(allocator, named, budget)
     if step == last:
@@ -137,8 +140,8 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
     """Update the averages of sensitivity and uncertainty (eq. 8 to 10), bit for bit as PEFT's `update_ipt`.
 
     Args:
-        allocator: PEFT's RankAllocator, with three dicts of tensors of the parameters' shapes.
-        named: parameters by the allocator's names. A parameter without a gradient has no importance.
+        allocator: PEFT's RankAllocator, which holds three dicts of tensors with the parameters' shapes.
+        named: the result of `tensors`. A parameter without a gradient gets no importance.
     """
     if not allocator.ipt:
         for kind in AVERAGES:
@@ -151,7 +154,7 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
         sensitivity = upstream_private.foreach_mul([named[n] for n in some], [named[n].grad for n in some])
         upstream_private.foreach_abs_(sensitivity)
         upstream_private.foreach_mul_(average, allocator.beta1)
-        # Not add_(alpha=...), which rounds once where PEFT rounds twice
+        # add_(alpha=...) would round once, but PEFT rounds twice.
         upstream_private.foreach_add_(average, upstream_private.foreach_mul(sensitivity, 1 - allocator.beta1))
         distance = upstream_private.foreach_sub(sensitivity, average)
         upstream_private.foreach_abs_(distance)
@@ -183,7 +186,7 @@ def mask_to_budget(
         for kind in (allocator.exp_avg_ipt, allocator.exp_avg_unc)
     )
     q, p = torch.cat(means).chunk(2)
-    score = average * uncertainty + (q + p)  # of all triplets (eq. 7)
+    score = average * uncertainty + (q + p)  # one score per triplet (eq. 7)
     masked = score <= torch.kthvalue(score, allocator.init_bgt - budget)[0]
     values = [named[name].view(-1) for name in diagonals]
     sizes = [len(one) for one in values]
@@ -200,11 +203,12 @@ def ranks(model: PeftModel) -> tuple[int, int]:
 
 
 def drop_masked_ranks(model: PeftModel) -> None:
-    """Reduce the adapter after training to the ranks that PEFT saves and loads, by PEFT's own function.
+    """Remove masked ranks after training with PEFT's own function.
 
-    PEFT saves only the ranks in use. When loading, it rounds them to the dtype of the base model and casts
-    them to fp32 (peft 0.21.2, `resize_modules_by_rank_pattern`). A module may keep no rank. Its tensors are
-    saved empty, load in plain PEFT (with a warning about shards) and add exactly zero.
+    The live adapter then equals the adapter that PEFT saves and loads. PEFT saves only the ranks in use. When
+    it loads them, it rounds them to the dtype of the base model and casts them to fp32 (peft 0.21.2,
+    `resize_modules_by_rank_pattern`). A module may keep no rank: its saved tensors are empty, and its update
+    is exactly zero. Plain PEFT loads such an adapter with a warning about shards.
     """
     config: Any = model.peft_config["default"]
     base: Any = model.base_model
@@ -221,14 +225,14 @@ def allocates(model: nn.Module) -> bool:
 
 
 def regularizer(model: Any, every: int) -> Regularizer | None:
-    """AdaLoRA's orthogonality term, computed at every n-th step. `None` for other adapters."""
+    """Return AdaLoRA's orthogonality term, computed at every n-th step; `None` for other adapters."""
     if not allocates(model):
         return None
     return Regularizer(model.peft_config["default"].orth_reg_weight, every, singular_vectors(model))
 
 
 def singular_vectors(model: PeftModel) -> Vectors:
-    """Return P and Q of all modules in groups of up to 32 with one shape, and whether they are Q."""
+    """Return P and Q of all modules, in groups of up to 32 tensors of one shape, each marked as P or Q."""
     groups: dict[tuple[bool, torch.Size], list[torch.nn.Parameter]] = {}
     for name, parameter in tensors(model).items():
         if "lora_E" not in name:
@@ -241,15 +245,15 @@ def singular_vectors(model: PeftModel) -> Vectors:
 
 
 def orthogonality(vectors: Vectors) -> Tensor:
-    """Return AdaLoRA's regularizer: the mean over P and Q of ||P^T P - I||_F and ||Q Q^T - I||_F (eq. 4),
-    fp32.
+    """Return AdaLoRA's regularizer (eq. 4), an fp32 scalar.
 
-    The paper squares the norms. This is PEFT's term, which does not square them and uses the mean.
+    It is the mean of ||P^T P - I||_F and ||Q Q^T - I||_F over all P and Q, as in PEFT. The paper squares the
+    norms.
 
     Parameters do not change within an optimizer step, so the Trainer adds the term once per step, not once
     per micro-batch. If it is computed every n steps, its weight is n times as large, so the mean gradient
-    over steps is the same. A run with n > 1 still differs from n = 1: Adam divides by the root of the mean
-    square, clipping reduces the larger steps, and importances of these steps count the term n times.
+    over steps is the same. A run with n > 1 still differs from n = 1. Adam divides by the root of the mean
+    square, clipping reduces the larger steps, and the importances of these steps count the term n times.
 
     Args:
         vectors: the result of `singular_vectors`.
@@ -286,15 +290,17 @@ class _Deviation(torch.autograd.Function):
 
 
 def allocation_state(model: PeftModel) -> dict[str, Tensor]:
-    """Return the tensors that a checkpoint needs for an exact resume in addition to the optimizer.
+    """Return the tensors that an exact resume needs in addition to the optimizer state.
 
-    PEFT's own saved adapter has only the ranks in use, and no importances.
+    The adapter that PEFT saves has only the ranks in use, and no importances.
 
     Returns:
-        The tensors for `safetensors`. They are no copies, so write them before the next step. Their names:
-        `parameter.<name>`: every trainable tensor, whole;
-        `ipt.`, `exp_avg_ipt.`, `exp_avg_unc.<name>`: importances, from the first step to the last allocation;
-        `mask.<name>`: (r,) bool, true where a rank is in use, from the first allocation on.
+        Tensors for `safetensors`. They are not copies, so write them before the next step. Their names are
+
+        - `parameter.<name>`: every trainable tensor with all ranks.
+        - `ipt.<name>`, `exp_avg_ipt.<name>` and `exp_avg_unc.<name>`: importances, from the first step to the
+          last allocation.
+        - `mask.<name>`: (r,) bool, true for ranks in use, after the first allocation.
     """
     allocator: Any = model.base_model.rankallocator
     state = {f"parameter.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
@@ -307,8 +313,8 @@ def allocation_state(model: PeftModel) -> dict[str, Tensor]:
 def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
     """Return the ranks in use by the names of E, and store them in PEFT's config.
 
-    The dict is empty before the first allocation. Only this function waits for the device. If each allocation
-    did, the GPU would be idle after it.
+    The dict is empty before the first allocation. Only this function waits for the device, because a wait in
+    each allocation would leave the GPU idle.
     """
     if masked := vars(allocator).pop("masked", None):
         diagonals, flags = masked[0], (~masked[1]).cpu()
@@ -317,7 +323,7 @@ def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, 
         allocator.peft_config.rank_pattern = {name: some.tolist() for name, some in pairs}
     pattern = allocator.peft_config.rank_pattern or {}
     names = [name for name in named if "lora_E" in name] if pattern else []
-    # PEFT's save drops the adapter's name from the keys of the live config, and takes either afterwards
+    # PEFT's save removes the adapter's name from the keys of the live config. Later it accepts both forms.
     short = {name: name.replace(f".{allocator.adapter_name}", "") for name in names}
     return {name: pattern[name] if name in pattern else pattern[short[name]] for name in names}
 
@@ -326,12 +332,12 @@ def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, 
 def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
     """Restore an `allocation_state` in a new model of the same recipe before the first step.
 
-    The new model must have no rank_pattern. PEFT would shrink the modules to it, and then mask a shorter
-    tensor.
+    The new model must have no rank_pattern. Otherwise PEFT would shrink the modules to that pattern, and the
+    masks would not fit.
 
     Raises:
-        UserError: tensors are missing, unknown, or of another shape or dtype (exit 4). The model is
-        unchanged.
+        UserError: tensors are missing, unknown, or have another shape or dtype (exit 4). The model stays
+            unchanged.
     """
     allocator: Any = model.base_model.rankallocator
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Adapter
 
 
-def add_row_receipt(adapted: PeftModel, added: Sequence[int], ledger: RunChecks) -> None:
-    """Check that the row of each new token trains in embeddings and head, alone or with the whole tensor."""
+def add_new_rows_check(adapted: PeftModel, added: Sequence[int], checks: RunChecks) -> None:
+    """Add a run check that the rows of new tokens train in embeddings and head, alone or with all rows."""
     count, heads = (
         _rows_trained(module, added)
         for module in (adapted.get_input_embeddings(), adapted.get_output_embeddings())
     )
-    got = f"{count} rows train" + (f", and {heads} of the head" if heads != count else "")
+    got = f"{count} embedding rows train" + (f", and {heads} of the head" if heads != count else "")
     how = "rows of the embeddings and of the head with requires_grad"
-    ledger.add("model.add_tokens", f"{len(added)} rows train", got, how)
+    checks.add("model.add_tokens", f"{len(added)} embedding rows train", got, how)
 
 
 def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
@@ -41,13 +41,15 @@ def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
     return len(added) if whole and whole["default"].weight.requires_grad else 0
 
 
-def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names, ledger: RunChecks) -> None:
+def add_run_checks(
+    adapted: PeftModel, adapter: Adapter, known: module_names.Names, checks: RunChecks
+) -> None:
     """Add run checks of the adapter's type, modules, ranks and other trainable tensors in the model."""
     config, kind = adapted.peft_config["default"], adapter_types.find(adapter.type)
     asked = " ".join([kind.peft.upper(), *(f"with {key}" for key in kind.sets)])
     got = str(getattr(config.peft_type, "value", config.peft_type))
     got = " ".join([got, *(f"with {key}" for key in kind.sets if getattr(config, key, None))])
-    ledger.add("adapter.type", asked, got, "the live PEFT config")
+    checks.add("adapter.type", asked, got, "the live PEFT config")
     options = adapter.options()
     changed = Counter(module_names.short(name) for name in getattr(adapted, "targeted_module_names", ()))
     limits = vars(config) if adapter.source else {}  # the saved adapter may exclude layers
@@ -58,18 +60,18 @@ def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names
         as_saved = adapter.source and not everything  # the saved adapter names its modules
         expected = Counter(map(module_names.short, resolved.modules))
         expected = changed if targets is None or as_saved else expected
-        ledger.add(
+        checks.add(
             "adapter.target_modules", _counts(expected), _counts(changed), "adapted modules, counted by name"
         )
     if kind.peft == "lora" and (options.get("rank_pattern") or options.get("alpha_pattern")):
-        _add_pattern_receipt(adapted, config, ledger)
+        _add_pattern_check(adapted, config, checks)
     for key, part in (
         ("modules_to_save", ".modules_to_save."),
         ("trainable_token_indices", "trainable_tokens_delta"),
     ):
         if options.get(key):
             trained = {n for n in trainable_parameters.trainable(adapted) if part in n}
-            ledger.add(
+            checks.add(
                 f"adapter.{key}",
                 options[key],
                 f"{len(trained)} tensors train",
@@ -80,18 +82,18 @@ def add_receipts(adapted: PeftModel, adapter: Adapter, known: module_names.Names
     asked_parameters = resolved.options.get("target_parameters")
     if parameters or asked_parameters:
         expected_parameters = set(expert_targets.parameter_ranks(resolved.options, known))
-        ledger.add(
+        checks.add(
             "adapter.target_parameters",
             asked_parameters,
             f"{len(parameters)} parameters",
             "the live PEFT model",
             ok=bool(parameters) and parameters == expected_parameters,
         )
-    ledger.notes += expert_targets.notes({**options, **kind.sets}, known, kind.peft)
-    count_trainable(adapted, ledger)
+    checks.notes += expert_targets.notes({**options, **kind.sets}, known, kind.peft)
+    count_trainable(adapted, checks)
 
 
-def _add_pattern_receipt(adapted: Any, config: Any, ledger: RunChecks) -> None:
+def _add_pattern_check(adapted: Any, config: Any, checks: RunChecks) -> None:
     """Record rank and scale of each module, and the values of PEFT's rule for patterns."""
     from peft.utils.other import get_pattern_key
 
@@ -103,14 +105,14 @@ def _add_pattern_receipt(adapted: Any, config: Any, ledger: RunChecks) -> None:
         asked[f"r={rank} x{alpha / (rank**0.5 if config.use_rslora else rank):g}"] += 1
         got[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
     how = "rows of A and scale, counted over modules"
-    ledger.add("adapter.rank_pattern, alpha_pattern", _counts(asked), _counts(got), how)
+    checks.add("adapter.rank_pattern, alpha_pattern", _counts(asked), _counts(got), how)
 
 
 def _counts(counter: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in sorted(counter.items()))
 
 
-def count_trainable(model: torch.nn.Module, ledger: RunChecks) -> None:
+def count_trainable(model: torch.nn.Module, checks: RunChecks) -> None:
     from finetune.distributed import sharded_tensors  # imports torch
 
     count = sum(
@@ -118,8 +120,8 @@ def count_trainable(model: torch.nn.Module, ledger: RunChecks) -> None:
         for parameter in trainable_parameters.trainable(model).values()
     )
     total = sum(sharded_tensors.shape(parameter).numel() for parameter in model.parameters())
-    if hasattr(model, "get_nb_trainable_parameters"):  # knows that a 4-bit code holds two weights
+    if hasattr(model, "get_nb_trainable_parameters"):  # it counts two weights per byte of a 4-bit tensor
         count, total = model.get_nb_trainable_parameters()  # type: ignore[operator]  (a PeftModel's method)
     share = f"{count:,} of {total:,} ({count / total:.2%})"
     how = "parameters with requires_grad"
-    ledger.add("trainable parameters", "> 0", share, how, ok=count > 0, code=Exit.TRAINING)
+    checks.add("trainable parameters", "> 0", share, how, ok=count > 0, code=Exit.TRAINING)

@@ -36,16 +36,16 @@ def attach(
     model: PreTrainedModel,
     adapter: Adapter,
     steps: int,
-    ledger: RunChecks,
+    checks: RunChecks,
     batches: Callable[[], list[dict[str, torch.Tensor]]] = list,
     added: Sequence[int] = (),
 ) -> PeftModel | PreTrainedModel:
     """Attach the adapter to the model. `full` trains the model itself.
 
     Args:
-        steps: optimizer steps of the whole run, for AdaLoRA's schedule.
-        batches: gives batches of training data, for initializations that read data.
-        added: ids of tokens that are new to the model. Their rows train.
+        steps: number of optimizer steps of the whole run, for AdaLoRA's schedule.
+        batches: returns batches of training data, for initializations that read data.
+        added: ids of new tokens. Their embeddings train.
 
     Raises:
         UserError: a name matches no module, or PEFT refuses the options (exit 2).
@@ -53,13 +53,13 @@ def attach(
     from finetune.quantization import fp8_loading
 
     if adapter.type == "full":
-        ledger.add("adapter.type", "full", "full", "no adapter: every parameter trains")
-        _freeze_towers(model, ledger)
-        adapter_checks.count_trainable(model, ledger)
+        checks.add("adapter.type", "full", "full", "no adapter: every parameter trains")
+        _freeze_towers(model, checks)
+        adapter_checks.count_trainable(model, checks)
         return model
     everything = module_names.of_model(model)
     if adapter.source:
-        adapted: Any = continue_from.load(model, adapter, added, ledger)
+        adapted: Any = continue_from.load(model, adapter, added, checks)
     else:
         name_problems.check(model, adapter, everything)
         with continue_from.refusals("PEFT refuses it"):
@@ -69,18 +69,18 @@ def attach(
         peft_configs.fit(config, model, everything, added)
         init = adapter.options().get("init_lora_weights")
         with continue_from.refusals("PEFT refuses it"):
-            adapted = initialization.attach(model, config, init, everything.linear, batches, ledger)
+            adapted = initialization.attach(model, config, init, everything.linear, batches, checks)
     _settle(adapted, adapter, model)
     fp8_loading.refuse_merges(adapted)
-    _freeze_towers(model, ledger)
-    adapter_checks.add_receipts(adapted, adapter, everything, ledger)
+    _freeze_towers(model, checks)
+    adapter_checks.add_run_checks(adapted, adapter, everything, checks)
     if added:
-        adapter_checks.add_row_receipt(adapted, added, ledger)
+        adapter_checks.add_new_rows_check(adapted, added, checks)
     return qat.follow(adapted)
 
 
 def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> None:
-    """Name the base model in the config, freeze tensors that PEFT trains by mistake, and let TRL find the
+    """Write the base model's name to the config, freeze tensors that PEFT trains by mistake, and show TRL the
     head.
 
     Raises:
@@ -92,7 +92,7 @@ def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> Non
     config.base_model_name_or_path = str(model.name_or_path)
     config.revision = upstream_private.commit_hash(model.config)
     for name, parameter in adapted.named_parameters():
-        if ".ranknum." in name:  # not saved, and trainable on a bf16 base
+        if ".ranknum." in name:  # PEFT does not save it, but makes it trainable on a bf16 base model
             parameter.requires_grad = False
     head = adapted.get_output_embeddings()
     if isinstance(head, BaseTunerLayer):
@@ -101,7 +101,7 @@ def _settle(adapted: PeftModel, adapter: Adapter, model: PreTrainedModel) -> Non
         head.register_parameter("bias", None)
 
 
-def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
+def _freeze_towers(model: PreTrainedModel, checks: RunChecks) -> None:
     """Freeze trainable weights outside of the text model."""
     from torch import nn
 
@@ -113,9 +113,9 @@ def _freeze_towers(model: PreTrainedModel, ledger: RunChecks) -> None:
     text = set(module_names.of_text(model))
     count = sum(isinstance(module, nn.Linear) and module not in text for module in model.modules())
     beside = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in held}))
-    ledger.notes.append(
+    checks.notes.append(
         f"{count} linear layers get no adapter, because the model does not use them: {beside}"
     )
     trained = sum(parameter.requires_grad for parameter in trainable_parameters.towers(model).values())
     how = "parameters with requires_grad outside of the text model and its head"
-    ledger.add(f"trained in {beside}", "nothing", trained or "nothing", how)
+    checks.add(f"trained parameters in {beside}", "none", trained or "none", how)

@@ -33,13 +33,13 @@ INIT_FROM = "adapter.init_from"
 
 
 def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
-    """Check whether training can continue from `adapter.init_from`. Reads only its config, without torch.
+    """Check whether training can continue from `adapter.init_from`. Read only its config, without torch.
 
     Returns:
         Notes on checks that need the loaded adapter.
 
     Raises:
-        UserError: the adapter is missing, or its type, options or base model differ (exit 2).
+        UserError: the adapter is missing, or has another type, options or base model (exit 2).
     """
     if adapter.source is None:
         return []
@@ -133,7 +133,7 @@ def _source_problems(
         of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
         same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
         known = [one for one in (commit, revision) if client.COMMIT.fullmatch(str(one))]
-        if not same or len({*known}) > 1:  # a branch may be any commit
+        if not same or len({*known}) > 1:  # two branches or tags may name the same commit
             what, fix = (
                 "the adapter was trained on another base model",
                 f"model.name: {of}, or from_other_base: true",
@@ -165,11 +165,11 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
     """Check that `model.add_tokens` holds the tokens of `adapter.init_from` that the base model lacks.
 
     Args:
-        known: the ids of the base model's tokens and of the added tokens.
-        rows: number of rows of the base model's embeddings, without added tokens.
+        known: ids of the base model's tokens and of the added tokens.
+        rows: size of the base model's embeddings, without added tokens.
 
     Returns:
-        Notes on texts that were one token for the saved adapter, and are several tokens in this run.
+        Notes on texts that are one token for the saved adapter, but several tokens in this run.
 
     Raises:
         UserError: the tokens differ, or whole saved embeddings do not fit (exit 2).
@@ -209,12 +209,12 @@ def check_tokens(adapter: Adapter, added: Sequence[str], known: Mapping[str, int
 
 
 def _check_rows(trained: set[int] | None, whole: int | None, rows: int) -> None:
-    """Refuse an adapter with another vocabulary than the base model with its new tokens (exit 2).
+    """Stop if the adapter's vocabulary differs from the base model's, including its new tokens (exit 2).
 
     Args:
-        trained: rows that the adapter trains; `None`: it trains the whole embeddings.
-        whole: number of rows of the embeddings in the adapter's file.
-        rows: number of rows of the base model, including the tokens of `model.add_tokens`.
+        trained: ids of the embeddings that the adapter trains, or `None` if it trains all of them.
+        whole: size of the embeddings in the adapter's file.
+        rows: size of the base model's embeddings, including the tokens of `model.add_tokens`.
     """
     expected = f"{rows:,} rows"
     if trained is None and whole not in (None, rows):
@@ -241,20 +241,20 @@ def _source_file(source: str, name: str) -> Any:
 
 
 def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
-    """Return problems of regular expressions that take too long on a model's names."""
+    """Return problems of regular expressions that take too long on the model's module names."""
     saved = _source_file(str(adapter.source), "adapter_config.json")
     options = {**(saved if isinstance(saved, dict) else {}), **adapter.options()}
     return target_modules.slow_patterns(options, [*names.kinds, *names.tower_kinds], "adapter.init_from")
 
 
 def against_layout(adapter: Adapter, names: Names) -> list[Problem]:
-    """Return `layout_problems` of a local adapter. The run looks at an adapter on the Hub."""
+    """Return `layout_problems` of a local adapter. For an adapter on the Hub, only the run can check this."""
     folder = _source_folder(str(adapter.source))
     return layout_problems(folder, names, adapter_types.find(adapter.type).peft) if folder else []
 
 
 def check_patterns(folder: Path, model: Any) -> None:
-    """Refuse an adapter with a regular expression that takes too long on the model's names (exit 2)."""
+    """Stop if the adapter has a regular expression that takes too long on the model's names (exit 2)."""
     path = folder / "adapter_config.json"
     options = untrusted_files.read_object(path, str(path))
     names = [name for name, _ in model.named_modules() if name]
@@ -278,14 +278,14 @@ def _whole_rows(source: str) -> int | None:
 
 
 def _rows_of(saved: dict[str, Any]) -> set[int] | None:
-    """Return the tokens whose rows an adapter trains; `None`: all tokens."""
+    """Return the ids of the tokens whose embeddings an adapter trains; `None` for all tokens."""
     if {*EMBEDDINGS} & set(map(module_names.short, saved.get("modules_to_save") or ())):
         return None
     rows = saved.get("trainable_token_indices") or ()
     return set.intersection(*map(set, rows.values())) if isinstance(rows, dict) else set(rows)
 
 
-def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger: RunChecks) -> Any:
+def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], checks: RunChecks) -> Any:
     """Load the adapter of `adapter.init_from` for training, and check that its whole file is used."""
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
@@ -314,7 +314,8 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
     with refusals(f"the adapter of {source} does not fit this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]
-    config.base_model_name_or_path, config.revision = model.name_or_path, commit  # its base model from now on
+    # From now on, this model is the adapter's base model.
+    config.base_model_name_or_path, config.revision = model.name_or_path, commit
     # PEFT stacks the tensors of an adapter with one module per expert when it loads them
     on_disk = convert_peft_adapter_state_dict_for_transformers(
         adapted, config, load_peft_weights(str(folder), device="cpu")
@@ -326,7 +327,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
         for name, tensor in on_disk.items()
     )
     how = "tensors of its file, compared with the model's"
-    ledger.add(
+    checks.add(
         "adapter.init_from",
         f"all {len(on_disk)} of {source}",
         f"all {equal} of {source}",
@@ -337,7 +338,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], ledger:
 
 
 def layout_problems(folder: Path, names: Names, peft: str) -> list[Problem]:
-    """Return the problem of an adapter whose experts are stored in another layout than the model's.
+    """Return a problem if the adapter stores experts in another layout than the model.
 
     transformers 4 has one module per expert, and transformers 5 stacks them in two parameters. PEFT converts
     a LoRA adapter from the first layout to the second for some families. For other families it would ignore
@@ -361,15 +362,14 @@ def layout_problems(folder: Path, names: Names, peft: str) -> list[Problem]:
 
 
 def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:
-    """Check that the file has every tensor of the adapter, because PEFT leaves missing tensors random (exit
-    4).
+    """Check that the file has every tensor of the adapter (exit 4). PEFT leaves missing tensors random.
 
     Args:
-        names: the names of the file's tensors.
+        names: names of the tensors in the file.
     """
     from peft import get_peft_model_state_dict
 
-    # PEFT would ask the Hub whether embeddings were resized
+    # Otherwise PEFT would ask the Hub whether the embeddings were resized.
     live = get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if missing := sorted(live.keys() - set(names)):
         what, found = (

@@ -1,9 +1,9 @@
 """Turn a recipe's targets into PEFT's options on a model with stacked experts.
 
 transformers 5 stacks the experts of a layer in two parameters, which LoRA adapts as `target_parameters`.
-Users still write the names that experts' layers had in transformers 4. PEFT rewrites such names itself, but
-only for some families, and it also takes a shared expert or a dense MLP for experts (peft 0.21.2,
-utils/transformers_weight_conversion.py). `resolve` writes both keys, so that PEFT has nothing to rewrite.
+Users still write the names that experts' layers had in transformers 4. PEFT rewrites such names for some
+families (peft 0.21.2, utils/transformers_weight_conversion.py). It also rewrites a shared expert or a dense
+MLP, as if these were experts. `resolve` sets both keys, so that PEFT has nothing to rewrite.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
 
 WITH_EXPERTS = "all-linear-and-experts"
-# Names of an expert's layers in transformers 4, by the parameter that holds them now. The first parameter
-# holds two layers.
+# Parameters of transformers 5, with the names that an expert's layers had in transformers 4. The first
+# parameter holds two layers.
 LAYERS = {
     "gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")),
     "down_proj": (("down_proj", "w2"),),
 }
 OLD_NAMES = frozenset(name for layers in LAYERS.values() for names in layers for name in names)
-# Last names that PEFT takes for names of experts or of a router, by its pattern of the family
+# Last parts of names that PEFT takes for experts or a router, by the family in PEFT's table
 _REWRITTEN = {
     "mixtral": frozenset({"gate", "w1", "w2", "w3"}),
     "qwen2_moe": frozenset({"gate", "gate_proj", "up_proj", "down_proj"}),
 }
-PEFT_RANK = 16  # where the rank is no number, as in options that PEFT refuses
+PEFT_RANK = 16  # used if the rank is not a number; PEFT refuses such options later
 
 
 class Resolved(NamedTuple):
-    """PEFT's options, and what they are made of."""
+    """PEFT's options, and the modules and entries that they come from."""
 
     options: dict[str, Any]
     """PEFT's options. Their targets mean the same with and without PEFT's own rewriting."""
@@ -50,7 +50,7 @@ class Resolved(NamedTuple):
     skipped: tuple[str, ...] = ()
     """Full names of targeted linear layers that PEFT would take for experts. They get no adapter."""
     half: str = ""
-    """The layer of an expert that is named without the layer in the same parameter."""
+    """An expert layer that the recipe targets without the other layer of the same parameter."""
 
 
 def stacked(names: Names) -> list[tuple[str, str]]:
@@ -65,7 +65,7 @@ def stacked(names: Names) -> list[tuple[str, str]]:
 
 
 def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
-    """Return the options that PEFT gets for a recipe's options. `check`, `plan` and `train` ask here.
+    """Return the options that PEFT gets for a recipe's options. `check`, `plan` and `train` call this.
 
     Args:
         peft: PEFT's name of the adapter type.
@@ -113,16 +113,20 @@ def _rewritten(names: Names) -> frozenset[str]:
 
 
 def _routers(picked: list[str], names: Names) -> list[str]:
-    """Return the routers among modules: they hold a matrix, but are no linear layers for PEFT."""
+    """Return the routers among modules. A router holds a matrix, but PEFT does not adapt it as a linear
+    layer.
+    """
     return [one for one in picked if "Router" in names.kinds[one] and f"{one}.weight" in names.shapes]
 
 
 def _experts(
     options: Mapping[str, Any], stacks: list[tuple[str, str]], every: bool
 ) -> tuple[dict[str, int], str]:
-    """Return the parameters of experts that targets name, each with the number of its layers that they name.
+    """Find the parameters of experts that the targets name.
 
-    The text is a layer that is named without the other layer in its parameter.
+    Returns:
+        The number of targeted layers of each parameter, and an expert layer that is targeted without the
+        other layer of its parameter.
     """
     found, half = dict[str, int](), ""
     if options["target_modules"] == target_modules.EVERYTHING and not every:
@@ -186,7 +190,7 @@ def _matches(target: str, names: list[str]) -> bool:
 
 
 def _shortest(parameters: list[str], names: Names) -> list[str]:
-    """Return `target_parameters` that match exactly these parameters: the last three parts where they do."""
+    """Return `target_parameters` that match exactly these parameters, with three name parts if possible."""
     found = list[str]()
     for end in dict.fromkeys(".".join(one.split(".")[-3:]) for one in parameters):
         same = [one for one in parameters if target_modules.is_suffix(end, one)]
@@ -196,7 +200,7 @@ def _shortest(parameters: list[str], names: Names) -> list[str]:
 
 
 def _doubled(parameters: list[str], options: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Return patterns that give a parameter of two layers the rank of both, at the scale of one (as PEFT)."""
+    """Return patterns that double the rank of parameters with two layers and keep the scale, as in PEFT."""
     ranks, alphas = dict(options.get("rank_pattern") or {}), dict(options.get("alpha_pattern") or {})
     rank, alpha = options.get("r", 8), options.get("lora_alpha", 8)  # PEFT's defaults
     if not parameters or not isinstance(rank, int) or not isinstance(alpha, int | float):
@@ -229,7 +233,7 @@ def parameters_of_rank_1(size: tuple[int, ...]) -> int:
 
 
 def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
-    """Say which layers of a mixture of experts get no adapter, with both counts of trainable parameters."""
+    """Return notes on layers of a mixture of experts without an adapter, with the trainable parameters."""
     key, found = "adapter.target_modules", resolve(options, names, peft)
     said = list[str]()
     if options.get("target_modules") == target_modules.EVERYTHING and stacked(names):
@@ -254,7 +258,7 @@ def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
 
 
 def storage_note(names: Names) -> str:
-    """Say what a quantized base model quantizes and what not, with sizes in bf16; empty without experts."""
+    """Return a note on the parts of a quantized base model that stay unquantized; empty without experts."""
     linear = sum(2 * prod(names.shapes.get(f"{one}.weight", (0,))) for one in names.linear)
     said = unquantized(names)
     return (
@@ -263,7 +267,7 @@ def storage_note(names: Names) -> str:
 
 
 def unquantized(names: Names) -> str:
-    """Return the size and the names of stacked experts, which no base model quantizes; empty without them."""
+    """Return the size and names of stacked experts, which are never quantized; empty without experts."""
     experts = [f"{holder}.{parameter}" for holder, parameter in stacked(names)]
     size = formatting.size(sum(2 * prod(names.shapes[one]) for one in experts))
     return f"{size} of {', '.join(_shortest(experts, names))}" if experts else ""

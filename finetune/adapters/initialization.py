@@ -1,7 +1,8 @@
-"""First weights of LoRA that take more than a random draw, each by PEFT's own function.
+"""LoRA initializations that read weights or data, each with PEFT's own function.
 
-PiSSA, OLoRA, CorDA and LoRA-GA move part of the base's weights into the adapter. What is saved is the
-difference from that first adapter, a plain LoRA of twice the rank: it loads on the base as it was published.
+PiSSA, OLoRA, CorDA and LoRA-GA move a part of the base model's weights into the adapter. After training,
+finetune saves the difference from the initial adapter as a plain LoRA adapter of twice the rank. That adapter
+loads on the published base model.
 """
 
 from __future__ import annotations
@@ -26,44 +27,48 @@ if TYPE_CHECKING:
 
     Batches = Callable[[], list[dict[str, torch.Tensor]]]
 
-CALIBRATION = (8, 4, 512)  # batches, rows of each, tokens of a row
+CALIBRATION = (8, 4, 512)  # batches, sequences per batch, tokens per sequence
 
 
 def attach(
-    model: PreTrainedModel, config: Any, init: Any, linear: Iterable[str], batches: Batches, ledger: RunChecks
+    model: PreTrainedModel, config: Any, init: Any, linear: Iterable[str], batches: Batches, checks: RunChecks
 ) -> PeftModel:
-    """`get_peft_model`, with the preparation that `init_lora_weights` asks for before it or after it.
+    """Call `get_peft_model`, and run the preparation of `init_lora_weights` before or after it.
 
     Args:
-        linear: full names of the linear layers, for preparations that don't know "all-linear".
+        linear: full names of the linear layers, for preparations that don't support "all-linear".
 
     Raises:
-        UserError: weights that are needed and not at hand (exit 2).
+        UserError: the preparation needs weights that are missing (exit 2).
     """
     from peft import get_peft_model
 
     if not isinstance(init, str) or not init.startswith(PREPARED_INITS):
         adapted: Any = get_peft_model(model, config)
-        _start_zero_rows(adapted, ledger)
+        _start_zero_rows(adapted, checks)
         return adapted
     if config.target_modules == "all-linear":
         config.target_modules = set(linear)
     before = _first_logits(model, batches)
     prepare = {"eva": _eva, "loftq": _loftq, "corda": _corda, "lora_ga": _lora_ga}.get(init, _plain)
     adapted = prepare(model, config, batches)
-    _start_zero_rows(adapted, ledger)
+    _start_zero_rows(adapted, checks)
     after = _first_logits(adapted, batches)
     changed = float((after - before).norm() / before.norm())
     got = f"logits of one batch differ by {changed:.1e} from the base's"
-    # LoftQ moves a 4-bit base towards the weights it was made from; the others leave the function as it was
+    # LoftQ moves a 4-bit base model towards its unquantized weights. The other initializations do not change
+    # the function of the model.
     kept = changed < (1.0 if init == "loftq" else 5e-2)
     how = "prepared by PEFT; ||with - without|| / ||without||, before training"
-    ledger.add("adapter.init_lora_weights", init, f"{init}: {got}", how, ok=kept and _prepared(adapted))
+    checks.add("adapter.init_lora_weights", init, f"{init}: {got}", how, ok=kept and _prepared(adapted))
     return adapted
 
 
 def calibration(dataset: Any, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Batches of the first training rows: input_ids, attention_mask and labels, (rows, tokens), int64."""
+    """Return batches of the first training sequences.
+
+    Each batch has input_ids, attention_mask and labels, int64 tensors of shape (sequences, tokens).
+    """
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     count, size, tokens = CALIBRATION
@@ -74,17 +79,17 @@ def calibration(dataset: Any, device: torch.device) -> list[dict[str, torch.Tens
 
 
 def rebases(adapted: nn.Module) -> bool:
-    """Whether the live adapter stands on a base that it changed."""
+    """Return whether the initialization of the live adapter changed the base model."""
     config = getattr(adapted, "peft_config", {}).get("default")
     init = getattr(config, "init_lora_weights", None)
     return isinstance(init, str) and init.startswith(REBASING_INITS)
 
 
 def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tensor] | None = None) -> None:
-    """Save what was trained; from a changed base, as the difference from the `initial` adapter.
+    """Save the adapter. If it changed the base model, save the difference from the `initial` adapter.
 
     Args:
-        state: its tensors, where the model itself has but parts of them.
+        state: the full tensors of a sharded model.
     """
     if rebases(adapted):
         adapted.save_pretrained(str(target), path_initial_model_for_weight_conversion=str(initial))
@@ -94,14 +99,15 @@ def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tenso
 
 
 def embeddings(adapted: PeftModel) -> dict[str, Any]:
-    """What PEFT is told of embeddings, which it saves where they were resized or are adapted themselves.
+    """Return the option that tells PEFT whether to save the embeddings.
 
-    By itself it compares their size with the config that the Hub's `main` has just then.
+    PEFT saves resized or adapted embeddings. Without this option, it compares their size with the config of
+    the Hub's `main` branch, which may differ from the revision of the run.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     peft: Any = getattr(adapted, "peft_config", {}).get("default")
-    if getattr(peft, "trainable_token_indices", None):  # trained rows are in the adapter
+    if getattr(peft, "trainable_token_indices", None):  # the adapter holds the trained embeddings
         return {"save_embedding_layers": False}
     name = str(getattr(peft, "base_model_name_or_path", "."))
     if Path(name).exists() or isinstance(adapted.get_input_embeddings(), BaseTunerLayer):
@@ -112,18 +118,20 @@ def embeddings(adapted: PeftModel) -> dict[str, Any]:
 
 
 def save_initial(adapted: Any, initial: Path) -> None:
-    """Keep the first adapter of a changed base: `save` needs it at the end."""
+    """Save the initial adapter if it changed the base model, because `save` needs it after training."""
     if rebases(adapted):
         config = adapted.peft_config["default"]
-        init, config.init_lora_weights = config.init_lora_weights, True  # loading it must not decompose again
+        # PEFT would repeat the decomposition when it loads the adapter.
+        init, config.init_lora_weights = config.init_lora_weights, True
         adapted.save_pretrained(str(initial))
         config.init_lora_weights = init
 
 
-def _start_zero_rows(adapted: Any, ledger: RunChecks) -> None:
-    """DoRA divides by the norm of each row of W + sBA, which starts as 0 where a row of W is all zero: 0/0.
+def _start_zero_rows(adapted: Any, checks: RunChecks) -> None:
+    """Avoid the division 0/0 in DoRA for rows of a weight that are all zero.
 
-    Such rows get a first direction, B_i = 1e-6, and its own norm as magnitude: finite here and in plain PEFT.
+    DoRA divides by the norm of each row of W + sBA, which is 0 for such rows at the start. They get
+    B_i = 1e-6, and the resulting norm as magnitude. The result is finite in finetune and in plain PEFT.
     """
     import torch
 
@@ -143,36 +151,37 @@ def _start_zero_rows(adapted: Any, ledger: RunChecks) -> None:
             rows += int(zero.sum())
     if rows:
         got = f"{rows} given a first direction of 1e-6"
-        ledger.add("DoRA on rows of zeros", f"{rows} finite", got, "magnitudes that were 0", ok=True)
+        checks.add("DoRA on rows of zeros", f"{rows} finite", got, "magnitudes that were 0", ok=True)
 
 
 def _plain(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
-    """PiSSA (arXiv 2404.02948) and OLoRA (arXiv 2406.01775) look at the weights alone."""
+    """Initialize PiSSA (arXiv 2404.02948) or OLoRA (arXiv 2406.01775), which read only the weights."""
     from peft import get_peft_model
 
     return get_peft_model(model, config)
 
 
 def _eva(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
-    """EVA (arXiv 2410.07170): A from the inputs of each layer, ranks where they explain most."""
+    """Initialize EVA (arXiv 2410.07170): A from the inputs of each layer, more ranks for layers with more
+    explained variance.
+    """
     from peft import get_peft_model, initialize_lora_eva_weights
 
     adapted = get_peft_model(model, config)
-    initialize_lora_eva_weights(
-        adapted, batches(), gather_distributed_inputs=False, show_progress_bar=False
-    )  # every process sees the same rows
+    # Every process reads the same batches, so there is nothing to gather.
+    initialize_lora_eva_weights(adapted, batches(), gather_distributed_inputs=False, show_progress_bar=False)
     return adapted
 
 
 def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
-    """CorDA (arXiv 2406.05223): the weights decomposed in the directions of their inputs."""
+    """Initialize CorDA (arXiv 2406.05223), which decomposes the weights by the covariance of their inputs."""
     import torch
     from peft import get_peft_model
     from peft.tuners.lora.corda import preprocess_corda
 
     def look() -> None:
         with torch.no_grad():
-            for batch in batches():  # PEFT's hooks take one row at a time
+            for batch in batches():  # PEFT's hooks take one sequence at a time
                 for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
                     model(input_ids=ids[mask.bool()][None])
 
@@ -181,7 +190,7 @@ def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 
 def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
-    """LoRA-GA (arXiv 2407.05000): A and B from the gradient of the weights on the first batches."""
+    """Initialize LoRA-GA (arXiv 2407.05000): A and B from the weights' gradient on the first batches."""
     from peft import get_peft_model
     from peft.tuners.lora.loraga import preprocess_loraga
 
@@ -195,7 +204,7 @@ def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
 
 
 def _loftq(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
-    """LoftQ (arXiv 2310.08659) on a 4-bit base: A and B make good what quantizing lost, as far as r goes."""
+    """Initialize LoftQ (arXiv 2310.08659) on a 4-bit base model: A and B reduce its quantization error."""
     if model.device.type != "cuda":
         what, fix = "PEFT's LoftQ needs a CUDA GPU", "init_lora_weights: true"
         found, code = f"device {model.device.type}", "hardware"
@@ -230,8 +239,11 @@ def _first_logits(model: nn.Module, batches: Batches) -> torch.Tensor:
 
 
 def _prepared(adapted: Any) -> bool:
-    """Not LoRA's own draw, B = 0 and rows of A of any length at any angle: B is set, or A's rows are
-    orthonormal (only orthogonal, if EVA whitens them)."""
+    """Return whether the adapter has a prepared initialization instead of LoRA's random one.
+
+    LoRA's own initialization has B = 0 and random rows of A. Otherwise B is not zero, or the rows of A are
+    orthonormal. If EVA whitens them, they are only orthogonal.
+    """
     import torch
 
     weights = {name: weight.detach().float() for name, weight in adapted.named_parameters()}

@@ -1,6 +1,7 @@
-"""Names and numbers of an adapter's options that a model does not have. `check`, `plan` and `train` ask here.
+"""Find names and numbers in an adapter's options that the model does not have.
 
-No torch is imported: the names come from `module_lists.read` or, in a run, from the model itself.
+`check`, `plan` and `train` call these functions. They need no torch: the names come from `module_lists.read`
+or, in a run, from the model itself.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Adapter
 
 
-# Layers of Mamba's mixer whose weights its kernels read: PEFT refuses an adapter of these types there
-# (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba)
+# Mamba's kernels read the weights of these layers directly, so PEFT refuses adapters of these types on them
+# (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba).
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 _MAMBA_TYPES, _MAMBA_LAYERS = ("lora", "adalora", "randlora"), ("out_proj", "conv1d")
 ON_HEAD = "an adapter on the output head would get no gradient"
 HEAD_WEIGHT = "TRL's loss reads the weight of the head itself, without the adapter"
 _PEFT_TIES = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES
-# Norms in the mixers of Mamba 2, by class. A fused kernel reads their weight and epsilon (transformers 5.22)
+# Norms in the mixers of Mamba 2, by class. A fused kernel reads their weight and epsilon (transformers 5.22).
 _FUSED_NORMS = frozenset(
     f"{family}RMSNormGated"
     for family in ("Bamba", "FalconH1", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")
@@ -43,11 +44,11 @@ _FUSED_NORMS = frozenset(
 
 
 def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
-    """Every name and number among PEFT's options that the model does not have, or that the type cannot use.
+    """Return a problem for each name and number that the model lacks or the adapter type cannot use.
 
     Args:
-        options: of the recipe, or of a PEFT config.
-        peft: PEFT's name of the type; the empty string: full fine-tuning, which has none of these options.
+        options: PEFT's options, from the recipe or from a PEFT config.
+        peft: PEFT's name of the adapter type. The empty string is full fine-tuning.
     """
     if not peft:
         return []
@@ -83,13 +84,13 @@ def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Proble
 def unmatched(
     targets: str | Iterable[str], names: Collection[str], key: str = "target_modules"
 ) -> list[Problem]:
-    """A problem for each target that matches nothing, with the nearest name and the names there are."""
+    """Return a problem for each target without a match, with the most similar and the available names."""
     available = list(dict.fromkeys(map(short, names)))
     return [_no_module(target, targets, available, key) for target in _without_match(targets, names)]
 
 
 def _unless_usual(near: str, problem: Problem) -> str:
-    """The nearest name, unless the problem names a module of other families, which is no misspelling."""
+    """Return the most similar name, or an empty string if the problem names a module of another family."""
     usual = any(f'"{name}"' in problem.what for name in module_lists.usual_names())
     return "" if usual else near
 
@@ -101,8 +102,8 @@ def _without_match(targets: str | Iterable[str], names: Collection[str]) -> list
 def _no_module(
     target: str, targets: str | Iterable[str], available: list[str], key: str = "target_modules"
 ) -> Problem:
-    """The problem of one of the targets, which matches nothing."""
-    available = [name for name in available if not name.isdecimal()]  # as of the layers in a list
+    """Return the problem of a target that matches no module."""
+    available = [name for name in available if not name.isdecimal()]  # layers of a ModuleList have such names
     listed = [] if isinstance(targets, str) else list(targets)
     place = f"adapter.{key}.{listed.index(target)}" if listed else f"adapter.{key}"
     near, parts = nearest(target, available), _listed(target, available)
@@ -135,7 +136,7 @@ def _listed(target: str, available: Collection[str]) -> list[str]:
 def describe_without_gradient(
     lost: Collection[str], picked: Collection[str], options: Mapping[str, Any], peft: str
 ) -> Problem:
-    """The problem of modules that no gradient reaches.
+    """Return the problem of modules that get no gradient.
 
     Args:
         lost: full names of the modules.
@@ -151,12 +152,12 @@ def describe_without_gradient(
 def describe_failing(
     layer: str, picked: Collection[str], options: Mapping[str, Any], peft: str, said: str
 ) -> Problem:
-    """The problem of a layer in which PEFT's type raises an error.
+    """Return the problem of a layer in which the adapter raises an error.
 
     Args:
-        layer: its full name. The same layer of other decoder layers counts with it.
+        layer: the full name of the layer. The problem covers the same layer of other decoder layers.
         picked: full names of all modules that get an adapter.
-        said: what the error says.
+        said: the text of the error.
     """
     pattern = re.escape(re.sub(r"\d+", "0", layer)).replace("0", r"\d+")
     lost = [name for name in picked if re.fullmatch(pattern, name)] or [layer]
@@ -166,7 +167,9 @@ def describe_failing(
 
 
 def _endings(lost: Collection[str], picked: Collection[str]) -> list[str]:
-    """The shortest endings of names that no other picked name has: `mixer.norm` beside a `norm`."""
+    """Return the shortest endings that only these names have, such as `mixer.norm` if there is another
+    `norm`.
+    """
     kept, found = set(picked) - set(lost), set[str]()
     for name in lost:
         parts = name.split(".")
@@ -176,7 +179,7 @@ def _endings(lost: Collection[str], picked: Collection[str]) -> list[str]:
 
 
 def _leave_out(lost: Collection[str], picked: Collection[str], options: Mapping[str, Any], peft: str) -> str:
-    """The change of the recipe that gives these modules no adapter."""
+    """Return the change of the recipe that excludes these modules."""
     endings, targets = _endings(lost, picked), options.get("target_modules")
     if isinstance(targets, list) and set(endings) <= set(targets):
         return f"remove {', '.join(endings)} from target_modules"
@@ -191,7 +194,7 @@ def _leave_out(lost: Collection[str], picked: Collection[str], options: Mapping[
 def _targets(
     options: Mapping[str, Any], names: Names, peft: str, adaptable: list[str], resolved: Resolved
 ) -> list[Problem]:
-    """Targets that match nothing, or modules that the type cannot change."""
+    """Return problems of targets without a match, and of modules that the adapter type cannot change."""
     targets, key, picked = options.get("target_modules"), "adapter.target_modules", resolved.modules
     if targets is None:
         if peft not in adapter_types.OWN_TARGETS:
@@ -234,21 +237,21 @@ def _targets(
 
 
 def _one_of_each(unfit: Mapping[str, str]) -> dict[str, str]:
-    """One module of each last name and kind."""
+    """Keep one module for each last name and class."""
     return {name: kind for (_, kind), name in {(short(n), k): n for n, k in unfit.items()}.items()}
 
 
 def _no_target(
     target: str, names: Names, adaptable: list[str], options: Mapping[str, Any], peft: str
 ) -> Problem:
-    """The problem of a target that matches nothing, with the names that the adapter type supports."""
+    """Return the problem of a target without a match, with the names that the adapter type supports."""
     available, experts = list(dict.fromkeys(map(short, adaptable))), _expert_parameters(names)
     problem = _no_module(target, options["target_modules"], available)
     found, fix = problem.found or "no layer that this type adapts", problem.fix
     if not fix and names.linear and re.fullmatch(r"(all[-_ ]?)?linear", target.strip().lower()):
         fix = f"target_modules: {target_modules.EVERYTHING}"
     words = set(re.findall(r"[A-Za-z_]\w*", target)) - set(available)
-    if not fix or words & module_lists.usual_names():  # a name of another family is no misspelling
+    if not fix or words & module_lists.usual_names():  # a name of another family is not a misspelling
         fix = _in_place_of(target, options, names, peft)
         fix += ", and remove feedforward_modules" if options.get("feedforward_modules") else ""
     if experts and _means_experts(target, experts):
@@ -258,7 +261,7 @@ def _no_target(
 
 
 def _in_place_of(target: str, options: Mapping[str, Any], names: Names, peft: str) -> str:
-    """The change that names layers of this model in place of those of another family."""
+    """Return the change of the recipe that replaces names of another family by names of this model."""
     usable = _usable(peft, names)
     attention = [name for name in _attention(names) if name in usable]
     if not attention or not re.search(r"attn|attention|query|qkv|[qkvo]_proj", target):
@@ -276,7 +279,7 @@ def _means_experts(target: str, experts: list[str]) -> bool:
 
 
 def _experts_instead(options: Mapping[str, Any], names: Names, peft: str) -> str:
-    """The change that trains experts' weights; attention in their place where the type can't."""
+    """Return the change that trains the experts, or attention if the adapter type can't train experts."""
     if peft != "lora" or options.get("use_dora"):
         return f"target_modules: [{', '.join(_attention(names))}]"
     targets, experts = options.get("target_modules"), _expert_parameters(names)
@@ -287,18 +290,18 @@ def _experts_instead(options: Mapping[str, Any], names: Names, peft: str) -> str
 
 
 def _attention(names: Names) -> list[str]:
-    """The linear layers of attention, by their last names."""
+    """Return the last names of the linear layers of attention."""
     return list(dict.fromkeys(short(n) for n in names.linear if "attn" in n or "attention" in n))
 
 
 def _expert_parameters(names: Names) -> list[str]:
-    """The stacked weights of experts, by the end of their names: `mlp.experts.gate_up_proj`."""
+    """Return the ends of the names of stacked experts, such as `mlp.experts.gate_up_proj`."""
     stacked = (name for name, shape in names.shapes.items() if len(shape) == 3 and "experts" in name)
     return list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in stacked))
 
 
 def _suggested(peft: str, names: Names) -> str:
-    """Targets that the type can have in this model."""
+    """Return targets that the adapter type can have in this model."""
     kinds = adapter_types.layer_kinds(peft)
     if kinds is None:
         norms = [name for name in names.modules if "norm" in names.kinds[name].lower()]
@@ -311,14 +314,14 @@ def _suggested(peft: str, names: Names) -> str:
 
 
 def _usable(peft: str, names: Names) -> Collection[str]:
-    """The last names of linear layers that the type adapts and that a gradient reaches."""
+    """Return the last names of linear layers that the adapter type supports and that get a gradient."""
     kinds = adapter_types.layer_kinds(peft)
     return dict.fromkeys(
         short(name)
         for name in names.linear
         if names.kinds[name] in (kinds or module_names.LINEAR)
         and name not in names.without_gradient
-        and not short(name).isdecimal()  # as in a Sequential: a decoder layer has such a name too
+        and not short(name).isdecimal()  # a layer of a Sequential; decoder layers have such names too
         and not _is_read_by_mamba(name, names, peft)
     )
 
@@ -342,7 +345,7 @@ def _never_called(names: Names, picked: list[str], options: Mapping[str, Any], p
 
 
 def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
-    """Numbers of layers that the model does not have, and layers beside a pattern."""
+    """Return problems of `layers_to_transform`: missing layers, or targets that are a regular expression."""
     wanted, key = options.get("layers_to_transform"), "adapter.layers_to_transform"
     targets = options.get("target_modules")
     numbers = [wanted] if isinstance(wanted, int) else wanted or ()
@@ -390,8 +393,11 @@ def _heads_and_embeddings(
 
 
 def _ties_head(options: Mapping[str, Any]) -> bool:
-    """Whether PEFT gives a tied head the adapter that targets give the embeddings (peft 0.21.2, tuners/
-    tuners_utils.py, _check_tied_modules). It knows embeddings by their usual names alone."""
+    """Return whether PEFT gives a tied head the adapter of the embeddings.
+
+    PEFT knows embeddings only by their usual names (peft 0.21.2, tuners/tuners_utils.py,
+    _check_tied_modules).
+    """
     targets, saved = options.get("target_modules") or (), options.get("modules_to_save") or ()
     if not options.get("ensure_weight_tying") or any(short(name) in _PEFT_TIES for name in saved):
         return False
@@ -401,10 +407,10 @@ def _ties_head(options: Mapping[str, Any]) -> bool:
 
 
 def adapter_on_head(kind: str, tokens: Any = None) -> Problem:
-    """The problem of an adapter that PEFT puts on the output head.
+    """Return the problem of an adapter that PEFT puts on the output head.
 
     Args:
-        tokens: that `trainable_tokens` trains.
+        tokens: the tokens that `trainable_tokens` trains.
     """
     fix = "adapter.type: lora"
     fix += f" and trainable_token_indices: {tokens or '[0]'}" if kind == "trainable_tokens" else ""
@@ -413,7 +419,7 @@ def adapter_on_head(kind: str, tokens: Any = None) -> Problem:
 
 
 def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
-    """PEFT wants each of IA3's feed-forward modules to be one of the targets, letter by letter."""
+    """Check that IA3's feed-forward modules are also targets. PEFT compares the exact strings."""
     targets, forward = options.get("target_modules"), options.get("feedforward_modules")
     if not isinstance(targets, list) or not isinstance(forward, list) or set(forward) <= set(targets):
         return []
@@ -424,7 +430,7 @@ def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
 
 
 def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
-    """Names of `modules_to_save` that the model does not have."""
+    """Return problems of names in `modules_to_save` that the model does not have."""
     found = list[Problem]()
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
@@ -438,14 +444,14 @@ def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
 
 
 def _end_of(target: str, names: Names) -> str:
-    """The name of the embeddings or of the head of this model, if the target is that of another family."""
+    """Return this model's name of the embeddings or head, if the target is another family's name of it."""
     if target in ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings"):
         return short(names.embedding)
     return short(names.head) if target in ("lm_head", "embed_out", "output", "head") else ""
 
 
 def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
-    """Rows of the embeddings that the model does not have, and modules that hold no such rows."""
+    """Return problems of token ids outside of the vocabulary, and of modules that hold no embeddings."""
     found = list[Problem]()
     rows = names.shapes.get(f"{names.embedding}.weight", (0,))[0]
     if peft == "trainable_tokens" and not options.get("token_indices"):
@@ -473,14 +479,14 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
 
 
 def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
-    """Keys that match nothing, and keys that match the same module and give it other values.
+    """Return problems of keys without a match, and of keys that give one module different values.
 
-    A key is a regular expression for the end of a name (PEFT's `get_pattern_key`).
-    PEFT takes the first key that matches, and saves keys in the order of the alphabet: where another one
-    would be the first then, the adapter can't be opened again.
+    A key is a regular expression for the end of a name (PEFT's `get_pattern_key`). PEFT takes the first key
+    that matches. It saves keys in alphabetical order, so another key may come first in the saved adapter.
+    Then PEFT can't load the adapter.
     """
     available = [name for name in dict.fromkeys(map(short, names)) if not name.isdecimal()]
-    # compiled once each: `re` forgets patterns where there are more than 512
+    # Compile each pattern once, because the cache of `re` holds only 512 patterns.
     ends = {one: re.compile(rf"(.*\.)?({one})$") for one in pattern}
     hits = {name: [one for one, end in ends.items() if end.match(name)] for name in names}
     problems = list[Problem]()
@@ -496,7 +502,7 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
     for (first, saved), name in twice.items():
         if pattern[first] == pattern[saved]:
             continue
-        depth = len(saved) - len(saved.lstrip("(")) + 1  # "(" stands before what names have
+        depth = len(saved) - len(saved.lstrip("(")) + 1  # "(" sorts before the characters of names
         early = "(" * depth + first + ")" * depth
         what, why = f'"{first}" and "{saved}" match the same module', "PEFT uses the first one and sorts them"
         place, fix = f"adapter.{key}", f'"{early}" in place of "{first}", which stays the first'
@@ -505,9 +511,9 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
 
 
 def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> list[Problem]:
-    """What PEFT cannot adapt as a parameter (peft 0.21.2, tuners/lora/layer.py, ParamWrapper)."""
+    """Return problems of `target_parameters` (peft 0.21.2, tuners/lora/layer.py, ParamWrapper)."""
     targets, found = options.get("target_parameters") or (), list[Problem]()
-    # of three parts where more than one parameter has the same two: `mlp.experts.down_proj`
+    # Three parts, such as `mlp.experts.down_proj`, because several parameters may have the same last two
     weights = [name for name, shape in names.shapes.items() if "." in name and len(shape) in (2, 3)]
     available = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in weights))
     for index, target in enumerate(targets):
@@ -537,7 +543,7 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
 
 
 def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list[Problem]:
-    """Options of LoRA that PEFT has not for parameters."""
+    """Return problems of LoRA options that PEFT does not support for parameters."""
     beside = [one for one in ("lora_dropout", "lora_bias", "use_dora") if options.get(one)]
     if not parameters or not beside:
         return []
@@ -548,7 +554,7 @@ def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list
 
 
 def _experts(options: Mapping[str, Any], names: Names, resolved: Resolved) -> list[Problem]:
-    """Find options of LoRA that PEFT does not have for the experts that targets name."""
+    """Return problems of LoRA options that PEFT does not support for the targeted experts."""
     found = _unlike_lora(options, bool(resolved.options.get("target_parameters")), "adapter.target_modules")
     every = options.get("target_modules") == expert_targets.WITH_EXPERTS
     other = target_modules.EVERYTHING if every else f"[{', '.join(_attention(names))}]"
@@ -556,7 +562,7 @@ def _experts(options: Mapping[str, Any], names: Names, resolved: Resolved) -> li
 
 
 def _half(layer: str, targets: Any) -> Problem:
-    """The problem of a layer of experts that is named without the layer in the same parameter."""
+    """Return the problem of an expert layer that is targeted without the other layer of its parameter."""
     first, second = expert_targets.LAYERS["gate_up_proj"]
     place = (first if layer in first else second).index(layer)
     pair = first[place], second[place]
@@ -569,7 +575,7 @@ def _half(layer: str, targets: Any) -> Problem:
 
 
 def _no_experts(names: Names, peft: str) -> Problem | None:
-    """The problem of "all-linear-and-experts" for a type without experts, or a model without them."""
+    """Return the problem of "all-linear-and-experts", if the adapter type or the model has no experts."""
     asked, key = expert_targets.WITH_EXPERTS, "adapter.target_modules"
     fix = f"target_modules: {target_modules.EVERYTHING}"
     if peft != "lora":
@@ -584,7 +590,7 @@ def _no_experts(names: Names, peft: str) -> Problem | None:
 
 
 def check(model: PreTrainedModel, adapter: Adapter, known: Names) -> None:
-    """Refuse names and numbers of the recipe that match nothing in the model, all in one error."""
+    """Raise one error with all names and numbers of the recipe that match nothing in the model."""
     kind = adapter_types.find(adapter.type)
     options = {**adapter.options(), **kind.sets}
     refused = problems(options, known, kind.peft)

@@ -33,12 +33,14 @@ def peft_config(
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind = adapter_types.find(adapter.type)
-    options: dict[str, Any] = {**deepcopy(adapter.options()), **kind.sets}  # PEFT adds to lists of its config
+    # A copy, because PEFT appends to lists of its config
+    options: dict[str, Any] = {**deepcopy(adapter.options()), **kind.sets}
     family = names.family if names else ""
     if names and options.get("target_modules") is not None:
         options = expert_targets.resolve(options, names, kind.peft).options
     if options.get("target_modules") == "all-linear" and options.get("layers_to_transform") is not None:
-        options["target_modules"] = sorted(set(map(module_names.short, model)))  # PEFT wants a list beside it
+        # PEFT needs a list here
+        options["target_modules"] = sorted(set(map(module_names.short, model)))
     if kind.build:
         options = kind.build(options, steps, model, family)
     if options.get("trainable_token_indices") in ([], {}):  # PEFT would create an empty tensor
@@ -62,14 +64,15 @@ def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
 
 
 def fit(config: Any, model: PreTrainedModel, known: module_names.Names, added: Sequence[int]) -> None:
-    """Complete PEFT's config with what it needs to know about the model.
+    """Complete PEFT's config with facts about the model.
 
     Args:
         config: PEFT's config, which this function changes.
-        added: ids of tokens that are new to the model. Their rows train.
+        added: ids of new tokens. Their embeddings train.
 
     Raises:
-        UserError: only one of embeddings and head trains as a whole (exit 2).
+        UserError: `modules_to_save` names the embeddings without the head, or the head without the
+            embeddings (exit 2).
     """
     _train_rows(config, known, added)
     _keep_to_text(model, config, known)
@@ -81,10 +84,11 @@ def fit(config: Any, model: PreTrainedModel, known: module_names.Names, added: S
 
 
 def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) -> None:
-    """Make the rows of new tokens trainable in the embeddings, and in the head if it has its own.
+    """Make the embeddings of new tokens trainable, and their rows of the head if the head is not tied.
 
     Raises:
-        UserError: only one of embeddings and head trains as a whole (exit 2).
+        UserError: `modules_to_save` names the embeddings without the head, or the head without the
+            embeddings (exit 2).
     """
     tied, embedding, head = known.tied, module_names.short(known.embedding), module_names.short(known.head)
     if found := rows_beside(vars(config), tied, bool(added), embedding, head):

@@ -20,12 +20,15 @@ EVERYTHING = "all-linear"
 
 
 def is_suffix(target: str, name: str) -> bool:
-    """Whether a name is the target, or ends with it after a dot: PEFT's rule for lists."""
+    """Return whether a name equals the target or ends with it after a dot. This is PEFT's rule for lists."""
     return name == target or name.endswith(f".{target}")
 
 
 def match(targets: str | Iterable[str], names: Collection[str]) -> dict[str, int]:
-    """How many of `names` each target matches, by PEFT's rules: a suffix, or one string as a whole regex."""
+    """Return how many of `names` each target matches.
+
+    As in PEFT, the entries of a list are suffixes, and a string is a regular expression for the full name.
+    """
     if targets == EVERYTHING:
         return {EVERYTHING: len(names)}
     if isinstance(targets, str):
@@ -35,24 +38,24 @@ def match(targets: str | Iterable[str], names: Collection[str]) -> dict[str, int
 
 
 def _endings(name: str) -> Iterator[str]:
-    """What `is_suffix` takes for a name's targets: the name, and its text after each dot."""
+    """Return all targets that `is_suffix` accepts for a name: the name, and its text after each dot."""
     while name:
         yield name
         name = name.partition(".")[2]
 
 
 def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str = "") -> list[Problem]:
-    """The problem of the first regular expression that takes too long on the names of a model.
+    """Return the problem of the first regular expression that takes too long on the names of a model.
 
     Args:
-        options: of the recipe, or of a PEFT config.
-        names: of all modules.
-        key: of the recipe that names the config; the empty string: the options are the recipe's own.
+        options: PEFT's options, from the recipe or from a PEFT config.
+        names: full names of all modules.
+        key: the recipe key that names the PEFT config; empty if the options come from the recipe.
     """
     asked = [one for one in adapter_rules.patterns(options) if not pattern_time.is_plain(one[1])]
     if not asked:
         return []
-    wrapped = [f"base_model.model.{name}" for name in names]  # as PEFT names them in its own model
+    wrapped = [f"base_model.model.{name}" for name in names]  # the names in a PeftModel
     slow = pattern_time.find_slow([pattern for _, _, pattern in asked], [*names, *wrapped])
     if slow is None:
         return []
@@ -63,7 +66,7 @@ def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str =
 
 
 def with_targets(options: Mapping[str, Any], peft: str, names: Names) -> dict[str, Any]:
-    """PEFT's options with the targets that PEFT itself chooses for the family, where the recipe has none."""
+    """Return PEFT's options. Without targets in the recipe, add those that PEFT chooses for the family."""
     if options.get("target_modules") is not None or peft not in adapter_types.OWN_TARGETS:
         return dict(options)
     own = adapter_types.own_targets(peft, names.family)
@@ -73,7 +76,7 @@ def with_targets(options: Mapping[str, Any], peft: str, names: Names) -> dict[st
 
 
 def targeted(options: Mapping[str, Any], names: Names) -> list[str]:
-    """The modules that PEFT's rules pick: targets, less exclusions, in the layers named."""
+    """Return the modules that PEFT adapts: targets without exclusions, in the requested layers."""
     targets = options.get("target_modules")
     if targets is None:
         return []
@@ -82,7 +85,7 @@ def targeted(options: Mapping[str, Any], names: Names) -> list[str]:
 
 
 def is_targeted(options: Mapping[str, Any], name: str) -> bool:
-    """PEFT's `check_target_module_exists` (peft 0.21.2, tuners/tuners_utils.py)."""
+    """Do the same as PEFT's `check_target_module_exists` (peft 0.21.2, tuners/tuners_utils.py)."""
     if not any(match(options["target_modules"], [name]).values()):
         return False
     if any(match(options.get("exclude_modules") or (), [name]).values()):
@@ -98,7 +101,7 @@ def is_targeted(options: Mapping[str, Any], name: str) -> bool:
 
 
 def _layer_of(name: str, patterns: str | list[str] | None) -> int | None:
-    """The number of the layer that a module is in, by PEFT's rule."""
+    """Return the number of the layer that contains a module, by PEFT's rule."""
     patterns = [patterns] if isinstance(patterns, str) and patterns else patterns or [r"[^.]*"]
     for pattern in patterns:
         start = r".*?\." if pattern == r"[^.]*" else r"(?:^|.*?\.)"
@@ -108,7 +111,7 @@ def _layer_of(name: str, patterns: str | list[str] | None) -> int | None:
 
 
 def uneven(picked: Iterable[str], names: Names) -> str:
-    """One line if the targeted modules are not in every layer alike, else the empty string."""
+    """Return a line of text if the targeted modules differ between layers, else the empty string."""
     linear = set(names.linear)
     layers = Counter(
         module_names.short(name) for name in picked if name in linear and re.search(r"\.\d+\.", name)

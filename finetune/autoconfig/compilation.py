@@ -30,7 +30,7 @@ MAX_EXPERTS_RANK = 128
 FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 # Weights of stacked experts, as transformers names them.
 STACKED = ("gate_up_proj", "down_proj")
-# Families whose experts have a gate function of their own, another weight layout or a norm
+# Families whose experts have their own gate function, another weight layout or a norm
 # (transformers 5.22: `_apply_gate` and the arguments of `use_experts_implementation`).
 OTHER_EXPERTS = (
     "aria_text", "beam", "deepseek_v4", "glm5_next", "gpt_oss", "hy_v4", "minimax_m3_vl_text", "muse_spark",
@@ -44,7 +44,7 @@ class Work(NamedTuple):
     tokens: int
     """The largest number of tokens in one forward pass."""
     flops: float | None
-    """FLOPs of this process over the whole run; `None`: the number of steps is not known."""
+    """FLOPs of this process over the whole run; `None` if the number of steps is unknown."""
     sharded: str = ""
     """The library that shards the weights: FSDP or DeepSpeed."""
     eager: str = ""
@@ -72,8 +72,8 @@ def choose_fused(
 
     Args:
         adapted: whether an adapter trains.
-        dtype: the dtype of the model's weights that are not quantized, such as bfloat16.
-        rounding: whether quantization-aware training replaces the forwards.
+        dtype: the dtype of the unquantized weights, such as bfloat16.
+        rounding: whether quantization-aware training replaces the forward functions.
 
     Raises:
         UserError: fused adapters are asked for, but there is no adapter (exit 2).
@@ -102,10 +102,10 @@ def fused_obstacle(config: ModelConfig) -> str:
 
 
 def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why stacked experts can't run by `speed.fused_experts`; the empty string if they can.
+    """Return why `speed.fused_experts` can't run stacked experts; the empty string if it can.
 
     Args:
-        shapes: of the model's parameters by their names.
+        shapes: the shapes of the model's parameters, by name.
     """
     text = config.get_text_config()
     holders = {
@@ -123,7 +123,7 @@ def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
 def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
     """Choose whether decoder layers are compiled. `auto` compiles if the run is long enough.
 
-    Its length is estimated from the FLOPs of the GEMMs, which a plan and a run both know.
+    The FLOPs of the GEMMs, which both plan and run know, give the estimated length.
 
     Raises:
         UserError: CUDA graphs are asked for on a machine without a GPU (exit 3).
@@ -146,7 +146,7 @@ def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
 
 
 def check_compile(asked: str | bool, hardware: Hardware) -> None:
-    """Refuse CUDA graphs on a machine without a GPU (exit 3)."""
+    """Stop if the recipe requests CUDA graphs on a machine without a GPU (exit 3)."""
     if asked in GRAPHS and hardware.device == "cpu":
         what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
         problem = Problem(what, "speed.compile", found=as_yaml(asked), fix=fix, code="hardware")
@@ -154,7 +154,9 @@ def check_compile(asked: str | bool, hardware: Hardware) -> None:
 
 
 def against_breaks(compile: str | bool, broken: str) -> Problem | None:
-    """Refuse to compile layers that break the graph. A run check would stop the run after the first step.
+    """Return a problem if the recipe requests compilation of layers that break the graph.
+
+    Otherwise a run check would stop the run after the first step.
 
     Args:
         broken: why the graph breaks; the empty string if it does not.
@@ -168,11 +170,11 @@ def against_breaks(compile: str | bool, broken: str) -> Problem | None:
 def against_graphs(
     compile: str | bool, checkpointing: str, offload: str, sharded: str = ""
 ) -> Problem | None:
-    """Return the problem if CUDA graphs are asked for with a setting that they do not support.
+    """Return a problem if the recipe requests CUDA graphs with a setting that they do not support.
 
-    - Recomputed layers: a graph overwrites the outputs of its first run, and torch raises an error.
-    - Sharded weights: a graph reads the weights at fixed addresses, and sharding moves them.
-    - Offloaded activations: a graph reads them at fixed addresses on the GPU.
+    - Activation checkpointing: a graph overwrites the outputs of its first run, and torch raises an error.
+    - Sharded weights: a graph reads the weights at fixed addresses, but sharding moves them.
+    - Offloaded activations: a graph reads activations at fixed addresses on the GPU.
     """
     code = "recipe-conflict"
     if compile in GRAPHS and sharded:

@@ -1,9 +1,9 @@
 """Choose CUDA graphs for compiled layers, if Python launches kernels more slowly than the GPU runs them.
 
-A graph launches all kernels of a layer with one call. It holds one shape, so all batches must have the same
-shape. An 8B fp8 base model with 2,048 tokens per forward pass reaches 2.5 times the tokens/s
-(24gb_fastest in docs/reference/benchmarks.md). If the GPU is the bottleneck, graphs gain nothing.
-Recording takes some seconds.
+A graph launches all kernels of a layer with one call. It supports one shape, so all batches must have the
+same shape. CUDA graphs give an 8B fp8 base model with 2,048 tokens per forward pass 2.5 times the tokens/s
+(24gb_fastest in docs/reference/benchmarks.md). They do not help if the GPU is the bottleneck. Recording takes
+a few seconds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe, Speed
 
-# Seconds in which Python launches the kernels of a compiled layer, forward and backward. Machines differ:
-# 4.0 to 6.3 ms in 135m-bf16, 2.8 to 3.2 ms in 135m-full and 6.2 to 7.9 ms in 24gb_fastest on fp8
+# Seconds that Python needs to launch the kernels of a compiled layer, forward and backward. Machines differ:
+# 4.0 to 6.3 ms in 135m-bf16, 2.8 to 3.2 ms in 135m-full, and 6.2 to 7.9 ms in 24gb_fastest on fp8
 # (benchmarks/LOG.md).
 LAUNCHED = {"adapter": 4.8e-3, "full": 3.2e-3, "fp8": 7.0e-3}
 # Seconds to launch a layer's two graphs and to copy its gradients (135m-bf16-packed on a slow machine).
 REPLAYED = 2.4e-3
-# Share of the GPU's bf16 peak that GEMMs with frozen weights reach on an H200.
+# Share of the GPU's peak bf16 FLOP/s that GEMMs with frozen weights reach on an H200.
 SHARE = 0.70
-# Settings whose runs with CUDA graphs matched runs without them (tests/gpu/test_gpu.py).
-# Attention has no mask there, because the address of a mask changes.
+# Settings for which runs with and without CUDA graphs were equal (tests/gpu/test_gpu.py).
+# These attention kernels need no mask. The address of a mask would change between steps.
 ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")
 # PEFT's types. The empty string is full fine-tuning.
 ADAPTERS = ("", "lora", "adalora", "ia3")
@@ -57,7 +57,7 @@ def differs(
     """Return why `auto` must not record the passes of a run as CUDA graphs; the empty string if it may.
 
     Args:
-        alone: the result of `alone`.
+        alone: whether the launch is one process, as the function `alone` decides.
         searched: whether a search finds the micro-batch size.
     """
     data, adapter, speed = recipe.data, recipe.adapter, recipe.speed

@@ -35,34 +35,34 @@ class Setup:
 
     @property
     def attn_implementation(self) -> str:
-        """The name of the attention in transformers. Kernels without a mask are registered by finetune."""
+        """Return the attention's name in transformers. finetune registers the kernels without a mask."""
         return kernel_limits.IMPLEMENTATIONS.get(self.attention.value, self.attention.value)
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of GEMMs: autocast's dtype, or the dtype of the weights without autocast."""
+        """Return the dtype of GEMMs: autocast's dtype, or without autocast the dtype of the weights."""
         return mixed_precision.compute_dtype(self.launch.precision, self.storage.value)
 
     @property
     def weights_dtype(self) -> str:
-        """The dtype of the weights that are not quantized."""
+        """Return the dtype of the unquantized weights."""
         quantized = self.storage.value in adapter_types.QUANTIZED
         name = mixed_precision.DTYPES[self.launch.precision]
         return name if quantized else mixed_precision.STORED[self.storage.value]
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The launch's autocast."""
+        """Return the autocast context of the launch."""
         return mixed_precision.autocast(self.hardware.device, self.launch.precision)
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The facts of a base model that decide its storage together with the recipe."""
+    """Properties of a base model that decide its quantization, together with the recipe."""
 
     stored: Stored | None = None
-    """The storage of a checkpoint that is quantized already."""
+    """The quantization of a checkpoint that is already quantized."""
     against_fp8: Callable[[], str] | None = None
-    """See `choose_base`. `None`: the model is loaded again after training, with the storage of its run."""
+    """Returns why fp8 is not possible; see `choose_base`. `None` if the run's quantization is used again."""
 
 
 def choose(
@@ -80,9 +80,9 @@ def choose(
         attention: `model.attention`.
         base: `model.quantization`.
         adapter_type: `adapter.type`.
-        attends: the properties of the model's attention; `None`: as in Llama.
-        rows: the training sequences; `None`: for evaluation, where attention takes masks and a KV cache.
-        weights: the facts of the base model.
+        attends: the properties of the model's attention; `None` means those of Llama.
+        rows: the training sequences; `None` for evaluation, which uses masks and a KV cache.
+        weights: the properties of the base model.
 
     Raises:
         UserError: this machine, its packages or the launch do not support a requested setting (exit 3).

@@ -1,12 +1,12 @@
 """Write and verify checkpoints on disk.
 
-    checkpoints/step-40/    *.safetensors  *.json  manifest.json (last: sizes and sha256 of the others)
-    checkpoints/contract.json   the run's recipe and facts, with their own sha256
-    checkpoints/.staging/   checkpoints that are not complete
+    checkpoints/step-40/        *.safetensors, *.json, and manifest.json with their sizes and sha256
+    checkpoints/contract.json   the run's recipe and facts, with their sha256
+    checkpoints/.staging/       incomplete checkpoints
 
-A checkpoint is written to .staging, hashed and flushed. One rename publishes it. After the first checkpoint,
-at least one valid checkpoint is always on disk, because older ones are deleted only after a newer one is
-published. Tensors are safetensors and all other data is JSON, so a checkpoint cannot run code.
+finetune writes a checkpoint to .staging, hashes it, flushes it, and publishes it by a rename. Only then does
+it delete older checkpoints. So at least one valid checkpoint is always on disk after the first one. Tensors
+are safetensors and all other data is JSON, so a checkpoint cannot run code.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Found(NamedTuple):
 
 
 class Writer:
-    """Writes one checkpoint at a time in a thread of its own. The next call raises an error of the thread."""
+    """Write one checkpoint at a time in its own thread. The next call raises an error of the thread."""
 
     def __init__(self, checkpoints: Path, keep: int | None) -> None:
-        """Args: keep: the number of published checkpoints to keep; `None`: all."""
+        """Args: keep: the number of published checkpoints to keep; `None` keeps all."""
         self.checkpoints, self.keep = checkpoints, keep
         self.thread = ThreadPoolExecutor(1, "checkpoint")
         self.running: Future[Path] | None = None
@@ -96,13 +96,13 @@ class Writer:
         if running is not None:
             self.published = running.result()
 
-    def add_receipt(self, ledger: RunChecks) -> None:
+    def add_run_check(self, checks: RunChecks) -> None:
         """Add a run check with the number of written checkpoints and the time that training paused."""
         if self.written:
             got = f"{self.written} written; training paused for at most {max(self.waited):.2f} s"
             how = "time of each pause; a thread writes the files while training continues"
             asked = f"{len(self.waited)} written"
-            ledger.add("checkpoints", asked, got, how, ok=self.written == len(self.waited))
+            checks.add("checkpoints", asked, got, how, ok=self.written == len(self.waited))
 
     def close(self) -> None:
         """Finish the last write when the run ends for any reason. Print its error instead of raising it."""
@@ -125,15 +125,15 @@ def write(checkpoints: Path, step: int, content: Content, keep: int | None) -> P
         safe_files.make_folder(root, staging)
         with safe_files.private_folder(root, f"{staging}/step-{step}") as private:
             _write_files(private.path, step, content)
-            if published.exists():  # damaged, or of the run before it resumed from an earlier step
+            if published.exists():  # it is damaged, or from before the run resumed at an earlier step
                 _let_go(published)
             safe_files.rename(root, private.name, to)
         flush(checkpoints)
         if (log := checkpoints.parent / "metrics.jsonl").exists():
             flush(log)  # a resumed run continues its lines
-    except UserError:  # a link, or a newer checkpoint
+    except UserError:  # the path is a link, or the checkpoint has a newer format
         raise
-    except Exception as error:  # safetensors raises its own error for a full disk
+    except Exception as error:  # safetensors has its own error type for a full disk
         raise UserError(_unwritten(error, checkpoints, step, content), code=Exit.ENVIRONMENT) from error
     try:
         rotate(checkpoints, keep)
@@ -169,7 +169,7 @@ def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content)
     """Return the problem of a checkpoint that could not be written. Recognize a full disk."""
     free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else None
     needed = size(content)
-    told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # from safetensors
+    told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # safetensors' error
     number = int(told[1]) if isinstance(told, re.Match) else told
     full = number in FULL or (free is not None and free < needed)
     found = f"{error}; {free or 0:,} bytes free, {needed:,} bytes needed" if full else str(error)
@@ -277,7 +277,7 @@ def named(checkpoints: Path, name: str) -> Found:
 
 
 def verify(path: Path) -> None:
-    """Check that every file has the size and the sha256 of the manifest, and that the manifest has its own.
+    """Check the size and the sha256 of every file in the manifest, and the manifest's own sha256.
 
     Raises:
         Damaged: a file differs or can't be read. The error names the first such file.
@@ -375,8 +375,8 @@ def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) ->
 
     Args:
         trained: bytes of the trained weights.
-        each: bytes of a checkpoint, which holds trained weights and the optimizer state.
-        keep: the number of checkpoints to keep. One more is written before the oldest is deleted.
+        each: bytes of a checkpoint with trained weights and optimizer state.
+        keep: the number of checkpoints to keep. The run writes one more before it deletes the oldest.
 
     Raises:
         UserError: the disk has no room (exit 3).

@@ -1,4 +1,4 @@
-"""Values on the command line, and what goes with what there."""
+"""Parse the values of command-line arguments, and check which of them go together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from finetune.training.stop_condition import Until
 if TYPE_CHECKING:
     pass
 
-# A function -> its command, where they differ: `import` is a keyword, and `finetune.export` is a package
+# Functions with another name than their command: `import` is a keyword, and `finetune.export` is a package.
 NAMES = {"import_recipe": "import", "export_model": "export"}
 
 
 def command_name(function: Any) -> str:
-    """The name of the command that a function runs."""
+    """Return the name of the command that a function runs."""
     own: str = function.__name__
     return NAMES.get(own, own)
 
 
 def count(text: str) -> int:
-    """A number of rows, 0 or more."""
+    """Parse a number of examples, at least 0."""
     return _number(int, text, 0, "an integer from 0")
 
 
@@ -52,12 +52,12 @@ def _number(kind: Any, text: str, least: int, expected: str) -> Any:
 
 
 def wrong(text: str, expected: str) -> argparse.ArgumentTypeError:
-    """What argparse says of a value; of a ValueError it would name our function."""
+    """Return the error of a value. For a ValueError, argparse would print the name of the function."""
     return argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
 
 
 def seconds(text: str) -> float:
-    """A time: 90s, 30m, 2h or 1h30m."""
+    """Parse a duration such as 90s, 30m, 2h or 1h30m, and return seconds."""
     number = r"(\d+\.?\d*|\.\d+)"
     found = re.fullmatch(rf"(?:{number}h)?(?:{number}m)?(?:{number}s)?", text.strip())
     parts = [float(part or 0) for part in found.groups()] if found and text else [0.0, 0.0, 0.0]
@@ -67,20 +67,23 @@ def seconds(text: str) -> float:
 
 
 def names(text: str) -> str:
-    """A list of names; `lora, dora` is lora,dora."""
+    """Parse a list of names. `lora, dora` becomes `lora,dora`."""
     return ",".join(name.strip() for name in text.split(","))
 
 
 def resume(text: str) -> str:
-    """What follows `--resume=`: auto, or a checkpoint's name."""
+    """Parse the value of `--resume`: auto, or the name of a checkpoint."""
     if text not in ("auto", "newest") and not re.fullmatch(r"step-\d+", text):
         raise wrong(text, "auto, or a checkpoint's name: step-100")
     return text
 
 
 def in_order(words: list[str]) -> list[str]:
-    """A command line as argparse reads what is meant: `--resume` may have no value, and would take what
-    follows for one; `--tasks a b RUN` would take RUN for a task."""
+    """Reorder a command line for argparse.
+
+    `--resume` may have no value, but argparse would take the next word as its value. In `--tasks a b RUN` it
+    would take RUN as a task.
+    """
     words = ["--resume=newest" if word == "--resume" else word for word in words]
     if words[:1] != ["evaluate"] or "--tasks" not in words:
         return words
@@ -94,12 +97,15 @@ def in_order(words: list[str]) -> list[str]:
 
 
 def _is_a_run(word: str) -> bool:
-    """Whether it is no task: those of lm-eval have names without a slash, one of your own is a YAML file."""
+    """Return whether a word names a run and not a task.
+
+    Tasks of lm-eval have names without a slash, and the user's own tasks are YAML files.
+    """
     return Path(word).is_dir() or (not word.endswith((".yaml", ".yml")) and ("/" in word or "@" in word))
 
 
 def check_read(command: str, overrides: list[str]) -> None:
-    """Refuse overrides of keys that a command on a finished run does not read (exit 2)."""
+    """Stop if an override sets a key that a command on a finished run does not read (exit 2)."""
     read = ("model", "data", "speed", "eval") if command != "publish" else ("publish", "model", "data")
     other = [
         text for text in overrides if text.partition(".")[0] in {"train", "adapter", "publish"} - {*read}
@@ -118,7 +124,7 @@ def check_read(command: str, overrides: list[str]) -> None:
 
 
 def train_again(options: argparse.Namespace) -> list[str]:
-    """The command line of `train` again, for the processes that it is launched in."""
+    """Return the command line of `train` for the processes of its launch."""
     more = [f"--resume={options.resume}"] if options.resume not in (None, "newest") else []
     more += ["--resume"] if options.resume == "newest" else []
     more += [f"--until={options.until.text}"] if options.until else []
@@ -126,21 +132,21 @@ def train_again(options: argparse.Namespace) -> list[str]:
 
 
 def go_on(options: argparse.Namespace, folder: str) -> list[str]:
-    """The command line that goes on with a run that was stopped; from its beginning if it got no further.
+    """Return the command line that resumes a stopped run. Without a checkpoint, it starts from the beginning.
 
-    One that has saved what it trained, and has no checkpoint, would be trained again: it is evaluated.
+    If the run has saved its weights but has no checkpoint, return the command that evaluates it.
     """
     named = [text.partition("=")[2] for text in options.overrides if text.startswith("train.output_dir=")]
     where = [] if named or not folder else [f"train.output_dir={folder}"]
     folder = folder or "".join(named[-1:])
     config = options.accelerate or os.environ.get(
         launch_environment.ACCELERATE
-    )  # which a launch's processes are not given
+    )  # the processes of a launch do not get the option
     launched = ["--accelerate", config] if config else []
     saved = any((Path(folder) / "checkpoints").glob("step-*")) if folder else False
     if folder and not saved and any((Path(folder) / name).exists() for name in ("adapter", "model")):
         return ["evaluate", folder]
-    known = folder or options.resume  # else there is no folder that could be gone on with
+    known = folder or options.resume  # otherwise there is no folder to resume from
     resumes = ["--resume" if saved else "--resume=auto"] if known else []
     return ["train", options.recipe, *options.overrides, *where, *launched, *resumes]
 
@@ -166,12 +172,15 @@ OF_RUN = (
 
 
 def flags(options: argparse.Namespace) -> list[str]:
-    """The flags every command has, as they were given."""
+    """Return the flags of every command that were set."""
     return [f"--{flag}" for flag in ("quiet", "debug", "json", "verbose") if getattr(options, flag, False)]
 
 
 def until(text: str) -> Until:
-    """A step (500), a time from now (7h30m), the next 06:30, or a date and time (2026-11-22T06:30)."""
+    """Parse the value of `--until`: a step, a duration, a time of day, or a date and time.
+
+    Examples are 500, 7h30m, 06:30 and 2026-11-22T06:30.
+    """
     try:
         return _until(text)
     except (ValueError, argparse.ArgumentTypeError):

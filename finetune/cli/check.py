@@ -34,9 +34,9 @@ CHECK: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def _decided(recipe: Recipe) -> list[str]:
-    """What `autoconfig.decide` refuses of `speed:` for this model on this machine, as notes.
+    """Return the errors of `autoconfig.decide` about `speed:` for this model on this machine, as notes.
 
-    Only what was asked for can be refused, so that most recipes need no torch here.
+    Only settings that the recipe sets can be wrong, so most recipes need no torch here.
     """
     speed = recipe.speed
     values = speed.fused, speed.compile, speed.activation_checkpointing, speed.offload
@@ -56,7 +56,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     """Check a recipe, its files, its module names and the first examples of its data."""
     from finetune.data import template_sandbox
 
-    template_sandbox.start()  # it gets ready beside the imports and the other checks
+    template_sandbox.start()  # it starts during the imports and the other checks
     with fast_imports():
         from finetune.preflight import checker
 

@@ -47,7 +47,7 @@ def compare_problems(options: argparse.Namespace) -> list[Problem]:
 
 
 def compare_again(options: argparse.Namespace) -> list[str]:
-    """The command line again, for the processes that it is launched in."""
+    """Return the command line for the processes of the launch."""
     named = [(f"--{name}", getattr(options, name)) for name in ("adapters", "seeds", "output")]
     named.append(("--budget", f"{options.budget}s" if options.budget else None))
     flat = [text for name, value in named if value is not None for text in (name, str(value))]

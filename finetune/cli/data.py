@@ -51,7 +51,7 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
             raise UserError(Problem(what, key, found="true", fix=fix, code="command-line"))
         kept = [Path(recipe.data.cache_dir)] if options.prepare and recipe.data.cache_dir else []
         for folder in [*kept, *([page.parent] if page else [])]:
-            with writing(folder):  # known before the work, not after it
+            with writing(folder):  # fail before the work, not after it
                 folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=folder).close()
         quieten_libraries()
@@ -60,7 +60,7 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
             tokenizer, prepared = load_data.prepare_data(recipe)
     from finetune.data import preview
 
-    if isinstance(sys.stdout, io.TextIOWrapper):  # data may hold what the terminal's encoding lacks
+    if isinstance(sys.stdout, io.TextIOWrapper):  # data may have characters that the terminal can't encode
         sys.stdout.reconfigure(errors="backslashreplace")
     unasked = 0 if page or kept else 3
     preview.summary(screen, prepared)

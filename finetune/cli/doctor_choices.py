@@ -1,4 +1,4 @@
-"""Which attention and which storage this machine would use, for `finetune doctor`."""
+"""Choose attention and quantization on this machine, for `finetune doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizations a machine has, for `finetune doctor`."""
+"""List the state of each optimization on this machine, for `finetune doctor`."""
 
 from __future__ import annotations
 

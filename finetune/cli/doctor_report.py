@@ -1,4 +1,4 @@
-"""`finetune doctor`: versions, hardware, choices, extras; each optimization: where set, state, why."""
+"""Print the tables of `finetune doctor`: versions, hardware, choices, extras and optimizations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe
 
-EXTRAS = {  # extra -> what it brings, by import name
+EXTRAS = {  # extra -> the import names of its packages
     "bnb": ("bitsandbytes",),
     "quantize": ("torchao",),
     "eval": ("lm_eval",),
@@ -43,8 +43,8 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
     """Print five tables about a run of the recipe, or about the defaults without a recipe.
 
     Args:
-        measured: first time this machine, which takes about a minute on a GPU, and store the rates for
-            `finetune plan`.
+        measured: whether to measure the speed of this machine first and store it for `finetune plan`. This
+            takes about a minute on a GPU.
     """
     screen, machine = Console(quiet=quiet), detection.detect()
     rates = dict(_ceilings(recipe, machine)) if measured else {}

@@ -1,4 +1,4 @@
-"""`finetune train --dry-run`: what would be done, with the data read and encoded; nothing is trained."""
+"""`finetune train --dry-run`: prepare the data and print the plan, without training."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[str, Any]:
-    """Its data, its plan on this machine, and what it would go on from.
+    """Print the data, the plan on this machine, and the checkpoint that training would resume from.
 
     Raises:
-        UserError: what `train` refuses before it loads a weight: a launch, a folder, a checkpoint, rows,
-            what SFTConfig or the schedule is given.
+        UserError: the launch, the run folder, a checkpoint, the data or a training setting is wrong. `train`
+            raises the same errors before it loads weights.
     """
     screen, where = Console(quiet=options.quiet), recipe.train.output_dir
     if resume.nothing_to_do(where, options.resume, recipe.model_dump(mode="json")):
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
     quieten_libraries()
     from finetune.training import start_checks
 
-    screen.note(*(note for note in notes if not note.startswith(WARNING)))  # which the plan prints
+    screen.note(*(note for note in notes if not note.startswith(WARNING)))  # the plan prints warnings
     with progress.phase(screen, "preparing the data"):
         start = start_checks.check_start(recipe, options.resume, launches=bool(options.accelerate))
     preview.summary(screen, start.prepared)
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
     planned = plan_report.run(recipe, options.overrides, screen, asked)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(launcher.command_line([*arguments.train_again(options), *launched]))
-    then = f"it would go on after step {start.found.step}; " if start.found else ""
+    then = f"it would resume after step {start.found.step}; " if start.found else ""
     if start.unseen:
         screen.say(f"note: {', '.join(start.unseen)}: looked at when the launch's processes train")
     screen.say("", f"dry run: nothing was trained; {then}next: {again}")

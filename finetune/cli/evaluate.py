@@ -61,7 +61,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> Start:
-    """How a run is evaluated on several GPUs; called where there are several."""
+    """Return how a run is evaluated on a machine with several GPUs."""
     from finetune.evaluation import reopen
 
     return reopen.launch_of(run, overrides, machine)

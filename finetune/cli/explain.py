@@ -18,7 +18,7 @@ EXPLAIN: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def explain(options: argparse.Namespace) -> dict[str, Any]:
-    """Describe the code of an error, or list all codes."""
+    """Describe an error code, or list all error codes."""
     if options.code is None:
         standard_streams.say(*sorted(CODES), "", f"next: {command('explain')} CODE")
         return {"codes": CODES}

@@ -50,7 +50,7 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _answers(options: argparse.Namespace) -> dict[str, str]:
-    """The options; on a terminal, questions for those that are missing, else their defaults."""
+    """Return the answers from the options. Ask for missing ones on a terminal, else use the defaults."""
     given = {name: getattr(options, name) for name in QUESTIONS}
     if sys.stdin.isatty() and not all(given.values()):
         for name, (question, default) in QUESTIONS.items():

@@ -1,4 +1,4 @@
-"""What a command is given: a recipe, a run folder, a place to write to; errors that say where they are."""
+"""Open the recipe or run folder that a command gets, and add file positions to errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(options: argparse.Namespace) -> Recipe:
 
 
 def opened(options: argparse.Namespace) -> RunFolder:
-    """The run of a command that takes one; of one from the Hub it is said where it is here."""
+    """Open the run that a command gets. For a run on the Hub, print its local folder."""
     from finetune.run_folder.run_folder import open_run
 
     arguments.check_read(arguments.command_name(options.command), getattr(options, "overrides", []))
@@ -40,7 +40,7 @@ def opened(options: argparse.Namespace) -> RunFolder:
 
 @contextlib.contextmanager
 def located(recipe: Recipe | None) -> Iterator[None]:
-    """Give every problem that names a recipe key its file:line:col."""
+    """Add file:line:column to every problem with a recipe key."""
     try:
         yield
     except UserError as error:
@@ -51,7 +51,7 @@ def located(recipe: Recipe | None) -> Iterator[None]:
 
 
 def with_lines(problems: Iterable[Problem]) -> list[Problem]:
-    """Problems with the line of the YAML file that each is about; a line with a secret is not shown."""
+    """Add the line of the YAML file to each problem, unless the line has a secret."""
     texts: dict[str, list[str]] = {}
     shown = []
     for problem in problems:
@@ -70,12 +70,12 @@ def with_lines(problems: Iterable[Problem]) -> list[Problem]:
 def _lines_of(path: Path) -> list[str]:
     try:
         return strict_yaml.text_of(path, "the recipe").split("\n")
-    except (OSError, UserError):  # the file has changed, or was no file
+    except (OSError, UserError):  # the file has changed, or the path is not a file
         return []
 
 
 def place(recipe: Recipe, key: str) -> str:
-    """Where a dotted key, or the section round it, stands in the recipe."""
+    """Return the position of a dotted key or of its section in the recipe."""
     path = tuple(key.split(".")) if key else ()
     while path and path not in recipe.origin.where:
         path = path[:-1]

@@ -38,7 +38,7 @@ def render(command: str, exit_code: int, result: object, problems: Sequence[Prob
 
 
 def plain(value: object) -> Any:
-    """Return a value as JSON has it: dataclasses as objects, paths as strings, NaN and Inf as null."""
+    """Convert a value for JSON: dataclasses to objects, paths to strings, NaN and Inf to null."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if as_dict := getattr(value, "_asdict", None):  # a NamedTuple

@@ -1,4 +1,7 @@
-"""The commands. Nothing heavy is imported until a command needs it: `--help` and `check` never load torch."""
+"""Parse the command line and run a command.
+
+Heavy imports happen only in the commands that need them. `--help` and `check` do not load torch.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +50,13 @@ if TYPE_CHECKING:
     from finetune.core.errors import Problem
 
 RANK_0_FIRST = 3  # seconds
-VERSION = sys.modules["finetune"].__version__  # an import of the package would be upwards
+VERSION = sys.modules["finetune"].__version__  # import-linter forbids an import of the package here
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. A user's error is one message, with no traceback."""
+    """Run one command and return the exit code. A user's error prints one message without a traceback."""
     privacy.switch_off_telemetry()
-    if given is None:  # the process is the command's: what ends it is shown masked too
+    if given is None:  # this process runs only the command, so uncaught errors are masked too
         import_paths.leave_working_directory()
         sys.excepthook = privacy.excepthook
         standard_streams.allow_closing()
@@ -69,7 +72,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 class Outcome(NamedTuple):
-    """How a command ended."""
+    """The exit code, result and problems of a command."""
 
     code: int
     result: object = None
@@ -89,9 +92,9 @@ def guarded(command: Callable[[argparse.Namespace], object], options: argparse.N
         if os.environ.get("RANK", "0") == "0":
             standard_streams.say(*str(stopped).split("\n"), error=True)
         else:
-            time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this one has left
+            time.sleep(RANK_0_FIRST)  # the launcher ends rank 0 as soon as this process exits
         return Outcome(Exit.STOPPED, {"stopped": str(stopped), "run": stopped.folder})
-    except Exception as error:  # the last resort: one message in place of a traceback
+    except Exception as error:  # the last resort: print a message instead of a traceback
         if options.debug:
             raise
         if problem := launch_environment.lost(error):
@@ -108,7 +111,7 @@ def failed(error: UserError) -> Outcome:
     """Report why this process failed, on the screen and to the launcher."""
     rank, now = int(os.environ.get("RANK", "0")), time.time()
     if rank:
-        time.sleep(RANK_0_FIRST)  # where all ranks fail alike, the launcher ends this one meanwhile
+        time.sleep(RANK_0_FIRST)  # if all ranks fail, the launcher ends this process in the meantime
     said = "\n".join(map(str, inputs.with_lines(error.problems)))
     launch_environment.report(said, now)
     standard_streams.say(*(f"rank {rank}: {said}" if rank else said).split("\n"), error=True)
@@ -117,7 +120,7 @@ def failed(error: UserError) -> Outcome:
 
 @functools.cache
 def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The whole command-line surface, and each command's; a test pins it."""
+    """Return the parser of the command line, and the parser of each command. A test compares its output."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--quiet", action="store_true", help="print only errors")
     common.add_argument("--debug", action="store_true", help="print tracebacks of errors")
@@ -133,7 +136,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
         command = commands.add_parser(own, help=text, description=text, parents=[common])
         for name, settings in its:
             made = command.add_argument(name, **settings)
-            made.required = made.required and settings.get("nargs") != "*"  # argparse asks for one
+            made.required = made.required and settings.get("nargs") != "*"  # argparse would require a value
         command.set_defaults(command=function)
 
     add(train.train, arguments.RECIPE, arguments.OVERRIDES, *train.TRAIN)
@@ -163,7 +166,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
 
 
 def parse(given: Sequence[str] | None) -> argparse.Namespace:
-    """argparse ends a list of positionals at the first option; overrides may also follow options."""
+    """Parse the command line. Overrides may follow options, although argparse ends the list at an option."""
     top, commands = parser()
     words = list(sys.argv[1:] if given is None else given)
     if words and not words[0].startswith("-") and words[0] not in commands:

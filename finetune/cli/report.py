@@ -13,7 +13,8 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     """Write an HTML report of a run: verdict, evaluation, curves, run checks, data and recipe."""
     from finetune.reporting import html_report
 
-    path = options.run if os.path.exists(options.run) else opened(options).path  # a part of a run is enough
+    # An incomplete run folder is enough
+    path = options.run if os.path.exists(options.run) else opened(options).path
     page, verdict = html_report.run(path, options.output)
     html_report.show(page, verdict, quiet=options.quiet)
     return {"page": page, "verdict": verdict}

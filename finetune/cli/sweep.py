@@ -1,4 +1,4 @@
-"""`finetune sweep` as it was asked for: where things are, and what has to be installed."""
+"""`finetune sweep`: search values of recipe keys with Optuna."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from finetune.core import packages, safe_files, shipped_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import writing
 
-URL = "FINETUNE_STORAGE"  # so that no list of processes shows a password
+URL = "FINETUNE_STORAGE"  # an environment variable, so that the process list shows no password
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Search, or write the space as a W&B sweep.
+    """Run the search, or write the search space as a W&B sweep.
 
     Raises:
-        UserError: Optuna is not installed (exit 3), the folder can't be made (2); and as `sweep` does.
+        UserError: Optuna is not installed (exit 3), the folder can't be made (exit 2), or `sweep` fails.
     """
     path = options.space or str(shipped_files.folder("recipes") / "sweep.yaml")
     folder = Path(options.output or f"runs/sweep-{Path(options.recipe).stem}")
@@ -48,10 +48,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def export(options: argparse.Namespace, path: Path, target: Path) -> None:
-    """Write the space as a W&B sweep, its corners checked; neither Optuna nor wandb is needed.
+    """Check the corners of the search space, and write it as a W&B sweep. Needs neither Optuna nor wandb.
 
     Raises:
-        UserError: what a search would refuse as well, but for what only this machine can't run (exit 2).
+        UserError: the search space has an error (exit 2). Limits of this machine are not errors here.
     """
     from finetune.core.console import Console, quieten_libraries
     from finetune.experiments.sweep import search_space, search_space_checks, wandb_sweep

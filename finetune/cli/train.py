@@ -64,7 +64,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
             return dry_run.run(options, recipe, notes) if main else {}
         if options.accelerate:
-            choice_checks.pinned(recipe)  # for the processes of the launch; without a config the plan does it
+            choice_checks.pinned(recipe)  # for the processes of the launch; else the plan pins the commit
         again = arguments.train_again(options) + arguments.flags(options)
         launcher.if_needed(again, functools.partial(planner.launch_of, recipe), options.accelerate)
         if main and recipe.publish.repo:
@@ -78,13 +78,14 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             from finetune.training import pipeline
 
         where = recipe.train.output_dir
-        finished = where is not None and run_folder.RunFolder(Path(where)).finished  # it is left as it is
+        # A finished run does not change, so it is not published again.
+        finished = where is not None and run_folder.RunFolder(Path(where)).finished
         asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
         try:
             folder = pipeline.run(recipe, verbosity=_verbosity(options), command=True, **asked)
         except Stopped as stopped:
             again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
-            raise Stopped(f"{visible(stopped)}\n  go on with: {visible(again)}") from None
+            raise Stopped(f"{visible(stopped)}\n  resume with: {visible(again)}") from None
         if main and not (finished and (folder.path / "publish.json").exists()):
             after_training.publish_run(recipe, folder, Console(quiet=options.quiet))
         return _result(folder) if main and options.json else {}

@@ -1,8 +1,8 @@
-"""Output for a person: tables and progress on the terminal, plain lines elsewhere. log.txt gets all of it.
+"""Print tables and progress on the terminal, and plain lines elsewhere. log.txt gets all output.
 
-All output goes through this module. It masks secrets and shows characters that would act on a terminal.
-Each string is one line: the console shows a line break in it as an escape.
-Only rank 0 speaks. Messages of other libraries go to log.txt, since the user can't act on them.
+All output goes through this module. It masks secrets and escapes characters that would control a terminal.
+Each string is one line: the console shows a line break in it as an escape. Only rank 0 prints. Messages of
+other libraries go to log.txt, because the user can't act on them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PLAIN_WIDTH = WIDE = 120
-PLAIN_LINES = 20  # about so many progress lines in a run when there is no terminal
+PLAIN_LINES = 20  # approximate number of progress lines of a run without a terminal
 
 
 class LibraryRecords(logging.Formatter):
-    """Records of libraries: without secrets, and with no line that looks like a message of finetune."""
+    """Format log records of libraries without secrets. No line looks like a message of finetune."""
 
     def format(self, record: logging.LogRecord) -> str:
         return continued(masked(super().format(record)))
@@ -57,7 +57,7 @@ class Console:
         for line in lines:
             shown = Text(visible(masked(line)), style) if isinstance(line, str) else line
             plain: Any = {"soft_wrap": isinstance(line, str)}
-            if not self.console.quiet:  # which else would lay it out, and drop it
+            if not self.console.quiet:  # a quiet console would spend time on the layout
                 self.console.print(shown, **plain)
             if self._log:
                 self._log.print(shown, **plain)
@@ -72,11 +72,11 @@ class Console:
         """Print a table.
 
         Args:
-            wide: columns that only a terminal of at least WIDE characters shows; log.txt has all of them.
+            wide: columns that need a terminal of at least WIDE characters. log.txt has all columns.
         """
         rows = list(rows)
         self.say("")
-        if title:  # on a line of its own: a table would wrap it
+        if title:  # printed on its own line, because a table would wrap it
             self.say(title, style="bold")
         narrow = [index for index, name in enumerate(columns) if name not in wide]
         shown = range(len(columns)) if self.console.width >= WIDE else narrow
@@ -107,7 +107,7 @@ class Console:
         logging.getLogger().addHandler(self._handler)
 
     def start(self, total: int, done: int = 0) -> None:
-        """Begin the training display of `total` steps, some of which may be done."""
+        """Start the progress display of `total` training steps, of which `done` are finished."""
         self._started, self._done = time.monotonic(), done
         if self.console.is_terminal and not self.console.quiet:
             text = TextColumn("{task.description}", markup=False)
@@ -117,7 +117,7 @@ class Console:
             self._progress.add_task("starting", total=total, completed=done)
 
     def step(self, step: int, total: int, line: str) -> None:
-        """Show one logged step; the log file has each of them."""
+        """Show one logged step. The log file gets every step."""
         line = visible(line)
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=step, description=line)
@@ -145,7 +145,7 @@ class Console:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table whose first column does not wrap. Secrets are masked."""
+    """Return a table with masked secrets, whose first column does not wrap."""
     known = secrets()
     table = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
@@ -166,7 +166,7 @@ def quieten_libraries() -> None:
     logging.captureWarnings(True)
     root = logging.getLogger()
     if not any(isinstance(handler, logging.NullHandler) for handler in root.handlers):
-        root.addHandler(logging.NullHandler())  # before the imports: some log while they are imported
+        root.addHandler(logging.NullHandler())  # before the imports, because some libraries log at import
     import datasets
     import transformers
 

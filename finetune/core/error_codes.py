@@ -213,7 +213,8 @@ CODES = {
         "The Hugging Face Hub refused the request or can't be reached. Check your network and your token."
     ),
     "experiment": (
-        "The request for `compare`, `ablate` or `sweep` is wrong, or its folder holds another experiment."
+        "The request for `compare`, `ablate` or `sweep` is wrong, its folder holds another experiment, or a "
+        "measured figure misses its limit."
     ),
     "search-space": ("The file of a sweep's search space is wrong."),
     "ablation-file": ("The file of an ablation's optimizations is wrong."),

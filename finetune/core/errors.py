@@ -1,4 +1,4 @@
-"""The error that a user meets, its message and the exit codes.
+"""The errors for users, their messages and the exit codes.
 
 error: model.attention: `flash_attention_3` is not available on this machine (my.yaml:4:3) [attention-kernel]
      4 |   attention: flash_attention_3
@@ -41,10 +41,10 @@ LONGEST_LINE = 120  # characters of the recipe's line in an error
 
 LONGEST_NAME = 200  # characters of a name in `nearest`
 
-# Of an OSError: the path that a user named cannot be opened
+# errno values of an OSError: the path that a user named cannot be opened
 UNUSABLE = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of an OSError: there is no room on the disk
-NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's words, of no type of their own
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errno values of an OSError: the disk is full
+NO_MEMORY = "DefaultCPUAllocator: can't allocate memory"  # torch's message; it has no exception type for this
 
 
 class Exit(IntEnum):
@@ -54,12 +54,12 @@ class Exit(IntEnum):
     INPUT = 2  # the user's input: recipe, data, command line
     ENVIRONMENT = 3  # a package, the hardware, the network, credentials
     ARTIFACT = 4  # a checkpoint or saved adapter that does not verify
-    TRAINING = 5  # non-finite loss, out of memory at the smallest batch, a broken promise in training
+    TRAINING = 5  # NaN or Inf, out of memory at the smallest batch, a failed run check
     STOPPED = 75  # stopped by a signal, resumable
 
     @classmethod
     def of(cls, code: int) -> Exit:
-        """Of a process that has ended with `code`: TRAINING where that is none of these."""
+        """Return the status of a process that ended with `code`; TRAINING for other codes."""
         return cls(code) if code in list(cls) else cls.TRAINING
 
 
@@ -75,7 +75,7 @@ class Problem:
     expected: str = ""
     fix: str = ""
     more: str = ""
-    """Further lines of `found`: of a table or of a log."""
+    """Further lines of `found`, from a table or a log."""
     why: str = ""
     code: str = ""
     """The kind of problem, a key of `error_codes.CODES`."""
@@ -83,7 +83,7 @@ class Problem:
     """The line of the file at `where`; the command line fills it in."""
 
     def __str__(self) -> str:
-        key = re.sub(r"(\.\d+)+$", "", self.key)  # an item's place is its own, its name the list's
+        key = re.sub(r"(\.\d+)+$", "", self.key)  # without the index of an item in a list
         head = f"error: {key}: {self.what}" if key else f"error: {self.what}"
         head = f"{head} ({self.where})" if self.where else head
         lines = [f"{head} [{self.code}]" if self.code else head, *self._source()]
@@ -94,7 +94,7 @@ class Problem:
         return "\n".join(visible(masked(line, known)) for line in lines)
 
     def _source(self) -> list[str]:
-        """The line of the file, with a caret under the position."""
+        """Return the line of the file, and a line with a caret under the position."""
         place = _PLACE.fullmatch(self.where)
         if not place or not self.line or not 0 < int(place[3]) <= LONGEST_LINE:
             return []
@@ -115,7 +115,7 @@ class UserError(Exception):
 
 
 def _printed(text: str) -> Problem:
-    """The problem that a text ends with, as printed: torch raises a loader worker's error again so."""
+    """Return the problem printed at the end of a text. torch repeats errors of loader workers as text."""
     what, *lines = text.rpartition("UserError: error: ")[2].strip().split("\n")
     labels = {match[1]: match[2] for line in lines if (match := _LABELLED.fullmatch(line))}
     shown = (labels.get(label, "") for label in ("found", "expected", "help"))
@@ -125,12 +125,12 @@ def _printed(text: str) -> Problem:
 
 
 def first_line(error: BaseException | str) -> str:
-    """Of what an error says; its type where it says nothing."""
+    """Return the first line of an error's text, or its type if it has no text."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def in_one_line(error: UserError, *, found: bool = False) -> str:
-    """All problems of an error, each as key and what; with `found`, also what was found."""
+    """Return all problems of an error in one line, each with key and message, and with `found` if set."""
     parts = ((p.key, p.what, p.found if found else "") for p in error.problems)
     return "; ".join(": ".join(filter(None, part)) for part in parts)
 
@@ -139,7 +139,7 @@ class Stage(NamedTuple):
     """What finetune was doing when another library raised an exception."""
 
     doing: str
-    """Completes "while finetune ...": "loaded the tokenizer"."""
+    """The end of the sentence "while finetune ...", such as "loaded the tokenizer"."""
     key: str = ""
     fix: str = ""
     code: Exit = Exit.ENVIRONMENT
@@ -151,10 +151,10 @@ class Panic(RuntimeError):
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise the panic of a library in Rust as `Panic`: the type that Python gets is no `Exception`."""
+    """Raise the panic of a library in Rust as `Panic`, because its own type is not an `Exception`."""
     try:
         yield
-    except BaseException as error:  # a panic is no Exception; everything else is raised again
+    except BaseException as error:  # a panic is not an Exception; other errors are raised again
         if type(error).__name__ != "PanicException":
             raise
         raise Panic(str(error)).with_traceback(error.__traceback__) from error
@@ -162,25 +162,25 @@ def panics_as_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stage(doing: str, key: str = "", fix: str = "", code: Exit = Exit.ENVIRONMENT) -> Iterator[None]:
-    """Remember on an exception of another library what finetune was doing; `unexpected` puts it into words.
+    """Store on an exception of another library what finetune was doing. `unexpected` prints it.
 
-    The exception itself stays as it is: callers still tell out of memory and lost processes from it.
+    The exception itself does not change, so callers can still detect out of memory and lost processes.
     """
     try:
         with panics_as_errors():
             yield
     except UserError:
         raise
-    except Exception as error:  # of any library; it is raised again
+    except Exception as error:  # from any library; it is raised again
         vars(error).setdefault("finetune_stage", Stage(doing, key, fix, code))
         raise
 
 
 def unexpected(error: Exception, doing: str) -> UserError:
-    """An exception that nobody expected, as a user reads it: whose it is, where, and in which stage.
+    """Return an unexpected exception as an error for users, with its library, place and stage.
 
     Args:
-        doing: of `Stage`, where no stage remembers itself on the exception.
+        doing: `Stage.doing`, used if no stage is stored on the exception.
     """
     at = vars(error).get("finetune_stage") or Stage(doing)
     library, file, line = _raised_in(error)
@@ -196,10 +196,10 @@ def unexpected(error: Exception, doing: str) -> UserError:
 
 
 def explain(error: Exception, doing: str) -> UserError:
-    """What to tell a user of an exception: no memory, an unusable path, a full disk, or `unexpected`.
+    """Return an exception as an error for users: out of memory, a bad path, a full disk, or `unexpected`.
 
     Args:
-        doing: of `Stage`, where no stage remembers itself on the exception.
+        doing: `Stage.doing`, used if no stage is stored on the exception.
     """
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and NO_MEMORY in str(error)):
         at = vars(error).get("finetune_stage") or Stage(doing)
@@ -220,17 +220,17 @@ def explain(error: Exception, doing: str) -> UserError:
 
 @contextlib.contextmanager
 def only_user_errors(doing: str) -> Iterator[None]:
-    """Raise every exception as a `UserError`, whose `__cause__` is the original one.
+    """Raise every exception as a `UserError`, whose `__cause__` is the original exception.
 
     Args:
-        doing: of `Stage`, where no stage remembers itself on the exception.
+        doing: `Stage.doing`, used if no stage is stored on the exception.
     """
     try:
         with panics_as_errors():
             yield
     except UserError:
         raise
-    except Exception as error:  # of any library; callers of the Python API get a UserError
+    except Exception as error:  # from any library; callers of the Python API get a UserError
         raise explain(error, doing) from error
 
 
@@ -238,8 +238,11 @@ LONGEST = 500  # characters of another library's message that are shown
 
 
 def _raised_in(error: Exception) -> tuple[str, str, int]:
-    """The library, file and line whose call failed: an attribute that is missing is its reader's fault, and
-    torch only runs what others call."""
+    """Return the library, file and line that caused an exception.
+
+    A missing attribute is the fault of the code that reads it. torch only runs the calls of others, so it is
+    skipped.
+    """
     frames = [
         (*_library_of(frame.filename), frame.lineno or 0)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -250,7 +253,7 @@ def _raised_in(error: Exception) -> tuple[str, str, int]:
 
 
 def _library_of(filename: str) -> tuple[str, str]:
-    """The library that a source file belongs to, and the file's path in it."""
+    """Return the library of a source file, and the file's path in the library."""
     path = Path(filename)
     own = Path(__file__).parents[1]
     if path.is_relative_to(own):
@@ -260,12 +263,12 @@ def _library_of(filename: str) -> tuple[str, str]:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal or `--until` stopped a run that can be resumed (exit 75). The text names what is left."""
+    """A signal or `--until` stopped a run that can be resumed (exit 75). The text names the saved files."""
 
     folder = ""
-    """The run folder, once there is one."""
+    """The run folder, as soon as it exists."""
     together = False
-    """Whether all processes of the launch end so."""
+    """Whether all processes of the launch stop in this way."""
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 
 def size(count: float) -> str:
-    """A number of bytes: `1.50 GiB`, `12.00 MiB`."""
+    """Format a number of bytes, such as `1.50 GiB` or `12.00 MiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """`45 s`, `3 min 5 s`, `41 min` or `2 h 10 min`."""
+    """Format a duration, such as `45 s`, `3 min 5 s`, `41 min` or `2 h 10 min`."""
     if not math.isfinite(seconds):
         return "an unknown time"
     whole = round(seconds)
@@ -27,7 +27,7 @@ def duration(seconds: float) -> str:
 
 
 def figure(value: object) -> str:
-    """A number in at most four digits, or a whole number with its thousands; `-`: there is none."""
+    """Format a number with at most four digits, and an integer with separators; `-` for no number."""
     if not isinstance(value, int | float):
         return "-"
     if not math.isfinite(value):
@@ -38,7 +38,7 @@ def figure(value: object) -> str:
 
 
 def percent(value: float) -> str:
-    """A share: `12.5%`."""
+    """Format a share, such as `12.5%`."""
     return f"{value:.1%}"
 
 
@@ -56,21 +56,25 @@ def as_yaml(value: object) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """A text of at most so many characters."""
+    """Shorten a text to at most `length` characters."""
     return text if len(text) <= length else f"{text[: length - 3]}..."
 
 
-SHARES = {"exact_match", "ended", "acc", "acc_norm", "f1", "em"}  # shown in percent, where they are 1 at most
+# Scores that are shown in percent if no value is above 1
+SHARES = {"exact_match", "ended", "acc", "acc_norm", "f1", "em"}
 
 
 def is_share(key: str, *scores: dict[str, Any]) -> bool:
-    """Of `exact_match,strict-match` the filter does not matter; some tasks give f1 from 0 to 100."""
+    """Return whether a score is a share of 1. Ignore the filter in names like `exact_match,strict-match`.
+
+    Some tasks report f1 from 0 to 100, so all values must be at most 1.
+    """
     values = [one[key] for one in scores if one.get(key) is not None]
     return key.partition(",")[0] in SHARES and all(value <= 1 for value in values)
 
 
 def number(value: float, *, share: bool) -> str:
-    """A score as it is said: a share in per cent, all else (losses, perplexities, BLEU) as it is."""
+    """Format a score: a share in percent, other scores such as losses and BLEU as they are."""
     return percent(value) if share else f"{value:.4f}"
 
 
@@ -78,5 +82,5 @@ WARNING = "warning: "
 
 
 def labelled(notice: str) -> str:
-    """A notice as it is printed: a warning as it is, all else as a note."""
+    """Return a notice for printing. It starts with `note:`, unless it is a warning."""
     return notice if notice.startswith(WARNING) else f"note: {notice}"

@@ -20,7 +20,7 @@ LFS_POINTER = b"version https://git-lfs"
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Report a file or folder that finetune can't write as an error of the user (exit 2)."""
+    """Report a file or folder that can't be written as an error of the user (exit 2)."""
     try:
         yield
     except OSError as error:
@@ -29,7 +29,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def why_not_makeable(path: Path) -> str:
-    """Why a folder can't be made or written to, without making it; the empty string if it can."""
+    """Return why a folder can't be created or written to; the empty string if it can. Create nothing."""
     above = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
     if not above.is_dir():
         return os.strerror(errno.EEXIST if above == path.absolute() else errno.ENOTDIR)
@@ -39,7 +39,7 @@ def why_not_makeable(path: Path) -> str:
 
 
 def refuse_lfs_pointer(path: Path, key: str = "") -> None:
-    """Refuse the few lines of text that Git LFS leaves in place of a large file (exit 2)."""
+    """Stop if a file is only the pointer of Git LFS to a large file (exit 2)."""
     check_regular(path, key)
     with path.open("rb") as file:
         is_pointer = file.read(len(LFS_POINTER)) == LFS_POINTER
@@ -49,7 +49,7 @@ def refuse_lfs_pointer(path: Path, key: str = "") -> None:
 
 
 def local_path(name: str) -> bool:
-    """Whether a `name` means a file or folder rather than a Hub id: it exists, or only a path looks so."""
+    """Return whether `name` is a path and not a Hub id: it exists, or it has the form of a path."""
     if os.path.exists(os.path.expanduser(name)) or any(mark in name for mark in "*?["):
         return True
     looks_like_file = Path(name).suffix in DATA_SUFFIXES or ("/" not in name and "." in name)
@@ -60,7 +60,7 @@ DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".parquet", ".arrow", ".ta
 
 
 def can_be_path(name: str) -> bool:
-    """Return whether the system accepts a name as a path. Names with NUL and very long names are no paths."""
+    """Return whether the system accepts a name as a path. It refuses names with NUL and very long names."""
     try:
         os.stat(name)
     except ValueError:
@@ -82,7 +82,7 @@ def similar_files(path: Path) -> str:
 
 
 def similar_folder(name: str) -> str:
-    """A folder here with a name like a Hub id's that may have been meant for it."""
+    """Return a local folder with a name similar to a Hub id, which the user may have meant."""
     path = Path(name.partition("@")[0])
     beside = path.parent.iterdir() if path.parent.is_dir() else ()
     match = nearest(path.name, {entry.name for entry in beside if entry.is_dir()})

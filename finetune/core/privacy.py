@@ -1,9 +1,9 @@
-"""Secrets in messages, files and uploads, and the telemetry of the libraries.
+"""Mask secrets in messages, files and uploads, and switch off the telemetry of libraries.
 
-Secrets come from the environment alone, because recipes with one are refused. So some secrets are known: the
-values of variables that are called token, key or password, and the token of `hf auth login`. They are found
-as they are, and as they stand in JSON, in HTML, in an address and in base64. All others are found by their
-form. Everything that is printed or logged goes through `masked`.
+A recipe with a secret is an error, so finetune reads secrets only from the environment. Known secrets are the
+values of variables whose names contain token, key or password, and the token of `hf auth login`. finetune
+finds them in plain text and as encoded in JSON, HTML, URLs and base64. It finds other secrets by their
+format. All printed and logged text goes through `masked`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-# A key begins where no word goes on: after the `\\n` of JSON or the `%3D` of an address it does begin
+# A key does not begin in the middle of a word. It may begin after JSON's `\\n` or after `%3D` in a URL.
 _BEGIN = r"(?:(?<![A-Za-z0-9])|(?<=\\[nrt])|(?<=%[0-9A-Fa-f]{2}))"
-_KEYS = (  # by the prefix that the service gives its keys
+_KEYS = (  # with the prefix of each service
     r"hf_[A-Za-z0-9]{16,}",
     r"api_org_[A-Za-z0-9]{20,}",
     r"sk-[A-Za-z0-9_-]{16,}",
@@ -59,7 +59,7 @@ _PEM = (
     r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----(?:(?:\\[nr]|\s)*[A-Za-z0-9+/=]{16,})*"
     r"(?:(?:\\[nr]|\s)*-----END [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----)?"
 )
-_IN_PLACE = (  # what stands before a secret, and the secret
+_IN_PLACE = (  # a text before the secret, and the secret
     r"(?P<user>://[^\s/:@\"'<>\\]*:)[^\s/@\"'<>\\]+(?=@)",
     r"(?P<header>(?i:authorization)\\?[\"']?\s*[:=]\s*\\?[\"']?(?:[A-Za-z]{3,12}\s+)?)[A-Za-z0-9._~+/=-]{8,}",
     r"(?P<bearer>\b(?i:bearer)\s+)(?=[^\s\"']*\d)[A-Za-z0-9._~+/=-]{16,}",
@@ -67,8 +67,8 @@ _IN_PLACE = (  # what stands before a secret, and the secret
     r"(?P<wandb>(?i:wandb)\w{0,20}\W{1,6})[0-9a-f]{40}(?![0-9a-f])",
     r"(?P<aws>(?i:aws_?secret_?access_?key|account_?key|shared_?access_?key)\W{1,6})[A-Za-z0-9+/=]{40,}",
 )
-SECRET = re.compile("|".join([f"{_BEGIN}(?:{'|'.join(_KEYS)})", _PEM, *_IN_PLACE]))  # whatever it is called
-_GIVEN = re.compile(  # a name that says what its value is, as it stands in JSON, YAML and shell lines
+SECRET = re.compile("|".join([f"{_BEGIN}(?:{'|'.join(_KEYS)})", _PEM, *_IN_PLACE]))  # by format, not by name
+_GIVEN = re.compile(  # a name such as `password` and its value, in JSON, YAML and shell commands
     r"(?P<name>(?i:api_?key|secret|passw(?:or)?d|credential|(?:auth|access|api|hub|hf)_?token|private_?key)"
     r"\w{0,20}\W{1,6})(?P<value>[A-Za-z0-9+/=._-]{16,})"
 )
@@ -76,43 +76,44 @@ _SECRET_KEY = re.compile(
     r"(?i)(?:(?<![a-z_])token|\b\w{0,40}(?:passwd|password|secret|credentials?"
     r"|(?:hub|hf|auth|access|api|wandb|private)_?(?:token|key)))[\"']?\s*:"
 )
-_RUN = re.compile(r"[A-Za-z0-9]{20,}")  # letters and digits without anything between
+_RUN = re.compile(r"[A-Za-z0-9]{20,}")  # a run of letters and digits
 _DIGEST = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NAMED = re.compile(
     r"(^|_)(TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|SECRET_KEY|PRIVATE_KEY"
     r"|CONNECTION_STRING)(_|$)"
 )
 _A_PLACE = re.compile(r"_(PATH|FILE|DIR|HOME|URI|URL)$")
-SHORTEST = 8  # characters; a shorter value is in many a word
-SHORTEST_CODED = 12  # bytes of one that is looked for in base64 too
-# Of 20 and more random letters and digits, tests/security/test_secrets.py: found of 1,000 keys, and in run
-# folders
+SHORTEST = 8  # characters of a known secret; shorter values occur in ordinary words
+SHORTEST_CODED = 12  # bytes of a known secret that is also searched in base64
+# Thresholds for random runs of 20 and more letters and digits. tests/security/test_secrets.py measures how
+# many of 1,000 keys they find, and that run folders have no false hits.
 CHANGES, ENTROPY = 0.3, 3.4
 
-# Documented switches: huggingface_hub's (TRL reports each run, libraries say what they are), donottrack.sh's
-# (huggingface_hub, MLflow), and transformers' request that the Hub converts a repository without safetensors.
-# huggingface_hub reads its own when it is imported.
+# Documented switches:
+# - HF_HUB_DISABLE_TELEMETRY for huggingface_hub, through which TRL reports each run. It is read at import.
+# - DO_NOT_TRACK (donottrack.sh) for huggingface_hub and MLflow.
+# - transformers' request that the Hub converts a repository without safetensors.
 SWITCHES = {"HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1", "DISABLE_SAFETENSORS_CONVERSION": "1"}
 
 
 def switch_off_telemetry() -> None:
-    """Before any library is imported; what the user has set stays."""
+    """Switch off telemetry before a library is imported. Variables that the user has set stay."""
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)
 
 
 class Secret(NamedTuple):
-    """Where a secret stands in a text."""
+    """The position of a secret in a text."""
 
     start: int
     end: int
 
 
 def masked(text: str, known: list[str] | None = None) -> str:
-    """A text without secrets, which become `****`.
+    """Replace the secrets of a text by `****`.
 
     Args:
-        known: `secrets()`, where a caller has asked for them already.
+        known: the result of `secrets()`, if the caller has it already.
     """
     for value in secrets() if known is None else known:
         text = text.replace(value, "****")
@@ -120,7 +121,7 @@ def masked(text: str, known: list[str] | None = None) -> str:
 
 
 def find_secrets(text: str, known: list[str]) -> list[Secret]:
-    """Each secret in a text, in its order: `known` ones and those with the form of one."""
+    """Return each secret in a text in order: `known` secrets, and text with the format of a secret."""
     found = [Secret(match.start() + len(_before(match)), match.end()) for match in SECRET.finditer(text)]
     found += [Secret(*match.span("value")) for match in _GIVEN.finditer(text) if is_random(match["value"])]
     for value in known:
@@ -129,20 +130,20 @@ def find_secrets(text: str, known: list[str]) -> list[Secret]:
 
 
 def names_a_secret(line: str) -> bool:
-    """Whether a line of YAML has a key that is called token, key or password: its value may have any form."""
+    """Return whether a line of YAML has a key such as token or password. Its value may have any format."""
     return bool(_SECRET_KEY.search(line))
 
 
 def masked_setting(value: str) -> str:
-    """A value of the environment as it may be written to a file: nothing in it has the form of a secret."""
+    """Return the value of an environment variable for a file, without text in the format of a secret."""
     return "****" if masked(value) != value or is_random(value) else value
 
 
 def is_random(text: str) -> bool:
-    """Whether a text holds a run of letters and digits that looks drawn at random.
+    """Return whether a text holds a run of letters and digits that looks random.
 
-    Kinds of characters change in it as often as in a key, not as in words, and few characters repeat. Hashes
-    are no secrets: a run of hexadecimal digits alone stays.
+    In a random run, the kind of character changes more often than in words, and few characters repeat. A run
+    of only hexadecimal digits is a hash and not a secret.
     """
     return any(_is_random(run) for run in _RUN.findall(text) if not _DIGEST.fullmatch(run))
 
@@ -150,14 +151,15 @@ def is_random(text: str) -> bool:
 def _is_random(run: str) -> bool:
     kinds = ["d" if sign.isdigit() else "U" if sign.isupper() else "l" for sign in run]
     pairs = list(pairwise(kinds))
-    changes = sum(a != b and (a, b) != ("U", "l") for a, b in pairs)  # Names Begin With A Capital Letter
+    # A capital before a small letter does not count, because words may begin with a capital.
+    changes = sum(a != b and (a, b) != ("U", "l") for a, b in pairs)
     counts = Counter(run).values()
     entropy = -sum(count / len(run) * math.log2(count / len(run)) for count in counts)
     return len({*kinds}) > 1 and changes / len(pairs) >= CHANGES and entropy >= ENTROPY
 
 
 def _before(found: re.Match[str]) -> str:
-    """What stays of a match of SECRET: the name or address before the secret."""
+    """Return the part of a match of SECRET that stays: the name or address before the secret."""
     return next((part for part in found.groups() if part), "")
 
 
@@ -166,7 +168,7 @@ def _masked_value(found: re.Match[str]) -> str:
 
 
 def secrets() -> list[str]:
-    """The secrets that this process knows, the longest first, in each form in which they may stand."""
+    """Return the secrets that this process knows in all their encodings, the longest first."""
     held = {value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)}
     held |= {logged_in()}
     forms = {form for value in held if len(value) >= SHORTEST for form in _forms(value)}
@@ -175,7 +177,7 @@ def secrets() -> list[str]:
 
 @lru_cache(maxsize=256)
 def _forms(value: str) -> frozenset[str]:
-    """A secret as it is, in an address, in JSON, in HTML, as bytes in Python and in base64."""
+    """Return a secret in plain text, and encoded for URLs, JSON, HTML, Python bytes and base64."""
     plain = value.encode("utf-8", "surrogateescape")
     forms = {value, quote(plain, safe=""), quote(plain), html.escape(value)}
     forms |= {json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1]}
@@ -185,7 +187,7 @@ def _forms(value: str) -> frozenset[str]:
 
 
 def _in_base64(plain: bytes) -> Iterator[str]:
-    """The characters of base64 that a secret alone decides, wherever it begins in a longer text."""
+    """Return the base64 characters that depend only on the secret, for each offset in a longer text."""
     for offset in range(3):
         padded = b"\0" * offset + plain
         whole = base64.b64encode(padded[: len(padded) // 3 * 3]).decode()[(offset * 8 + 5) // 6 :]
@@ -194,7 +196,7 @@ def _in_base64(plain: bytes) -> Iterator[str]:
 
 
 def logged_in() -> str:
-    """The token that `hf auth login` left, by huggingface_hub's own places for it; else the empty string."""
+    """Return the token of `hf auth login` from huggingface_hub's paths, or the empty string."""
     home = os.environ.get("HF_HOME") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface"
     )
@@ -206,12 +208,12 @@ def logged_in() -> str:
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A traceback as Python prints it, masked: libraries put what they were given into their errors."""
+    """Print a traceback without secrets. Libraries may repeat their arguments in errors."""
     parts = traceback.format_exception(kind, error, trace)
     said = [part if part.startswith((" ", "Traceback", "\n")) else _message(part) for part in parts]
     sys.stderr.write(visible_lines(masked("".join(said))))
 
 
 def _message(part: str) -> str:
-    """What an exception says, with no line that could be taken for a message of finetune."""
+    """Return the text of an exception, in which no line looks like a message of finetune."""
     return continued(part.removesuffix("\n")) + "\n"

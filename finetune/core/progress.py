@@ -1,10 +1,10 @@
-"""Progress of long phases: a bar with the time left on a terminal, a line every 30 s elsewhere.
+"""Show the progress of long phases: a bar with the time left on a terminal, or a line every 30 s.
 
     with phase(console, "evaluating the fine-tuned model"):
         for batch in track(batches, total=300):
             ...
 
-`track` runs in functions that know no console, so the current phase is a context variable.
+Functions that call `track` have no console, so the current phase is a context variable.
 Without a phase, `track` shows nothing.
 """
 
@@ -64,7 +64,7 @@ _current: ContextVar[Phase | None] = ContextVar("phase", default=None)
 
 @contextlib.contextmanager
 def phase(console: Console | None, name: str) -> Iterator[None]:
-    """Show the progress of every `track` inside; `None`: show nothing."""
+    """Show the progress of every `track` within the context. Without a console, show nothing."""
     made = Phase(console, name) if console else None
     before = _current.set(made)
     try:
@@ -79,8 +79,8 @@ def track(items: Iterable[Item], total: int | None, size: Callable[[Item], int] 
     """Yield the items, and show the progress of the current phase after each.
 
     Args:
-        total: the sum of all sizes; `None`: not known.
-        size: of an item; by default its length.
+        total: the sum of all sizes; `None` if it is not known.
+        size: returns the size of an item; by default its length.
     """
     started, done = time.monotonic(), 0
     for item in items:

@@ -1,4 +1,4 @@
-"""Read files that a stranger may have made: regular files only, and none that memory has no room for."""
+"""Read untrusted files: only regular files, and only up to a size limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MIB = 2**20
-LARGEST = 16 * MIB  # bytes of a file that is read whole, such as a config
+LARGEST = 16 * MIB  # bytes of a file that is read at once, such as a config
 # Files of a model that may be larger
 LARGEST_BY_NAME = {
     "tokenizer.json": 128 * MIB,
@@ -27,16 +27,17 @@ READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".yaml", ".yml", ".tiktoken",
 
 
 def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
-    """Refuse what is no regular file: opening a pipe waits without an end, and a device has none.
+    """Check that a path is a regular file.
 
-    The files of /proc and /sys look like regular files, and some of them wait or have no end too.
+    A read of a pipe may wait forever, and a device may have no end. The same is true of some files of /proc
+    and /sys, which look like regular files.
 
     Args:
-        limit: the most bytes that the file may have.
+        limit: the largest size in bytes.
 
     Raises:
-        UserError: it is a pipe, socket, device or folder, or too large (exit 2).
-        OSError: nothing is there.
+        UserError: the path is a pipe, socket, device or folder, or the file is too large (exit 2).
+        OSError: the path does not exist.
     """
     found = path.stat()
     kind = "" if stat.S_ISREG(found.st_mode) else _kind(found.st_mode)
@@ -51,43 +52,45 @@ def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
 
 
 def is_of_kernel(path: Path) -> bool:
-    """Whether a file or folder is below /proc or /sys, where nobody can make a file."""
+    """Return whether a file or folder is below /proc or /sys, where users can't create files."""
     where = path.resolve()
     return any(where.is_relative_to(top) for top in ("/proc", "/sys"))
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Refuse a model's or adapter's folder with an entry that is neither a regular file nor a folder, or with
-    a file that would be read whole and is too large (exit 2)."""
+    """Check that a model's or adapter's folder has only regular files and folders (exit 2).
+
+    Files that are read at once must not be too large.
+    """
     for entry in sorted(folder.iterdir()):
         if not entry.exists() or (entry.is_dir() and entry.name not in LARGEST_BY_NAME):
-            continue  # a link that leads nowhere is reported by who needs it
+            continue  # the code that needs the file reports a broken link
         check_regular(entry, key, limit_of(entry) if entry.suffix in READ_WHOLE else None)
 
 
 def limit_of(path: Path) -> int:
-    """The most bytes that a file which is read whole may have."""
+    """Return the largest size in bytes of a file that is read at once."""
     return LARGEST_BY_NAME.get(path.name, LARGEST)
 
 
 def read_text(path: Path, key: str = "", encoding: str = "utf-8") -> str:
-    """The whole text of a file.
+    """Return the text of a file.
 
     Raises:
-        UserError: not a regular file, or too large (exit 2).
-        OSError: nothing is there.
-        UnicodeDecodeError: not UTF-8.
+        UserError: it is not a regular file, or it is too large (exit 2).
+        OSError: it does not exist.
+        UnicodeDecodeError: it is not in `encoding`.
     """
     check_regular(path, key, limit_of(path))
     return path.read_text(encoding=encoding)
 
 
 def read_json(path: Path, key: str = "") -> Any:
-    """The content of a JSON file.
+    """Return the content of a JSON file.
 
     Raises:
         UserError, OSError: as `read_text`.
-        ValueError: not JSON, or nested too deeply.
+        ValueError: the text is not JSON, or it is nested too deeply.
     """
     try:
         content = json.loads(read_text(path, key))

@@ -20,9 +20,9 @@ class RunCheck:
 
 @dataclass
 class RunChecks:
-    """Made by `training.pipeline.run`; checked when the model is built, after step 1 and after saving."""
+    """The run checks of a run. `check` is called after the model is built, after step 1 and after saving."""
 
-    receipts: list[RunCheck] = field(default_factory=list)
+    entries: list[RunCheck] = field(default_factory=list)
     checked: int = 0
     notes: list[str] = field(default_factory=list)
     """Notes on the model, which the command prints with the plan."""
@@ -37,9 +37,9 @@ class RunChecks:
         ok: bool | None = None,
         code: Exit = Exit.TRAINING,
     ) -> None:
-        """Record a check. `ok` defaults to `expected == actual`; `code` is the exit code if it failed."""
+        """Record a check. `ok` defaults to `expected == actual`. `code` is the exit code if it fails."""
         ok = expected == actual if ok is None else ok
-        self.receipts.append(RunCheck(option, str(expected), str(actual), how, bool(ok), code))
+        self.entries.append(RunCheck(option, str(expected), str(actual), how, bool(ok), code))
 
     def check(self) -> None:
         """Stop the run if a check that was added since the last call failed.
@@ -47,8 +47,8 @@ class RunChecks:
         Raises:
             UserError: one problem for each mismatch, with the first one's exit code.
         """
-        bad = [receipt for receipt in self.receipts[self.checked :] if not receipt.passed]
-        self.checked = len(self.receipts)
+        bad = [check for check in self.entries[self.checked :] if not check.passed]
+        self.checked = len(self.entries)
         if bad:
             what, found = "a run check failed", [f"{check.actual} ({check.how})" for check in bad]
             problems = [
@@ -59,7 +59,7 @@ class RunChecks:
 
     def as_json(self) -> list[dict[str, Any]]:
         keys = ("option", "expected", "actual", "how", "passed")
-        return [{key: asdict(receipt)[key] for key in keys} for receipt in self.receipts]
+        return [{key: asdict(check)[key] for key in keys} for check in self.entries]
 
 
 class Choice(NamedTuple):

@@ -1,9 +1,8 @@
-"""Write and read below a folder that a stranger may have filled, without following a link.
+"""Write and read files in an untrusted folder without following links.
 
 Every function takes the folder that the user named and a relative name below it. The folder itself may be a
-link, because the user chose it. Below it, each part of a name is opened on its own, relative to the open
-folder above it. A link in such a place ends the command (exit 2), also one that appears during the write.
-Imports no torch.
+link, because the user chose it. Below it, each part of a name is opened relative to the open folder above it.
+A link ends the command (exit 2), even if it appears during the write. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-LARGEST = 256 * 2**20  # bytes of a file that is read whole
+LARGEST = 256 * 2**20  # bytes of a file that is read at once
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO must not block
 _DESCRIPTORS = Path("/proc/self/fd")
@@ -32,13 +31,13 @@ class PrivateFolder(NamedTuple):
     """A new folder for a library that writes files itself."""
 
     path: Path
-    """Where to write. On Linux it leads to the open folder, whatever happens to the folder's name."""
+    """The path to write to. On Linux it leads to the open folder, even if the folder is renamed."""
     name: str
     """The folder's name below the root, for `rename`."""
 
 
 def write_bytes(root: Path, name: str, content: bytes) -> None:
-    """Replace a file with `content`, whole or not at all, and flush it to the disk."""
+    """Replace a file with `content` atomically, and flush it to the disk."""
     with _open_parent(root, name) as (parent, leaf):
         _refuse_link(parent, leaf, root / name)
         temporary = _temporary_name(leaf)
@@ -48,19 +47,19 @@ def write_bytes(root: Path, name: str, content: bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(temporary, leaf, src_dir_fd=parent, dst_dir_fd=parent)
-        except BaseException:  # Ctrl-C too leaves no temporary file
-            with contextlib.suppress(OSError):  # the first error is the one to report
+        except BaseException:  # also Ctrl-C, to delete the temporary file
+            with contextlib.suppress(OSError):  # only the first error is reported
                 os.unlink(temporary, dir_fd=parent)
             raise
 
 
 def write_text(root: Path, name: str, text: str) -> None:
-    """Replace a file with `text` in UTF-8, whole or not at all."""
-    write_bytes(root, name, text.encode("utf-8", "replace"))  # half a surrogate pair is no text
+    """Replace a file with `text` in UTF-8 atomically."""
+    write_bytes(root, name, text.encode("utf-8", "replace"))  # UTF-8 can't encode half a surrogate pair
 
 
 def open_new(root: Path, name: str) -> IO[str]:
-    """An empty file in place of what had this name, open for text."""
+    """Replace a file by an empty file, and open it to write text."""
     remove(root, name)
     with _open_parent(root, name) as (parent, leaf):
         descriptor = _create(parent, leaf)
@@ -68,16 +67,16 @@ def open_new(root: Path, name: str) -> IO[str]:
 
 
 def open_log(path: str | Path) -> IO[str]:
-    """An empty file for what a process says; `os.devnull` stays what it is."""
+    """Open an empty file for the output of a process. `os.devnull` is opened as it is."""
     if str(path) == os.devnull:
         return open(path, "w", encoding="utf-8")
     return open_new(Path(path).parent, Path(path).name)
 
 
 def open_append(root: Path, name: str) -> IO[str]:
-    """A file, open to read it and to append text.
+    """Open a file to read it and to append text.
 
-    A file with a second name (a hard link) becomes a copy first: the other name may be someone else's file.
+    A file with hard links is copied first, because another name may be a file of somebody else.
     """
     with _open_parent(root, name) as (parent, leaf):
         _refuse_link(parent, leaf, root / name)
@@ -89,11 +88,11 @@ def open_append(root: Path, name: str) -> IO[str]:
 
 
 def read_bytes(root: Path, name: str, largest: int = LARGEST) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Raises:
-        OSError: it is missing, or cannot be opened.
-        UserError: a link is in the way, it is not a regular file, or it is too large.
+        OSError: the file is missing or can't be opened.
+        UserError: a part of the path is a link, the path is not a regular file, or the file is too large.
     """
     with _open_parent(root, name) as (parent, leaf):
         _refuse_link(parent, leaf, root / name)
@@ -107,21 +106,21 @@ def read_bytes(root: Path, name: str, largest: int = LARGEST) -> bytes:
 
 
 def read_text(root: Path, name: str, largest: int = LARGEST) -> str:
-    """The text of a regular file; see `read_bytes`. Invalid UTF-8 raises a ValueError."""
+    """Return the text of a regular file as `read_bytes` does. Invalid UTF-8 raises a ValueError."""
     return read_bytes(root, name, largest).decode("utf-8")
 
 
 def make_folder(root: Path, name: str) -> Path:
-    """Make a folder and its parents below the root, which may exist; returns its path."""
+    """Make a folder and its parents below the root, and return its path. They may exist already."""
     with _open_parent(root, f"{name}/.", make=True):
         return root / name
 
 
 @contextlib.contextmanager
 def private_folder(root: Path, name: str) -> Iterator[PrivateFolder]:
-    """A new folder beside `name`, which nobody can predict.
+    """Make a new folder next to `name`, under a name that nobody can predict.
 
-    It is deleted at the end, unless it was renamed.
+    The folder is deleted at the end, unless it was renamed.
     """
     with _open_parent(root, name) as (parent, leaf):
         own = _temporary_name(leaf)
@@ -138,7 +137,7 @@ def private_folder(root: Path, name: str) -> Iterator[PrivateFolder]:
 
 @contextlib.contextmanager
 def replace_folder(root: Path, name: str) -> Iterator[Path]:
-    """A new folder that takes the place of `name` once the block has filled it."""
+    """Make a new folder, and replace the folder `name` with it at the end of the block."""
     with private_folder(root, name) as private:
         yield private.path
         remove(root, name)
@@ -154,7 +153,7 @@ def rename(root: Path, name: str, to: str) -> None:
 
 
 def remove(root: Path, name: str) -> None:
-    """Delete a file, or a folder with all in it, if it is there. Of a link, only the link is deleted."""
+    """Delete a file, or a folder with its content, if it exists. For a link, delete only the link."""
     try:
         with _open_parent(root, name) as (parent, leaf):
             if stat.S_ISDIR(os.lstat(leaf, dir_fd=parent).st_mode):
@@ -167,10 +166,10 @@ def remove(root: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _open_parent(root: Path, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-    """The open folder that holds `name`, and the last part of the name.
+    """Open the folder that holds `name`, and return it with the last part of the name.
 
     Args:
-        make: make the folders that are missing.
+        make: whether to make missing folders.
     """
     *above, leaf = _parts(root, name)
     opened, path = os.open(root, _FOLDER), Path(root)
@@ -178,7 +177,7 @@ def _open_parent(root: Path, name: str, *, make: bool = False) -> Iterator[tuple
         for part in above:
             path = path / part
             if make:
-                with contextlib.suppress(FileExistsError):  # the next line opens it, and refuses a link
+                with contextlib.suppress(FileExistsError):  # the next line opens it and checks for links
                     os.mkdir(part, dir_fd=opened)
             below = _open_below(opened, part, path)
             os.close(opened)
@@ -203,7 +202,7 @@ def _create(parent: int, leaf: str) -> int:
 
 
 def _parts(root: Path, name: str) -> list[str]:
-    """The parts of a relative name that stays below the root."""
+    """Return the parts of a relative name, and check that it stays below the root."""
     parts = name.split("/")
     if name.startswith("/") or "\0" in name or ".." in parts or not parts[0]:
         what = "this name leads out of its folder"
@@ -235,7 +234,7 @@ def _has_other_names(parent: int, leaf: str) -> bool:
 
 
 def _regular(descriptor: int, path: Path) -> int:
-    """The descriptor, if it is of a regular file."""
+    """Return the descriptor, and check that it belongs to a regular file."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         what, expected = "finetune opens only regular files", "a regular file, or nothing at this path"

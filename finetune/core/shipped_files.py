@@ -1,4 +1,4 @@
-"""Recipes, accelerate configs and the quickstart's model and data: in the checkout, or inside the wheel."""
+"""Find the shipped recipes, accelerate configs and examples, in the checkout or in the installed wheel."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
-NOT_RECIPES = ("ablation", "sweep")  # of the recipes' folder: what a command does with a recipe
+NOT_RECIPES = ("ablation", "sweep")  # files of the recipes folder for `ablate` and `sweep`
 SCHEMA = PACKAGE / "recipe" / "recipe.schema.json"
 
 
 def folder(name: str) -> Path:
-    """`recipes`, `accelerate_configs` or `examples`, wherever this installation has it."""
+    """Return the path of `recipes`, `accelerate_configs` or `examples` in this installation."""
     inside = PACKAGE / name
     return inside if inside.is_dir() else PACKAGE.parent / name
 
 
 def recipes() -> dict[str, Path]:
-    """Every shipped recipe by its name: `quickstart`, `llama3_8b/dora`."""
+    """Return every shipped recipe by its name, such as `quickstart` or `llama3_8b/dora`."""
     root = folder("recipes")
     named = {str(path.relative_to(root).with_suffix("")): path for path in sorted(root.rglob("*.yaml"))}
     return {name: path for name, path in named.items() if name not in NOT_RECIPES}
 
 
 def recipe_path(name: str | Path) -> Path:
-    """The file of a recipe that is given by its path, or by the name of a shipped recipe."""
+    """Return the file of a recipe from its path or from the name of a shipped recipe."""
     shipped = recipes().get(str(name)) if not os.path.exists(name) else None
     return shipped or Path(name)
 
 
 def named(path: Path) -> str:
-    """The shipped recipe that a path which leads nowhere ends in (`recipes/quickstart.yaml`), or nothing."""
+    """Return the shipped recipe that a missing path such as `recipes/quickstart.yaml` ends in, or nothing."""
     parts, known = (path.with_suffix("") if path.suffix in (".yaml", ".yml") else path).parts, recipes()
     ends = ("/".join(parts[start:]) for start in range(len(parts)))
     return next((end for end in ends if end in known), "")
 
 
 def purpose(path: Path) -> str:
-    """The first comment of a recipe that is not for an editor."""
+    """Return the first comment of a recipe, without comments for editors."""
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") and "yaml-language-server" not in line:
             return line[2:]
@@ -50,10 +50,10 @@ def purpose(path: Path) -> str:
 
 
 def text(name: str) -> str:
-    """The text of a shipped recipe.
+    """Return the text of a shipped recipe.
 
     Raises:
-        UserError: no such recipe (exit 2).
+        UserError: there is no such recipe (exit 2).
     """
     known = recipes()
     if name not in known:
@@ -64,10 +64,10 @@ def text(name: str) -> str:
 
 
 def copy(name: str, target: Path) -> list[Path]:
-    """Copy a recipe and the shipped files it names into `target`; returns what was written.
+    """Copy a recipe and the shipped files that it names into `target`, and return the new files.
 
     Raises:
-        UserError: no such recipe, or a file of that name is there already (exit 2).
+        UserError: there is no such recipe, or a file of that name exists (exit 2).
     """
     content = text(name)
     destination = target / recipes()[name].name
@@ -90,7 +90,7 @@ def copy(name: str, target: Path) -> list[Path]:
 
 
 def _named_files(value: object) -> list[str]:
-    """Every `examples/...` path in a recipe."""
+    """Return every `examples/...` path in a recipe."""
     if isinstance(value, dict):
         return [path for item in value.values() for path in _named_files(item)]
     return [value] if isinstance(value, str) and value.startswith("examples/") else []

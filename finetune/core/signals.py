@@ -1,6 +1,6 @@
-"""Signals that end a command at its next good place: the first is handed on, a second one ends it at once.
+"""Stop a command on a signal: the first signal stops it at the next safe point, a second one at once.
 
-No torch here: a search, which only starts runs, listens too.
+This module imports no torch, because a sweep, which only starts runs, uses it too.
 """
 
 from __future__ import annotations
@@ -20,22 +20,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-TOGETHER = 1.0  # seconds in which a second signal is the first again: launchers pass on what all were sent
-PR_SET_PDEATHSIG = 1  # of prctl, in <linux/prctl.h>
+# Seconds in which a second signal counts as the first one. Launchers send a signal on to processes that have
+# received it already.
+TOGETHER = 1.0
+PR_SET_PDEATHSIG = 1  # an option of prctl, from <linux/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Send this process SIGTERM when the process that started it ends, also by SIGKILL. Linux only."""
+    """Send this process SIGTERM when its parent process ends for any reason, even by SIGKILL. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def listening(heard: Callable[[str], None]) -> Iterator[None]:
-    """Take signals in this process; not in those it forks, which end with it, nor outside the main thread.
+    """Handle signals in this process. Do nothing outside of the main thread.
+
+    Forked processes do not handle signals: they end with this process.
 
     Args:
-        heard: called with the name of the first one, where the program is just then; it may raise.
+        heard: called with the name of the first signal, in the middle of the running code. It may raise.
     """
     process, first = os.getpid(), 0.0
 
@@ -45,7 +49,7 @@ def listening(heard: Callable[[str], None]) -> Iterator[None]:
             return
         now = time.monotonic()
         if first and now - first > TOGETHER:
-            os._exit(Exit.STOPPED)  # at once: what was published stays as it is
+            os._exit(Exit.STOPPED)  # at once; published checkpoints stay valid
         if not first:
             first = now
             heard(signal.Signals(number).name)

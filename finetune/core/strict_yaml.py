@@ -1,7 +1,7 @@
-"""YAML for recipes: YAML 1.2 scalars, a position for every value, nothing clever.
+"""Read YAML for recipes: YAML 1.2 scalars, with the position of every value.
 
-`1e-4` is a number and `no` is a string (PyYAML reads YAML 1.1, where it is the other way round). Duplicate
-keys, tags, anchors and aliases are refused: a recipe can then neither run code nor grow without bound.
+`1e-4` is a number and `no` is a string. PyYAML reads YAML 1.1, where it is the other way round. Duplicate
+keys, tags, anchors and aliases are errors, so a recipe can neither run code nor expand without limit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NAN = re.compile(r"\.(nan|NaN|NAN)")
 
 @dataclass
 class Document:
-    """A parsed file: plain values and the place of each (`{("adapter", "r"): "a.yaml:3:6"}`)."""
+    """A parsed file: its values, and their positions such as `{("adapter", "r"): "a.yaml:3:6"}`."""
 
     value: Any = None
     where: dict[Keys, str] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class Document:
 
 
 def parse(text: str, source: str) -> Document:
-    """Parse one YAML document; duplicate keys, tags and aliases are collected in `problems`.
+    """Parse one YAML document. Collect duplicate keys, tags and aliases in `problems`.
 
     Raises:
-        UserError: `text` is not YAML, too large or too deep, so that nothing more can be said about it.
+        UserError: `text` is not YAML, is too large or is nested too deeply.
     """
     if len(text) > MAX_BYTES:
         found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
@@ -73,16 +73,16 @@ def parse(text: str, source: str) -> Document:
 
 
 def text_of(path: pathlib.Path, what: str) -> str:
-    """A file's text, for `parse`.
+    """Return the text of a file for `parse`.
 
     Args:
-        what: it is, for the message.
+        what: the kind of file, for the message.
 
     Raises:
         UserError: the file is too large or not UTF-8 (exit 2).
-        OSError: it can't be read.
+        OSError: the file can't be read.
     """
-    if not path.is_dir():  # a folder is an OSError, which says so
+    if not path.is_dir():  # for a folder, the read below raises a clear OSError
         check_regular(path)
     if (size := path.stat().st_size) > MAX_BYTES:
         found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
@@ -101,7 +101,7 @@ def text_of(path: pathlib.Path, what: str) -> str:
 
 
 def scalar(text: str) -> Any:
-    """The value of a plain (unquoted) scalar by YAML 1.2's core schema."""
+    """Return the value of a plain (unquoted) scalar by the core schema of YAML 1.2."""
     if _NULL.fullmatch(text):
         return None
     if _TRUE.fullmatch(text):
@@ -109,7 +109,7 @@ def scalar(text: str) -> Any:
     if _FALSE.fullmatch(text):
         return False
     if len(text) > LONGEST_NUMBER:
-        return text  # Python neither reads nor prints whole numbers without end
+        return text  # Python limits the digits of integers that it reads and prints
     if _INT.fullmatch(text):
         return int(text)
     if _OCT.fullmatch(text):

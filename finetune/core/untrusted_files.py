@@ -1,7 +1,8 @@
-"""What somebody's model or adapter may not do here: run code, choose kernels, or reach outside of its folder.
+"""Check that a model or adapter cannot run code, choose kernels or name files outside of its folder.
 
-A model's folder is data. transformers and PEFT refuse most of what follows by themselves; several times they
-did not (tests/security/test_advisories.py), so finetune checks it before they open a file. Imports no torch.
+transformers and PEFT check most of this themselves, but past versions had holes
+(tests/security/test_advisories.py). So finetune checks the files before these libraries open them. This
+module imports no torch.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
-MOST_ADDED = 100_000  # tokens beside the vocabulary
+MOST_ADDED = 100_000  # tokens in addition to the vocabulary
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
-_CODE_OF = ("transformers.", "peft.")  # what `auto_mapping` of an adapter may name
+_CODE_OF = ("transformers.", "peft.")  # packages that the `auto_mapping` of an adapter may name
 
 
 def check_files(folder: Path, key: str) -> None:
-    """Links, and what the JSON files of a model or tokenizer say (exit 2).
+    """Check the links and the JSON files of a model or tokenizer (exit 2).
 
     Raises:
         UserError: finetune refuses an entry. The error names each file and entry.
@@ -42,11 +43,11 @@ def check_files(folder: Path, key: str) -> None:
 
 
 def check_model(folder: Path, key: str) -> None:
-    """`check_files`, and that the weights are safetensors of a whole model (exit 2)."""
+    """Call `check_files`, and check that the weights are safetensors of a whole model (exit 2)."""
     check_files(folder, key)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise UserError(_not_a_model(key, str(folder)))
-    if (folder / "adapter_config.json").exists():  # transformers would load another base, the adapter's own
+    if (folder / "adapter_config.json").exists():  # transformers would load the adapter's base model instead
         what, fix = "the folder holds a model and an adapter", "move adapter_config.json to another folder"
         where, why = str(folder / "adapter_config.json"), "transformers would load the adapter's base model"
         raise UserError(Problem(what, key, where, fix=fix, why=why, code="model-files"))
@@ -56,7 +57,7 @@ def check_model(folder: Path, key: str) -> None:
 
 
 def check_adapter(folder: Path, key: str) -> None:
-    """An adapter's folder: its links and config, and safetensors where there are weights (exit 2)."""
+    """Check the links and the config of an adapter, and that its weights are safetensors (exit 2)."""
     check_files(folder, key)
     pickles = sorted(entry.name for entry in folder.iterdir() if entry.suffix in PICKLES)
     if pickles and not (folder / ADAPTER).exists():
@@ -65,7 +66,7 @@ def check_adapter(folder: Path, key: str) -> None:
 
 @cache
 def check_hub(name: str, revision: str, key: str) -> None:
-    """The same of a model on the Hub, whose JSON files are fetched for it (exit 2)."""
+    """Check a model on the Hub in the same way (exit 2). Download only its JSON files."""
     problems: list[Problem] = []
     for file, look in {**_LOOKS, "adapter_config.json": _redirects}.items():
         path = from_hub(name, revision, file)
@@ -119,7 +120,7 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
 
 
 def read_object(path: Path, key: str) -> dict[str, Any]:
-    """The content of a JSON file that holds an object (exit 2 where it does not)."""
+    """Return the content of a JSON file that must hold an object (exit 2)."""
     content = _read(path, key)
     if not isinstance(content, dict):
         raise UserError(Problem("the file holds no JSON object", key, str(path), code="model-files"))
@@ -135,14 +136,14 @@ def _read(path: Path, key: str) -> Any:
 
 
 def _index(path: Path, key: str) -> Iterator[Problem]:
-    """The files of an index are in its folder."""
+    """Check that the files of an index are in its folder."""
     content = _read(path, key)
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict):
         what, expected = "the file is not an index of weight files", "weight_map: {tensor: file}"
         yield Problem(what, key, str(path), expected=expected, code="model-files")
         return
-    if not isinstance(content.get("metadata"), dict):  # transformers 5.22 ends in a KeyError
+    if not isinstance(content.get("metadata"), dict):  # transformers 5.22 would raise a KeyError
         what, fix = "the index of weight files has no metadata", 'add "metadata": {} to the file'
         yield Problem(what, key, str(path), fix=fix, code="model-files")
     outside = {str(file): None for file in named.values() if not is_plain_name(file)}
@@ -155,7 +156,7 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
 
 
 def _config(path: Path, key: str) -> Iterator[Problem]:
-    """Kernels and trust are the recipe's to decide."""
+    """Check that a config does not choose kernels or trust remote code. Only the recipe may do that."""
     content = _read(path, key)
     if not isinstance(content, dict):
         yield Problem("the config holds no JSON object", key, str(path), code="model-files")
@@ -176,11 +177,11 @@ def _config(path: Path, key: str) -> Iterator[Problem]:
 
 
 def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
-    """PEFT imports modules that an adapter's config names (peft 3085, 3090)."""
+    """Check the modules that an adapter's config names, because PEFT imports them (peft 3085, 3090)."""
     yield from _config(path, key)
     content = _read(path, key)
     if not isinstance(content, dict):
-        return  # said above
+        return  # reported above
     mapped = content.get("auto_mapping") or {}
     library = mapped.get("parent_library") or "transformers." if isinstance(mapped, dict) else repr(mapped)
     core = content.get("megatron_core") or "megatron.core"
@@ -202,7 +203,7 @@ def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Prob
         "tokenizer_name_or_path": tokenizer if tokenizer != base else None,
         "tokenizer_kwargs": content.get("tokenizer_kwargs"),
         "prompt_tuning_init_state_dict_path": content.get("prompt_tuning_init_state_dict_path"),
-        "adapters": content.get("adapters"),  # of X-LoRA
+        "adapters": content.get("adapters"),  # a key of X-LoRA
     }
     for name, value in named.items():
         if value:
@@ -212,12 +213,12 @@ def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Prob
 
 
 def _redirects(path: Path, key: str) -> Iterator[Problem]:
-    """transformers takes a repository with an adapter's config for that, and loads the base it names."""
+    """Report an adapter config in a model's repository. transformers would load the adapter's base model."""
     yield _not_a_model(key, path.name)
 
 
 def _entries(value: object) -> Iterator[tuple[str, Any]]:
-    """Each key and value of nested JSON."""
+    """Yield each key and value of nested JSON."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield str(key), item
@@ -233,9 +234,9 @@ def _model_config(path: Path, key: str) -> Iterator[Problem]:
 
 
 def problems_of_config(content: object, path: Path, key: str) -> Iterator[Problem]:
-    """Sizes and classes in the content of a model's config.json that no model has."""
+    """Find sizes and classes in a model's config.json that no model has."""
     yield from quantization_values.problems(_entries(content), str(path), key)
-    if isinstance(content, dict):  # the axes of a quantization are no sizes of the model
+    if isinstance(content, dict):  # the axes of a quantization config are not sizes of the model
         content = {name: value for name, value in content.items() if name != "quantization_config"}
     yield from config_values.problems(_entries(content), str(path), key)
 
@@ -253,12 +254,12 @@ def _added_tokens(path: Path, key: str) -> Iterator[Problem]:
 
 
 def _tokenizer(path: Path, key: str) -> Iterator[Problem]:
-    """Each added token is an object. They are counted without a parse, which would take long."""
+    """Count the added tokens, each of which is an object, without a slow parse of the file."""
     yield from _too_many_tokens(path.read_bytes().count(b"{"), path, key)
 
 
 def _too_many_tokens(count: int, path: Path, key: str) -> Iterator[Problem]:
-    """A tokenizer looks for each added token in each text, and adds one after another."""
+    """Check the number of added tokens. A tokenizer adds them one by one and searches each text for them."""
     if count > MOST_ADDED:
         what, expected = "the tokenizer has too many added tokens", f"at most {MOST_ADDED:,}"
         yield Problem(what, key, str(path), f"{count:,}", expected, code="unsafe-file")

@@ -1,7 +1,7 @@
-"""Every use of a private name of another library, in one small function each.
+"""Use private names of other libraries, each in one small function.
 
-`tests/unit/core/test_upstream_private.py` fails when such a name goes away, or is used elsewhere. Subclasses
-of upstream's classes also use the protected names of their base classes. The same test checks these.
+`tests/unit/core/test_upstream_private.py` fails if a name disappears or if other code uses one. Subclasses of
+upstream classes also use protected names of their base classes. The same test checks these.
 """
 
 from __future__ import annotations
@@ -23,67 +23,70 @@ if TYPE_CHECKING:
 
     from finetune.core.model_config import ModelConfig
 
-# Imported before a process forks: Inductor, which takes seconds
+# Inductor, which is imported before a process forks, because the import takes seconds
 PRELOADED = "torch._inductor.compile_fx"
-# Says of enums that torch knows them by itself now: a message to torchao's developers, at each import
+# The logger of a message to torchao's developers, which appears at each import
 LOGS_ENUMS = "torch.utils._pytree"
 
 
 def commit_hash(config: ModelConfig) -> str | None:
-    """The commit of the Hub from which a model was read."""
+    """Return the Hub commit that a model was loaded from."""
     return getattr(config, "_commit_hash", None)
 
 
 def set_commit_hash(config: ModelConfig, commit: str | None) -> None:
-    """transformers no longer does it (5.22)."""
+    """Set the Hub commit of a config, because transformers 5.22 no longer sets it."""
     config._commit_hash = commit
 
 
 def attention_name(config: ModelConfig) -> str:
-    """The name of the attention that a model's layers call."""
+    """Return the name of the attention implementation that a model's layers call."""
     return str(config._attn_implementation)
 
 
 def set_attention_name(config: ModelConfig, name: str) -> None:
-    """As an argument it would yield to the name in config.json, a Hub kernel's name too."""
+    """Set the attention implementation in the config.
+
+    As an argument of `from_pretrained`, config.json could override it, even with the name of a Hub kernel.
+    """
     config._attn_implementation = name
 
 
 def experts_name(config: ModelConfig) -> str:
-    """The name of the function that a model's experts call."""
+    """Return the name of the function that a model's experts call."""
     return str(config._experts_implementation)
 
 
 def is_expert_parallel(module: nn.Module) -> bool:
-    """Whether transformers gave this module only a part of the experts."""
+    """Return whether this module holds only a part of the experts (expert parallelism)."""
     return getattr(module, "_is_expert_parallel", False)
 
 
 def gate_of(experts: Any) -> Any:
-    """The function with which experts multiply the activation of gate by up."""
+    """Return the function of experts that multiplies the activation of the gate by the up projection."""
     return experts._apply_gate
 
 
 def modules_in_fp32(model: Any) -> list[str]:
-    """Parts of the names of weights that transformers keeps in float32 where the rest is in 16 bits."""
+    """Return name parts of weights that transformers keeps in float32 in a 16-bit model."""
     return list(model._keep_in_fp32_modules or ())
 
 
 def modules_always_in_fp32(model: Any) -> list[str]:
-    """Parts of the names of weights that transformers keeps in float32 in any dtype."""
+    """Return name parts of weights that transformers keeps in float32 for every dtype."""
     return list(model._keep_in_fp32_modules_strict or ())
 
 
 def forget_weight_conversions(model: nn.Module) -> None:
-    """Saving would quantize the weights again, without their config.
+    """Prevent that `save_pretrained` quantizes the weights again, without their config.
 
-    transformers 5.22, core_model_loading.py, revert_weight_conversion
+    See `revert_weight_conversion` in core_model_loading.py (transformers 5.22).
     """
     vars(model).pop("_weight_conversions", None)
 
 
 def checkpoint_function(layer: nn.Module) -> Any:
-    """What a checkpointed layer is called through; `None` for another module."""
+    """Return the function that calls a layer with activation checkpointing; `None` for other modules."""
     return getattr(layer, "_gradient_checkpointing_func", None)
 
 
@@ -92,9 +95,9 @@ def set_checkpoint_function(layer: Any, function: Callable[..., Any]) -> None:
 
 
 def chat_template_environment(chat_template_utils: Any) -> Environment:
-    """What transformers compiles chat templates with.
+    """Return the Jinja environment in which transformers compiles chat templates.
 
-    The public function renders too, and takes neither limits nor a date (5.22.2).
+    The public function also renders, and it accepts neither limits nor a date (5.22.2).
 
     Args:
         chat_template_utils: the module of transformers.
@@ -103,43 +106,43 @@ def chat_template_environment(chat_template_utils: Any) -> Environment:
 
 
 def with_reasoning_fields(chat_template_utils: Any, chat: list[Any]) -> list[Any]:
-    """A chat whose messages have their reasoning under each name that templates read."""
+    """Return a chat whose messages have their reasoning under each name that templates read."""
     alias = getattr(chat_template_utils, "_alias_reasoning_fields", None)
-    return alias(chat) if alias else chat  # transformers 5.17 has none
+    return alias(chat) if alias else chat  # transformers 5.17 has no such function
 
 
 def keep_on_one_gpu(arguments: TrainingArguments) -> None:
-    """The Trainer would spread one process over all GPUs (DataParallel)."""
+    """Keep the Trainer from using all GPUs in one process (DataParallel)."""
     arguments._n_gpu = min(arguments.n_gpu, 1)
 
 
 def mark_step_skipped(optimizer: Any, skipped: bool) -> None:
-    """Let the schedule and AdaLoRA wait, as after an overflow of fp16; `optimizer` is Accelerate's."""
+    """Make the schedule and AdaLoRA skip a step, as after an fp16 overflow. `optimizer` is Accelerate's."""
     optimizer._is_overflow = skipped
 
 
 def launch_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
-    """Each option of a parser, by the name of its value."""
+    """Return each option of a parser by the name of its value."""
     return {action.dest: action for action in parser._actions}
 
 
 def set_rank(lm: Any, rank: int, processes: int) -> None:
-    """lm-eval takes a loaded model for one process's. It shares out its requests by these two."""
+    """Set the rank and the number of processes of a loaded model, by which lm-eval divides its requests."""
     lm._rank, lm._world_size = rank, processes
 
 
 def end_loader_workers(loader: DataLoader[Any]) -> None:
-    """End workers that persist."""
+    """End the persistent workers of a data loader."""
     loader._iterator = None
 
 
 def updates_if_finite(optimizer: Optimizer) -> bool:
-    """Whether an optimizer leaves its update out where `found_inf` says so: torch's fused ones do."""
+    """Return whether an optimizer skips its update if `found_inf` is set, as torch's fused optimizers do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
+    """Return how often a tensor was changed in place."""
     return tensor._version
 
 
@@ -148,14 +151,14 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def compile_counters() -> Any:
-    """Counters of torch.compile: graphs, graph breaks, recompilations."""
+    """Return the counters of torch.compile: graphs, graph breaks and recompilations."""
     import torch
 
     return torch._dynamo.utils.counters
 
 
 def mark_dynamic(tensor: Tensor) -> None:
-    """Let compiled code expect another first size each time."""
+    """Tell torch.compile that the first dimension changes between calls."""
     import torch
 
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -163,9 +166,9 @@ def mark_dynamic(tensor: Tensor) -> None:
 
 @contextlib.contextmanager
 def compile_settings() -> Iterator[None]:
-    """torch.compile's settings for decoder layers that are compiled one by one; afterwards as they were.
+    """Change torch.compile's settings for decoder layers that are compiled one by one, and restore them.
 
-    Under DDP, torch would cut each layer in two at its first MiB of gradients.
+    Under DDP, torch would otherwise split each layer after its first MiB of gradients.
     """
     import torch
 
@@ -175,8 +178,11 @@ def compile_settings() -> Iterator[None]:
 
 
 def allow_graphs(count: int) -> None:
-    """Let `compile_settings` hold so many graphs of one function: above its limit, torch runs eager code
-    without a word. Layers may differ by their ranks."""
+    """Allow `count` graphs of one function within `compile_settings`.
+
+    Above its limit, torch runs eager code without a message. Layers with different adapter ranks need
+    different graphs.
+    """
     import torch
 
     config = torch._dynamo.config
@@ -184,7 +190,7 @@ def allow_graphs(count: int) -> None:
 
 
 def recorded_cuda_graphs() -> int:
-    """How many CUDA graphs were recorded on the current device."""
+    """Return how many CUDA graphs were recorded on the current device."""
     import torch
     from torch._inductor import cudagraph_trees
 
@@ -193,14 +199,14 @@ def recorded_cuda_graphs() -> int:
 
 
 def cuda_was_used_before_fork() -> bool:
-    """Whether this process was forked from one that had a GPU: it can't have one then."""
+    """Return whether this process can't use CUDA, because its parent used it before the fork."""
     import torch
 
     return torch.cuda._is_in_bad_fork()
 
 
 def record_memory(*, entries: int | None) -> None:
-    """Record each allocation of the GPU; with `None`, stop."""
+    """Record each memory allocation of the GPU. With `None`, stop recording."""
     import torch
 
     if entries is None:
@@ -216,7 +222,7 @@ def write_memory_snapshot(path: str) -> None:
 
 
 def scaled_mm(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor) -> Tensor:
-    """An fp8 matrix product with one scale a row: bfloat16, for rowwise scales come with nothing else."""
+    """Multiply fp8 matrices with one scale per row. The result is bfloat16, because torch allows no other."""
     import torch
 
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage] (a private function of torch)
@@ -225,7 +231,7 @@ def scaled_mm(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor
 
 
 def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContextManager[Any]:
-    """Inside it, `answer(operation, args, options)` runs in place of each of torch's operations."""
+    """Within the context, call `answer(operation, args, options)` instead of each operation of torch."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
@@ -236,14 +242,14 @@ def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContext
 
 
 def reads_a_value(operation: Any) -> bool:
-    """Whether an operation makes a Python number of a tensor."""
+    """Return whether an operation converts a tensor to a Python number."""
     import torch
 
     return operation is torch.ops.aten._local_scalar_dense.default
 
 
 def foreach_mul(one: Sequence[Tensor], other: Sequence[Tensor | None] | float) -> list[Tensor]:
-    """Products of tensors one by one. This and the next five take few kernels on a GPU."""
+    """Multiply lists of tensors elementwise. This and the next five functions launch few kernels on a GPU."""
     return _torch()._foreach_mul(one, other)
 
 
@@ -274,32 +280,33 @@ def _torch() -> Any:
 
 
 def ddp_account(wrapped: DistributedDataParallel) -> dict[str, Any]:
-    """What DDP says of its buckets of gradients."""
+    """Return what DDP reports about its gradient buckets."""
     return wrapped._get_ddp_logging_data()
 
 
 def process_groups() -> list[tuple[Any, str]]:
-    """Each group of processes, with its backend."""
+    """Return each process group and its backend."""
     from torch.distributed import distributed_c10d
 
     return [(group, backend) for group, (backend, _) in distributed_c10d._world.pg_map.items()]
 
 
 def set_group_timeout(timeout: datetime.timedelta, group: Any) -> None:
+    """Set the timeout of a process group."""
     from torch.distributed import distributed_c10d
 
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def replace_own_buffers(module: Any, made: nn.Module) -> None:
-    """Give `module` the buffers that `made` computes of itself: those that no file has."""
+    """Copy the non-persistent buffers, which no file has, from `made` to `module`."""
     for name in made._non_persistent_buffers_set:
         if (buffer := made._buffers[name]) is not None:
             module._buffers[name] = buffer.to(module._buffers[name].device)
 
 
 def flash_attention_4() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward of FlashAttention-4."""
+    """Return the forward and the backward function of FlashAttention-4."""
     from flash_attn.cute import interface  # type: ignore[reportMissingImports]  (GPU only)
 
     return interface._flash_attn_fwd, interface._flash_attn_bwd

@@ -1,8 +1,8 @@
-"""Text that finetune did not write, such that a person sees what is in it.
+"""Show text of others with escapes for invisible characters and terminal controls.
 
-Names, samples, settings and messages of libraries may hold characters that act on a terminal. They may
-also change the order of a line or be invisible. Each becomes an escape such as `\\u001b`, which JSON and
-YAML read.
+Names, samples, settings and messages of libraries may hold characters that control a terminal, change the
+order of a line or are invisible. finetune replaces each by an escape such as `\\u001b`, which JSON and YAML
+can read.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode: controls, formats, half surrogate pairs, ends of lines
+_UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: control, format, surrogate, line separators
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")  # letters and marks without a shape
-_NO_LETTERS = 0xE0000  # from here on are tags, variation selectors and private use
-# The two joiners have a use between letters of scripts that join, and in emoji, but none in Latin text
+_NO_LETTERS = 0xE0000  # tags, variation selectors and private use start here
+# The two joiners are useful in emoji and between letters of scripts that join, but not in Latin text.
 _JOINING = r"[\u0590-\u1fff\u2100-\U0010ffff]"
-_JOINERS = rf"(?<={_JOINING})([\u200c\u200d])(?={_JOINING})"  # compiled at first use: that takes 10 ms
+_JOINERS = rf"(?<={_JOINING})([\u200c\u200d])(?={_JOINING})"  # not compiled here, because that takes 10 ms
 _SHORT = {"\n": "\\n", "\t": "\\t", "\r": "\\r"}
-CONTINUED = "  | "  # before each further line of a text that we did not write
+CONTINUED = "  | "  # starts each further line of a text that finetune did not write
 
 
 def visible(text: object) -> str:
-    """A text on one line, with an escape for each character that cannot be seen, or acts."""
+    """Return a text on one line, with an escape for each invisible or control character."""
     line = str(text)
-    if line.isascii() and line.isprintable():  # most are
+    if line.isascii() and line.isprintable():  # most lines
         return line
     parts = re.split(_JOINERS, line)  # every second one is a joiner
     parts[::2] = ["".join(map(_shown, part)) for part in parts[::2]]
@@ -31,7 +31,7 @@ def visible(text: object) -> str:
 
 
 def visible_lines(text: object) -> str:
-    """The same of a text whose line breaks and tabs stay: of a page, or put together by finetune."""
+    """Do the same as `visible`, but keep line breaks and tabs, for pages and for text that finetune built."""
     return "\n".join("\t".join(map(visible, line.split("\t"))) for line in str(text).split("\n"))
 
 

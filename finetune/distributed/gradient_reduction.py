@@ -48,7 +48,7 @@ def trained_bytes(adapted: torch.nn.Module) -> int:
     return sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
 
 
-def add_receipt(wrapped: Any, exchanged: int, ledger: RunChecks) -> None:
+def add_run_check(wrapped: Any, exchanged: int, checks: RunChecks) -> None:
     """Add a run check of the gradient bytes that the last step exchanged.
 
     Args:
@@ -57,8 +57,8 @@ def add_receipt(wrapped: Any, exchanged: int, ledger: RunChecks) -> None:
     if not isinstance(wrapped, DistributedDataParallel):
         return
     if ours(wrapped):
-        ledger.add(
-            "gradients exchanged",
+        checks.add(
+            "gradients all-reduced",
             f"{trained_bytes(wrapped)} bytes",
             f"{exchanged} bytes",
             "averaged in one buffer",
@@ -71,4 +71,4 @@ def add_receipt(wrapped: Any, exchanged: int, ledger: RunChecks) -> None:
     asked = f"{sum(p.nbytes for p in trained)} bytes of {len(trained)} trained tensors"
     got = f"{sum(buckets)} bytes of {data['num_parameter_tensors']} trained tensors"
     how = f"{len(buckets)} buckets, as DDP reports them"
-    ledger.add("gradients exchanged", asked, got, how)
+    checks.add("gradients all-reduced", asked, got, how)

@@ -117,12 +117,12 @@ def push(
     folder: RunFolder, recipe: Recipe, repo: str, files: dict[str, Path], screen: Console
 ) -> dict[str, Any]:
     """Upload the missing files, verify them with the Hub's file list, and write publish.json."""
-    section, ledger = recipe.publish, RunChecks()
+    section, checks = recipe.publish, RunChecks()
     done = client.upload(repo, files, f"finetune: {folder.path.absolute().name}", section.revision)
     right = [name for name, path in files.items() if client.same(path, done.listed.get(name))]
     how, code = f"sizes and hashes in the Hub's listing of {done.commit}", Exit.ARTIFACT
-    ledger.add("published files", f"all {len(files)}", f"all {len(right)}", how, code=code)
-    ledger.check()
+    checks.add("published files", f"all {len(files)}", f"all {len(right)}", how, code=code)
+    checks.check()
     others = sorted(done.listed.keys() - files.keys() - {".gitattributes"})
     if others:
         screen.say(f"note: the repository also has other files, which are unchanged: {', '.join(others)}")
@@ -134,7 +134,7 @@ def push(
         "revision": section.revision,
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "files": {n: {"bytes": done.listed[n].size, "hash": done.listed[n].digest} for n in files},
-        "receipts": ledger.as_json(),
+        "receipts": checks.as_json(),
     }
     folder.write("publish.json", report)
     sent = f"uploaded {len(done.sent)} of {len(files)} files" if done.sent else "the repository is up to date"

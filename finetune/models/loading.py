@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GROUPED_BYTES = 16
 
 
-def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = None) -> PreTrainedModel:
+def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = None) -> PreTrainedModel:
     """The base model, stored and attending as `setup` chose.
 
     Args:
@@ -59,7 +59,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
             )
         quantized_loading.check_missing(found["missing_keys"], found["unexpected_keys"])
         if stored:
-            quantized_loading.finish(loaded, stored, storage, options["dtype"], ledger)
+            quantized_loading.finish(loaded, stored, storage, options["dtype"], checks)
     if setup.launch.sharded == "DeepSpeed":
         from finetune.distributed import deepspeed_zero
 
@@ -69,9 +69,9 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
         # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    choose_experts(loaded, ledger)
+    choose_experts(loaded, checks)
     if storage in quantized_loading.QUANTIZED:
-        quantized_loading.check_and_pack(loaded, storage, ledger, for_fsdp=setup.launch.sharded == "FSDP")
+        quantized_loading.check_and_pack(loaded, storage, checks, for_fsdp=setup.launch.sharded == "FSDP")
     if not local_path(model.name):
         upstream_private.set_commit_hash(loaded.config, model_files.commit(model))
     if model.add_tokens:
@@ -79,7 +79,7 @@ def load(model: Model, setup: Setup, device: str, ledger: RunChecks | None = Non
     return loaded
 
 
-def choose_experts(model: PreTrainedModel, ledger: RunChecks | None = None) -> None:
+def choose_experts(model: PreTrainedModel, checks: RunChecks | None = None) -> None:
     """Compute each expert by itself if grouped GEMMs can't take the sizes of the experts.
 
     torch's grouped GEMM needs rows of a multiple of 16 bytes (torch 2.13, `torch._grouped_mm`).
@@ -93,8 +93,8 @@ def choose_experts(model: PreTrainedModel, ledger: RunChecks | None = None) -> N
     ]
     if any(size * weight.element_size() % GROUPED_BYTES for weight in stacked for size in weight.shape[1:]):
         model.set_experts_implementation("eager")
-        if ledger is not None:
-            ledger.notes.append(
+        if checks is not None:
+            checks.notes.append(
                 "each expert runs by itself: grouped GEMMs need sizes of a multiple of 16 bytes"
             )
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from finetune.core.run_checks import RunChecks
 
 
-def add_coded_receipt(model: PreTrainedModel, storage: str, ledger: RunChecks) -> None:
+def add_quantized_weights_check(model: PreTrainedModel, storage: str, checks: RunChecks) -> None:
     """Count the linear layers that bitsandbytes or torchao quantized, before an adapter is added."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
@@ -27,11 +27,11 @@ def add_coded_receipt(model: PreTrainedModel, storage: str, ledger: RunChecks) -
     got = f"{coded} of {len(linear)} linear layers, {formatting.size(model.get_memory_footprint())} in all"
     got += f"; {len(linear) - coded} are not quantized" if coded < len(linear) else ""
     got += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
-    how = "what the layers of the live model hold"
-    ledger.add("model.quantization", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
+    how = "the layers of the live model"
+    checks.add("model.quantization", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
 
 
-def add_receipt(base: PreTrainedModel, ledger: RunChecks) -> None:
+def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
     """Layers in fp8 and what they weigh, counted on the live base, before an adapter is on it."""
     head = base.get_output_embeddings()
     linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
@@ -47,4 +47,4 @@ def add_receipt(base: PreTrainedModel, ledger: RunChecks) -> None:
     stacked = module_names.of_experts(base)
     got += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
-    ledger.add("model.quantization", "fp8", got, how, ok=bool(layers))
+    checks.add("model.quantization", "fp8", got, how, ok=bool(layers))

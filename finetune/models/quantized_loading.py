@@ -68,7 +68,7 @@ def _quantized(storage: str, compute: torch.dtype) -> Any:
 
 
 def finish(
-    loaded: PreTrainedModel, stored: Stored, storage: str, dtype: torch.dtype, ledger: RunChecks | None
+    loaded: PreTrainedModel, stored: Stored, storage: str, dtype: torch.dtype, checks: RunChecks | None
 ) -> None:
     """Dequantize the weights that must not stay quantized. Cast the other weights to the dtype of the run.
 
@@ -87,8 +87,8 @@ def finish(
                 parameter.data = parameter.data.to(dtype)
     if storage not in QUANTIZED:
         upstream_private.forget_weight_conversions(loaded)
-    if ledger and storage not in QUANTIZED:
-        _add_dequantized_check(loaded, stored, dtype, ledger)
+    if checks and storage not in QUANTIZED:
+        _add_dequantized_check(loaded, stored, dtype, checks)
 
 
 def _kept_in_fp32(loaded: PreTrainedModel) -> set[str]:
@@ -98,7 +98,7 @@ def _kept_in_fp32(loaded: PreTrainedModel) -> set[str]:
 
 
 def _add_dequantized_check(
-    loaded: PreTrainedModel, stored: Stored, dtype: torch.dtype, ledger: RunChecks
+    loaded: PreTrainedModel, stored: Stored, dtype: torch.dtype, checks: RunChecks
 ) -> None:
     """Count the weights that are numbers again."""
     kept = _kept_in_fp32(loaded)
@@ -108,7 +108,7 @@ def _add_dequantized_check(
     size = formatting.size(loaded.get_memory_footprint())
     got = f"{whole} of {len(weights)} weights in {name}, {size} in all"
     how = f"weights of the live model; the checkpoint is stored in {stored}"
-    ledger.add("model.quantization", f"dequantized to {name}", got, how, ok=whole == len(weights))
+    checks.add("model.quantization", f"dequantized to {name}", got, how, ok=whole == len(weights))
 
 
 def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
@@ -125,7 +125,7 @@ def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
 
 
 def check_and_pack(
-    loaded: PreTrainedModel, storage: str, ledger: RunChecks | None, *, for_fsdp: bool
+    loaded: PreTrainedModel, storage: str, checks: RunChecks | None, *, for_fsdp: bool
 ) -> None:
     """Add the run check of the quantized weights, and pack them as FSDP shards them.
 
@@ -135,10 +135,10 @@ def check_and_pack(
     from finetune.models import quantization_checks
     from finetune.quantization import four_bit, fp8_loading
 
-    if ledger and storage == "fp8":
-        quantization_checks.add_receipt(loaded, ledger)
-    elif ledger:
-        quantization_checks.add_coded_receipt(loaded, storage, ledger)
+    if checks and storage == "fp8":
+        quantization_checks.add_run_check(loaded, checks)
+    elif checks:
+        quantization_checks.add_quantized_weights_check(loaded, storage, checks)
     if for_fsdp and storage == "fp8":
         fp8_loading.pack(loaded)
     if for_fsdp and storage in FOUR_BIT:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Adapter
 
 
-def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks) -> None:
+def check(adapted: nn.Module, adapter: Adapter, setup: Setup, checks: RunChecks) -> None:
     """Refuse an adapter with tensors that no gradient reaches. For `full`, freeze such parameters.
 
     Raises:
@@ -50,7 +50,7 @@ def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks)
         except Exception as error:  # of a forward that does not take this input; the first step takes another
             if _is_of_adapter(adapted, adapter, setup.attention.value, error):
                 raise UserError(_failing(adapted, adapter, error)) from error
-            ledger.notes.append(
+            checks.notes.append(
                 f"finetune could not check the gradients before training: {first_line(error)}"
             )
             return
@@ -59,14 +59,14 @@ def check(adapted: nn.Module, adapter: Adapter, setup: Setup, ledger: RunChecks)
         for name in lost:
             trained[name].requires_grad = False
         if lost:
-            ledger.notes.append(
+            checks.notes.append(
                 f"{len(lost)} parameters are frozen, because the model never uses them: {lost[0]}"
             )
     elif lost:
         raise UserError(*_problems(adapted, lost, adapter))
     reached = len(trained) - len(lost)
     expected = f"reach {reached} trained tensors"
-    ledger.add("gradients", expected, expected, how)
+    checks.add("gradients", expected, expected, how)
 
 
 def problems_on_meta(adapted: nn.Module, adapter: Adapter, inputs: dict[str, Any]) -> list[Problem]:

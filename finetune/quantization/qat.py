@@ -54,7 +54,7 @@ def torchao_config(section: Qat) -> Any:
     return config(**{"weight_dtype": torch.__dict__[section.weight_dtype], key: granularity})
 
 
-def prepare(model: PreTrainedModel, section: Qat | None, ledger: RunChecks | None = None) -> Any:
+def prepare(model: PreTrainedModel, section: Qat | None, checks: RunChecks | None = None) -> Any:
     """Make the decoder's linear layers round their weights in the forward pass. `None` changes nothing.
 
     Call this before adding an adapter, so that the adapter's own matrices are not rounded. Weights and names
@@ -82,10 +82,10 @@ def prepare(model: PreTrainedModel, section: Qat | None, ledger: RunChecks | Non
         [model.device] if model.device.type == "cuda" else []
     ):  # new layers draw initial weights, so restore the random state
         quantize_(model, QATConfig(config, step=QATStep.PREPARE), filter_fn=lambda _, name: name in linear)
-    if ledger:
+    if checks:
         how = "layers that torchao prepared, of those that are linear and not the output head"
         got = f"{len(rounding(model))} layers, {describe(section)}"
-        ledger.add("speed.qat", f"{len(linear)} layers, {describe(section)}", got, how)
+        checks.add("speed.qat", f"{len(linear)} layers, {describe(section)}", got, how)
     return model
 
 
@@ -228,13 +228,13 @@ class Watch:
         weight = inputs[0].detach().float()
         self.seen[name] = (rounded.detach().float() - weight).norm() / weight.norm()
 
-    def add_receipt(self, ledger: RunChecks) -> None:
+    def add_run_check(self, checks: RunChecks) -> None:
         """Add a run check that rounding changed every layer's weight. Without `speed.qat`, add nothing."""
         changes = [float(change) for change in self.seen.values()]
         changed = sum(change > 0 for change in changes)
         if not self.layers:
             return
         share = f", by {sum(changes) / max(1, len(changes)):.2%} of its norm on average"
-        asked, got = f"{len(self.layers)} layers round their weight", f"{changed} layers"
-        how = "||rounded - weight|| / ||weight|| in the first forward of training"
-        ledger.add("rounding in step 1", asked, got + share, how, ok=changed == len(self.layers))
+        asked, got = f"{len(self.layers)} layers quantize their weight", f"{changed} layers"
+        how = "||rounded - weight|| / ||weight|| in the first forward pass of training"
+        checks.add("fake quantization in step 1", asked, got + share, how, ok=changed == len(self.layers))

@@ -75,12 +75,12 @@ def after(path: Path, screen: Console) -> None:
 
 def judge(run: Run) -> Verdict:
     """Return the verdict on a run, and the doubts about it."""
-    failed = sum(not receipt["passed"] for receipt in run.receipts)
+    failed = sum(not check["passed"] for check in run.run_checks)
     if not run.saved:
         return _unfinished(run)
     held_out = run.data["validation"].kept if run.data else None
     verdict = scores.judge(run.evaluation, held_out, training_loss(run))
-    doubts = [f"{failed} of {len(run.receipts)} run checks failed"] if failed else []
+    doubts = [f"{failed} of {len(run.run_checks)} run checks failed"] if failed else []
     kind = "mixed" if failed and verdict.kind == "good" else verdict.kind
     return verdict._replace(kind=kind, doubts=[*verdict.doubts, *doubts])
 
@@ -139,9 +139,9 @@ def headlines(run: Run) -> list[tuple[str, str]]:
     found = scores.headlines(run.evaluation)
     if run.steps:
         found.append(("training time", duration(seconds(run))))
-    if run.receipts:
-        ok = sum(bool(receipt["passed"]) for receipt in run.receipts)
-        found.append(("run checks passed", f"{ok} of {len(run.receipts)}"))
+    if run.run_checks:
+        ok = sum(bool(check["passed"]) for check in run.run_checks)
+        found.append(("run checks passed", f"{ok} of {len(run.run_checks)}"))
     return found
 
 
@@ -275,7 +275,7 @@ def render(run: Run, verdict: Verdict) -> str:
     given |= {"sources": scores.sources(run.evaluation), "advice": advice(run, verdict)}
     command, needs = reproduce(run)
     given |= {"command": command, "needs": needs, "environment": environment(run)}
-    given |= {"receipts": sorted(run.receipts, key=lambda r: bool(r["passed"]))}
+    given |= {"run_checks": sorted(run.run_checks, key=lambda r: bool(r["passed"]))}
     given |= {"facts": [], "remarks": [], "mix": []}
     if run.data:
         given |= {"facts": preview.described(run.data), "remarks": preview.remarks(run.data)}

@@ -37,7 +37,7 @@ class Run:
     notices: list[str] = field(default_factory=list)
     environment: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Report] = field(default_factory=dict)
-    receipts: list[dict[str, Any]] = field(default_factory=list)
+    run_checks: list[dict[str, Any]] = field(default_factory=list)
     steps: list[dict[str, Any]] = field(default_factory=list)
     """Logged training steps."""
     checks: list[dict[str, Any]] = field(default_factory=list)
@@ -70,7 +70,7 @@ def read(path: Path) -> Run:
         "environment.json": lambda run, folder: run.environment.update(folder.read("environment.json")),
         "data_report.json": _read_data,
         "metrics.jsonl": _read_metrics,
-        "checks.json": lambda run, folder: run.receipts.extend(folder.read("checks.json")),
+        "checks.json": lambda run, folder: run.run_checks.extend(folder.read("checks.json")),
         "eval.json": lambda run, folder: run.evaluation.update(folder.read("eval.json")),
     }
     for name, reader in readers.items():

@@ -55,20 +55,20 @@ def show_plan(
     screen.say("")
 
 
-def show_result(screen: Console, folder: RunFolder, ledger: RunChecks, result: dict[str, Any]) -> None:
+def show_result(screen: Console, folder: RunFolder, checks: RunChecks, result: dict[str, Any]) -> None:
     """Print the scores, samples, the number of run checks that passed, and the next commands."""
     show_scores(screen, result)
-    show_checks(screen, ledger)
+    show_checks(screen, checks)
     show_next(screen, folder)
 
 
-def show_checks(screen: Console, ledger: RunChecks) -> None:
+def show_checks(screen: Console, checks: RunChecks) -> None:
     """Print how many run checks passed. Print the table if one failed, or with `--verbose`."""
-    passed = sum(check.passed for check in ledger.receipts)
-    if screen.verbose or passed < len(ledger.receipts):
-        rows = [(c.option, "yes" if c.passed else "NO", c.expected, c.actual) for c in ledger.receipts]
+    passed = sum(check.passed for check in checks.entries)
+    if screen.verbose or passed < len(checks.entries):
+        rows = [(c.option, "yes" if c.passed else "NO", c.expected, c.actual) for c in checks.entries]
         screen.table("run checks", ("option", "passed", "expected", "actual"), rows)
-    screen.say("", f"{passed} of {len(ledger.receipts)} run checks passed (checks.json)")
+    screen.say("", f"{passed} of {len(checks.entries)} run checks passed (checks.json)")
 
 
 def show_scores(screen: Console, result: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Speed
 
 
-def apply(model: nn.Module, speed: Speed, work: Work, hardware: Hardware, ledger: RunChecks) -> Decisions:
+def apply(model: nn.Module, speed: Speed, work: Work, hardware: Hardware, checks: RunChecks) -> Decisions:
     """Change the model's modules in place, add run checks of the changes, and return the decisions.
 
     Raises:
@@ -45,7 +45,7 @@ def apply(model: nn.Module, speed: Speed, work: Work, hardware: Hardware, ledger
     spec = live_model_spec(model)
     fused = decide_fused(spec, speed.fused, hardware, work.sharded)
     if fused.value == "on":
-        fused, spec = add_fused(model, fused, ledger)
+        fused, spec = add_fused(model, fused, checks)
     room = memory_estimate.usable_gib(free_gib(hardware), sharded=bool(work.sharded)) - work.awaited
     usable, host = least(room, work.host)
     decided = decide(spec, speed, work._replace(usable=usable, host=host), hardware, fused)
@@ -53,19 +53,19 @@ def apply(model: nn.Module, speed: Speed, work: Work, hardware: Hardware, ledger
     # and ranks that do not recompute it would never answer.
     decided = collectives.from_main(lambda: decided)
     if spec.layers:
-        change_layers(model, decided, hardware, ledger)
+        change_layers(model, decided, hardware, checks)
     if decided.compile.value == "on":
-        compile_layers(model, decided, speed, ledger)
+        compile_layers(model, decided, speed, checks)
     return decided
 
 
-def change_layers(model: nn.Module, decided: Decisions, hardware: Hardware, ledger: RunChecks) -> None:
+def change_layers(model: nn.Module, decided: Decisions, hardware: Hardware, checks: RunChecks) -> None:
     """Recompute layers, and offload their inputs to CPU memory, as decided."""
     layers, checkpointing = decoder_layers(model), decided.checkpointing.value
     if checkpointing != "none":
         count, mlps = memory_estimate.split(checkpointing, len(layers))
         rounded, whole = checkpointing.startswith("mlp_int8"), decided.keeps.fused
-        add_activation_checkpointing(model, layers, count, ledger, mlps=mlps if whole else 0, rounded=rounded)
+        add_activation_checkpointing(model, layers, count, checks, mlps=mlps if whole else 0, rounded=rounded)
     if count := round(memory_estimate.away(decided.offload.value, len(layers)) * len(layers)):
         device = torch.device(hardware.device)  # the weights may still be on the CPU until rank 0 sends them
         chosen = [one for one in layers if one.gradient_checkpointing or checkpointing in ("mlp", "mlp_int8")]
@@ -73,7 +73,7 @@ def change_layers(model: nn.Module, decided: Decisions, hardware: Hardware, ledg
         Activations([chosen[i * len(chosen) // count] for i in range(count)], device, layers[-1])
 
 
-def compile_layers(model: nn.Module, decided: Decisions, speed: Speed, ledger: RunChecks) -> None:
+def compile_layers(model: nn.Module, decided: Decisions, speed: Speed, checks: RunChecks) -> None:
     """Compile each decoder layer in place, with CUDA graphs if decided."""
     layers, graphs = decoder_layers(model), decided.graphs.value == "on"
     torch.compiler.reset()  # an earlier run of this process may have compiled layers
@@ -91,7 +91,7 @@ def compile_layers(model: nn.Module, decided: Decisions, speed: Speed, ledger: R
             parameter.register_post_accumulate_grad_hook(own_gradient)
     compiled = sum(upstream_private.is_compiled(layer) for layer in layers)
     how = "decoder layers with a compiled call"
-    ledger.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
+    checks.add("speed.compile", f"{len(layers)} layers", f"{compiled} layers", how)
 
 
 def least(*memory: float) -> list[float]:
@@ -107,7 +107,7 @@ def own_gradient(parameter: torch.Tensor) -> None:
         parameter.grad.own = True  # pyright: ignore[reportAttributeAccessIssue] (a mark of ours)
 
 
-def add_fused(model: nn.Module, chosen: Choice, ledger: RunChecks) -> tuple[Choice, ModelSpec]:
+def add_fused(model: nn.Module, chosen: Choice, checks: RunChecks) -> tuple[Choice, ModelSpec]:
     """Fuse the adapters, and add a run check.
 
     Returns:
@@ -124,7 +124,7 @@ def add_fused(model: nn.Module, chosen: Choice, ledger: RunChecks) -> tuple[Choi
         raise none_fused(made.left_out())
     how = f"fused layers of the model; largest relative difference from PEFT's own forward {made.worst:.1g}"
     got = made.summary()
-    ledger.add("speed.fused", "all layers that can be fused", got, how, ok=True)
+    checks.add("speed.fused", "all layers that can be fused", got, how, ok=True)
     spec = replace(live_model_spec(model), unfused=got)
     if chosen.reason == "asked for":
         return chosen, spec
@@ -132,7 +132,7 @@ def add_fused(model: nn.Module, chosen: Choice, ledger: RunChecks) -> tuple[Choi
 
 
 def add_activation_checkpointing(
-    model: Any, layers: list[Any], count: int, ledger: RunChecks, *, mlps: int = 0, rounded: bool = False
+    model: Any, layers: list[Any], count: int, checks: RunChecks, *, mlps: int = 0, rounded: bool = False
 ) -> None:
     """Recompute `count` layers, evenly spread from the first one, and only the norms of the other layers.
 
@@ -166,7 +166,7 @@ def add_activation_checkpointing(
     asked = f"{count} of {total}" if count else some
     how = "layers with the flag set, norms with a checkpointed forward, saved activations of fused MLPs"
     right = wrapped == count and again == mlps and in_int8 == (total - mlps if rounded else 0)
-    ledger.add("speed.activation_checkpointing", asked, got, how, ok=right)
+    checks.add("speed.activation_checkpointing", asked, got, how, ok=right)
 
 
 def _checkpoint_contexts(routers: list[tuple[Any, int]]) -> tuple[Any, Any]:

@@ -145,8 +145,8 @@ def _squares(layer: Any) -> torch.Tensor:
 class RefreshNorms(TrainerCallback):
     """Update DoRA's norms after each optimizer step, and add a run check of the last norms."""
 
-    def __init__(self, norms: Any, ledger: RunChecks) -> None:
-        self.norms, self.ledger = norms, ledger
+    def __init__(self, norms: Any, checks: RunChecks) -> None:
+        self.norms, self.checks = norms, checks
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -163,10 +163,10 @@ class RefreshNorms(TrainerCallback):
     ) -> None:
         error = self.norms.error()
         how = "relative difference of ||W + s B A|| after the last step from a new computation"
-        self.ledger.add("DoRA norms", "the norms of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
+        self.checks.add("DoRA norms", "the norms of the weights", f"{error:.1g} off", how, ok=error < 1e-5)
 
 
-def refreshing(model: nn.Module, ledger: RunChecks) -> list[TrainerCallback]:
+def refreshing(model: nn.Module, checks: RunChecks) -> list[TrainerCallback]:
     """Return the callback that updates the norms of fused DoRA layers."""
     norms = getattr(model, "finetune_norms", None)
-    return [RefreshNorms(norms, ledger)] if norms else []
+    return [RefreshNorms(norms, checks)] if norms else []

@@ -88,20 +88,20 @@ class HeadLoss:
         if self.installed:
             vars(self.installed).update(counts)
 
-    def add_receipt(self, operations: Collection[str], micro_batches: int, ledger: RunChecks) -> None:
+    def add_run_check(self, operations: Collection[str], micro_batches: int, checks: RunChecks) -> None:
         """Add a run check of the loss in step 1, by the profiled autograd functions and the saved tensors."""
         names = {"_OutputHead": "chunked", "ChunkedLogProbFunction": "trl"}
         ran = " and ".join(loss for name, loss in names.items() if name in operations) or "none seen"
         how, code, installed = "profile of the first forward", Exit.ENVIRONMENT, self.installed
         if installed is None:
-            ledger.add("speed.loss", self.chosen, ran, how, code=code)
+            checks.add("speed.loss", self.chosen, ran, how, code=code)
             return
         kept = "logits" if installed.logits_kept else f"{formatting.size(installed.kept)} and no logits"
         got = f"{ran}, {installed.calls} calls, {installed.computed} of {installed.rows} tokens; saved {kept}"
         ok = ran == self.chosen and installed.calls == micro_batches and not installed.logits_kept
         how += "; calls and tokens of step 1; tensors that the first call saved for the backward pass"
         expected = f"{self.chosen}, {micro_batches} calls; no logits saved"
-        ledger.add("speed.loss", expected, got, how, ok=ok, code=code)
+        checks.add("speed.loss", expected, got, how, ok=ok, code=code)
 
 
 def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice:

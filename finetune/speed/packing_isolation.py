@@ -56,7 +56,7 @@ class Leak(NamedTuple):
 
 
 def prove_apart(
-    model: PreTrainedModel | PeftModel, tokens: int, attention: str, ledger: RunChecks, switch_off: str = ""
+    model: PreTrainedModel | PeftModel, tokens: int, attention: str, checks: RunChecks, switch_off: str = ""
 ) -> None:
     """Add a run check that packed examples can't attend to each other in this model.
 
@@ -82,11 +82,13 @@ def prove_apart(
     logits, gradients = ALLOWED["experts" if routed else model.device.type]
     ok = moved.logits <= max(logits, NOISE * same.logits)
     ok = ok and moved.gradients <= max(gradients, NOISE * same.gradients)
-    got = f"moves logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
+    got = f"changes logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
     if same != Leak(0.0, 0.0):
         got += f" (the same input twice: {same.logits:.1g}, {same.gradients:.1g})"
     how = f"one of two examples in a sequence of {tokens} tokens changed, the other compared ({attention})"
-    ledger.add("documents apart", "a change in one example changes nothing in the other", got, how, ok=ok)
+    checks.add(
+        "packed examples isolated", "a change in one example changes nothing in the other", got, how, ok=ok
+    )
     if not ok:
         what = f"packed examples attend to each other with attention {attention}"
         masked = packing_support.MASKED  # if one mask leaks, the others do too
@@ -158,7 +160,7 @@ def leaks(model: PreTrainedModel | PeftModel, tokens: int, **extra: Any) -> tupl
     return _difference(before, again), _difference(before, after)
 
 
-def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: RunChecks) -> None:
+def prove_same(model: Any, tokens: int, attention: str, packed: bool, checks: RunChecks) -> None:
     """Add a run check that attention without a mask equals attention with a mask in this model.
 
     Args:
@@ -188,7 +190,7 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, ledger: Ru
     worst, asked = max(off, default=math.inf), f"the result of {name} within {SAME:g}"
     how = f"largest relative difference of a layer's attention on two random examples ({attention})"
     ok = worst <= SAME
-    ledger.add("attention without a mask", asked, f"{worst:.2g}", how, ok=ok)
+    checks.add("attention without a mask", asked, f"{worst:.2g}", how, ok=ok)
     if not ok:
         what = f"on this model, attention {attention} computes another result than {name}"
         texts = {"found": f"a relative difference of {worst:.2g}", "expected": f"{SAME:g} or less"}

@@ -68,10 +68,10 @@ class Correction(NamedTuple):
         value = self.value(MICRO_BATCH)
         return int(value) if value else None
 
-    def add_receipts(self, ledger: RunChecks) -> None:
+    def add_run_checks(self, checks: RunChecks) -> None:
         """Record each correction as a run check."""
         for key, before, after in self.changes:
-            ledger.add(f"{key}, {SET_BY}", before, after, "the first step ran out of memory", ok=True)
+            checks.add(f"{key}, {SET_BY}", before, after, "the first step ran out of memory", ok=True)
 
 
 NONE = Correction()

@@ -48,7 +48,7 @@ class StepKind(NamedTuple):
     """Bytes per trainable parameter in addition to weight and gradient (`step_work.beside`)."""
 
 
-def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: RunChecks) -> Batch:
+def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, checks: RunChecks) -> Batch:
     """Find the largest divisor of each process's share that fits with the longest sequences.
 
     The search runs forward pass, loss and backward pass of growing micro-batches, with a placeholder for the
@@ -88,7 +88,7 @@ def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, ledger: R
         raise UserError(Problem(what, "train.per_device_train_batch_size", **texts), code=Exit.TRAINING)
     how = f"forward and backward pass of the longest sequences, by micro-batch size: {said} of "
     how += f"{total / 2**30:.1f} GiB"
-    ledger.add("train.per_device_train_batch_size", "auto", size, how, ok=True)
+    checks.add("train.per_device_train_batch_size", "auto", size, how, ok=True)
     return Batch(batch.effective, size, share // size)
 
 

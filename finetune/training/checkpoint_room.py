@@ -49,7 +49,7 @@ def check_space(
         collectives.from_main(lambda: training_state.check_memory(held, training_state.available(groups)))
 
 
-def frozen_fingerprint(adapted: nn.Module, found: Found | None, ledger: RunChecks) -> str:
+def frozen_fingerprint(adapted: nn.Module, found: Found | None, checks: RunChecks) -> str:
     """Return the fingerprint of the frozen weights.
 
     Refuse a run that can't resume from `found`, before anything in its folder changes.
@@ -65,7 +65,7 @@ def frozen_fingerprint(adapted: nn.Module, found: Found | None, ledger: RunCheck
         frozen = look()
         collectives.agree({"weights of the base": frozen})
     if found:
-        ledger.check()
+        checks.check()
         resume_contract.check_base(found.contract, frozen, found.path, decomposed=rebased)
         training_state.structure(found.path)
     return frozen

@@ -149,26 +149,26 @@ class Validate(TrainerCallback):
         record = {"step": step, "epoch": epoch, **found, "eval_seconds": seconds}
         self.metrics.append(record)
 
-    def restore(self, model: nn.Module, state: Any, ledger: RunChecks) -> None:
+    def restore(self, model: nn.Module, state: Any, checks: RunChecks) -> None:
         """Restore the best weights, and add a run check that counts the evaluations."""
         steps = state.global_step
         every = self.settings.eval_steps or steps
         asked = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
         how = "evaluations that ran"
-        ledger.add("eval.eval_steps", asked, self.times, how)
+        checks.add("eval.eval_steps", asked, self.times, how)
         if not self.weights:
             return
         for name, parameter in trainable_parameters.trainable(model).items():
             with torch.no_grad():  # a change of `.data` would not update DoRA's norms
                 parameter.copy_(self.weights[name])
 
-    def add_receipt(self, loss: float, ledger: RunChecks) -> None:
+    def add_run_check(self, loss: float, checks: RunChecks) -> None:
         """Add a run check that the loss of the saved weights equals the best evaluation loss."""
         if self.weights:
             ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
             asked = f"step {self.best_step}, validation loss {self.best_loss:.6f}"
             how = "validation loss of the saved weights, reopened"
-            ledger.add("best weights kept", asked, f"{loss:.6f}", how, ok=ok)
+            checks.add("best weights saved", asked, f"{loss:.6f}", how, ok=ok)
 
 
 def asked(

@@ -21,7 +21,7 @@ def utilization(accelerator: Any, tokens: torch.Tensor) -> float | None:
     return float((accelerator.reduce(tokens, "sum") > 0).double().mean())
 
 
-def add_check(accelerator: Any, counted: Any, routers: list[str], ledger: RunChecks) -> str:
+def add_check(accelerator: Any, counted: Any, routers: list[str], checks: RunChecks) -> str:
     """Record how many experts received tokens in training.
 
     Args:
@@ -38,7 +38,7 @@ def add_check(accelerator: Any, counted: Any, routers: list[str], ledger: RunChe
     used, every = int((tokens > 0).sum()), tokens.numel()
     got = f"{used:,} of {every:,} experts" + (f"; without a token: {idle}" if idle else "")
     how = "tokens of each expert, counted over the training steps"
-    ledger.add("experts that received tokens", f"{every:,} experts", got, how, ok=used > 0)
+    checks.add("experts that received tokens", f"{every:,} experts", got, how, ok=used > 0)
     what = f"{every - used:,} of {every:,} experts received no token in training"
     return f"{what}: {idle}. An adapter on them did not change" if idle else ""
 

@@ -57,8 +57,8 @@ class FirstStep(TrainerCallback):
     rounding: qat.Watch | None = None
     offloaded: activation_offload.Activations | None = None
 
-    def __init__(self, ledger: RunChecks, setup: Setup, planned: Planned) -> None:
-        self.ledger, self.planned = ledger, planned
+    def __init__(self, checks: RunChecks, setup: Setup, planned: Planned) -> None:
+        self.checks, self.planned = checks, planned
         self.compiled_graphs = 0
         self.processes = setup.launch.rows_apart
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
@@ -124,8 +124,8 @@ class FirstStep(TrainerCallback):
     ) -> None:
         if state.global_step != self.first:
             return
-        add, step = self.ledger.add, f"step {self.first}"
-        how = f"rows of {step}: {self.micro_batches} micro-batches x {self.processes} processes"
+        add, step = self.checks.add, f"step {self.first}"
+        how = f"{step}: {self.micro_batches} micro-batches x {self.processes} processes"
         rows = self.rows * self.processes
         if self.flat:  # a flattened batch is one row, but the loader knows its number of sequences
             loader = kwargs["train_dataloader"]
@@ -141,25 +141,25 @@ class FirstStep(TrainerCallback):
         # of all ranks, because a rank with a part of a long sequence may have no label
         labels = sum(collectives.gathered(self.loss_tokens))
         add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
-        how, code = "what most FLOPs of the first forward's matrix products are in", Exit.ENVIRONMENT
+        how, code = "the dtype of most GEMM FLOPs in the first forward pass", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
         ran = attention_that_ran(self.operations)
-        how = "profile of the first forward"
+        how = "profile of the first forward pass"
         add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
         if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
             add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
         if self.fp8:
             got, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
-            add("fp8 products", f"at least {least}", got, how, ok=self.fp8_gemms >= least, code=code)
-        self.planned.loss.add_receipt(sorted(self.operations), self.micro_batches, self.ledger)
+            add("fp8 GEMMs", f"at least {least}", got, how, ok=self.fp8_gemms >= least, code=code)
+        self.planned.loss.add_run_check(sorted(self.operations), self.micro_batches, self.checks)
         if self.rounding:
-            self.rounding.add_receipt(self.ledger)
+            self.rounding.add_run_check(self.checks)
         if self.offloaded:
-            self.offloaded.add_receipt(self.micro_batches, self.ledger)
+            self.offloaded.add_run_check(self.micro_batches, self.checks)
         optim = getattr(
             args.optim, "value", args.optim
         )  # the value, because str() of transformers' enum differs
-        optimizers.add_receipt(kwargs["optimizer"], optim, self.planned.optimizer.kind, self.ledger)
+        optimizers.add_run_check(kwargs["optimizer"], optim, self.planned.optimizer.kind, self.checks)
         compiled = self.planned.compiled
         if compiled and compiled.value == "on":
             counters = upstream_private.compile_counters()
@@ -172,7 +172,7 @@ class FirstStep(TrainerCallback):
             got += ", some layers in eager mode: over torch's recompile_limit" if over else ""
             whole, self.compiled_graphs = not breaks and not over, graphs
             add("speed.compile", "0 graph breaks", got, how, ok=whole or compiled.reason != "asked for")
-        self.ledger.check()
+        self.checks.check()
 
     def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
         """Return the number of fp8 GEMMs of a forward pass through the decoder, or 1 if it is not known."""
@@ -187,12 +187,12 @@ class FirstStep(TrainerCallback):
     ) -> None:
         self.offloaded = self.rounding = None  # they hold layers, and the model is loaded again
         if self.planned.has_graphs:
-            add_receipt(self.ledger, len(live_model_spec.decoder_layers(kwargs["model"])))
+            add_run_check(self.checks, len(live_model_spec.decoder_layers(kwargs["model"])))
         if self.compiled_graphs:
             graphs = upstream_private.compile_counters()["stats"]["unique_graphs"] - self.compiled_graphs
             how = "of batches of other lengths: data.packing and padding_free have one"
-            self.ledger.add(
-                "graphs compiled after the first step", "as few as can be", f"{graphs}", how, ok=True
+            self.checks.add(
+                "graphs compiled after the first step", "as few as possible", f"{graphs}", how, ok=True
             )
 
 
@@ -252,7 +252,7 @@ def attention_that_ran(operations: dict[str, list[list[int]]]) -> Ran:
     return Ran(("none seen",), "", "")
 
 
-def add_receipt(ledger: RunChecks, layers: int) -> None:
+def add_run_check(checks: RunChecks, layers: int) -> None:
     """Add a run check of the recorded CUDA graphs: one forward and one backward per layer."""
     recorded = upstream_private.recorded_cuda_graphs()
     skipped = upstream_private.compile_counters()["inductor"]["cudagraph_skips"]
@@ -260,4 +260,4 @@ def add_receipt(ledger: RunChecks, layers: int) -> None:
     how = "torch's own counts when training ended; a run of one pass has none"
     if recorded > 2 * layers:
         how += "; recording again takes time: speed.compile: default records nothing"
-    ledger.add("CUDA graphs", f"{2 * layers} recorded", got, how, ok=True)
+    checks.add("CUDA graphs", f"{2 * layers} recorded", got, how, ok=True)

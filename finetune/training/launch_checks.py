@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Train
 
 
-def add(trainer: Trainer, launch: Launch, ledger: RunChecks) -> None:
+def add(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
     """Add run checks that the Accelerator has the precision and the number of processes of the launch."""
     got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
-    ledger.add("precision", launch.precision, got.mixed_precision, how, code=code)
-    ledger.add("processes", launch.processes, got.num_processes, how, code=code)
+    checks.add("precision", launch.precision, got.mixed_precision, how, code=code)
+    checks.add("processes", launch.processes, got.num_processes, how, code=code)
     if launch.fp8 in BACKENDS:
         backend, handler = got.fp8_backend, got.te_recipe_handler or got.ao_recipe_handler
-        ledger.add("fp8 backend", launch.fp8, getattr(backend, "value", str(backend)), how, code=code)
+        checks.add("fp8 backend", launch.fp8, getattr(backend, "value", str(backend)), how, code=code)
         for name, value in asked_of(launch.fp8).items():
             held = getattr(getattr(handler, "config", handler), name)
-            ledger.add(f"fp8_config.{name}", value, str(held).lower(), "its fp8 recipe", code=code)
+            checks.add(f"fp8_config.{name}", value, str(held).lower(), "its fp8 recipe", code=code)
     split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(got.distributed_type.value, "")
-    ledger.add("splits what trains", launch.splitter or "nothing", split or "nothing", how, code=code)
-    trainer.add_callback(Prepared(launch, trainer, ledger))
+    checks.add("sharding", launch.splitter or "none", split or "none", how, code=code)
+    trainer.add_callback(Prepared(launch, trainer, checks))
 
 
-def add_repeated_check(trainer: Any, ledger: RunChecks) -> None:
+def add_repeated_check(trainer: Any, checks: RunChecks) -> None:
     """Count the examples that an epoch trained twice, if one ended: processes share its batches."""
     rows: Any = getattr(trainer, "train_dataset", None)
     epochs = int(float(trainer.state.epoch or 0))
@@ -49,16 +49,16 @@ def add_repeated_check(trainer: Any, ledger: RunChecks) -> None:
     if shards < 2 or not epochs or not hasattr(rows, "__len__") or trainer.args.dataloader_drop_last:
         return
     twice = count_repeated(len(rows), trainer.args.per_device_train_batch_size, shards)
-    how = "of an epoch, whose end Accelerate fills up from its beginning: every process has full batches"
+    how = "the length of an epoch, whose last batch Accelerate fills with the first sequences"
     got = f"{len(rows) - twice}, and {twice} twice, in each of {epochs} epochs that ended"
-    ledger.add("rows trained once", len(rows), got, how, ok=True)
+    checks.add("sequences trained once", len(rows), got, how, ok=True)
 
 
-def add_loader_check(trainer: Any, ledger: RunChecks) -> None:
+def add_loader_check(trainer: Any, checks: RunChecks) -> None:
     """Read back how long the run waited for a batch, if data loader workers read them."""
     if trainer.loader is not None and trainer.loader.num_workers:
         asked, got = f"{trainer.loader_timeout} s", f"{trainer.loader.timeout:g} s"
-        ledger.add("train.dataloader_timeout", asked, got, "torch's data loader")
+        checks.add("train.dataloader_timeout", asked, got, "torch's data loader")
 
 
 def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, steps: int) -> list[str]:
@@ -108,16 +108,16 @@ class Prepared(TrainerCallback):
     After the first step, it checks fp8 GEMMs and gathered quantized weights.
     """
 
-    def __init__(self, launch: Launch, trainer: Any, ledger: RunChecks) -> None:
-        self.launch, self.trainer, self.ledger = launch, trainer, ledger
+    def __init__(self, launch: Launch, trainer: Any, checks: RunChecks) -> None:
+        self.launch, self.trainer, self.checks = launch, trainer, checks
         self.trained, self.looked = numbers(trainer.model), False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
         model, optimizer = given["model"], given["optimizer"]
-        how, add = "parameters with requires_grad, before and after preparing", self.ledger.add
-        add("trained numbers of the prepared model", self.trained, numbers(model), how)
+        how, add = "parameters with requires_grad, before and after preparing", self.checks.add
+        add("trainable parameters of the prepared model", self.trained, numbers(model), how)
         inner = getattr(optimizer, "optimizer", optimizer)
         groups = [group["params"] for group in inner.param_groups]
         collectives.wait_alike()
@@ -134,14 +134,19 @@ class Prepared(TrainerCallback):
             split = [p for p in model.parameters() if isinstance(p, DTensor)]
             whole = sum(p.numel() for p in model.parameters())
             share = sum(p.to_local().numel() for p in split) / whole
-            got = f"{share:.1%} of the model's numbers, {len(split)} tensors"
+            got = f"{share:.1%} of the model's parameters, {len(split)} tensors"
             how, ok = "DTensors of this process", bool(split) and share < 1.5 / self.launch.processes
             add(
-                "split by FSDP", f"1 of {self.launch.processes} parts", got, how, ok=ok, code=Exit.ENVIRONMENT
+                "sharded by FSDP",
+                f"1 of {self.launch.processes} shards",
+                got,
+                how,
+                ok=ok,
+                code=Exit.ENVIRONMENT,
             )
         if self.launch.fp8 in BACKENDS:
             self._converted(model)
-        self.ledger.check()
+        self.checks.check()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -154,12 +159,12 @@ class Prepared(TrainerCallback):
                 len(transformer_engine_layers.layers(given["model"])),
                 transformer_engine_layers.rounded(given["model"]),
             )
-            how = f"what its layers keep for their scales after step {state.global_step}"
+            how = f"the layers' scaling factors after step {state.global_step}"
             asked, ok = f"{made} layers, forward and backward", got == made > 0
-            self.ledger.add("fp8 products", asked, f"{got} layers", how, ok=ok, code=Exit.ENVIRONMENT)
+            self.checks.add("fp8 GEMMs", asked, f"{got} layers", how, ok=ok, code=Exit.ENVIRONMENT)
         if self.launch.sharded == "FSDP":
             self._gathered(given["model"])
-        self.ledger.check()
+        self.checks.check()
 
     def _gathered(self, model: Any) -> None:
         """Compare the quantized weights that a forward pass gathers with the stored shards, bit by bit."""
@@ -180,8 +185,10 @@ class Prepared(TrainerCallback):
                 seen |= sharded_tensors.sums({n: w for n, w in whole.items() if not isinstance(w, DTensor)})
                 unit.reshard()
         same = sum(seen.get(name) == stored[name] for name in stored)
-        how, code = "sums over the bytes of each weight, in parts and gathered", Exit.ENVIRONMENT
-        self.ledger.add("codes that FSDP gathers", f"all {len(coded)}", f"all {same}", how, code=code)
+        how, code = "checksums of each weight's bytes, of the shards and after the gather", Exit.ENVIRONMENT
+        self.checks.add(
+            "quantized weights that FSDP gathers", f"all {len(coded)}", f"all {same}", how, code=code
+        )
 
     def _by_zero(self, model: Any) -> None:
         """Add run checks of the engine's ZeRO stage, and of this process's share of sharded weights."""
@@ -189,20 +196,20 @@ class Prepared(TrainerCallback):
         parts = [p.ds_tensor.numel() for p in model.parameters() if hasattr(p, "ds_tensor")]
         share = sum(parts) / sum(sharded_tensors.shape(p).numel() for p in model.parameters())
         got = f"ZeRO-{stage}" + (
-            f", {share:.1%} of the model's numbers, {len(parts)} tensors" if parts else ""
+            f", {share:.1%} of the model's parameters, {len(parts)} tensors" if parts else ""
         )
         ok = str(stage) == zero_stage() and bool(parts) == (stage == 3) and share < 1.5 / processes
         asked = f"ZeRO-{zero_stage()}, {processes} processes"
-        how, code = "the engine, and DeepSpeed's parts in this process", Exit.ENVIRONMENT
-        self.ledger.add("split by DeepSpeed", asked, got, how, ok=ok, code=code)
+        how, code = "the engine, and DeepSpeed's shards in this process", Exit.ENVIRONMENT
+        self.checks.add("sharded by DeepSpeed", asked, got, how, ok=ok, code=code)
 
     def _converted(self, model: nn.Module) -> None:
         """Add a run check of the layers that Accelerate replaced by fp8 layers."""
         own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
         made = [m for m in model.modules() if type(m).__module__.startswith(own)]
         plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
-        got, how = f"{len(made)} layers of {own}'s, {len(plain)} plain", "modules of the prepared model"
-        self.ledger.add("fp8 layers", "> 0", got, how, ok=bool(made), code=Exit.ENVIRONMENT)
+        got, how = f"{len(made)} {own} layers, {len(plain)} plain", "modules of the prepared model"
+        self.checks.add("fp8 layers", "> 0", got, how, ok=bool(made), code=Exit.ENVIRONMENT)
 
 
 # Optimizers that hold copies of the parameters, and step on these

@@ -24,18 +24,18 @@ def adapted_model(
     run: RunContext, arguments: SFTConfig, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> Any:
     """Check the schedule, then load the base model in its quantization and attach the adapter."""
-    recipe, setup, ledger = run.recipe, run.setup, run.checks
+    recipe, setup, checks = run.recipe, run.setup, run.checks
     optimizers.check_schedule(arguments, steps)
-    base = loading.load(recipe.model, setup, str(arguments.device), ledger)
+    base = loading.load(recipe.model, setup, str(arguments.device), checks)
     names = module_names.of_model(base)
     if problems := adapter_names.against_storage(setup.storage.value, names, recipe.adapter.type):
         raise UserError(*problems)
     router_loss.check(base.config, arguments.router_aux_loss_coef)
-    base = qat.prepare(base, recipe.speed.qat, ledger)
+    base = qat.prepare(base, recipe.speed.qat, checks)
     batches = partial(initialization.calibration, dataset, base.device)
     added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
     with stage("attached the adapter", "adapter.type"):
-        adapted = attach.attach(base, recipe.adapter, steps, ledger, batches, added)
+        adapted = attach.attach(base, recipe.adapter, steps, checks, batches, added)
     with setup.autocast():  # full fine-tuning has fp32 weights, which flash attention does not support
-        gradient_probe.check(adapted, recipe.adapter, setup, ledger)
+        gradient_probe.check(adapted, recipe.adapter, setup, checks)
     return adapted

@@ -201,7 +201,7 @@ class NonFinite(TrainerCallback):
 
 
 def callbacks(
-    section: Train, precision: str, folder: RunFolder, screen: Console, ledger: RunChecks
+    section: Train, precision: str, folder: RunFolder, screen: Console, checks: RunChecks
 ) -> list[Any]:
     """Return the callbacks of this module. Under fp16, the loss scaler itself skips steps with NaN or Inf.
 
@@ -214,7 +214,7 @@ def callbacks(
         problem = Problem(what, key, found=found, why=why, fix=f"{key}: 0", code="launch-config")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     allowed, fp16 = section.skip_nonfinite, precision == "fp16"
-    steps = Overflow(allowed, screen, ledger) if fp16 else NonFinite(allowed, folder.path, screen)
+    steps = Overflow(allowed, screen, checks) if fp16 else NonFinite(allowed, folder.path, screen)
     return [steps, Spikes(section.stop_at_spike, screen)]
 
 
@@ -336,9 +336,9 @@ class Overflow(TrainerCallback):
     16 halvings. A later overflow means that the loss or the weights are NaN or Inf without a scale.
     """
 
-    def __init__(self, allowed: int, screen: Console, ledger: RunChecks) -> None:
+    def __init__(self, allowed: int, screen: Console, checks: RunChecks) -> None:
         """Args: allowed: consecutive steps that may be skipped in addition to the scaler's own."""
-        self.most, self.screen, self.ledger = HALVINGS + allowed, screen, ledger
+        self.most, self.screen, self.checks = HALVINGS + allowed, screen, checks
         self.in_a_row = self.skipped = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -369,8 +369,11 @@ class Overflow(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        got, how = f"{self.skipped} of {state.global_step}", "skipped steps, by Accelerate's optimizer"
-        self.ledger.add("steps left out by fp16's loss scaler", "as few as it needs", got, how, ok=True)
+        got, how = (
+            f"{self.skipped} of {state.global_step}",
+            "skipped steps, as Accelerate's optimizer reports them",
+        )
+        self.checks.add("steps skipped by fp16's loss scaler", "as few as possible", got, how, ok=True)
         if self.skipped:
             self.screen.say(
                 f"note: the loss scaler of fp16 skipped {self.skipped} steps with overflowing gradients"

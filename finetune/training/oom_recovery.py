@@ -140,13 +140,13 @@ def needed(
     return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what}"
 
 
-def tell(whole: int, screen: Console, ledger: RunChecks, step: int, rows: int) -> None:
+def tell(whole: int, screen: Console, checks: RunChecks, step: int, rows: int) -> None:
     """Print that steps use a micro-batch size of `rows` instead of `whole` from now on."""
     screen.say(
         f"step {step} ran out of memory and runs again with a micro-batch size of {rows} instead of {whole}"
     )
     how = f"step {step} ran out of memory and ran again with the same examples"
-    ledger.add("rows at once", whole, rows, how, ok=True)
+    checks.add("micro-batch size", whole, rows, how, ok=True)
 
 
 def held(model: Any, optimizer: Any, batches: MicroBatches) -> str:

@@ -84,8 +84,8 @@ def loraplus_optimizer(
     return made
 
 
-def add_loraplus_receipt(
-    adapted: nn.Module, optimizer: Any, rate: float, ratio: float, ledger: RunChecks
+def add_loraplus_check(
+    adapted: nn.Module, optimizer: Any, rate: float, ratio: float, checks: RunChecks
 ) -> None:
     """Add a run check of the learning rates of A and B in the optimizer. `rate` is the peak rate."""
     groups = optimizer.param_groups
@@ -96,7 +96,7 @@ def add_loraplus_receipt(
         (fast if faster else slow if "lora_" in name else other).add(rates.get(id(parameter)))
     got = f"A {_said(slow)}, B {_said(fast)}" + (f", others {_said(other)}" if other else "")
     asked = f"A {rate:g}, B {rate * ratio:g}" + (f", others {rate:g}" if other else "")
-    ledger.add("adapter.loraplus_lr_ratio", asked, got, "peak rates in the optimizer's groups")
+    checks.add("adapter.loraplus_lr_ratio", asked, got, "peak rates in the optimizer's groups")
 
 
 def _said(rates: set[float | None]) -> str:
@@ -164,7 +164,7 @@ def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, d
     return kind, options
 
 
-def add_receipt(optimizer: Optimizer, optim: str, kind: object, ledger: RunChecks) -> None:
+def add_run_check(optimizer: Optimizer, optim: str, kind: object, checks: RunChecks) -> None:
     """Add run checks of the optimizer and the dtypes of its state after the first step.
 
     Args:
@@ -198,12 +198,12 @@ def add_receipt(optimizer: Optimizer, optim: str, kind: object, ledger: RunCheck
     how = "the optimizer that stepped, and its state after step 1"
     got = f"{name}, state of {of or 'no tensor'}: {where or '0 MiB'}"
     got += few if optimizer_choice.LOW_BITS.search(optim) else ""
-    ledger.add("train.optim", optim, got, how, ok=ok, code=Exit.ENVIRONMENT)
+    checks.add("train.optim", optim, got, how, ok=ok, code=Exit.ENVIRONMENT)
     if inner:
         got = f"{sum(map(len, (one.state for one in inner)))} tensors' state: {where}"
         how = "torchao's offloaded optimizer after step 1"
         ok = set(held) == {"CPU"} and len(inner) == sum(len(one.state) for one in inner)
-        ledger.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", got, how, ok=ok)
+        checks.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", got, how, ok=ok)
 
 
 def _kept_in(parameter: Tensor, state: dict[str, Any]) -> str:

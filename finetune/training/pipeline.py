@@ -280,7 +280,7 @@ def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> None:
     recipe, setup, folder, report = run.recipe, run.setup, run.folder, data.prepared.report
     adapted, plan = loaded.adapted, loaded.plan
     choices = resolved_recipe.choices(run, plan.batch, plan.steps, adapted, plan.choices)
-    run.correction.add_receipts(run.checks)
+    run.correction.add_run_checks(run.checks)
     if not setup.launch.main:
         return
     resolved_recipe.write_start(run, choices, report, adapted, data.arguments)
@@ -314,15 +314,15 @@ def _train(
     tracked.follow(trainer)
     launch_checks.add(trainer, setup.launch, run.checks)
     report = data.prepared.report["train"]
-    training_data.add_data_receipts(recipe, data.tokenizer, report, run.console, run.checks)
+    training_data.add_data_checks(recipe, data.tokenizer, report, run.console, run.checks)
     with stop.later(), contextlib.closing(trainer.writer):
         with stage("trained the model", code=Exit.TRAINING):
             train(trainer, recipe.adapter, run.found, run.checks)
         router_loss.restore(adapted.config, router)
-        training_data.add_stream_receipt(data.prepared, run.console, run.checks)
+        training_data.add_stream_check(data.prepared, run.console, run.checks)
         live = verify_saved.remember(adapted, data.prepared.train, setup)
         save(adapted, data.tokenizer, folder, folder.staging / "initial", run.console)
-    verify_saved.add_file_receipts(folder, live, data.length.steps, run.checks)
+    verify_saved.add_file_checks(folder, live, data.length.steps, run.checks)
     trainer.accelerator.free_memory()
     return live, trainer.validations
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def recording(
-    screen: Console, ledger: RunChecks, folder: RunFolder, setup: Setup, *, again: bool
+    screen: Console, checks: RunChecks, folder: RunFolder, setup: Setup, *, again: bool
 ) -> Iterator[None]:
     """Write log.txt from now on, and write checks.json however the run ends.
 
@@ -53,5 +53,5 @@ def recording(
             if ended:
                 screen.log(*ended.split("\n"))
             if setup.launch.main and over:
-                folder.write("checks.json", ledger.as_json())
+                folder.write("checks.json", checks.as_json())
                 html_report.after(folder.path, screen)

@@ -34,7 +34,7 @@ _LAUNCHERS = re.compile(
 )
 
 
-def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> dict[str, Any]:
+def evaluate(folder: RunFolder, live: verify_saved.Live, checks: RunChecks) -> dict[str, Any]:
     """Evaluate the saved weights in another process, and return the content of eval.json.
 
     The saved weights are verified from the file alone.
@@ -44,8 +44,8 @@ def evaluate(folder: RunFolder, live: verify_saved.Live, ledger: RunChecks) -> d
             or the evaluation failed.
     """
     if collectives.main():
-        verify_saved.add_saved_receipts(live, folder, ledger)
-        verify_saved.check(folder, ledger)
+        verify_saved.add_saved_checks(live, folder, checks)
+        verify_saved.check(folder, checks)
         line = [sys.executable, "-m", "finetune", "evaluate", str(folder.path), "--quiet"]
         done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
         if done.returncode:
@@ -70,7 +70,7 @@ def alone() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _LAUNCHERS.fullmatch(name)}
 
 
-def evaluated(live: verify_saved.Live, folder: RunFolder, ledger: RunChecks) -> dict[str, Any]:
+def evaluated(live: verify_saved.Live, folder: RunFolder, checks: RunChecks) -> dict[str, Any]:
     """Evaluate the saved weights, and return the content of eval.json.
 
     Weights that can't be loaded or verified are moved aside. Other errors, such as wrong options of the
@@ -81,7 +81,7 @@ def evaluated(live: verify_saved.Live, folder: RunFolder, ledger: RunChecks) -> 
     def same_as_live(reopened: PreTrainedModel) -> None:
         nonlocal opened
         opened = True
-        verify_saved.check_reopened(live, reopened, folder, ledger)
+        verify_saved.check_reopened(live, reopened, folder, checks)
 
     try:
         return evaluator.run(folder.path, inspect=same_as_live)
@@ -95,7 +95,7 @@ def reopen_and_evaluate(
     folder: RunFolder,
     live: verify_saved.Live,
     validations: Sequence[Validate],
-    ledger: RunChecks,
+    checks: RunChecks,
     recipe: Recipe,
     setup: Setup,
 ) -> dict[str, Any]:
@@ -103,9 +103,9 @@ def reopen_and_evaluate(
     torch.compiler.reset()  # CUDA graphs hold the weights that they read
     clear_device_cache(garbage_collection=True)  # of what was trained, which is read back
     if setup.launch.processes > 1 and collectives.from_main(lambda: gpu_room.too_large(recipe.model, setup)):
-        return evaluate(folder, live, ledger)
-    result = evaluated(live, folder, ledger)
+        return evaluate(folder, live, checks)
+    result = evaluated(live, folder, checks)
     for validation in validations:
-        validation.add_receipt(result["tuned"]["loss"], ledger)
-    verify_saved.check(folder, ledger)
+        validation.add_run_check(result["tuned"]["loss"], checks)
+    verify_saved.check(folder, checks)
     return result

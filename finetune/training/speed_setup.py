@@ -27,17 +27,17 @@ def make_fast(
     run: RunContext, adapted: Any, arguments: SFTConfig, work: compilation.Work
 ) -> dict[str, run_checks.Choice]:
     """Apply `speed:` to the model, verify attention before and after, and return the choices by option."""
-    recipe, setup, ledger = run.recipe, run.setup, run.checks
+    recipe, setup, checks = run.recipe, run.setup, run.checks
     kernel, flat = setup.attention.value, recipe.data.packing or recipe.data.padding_free
     proved = packing_isolation.twin(adapted, setup, str(arguments.device)) if work.sharded else adapted
     with setup.autocast():  # before layers are compiled, so that they see only shapes of training
-        packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, ledger)
+        packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, checks)
     name = collectives.from_main(lambda: setup.hardware.name)  # ranks may have different GPUs
     section, before = resume_contract.as_chosen(recipe.speed, run.found, name)
     corrected = run.correction.choice(auto_correction.CHECKPOINTING)
     if corrected:
         section = section.model_copy(update={"activation_checkpointing": corrected.value})
-    fast = apply_to_model.apply(adapted, section, work, setup.hardware, ledger).by_option()
+    fast = apply_to_model.apply(adapted, section, work, setup.hardware, checks).by_option()
     fast |= {auto_correction.CHECKPOINTING: corrected} if corrected else {}
     same = [f"speed.{key}" for key in before] + ["CUDA graphs"] * ("compile" in before)
     fast |= {name: fast[name]._replace(reason=AS_BEFORE) for name in same}
@@ -47,5 +47,5 @@ def make_fast(
     if flat:
         with setup.autocast():
             tokens, off = min(PROOF_TOKENS, recipe.data.max_length), packing_support.switch_off(recipe.data)
-            packing_isolation.prove_apart(proved, tokens, kernel, ledger, off)
+            packing_isolation.prove_apart(proved, tokens, kernel, checks, off)
     return fast

@@ -206,7 +206,7 @@ class Schedule(TrainerCallback):
         self.complete = kept["complete"]
 
 
-def add_steps_check(state: Any, planned: int, patience: int | None, ledger: RunChecks) -> None:
+def add_steps_check(state: Any, planned: int, patience: int | None, checks: RunChecks) -> None:
     """Count the optimizer steps that ran: all that were planned, or fewer where early stopping ended the run.
 
     Args:
@@ -217,4 +217,4 @@ def add_steps_check(state: Any, planned: int, patience: int | None, ledger: RunC
         asked = f"at most {planned}, with early stopping"
         got += f", stopped early: no better evaluation in {patience}"
     how = "optimizer steps that ran"
-    ledger.add("steps", asked, got, how, ok=state.global_step == planned or early)
+    checks.add("steps", asked, got, how, ok=state.global_step == planned or early)

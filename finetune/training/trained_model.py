@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from finetune.training.trainer import Trainer
 
 
-def train(trainer: Trainer, section: Adapter, found: Found | None, ledger: RunChecks) -> None:
+def train(trainer: Trainer, section: Adapter, found: Found | None, checks: RunChecks) -> None:
     """Train with run checks, and compare the weights before and after training."""
-    ledger.check()
+    checks.check()
     adapted: Any = trainer.model
     rounded = trainable_parameters.train_in_fp32(adapted) if section.type != "full" else {}
     if deepspeed_zero.used() and section.type != "full":
@@ -26,36 +26,36 @@ def train(trainer: Trainer, section: Adapter, found: Found | None, ledger: RunCh
     before = verify_saved.fingerprints(adapted)
     trainer.train_from(found.path if found else None)
     ended_by = next((one.patience for one in trainer.validations if one.ran_out), None)
-    stopping.add_steps_check(trainer.state, trainer.first_step.planned.steps, ended_by, ledger)
-    launch_checks.add_repeated_check(trainer, ledger)
-    launch_checks.add_loader_check(trainer, ledger)
+    stopping.add_steps_check(trainer.state, trainer.first_step.planned.steps, ended_by, checks)
+    launch_checks.add_repeated_check(trainer, checks)
+    launch_checks.add_loader_check(trainer, checks)
     if trainer.state.global_step >= trainer.first_step.first:  # a run may resume after its last step
-        gradient_reduction.add_receipt(trainer.model_wrapped, trainer.exchanged, ledger)
+        gradient_reduction.add_run_check(trainer.model_wrapped, trainer.exchanged, checks)
     if trainer.loss.installed:
         tokens, routers = trainer.sums.get(expert_use.TOKENS), trainer.loss.installed.routers
-        idle = expert_use.add_check(trainer.accelerator, tokens, routers, ledger)
+        idle = expert_use.add_check(trainer.accelerator, tokens, routers, checks)
         if idle and trainer.metrics:
             trainer.metrics.screen.say(f"warning: {idle}")
     trainer.loss.remove()  # it holds the model, which is loaded again
     if section.type != "full":
         same = fingerprint.fingerprint(trainable_parameters.frozen(adapted))
-        ledger.add(
+        checks.add(
             "base weights after training",
             trainer.contract["base"],
             same,
             "hash of every frozen tensor, before and after",
         )
-    verify_saved.add_moved_receipt(before, adapted, trainer.state.global_step, ledger)
-    trainer.writer.add_receipt(ledger)
+    verify_saved.add_moved_check(before, adapted, trainer.state.global_step, checks)
+    trainer.writer.add_run_check(checks)
     for validation in trainer.validations:
-        validation.restore(adapted, trainer.state, ledger)
+        validation.restore(adapted, trainer.state, checks)
     for name, dtype in rounded.items():
         adapted.get_parameter(name).data = adapted.get_parameter(name).data.to(dtype)
     ratio = section.ours("loraplus_lr_ratio")
     if ratio:
-        optimizers.add_loraplus_receipt(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, ledger)
+        optimizers.add_loraplus_check(adapted, trainer.optimizer, trainer.args.learning_rate, ratio, checks)
     if trainer.regularizer is not None:
         used, budget = adalora.ranks(adapted)
-        ledger.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
+        checks.add("AdaLoRA ranks", budget, used, "ranks left by the masks, summed over modules")
         adalora.drop_masked_ranks(adapted)
-    ledger.check()
+    checks.check()

@@ -67,37 +67,37 @@ def prepare_in_turn(recipe: Recipe, setup: Setup) -> tuple[PreTrainedTokenizerBa
     return tokenizer, prepared
 
 
-def add_data_receipts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, report: Report, screen: Console, ledger: RunChecks
+def add_data_checks(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, report: Report, screen: Console, checks: RunChecks
 ) -> None:
     """Add run checks that examples train the end of a turn, and that packed sequences are full."""
     data = recipe.data
-    add_template_receipt(recipe.model, tokenizer, screen, ledger)
+    add_template_check(recipe.model, tokenizer, screen, checks)
     without, allowed = report.counts.get("no_end_of_turn", 0), data.expect.no_end_of_turn
     how = "examples of the prepared data whose last trained token ends the turn"
     ok = without <= allowed * report.kept  # as audited
-    got = f"{report.kept - without} rows"
-    ledger.add("end of turn trained", f"{report.kept} rows", got, how, ok=ok, code=Exit.INPUT)
+    got = f"{report.kept - without} examples"
+    checks.add("end of turn trained", f"{report.kept} examples", got, how, ok=ok, code=Exit.INPUT)
     if report.packing:
-        got = f"{report.packing['rows']:.0f} rows, {report.packing['fill']:.2%} full"
-        how = f"tokens of the packed rows over rows x {data.max_length}"
-        ledger.add("data.packing", f"rows of {data.max_length} tokens", got, how, ok=True)
+        got = f"{report.packing['rows']:.0f} sequences, {report.packing['fill']:.2%} full"
+        how = f"tokens of the packed sequences, divided by sequences x {data.max_length}"
+        checks.add("data.packing", f"sequences of {data.max_length} tokens", got, how, ok=True)
 
 
-def add_stream_receipt(prepared: Prepared, screen: Console, ledger: RunChecks) -> None:
+def add_stream_check(prepared: Prepared, screen: Console, checks: RunChecks) -> None:
     """Add a run check of the examples skipped while streaming. The audit saw only the first examples."""
     if prepared.read is None:
         return
     read, left_out = map(sum, zip(*collectives.gathered(prepared.read.sum(0).tolist()), strict=True))
     got = f"{left_out:,} of {read:,}"
-    how = "rows that loaders read in this process, ahead of the steps by what they prefetch"
-    ledger.add("rows of the stream left out", "as few as data.expect allows of the first", got, how, ok=True)
+    how = "examples that the data loaders read, including prefetched ones"
+    checks.add("skipped examples of the stream", "as few as data.expect allows", got, how, ok=True)
     if left_out:
-        screen.say(f"note: of {read:,} rows read while training {left_out:,} were left out")
+        screen.say(f"note: training skipped {left_out:,} of {read:,} streamed examples")
 
 
-def add_template_receipt(
-    section: Model, tokenizer: PreTrainedTokenizerBase, screen: Console, ledger: RunChecks
+def add_template_check(
+    section: Model, tokenizer: PreTrainedTokenizerBase, screen: Console, checks: RunChecks
 ) -> None:
     """Add a run check of the chat template, and note a template that differs from the base model's."""
     if tokenizer.chat_template is None:
@@ -106,7 +106,11 @@ def add_template_receipt(
         tokenizer_setup.digest(text) if text else "none"
         for text in (tokenizer_setup.own_template(section), tokenizer.chat_template)
     )
-    ledger.add(
-        "chat template", own, used, "sha256 of the base repository's own, and of the one in use", ok=True
+    checks.add(
+        "chat template",
+        own,
+        used,
+        "sha256 of the base repository's template, and of the template in use",
+        ok=True,
     )
     screen.say(*(f"note: {said}" for said in tokenizer_setup.foreign_template(section, tokenizer)))

@@ -100,9 +100,7 @@ def fingerprints(adapted: torch.nn.Module) -> dict[str, str]:
     }
 
 
-def add_moved_receipt(
-    before: dict[str, str], adapted: torch.nn.Module, steps: int, ledger: RunChecks
-) -> None:
+def add_moved_check(before: dict[str, str], adapted: torch.nn.Module, steps: int, checks: RunChecks) -> None:
     """Count the trainable tensors that differ from `before`, by kind."""
     after = fingerprints(adapted)
     moved = Counter(family(name) for name in after if after[name] != before[name])
@@ -112,7 +110,7 @@ def add_moved_receipt(
     # LoRA's A stands still until B has moved, and nothing moves in a first step of warm-up
     long = steps >= 4
     ok = (all if long else any)(moved[name] for name in asked)
-    ledger.add("trained weights moved", "some of each kind" if long else "some", got, how, ok=ok)
+    checks.add("trained weights changed", "some of each kind" if long else "some", got, how, ok=ok)
 
 
 def family(name: str) -> str:
@@ -146,7 +144,7 @@ def _to_save(adapted: nn.Module) -> dict[str, torch.Tensor]:
     return dict(trainable_parameters.trainable(adapted))
 
 
-def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChecks) -> None:
+def add_file_checks(folder: RunFolder, live: Live, steps: int, checks: RunChecks) -> None:
     """Check that the saved file has no empty tensor, no trained tensor of zeros, and the right base model."""
     if folder.weights != folder.adapter:
         return
@@ -164,12 +162,12 @@ def add_file_receipts(folder: RunFolder, live: Live, steps: int, ledger: RunChec
     ok = count > 0 and (pruned or not empty) and (not zero or steps < 4)
     got = f"{count} tensors, {len(empty)} empty, {len(zero)} trained ones zero"
     how, code = "adapter_model.safetensors", Exit.ARTIFACT
-    ledger.add("saved file", "tensors, none empty, no trained one zero", got, how, ok=ok, code=code)
+    checks.add("saved file", "tensors, none empty, no trained one zero", got, how, ok=ok, code=code)
     base = f"{config['base_model_name_or_path']} {config['revision'] or ''}".strip()
-    ledger.add("base of the adapter", live.base, base, "adapter_config.json", code=code)
+    checks.add("base model of the adapter", live.base, base, "adapter_config.json", code=code)
 
 
-def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None:
+def add_saved_checks(live: Live, folder: RunFolder, checks: RunChecks) -> None:
     """Compare the files with the trained tensors, if no process can load the model next to the others.
 
     Experts have other names in transformers' files, and are read on the CPU as transformers reads them.
@@ -191,29 +189,29 @@ def add_saved_receipts(live: Live, folder: RunFolder, ledger: RunChecks) -> None
         found, how = hashes(opened, live.shapes), f"{how}, as transformers reads them"
         same = {name: live.tensors[name] == digest for name, digest in found.items()}
     equal = sum(same.values())
-    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTIFACT)
+    checks.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTIFACT)
 
 
-def check_reopened(live: Live, reopened: PreTrainedModel, folder: RunFolder, ledger: RunChecks) -> None:
+def check_reopened(live: Live, reopened: PreTrainedModel, folder: RunFolder, checks: RunChecks) -> None:
     """Add run checks that the saved tensors and their logits equal the trained ones."""
     code = Exit.ARTIFACT
     same = hashes(reopened, live.shapes)
     equal = sum(same.get(name) == digest for name, digest in live.tensors.items())
     how = "hash of every trained tensor, live and reopened from disk"
-    ledger.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
+    checks.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=code)
     pairs = zip(live.logits, scoring.logits(reopened, live.rows), strict=True)
     difference = max(float(torch.linalg.norm(a - b) / torch.linalg.norm(a)) for a, b in pairs)
     bound = live.bound
     asked = "the live model's logits" + (f" within {bound:g}" if bound else " bit for bit")
     how = f"reopened from disk: ||live - reopened|| / ||live||, the largest of {len(live.rows)} rows"
-    ledger.add("saved weights", asked, f"{difference:g}", how, ok=difference <= bound, code=code)
-    check(folder, ledger)
+    checks.add("saved weights", asked, f"{difference:g}", how, ok=difference <= bound, code=code)
+    check(folder, checks)
 
 
-def check(folder: RunFolder, ledger: RunChecks) -> None:
+def check(folder: RunFolder, checks: RunChecks) -> None:
     """Run the checks after weights are saved, and move weights aside that do not verify."""
     try:
-        ledger.check()
+        checks.check()
     except UserError:
         set_aside(folder)
         raise

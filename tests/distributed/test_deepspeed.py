@@ -18,7 +18,7 @@ from finetune.run_folder.run_folder import RunFolder
 from support import two_ranks
 from support.faults import Fault, injected
 from support.paths import QUICKSTART, ROOT
-from support.runs import digests, metrics, receipts
+from support.runs import digests, metrics, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,15 +104,15 @@ def test_two_processes_train_what_one_does(
         assert b["loss"] == pytest.approx(a["loss"], abs=2e-5)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
         assert b["learning_rate"] == a["learning_rate"] and b["tokens"] == a["tokens"]
-    found = receipts(two)
-    assert all(receipt["passed"] for receipt in found.values())
-    assert found["splits what trains"]["actual"] == "DeepSpeed"
+    found = run_checks(two)
+    assert all(check["passed"] for check in found.values())
+    assert found["sharding"]["actual"] == "DeepSpeed"
     share = "50.0% of the model's numbers" if "zero3" in config else "ZeRO-2"
-    assert share in found["split by DeepSpeed"]["actual"]
+    assert share in found["sharded by DeepSpeed"]["actual"]
     if given != FULL:  # of the weights themselves, which one process has at another place
         assert (
             found["base weights after training"]["actual"]
-            == receipts(one)["base weights after training"]["actual"]
+            == run_checks(one)["base weights after training"]["actual"]
         )
     kind = "model" if given == FULL else "adapter_model"
     alone, saved = (load_file(run.weights / f"{kind}.safetensors") for run in (one, two))

@@ -103,10 +103,12 @@ def test_the_weights_are_split_and_what_is_saved_is_whole(
     _, precision, near = KINDS[kind]
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     folder = RunFolder(runs(kind) / kind)
-    receipts = {one["option"]: one for one in json.loads((folder.path / "checks.json").read_text())}
-    assert receipts["split by FSDP"]["actual"].startswith("50.0%")
-    assert receipts["saved tensors"]["passed"] and receipts["saved weights"]["passed"]
-    assert receipts["speed.loss"]["actual"].startswith("chunked"), "of a head that trains, and is split, too"
+    run_checks = {one["option"]: one for one in json.loads((folder.path / "checks.json").read_text())}
+    assert run_checks["sharded by FSDP"]["actual"].startswith("50.0%")
+    assert run_checks["saved tensors"]["passed"] and run_checks["saved weights"]["passed"]
+    assert run_checks["speed.loss"]["actual"].startswith("chunked"), (
+        "of a head that trains, and is split, too"
+    )
     alone = train(
         f"adapter.type={kind}",
         f"model.name={untied}",
@@ -128,7 +130,7 @@ def on_two_ranks(
     precision: str = "no",
     rank: Any = fsdp_on_cpus.command,
 ) -> dict[str, Any]:
-    """A run that both split, into `place`; its receipts, all of which must hold, by option."""
+    """A run that both split, into `place`; its run checks by option, all of which must have passed."""
     launch = fsdp_on_cpus.ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": by_rank_0}
     launch["ACCELERATE_MIXED_PRECISION"] = precision
     words = [
@@ -141,9 +143,9 @@ def on_two_ranks(
         "--quiet",
     ]
     two_ranks.run(rank, [*words, f"train.output_dir={place}"], **launch)
-    receipts = json.loads((place / "checks.json").read_text())
-    assert all(one["passed"] for one in receipts)
-    return {one["option"]: one["actual"] for one in receipts}
+    run_checks = json.loads((place / "checks.json").read_text())
+    assert all(one["passed"] for one in run_checks)
+    return {one["option"]: one["actual"] for one in run_checks}
 
 
 @pytest.mark.soak
@@ -154,7 +156,7 @@ def test_other_adapters_train_what_one_process_does(
     given = [f"adapter.type={kind}", f"model.name={untied}", "train.max_steps=3", "train.learning_rate=1e-3"]
     given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
     found = on_two_ranks(given, small, tmp_path / "two", by_rank_0)
-    assert found["split by FSDP"].startswith("50.0%")
+    assert found["sharded by FSDP"].startswith("50.0%")
     assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=2e-6)
 
 
@@ -165,10 +167,10 @@ def test_4_bit_codes_are_gathered_bit_for_bit(small, untied, train, tmp_path, mo
     given += ["train.effective_batch_size=4", "train.logging_steps=1", "eval.max_new_tokens=1"]
     place = tmp_path / "two"
     found = on_two_ranks(given, small, place, "false", "bf16", one_rank_as_on_gpus)
-    assert found["codes that FSDP gathers"] == "all 14" and found["saved weights"] == "0"
+    assert found["quantized weights that FSDP gathers"] == "all 14" and found["saved weights"] == "0"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert losses(RunFolder(place)) == pytest.approx(losses(train(*given)), rel=2e-3)
-    with pytest.raises(AssertionError, match="codes that FSDP gathers: run check failed"):
+    with pytest.raises(AssertionError, match="quantized weights that FSDP gathers: run check failed"):
         on_two_ranks(given, small, tmp_path / "once", "false", "bf16", one_rank_in_16_bits)
 
 
@@ -179,7 +181,9 @@ def test_layers_that_are_split_compile_into_one_graph_each(small, two_layers, tr
     given += ["speed.activation_checkpointing=full", "data.packing=true", "data.max_length=256"]
     given += ["train.logging_steps=1", "eval.max_new_tokens=1", "train.per_device_train_batch_size=2"]
     found = on_two_ranks([*given, "speed.compile=true"], small, tmp_path / "two", "true")
-    assert found["split by FSDP"].startswith("50.0%") and found["speed.compile"].startswith("0 graph breaks")
+    assert found["sharded by FSDP"].startswith("50.0%") and found["speed.compile"].startswith(
+        "0 graph breaks"
+    )
     assert losses(RunFolder(tmp_path / "two")) == pytest.approx(losses(train(*given)), rel=1e-4)
 
 

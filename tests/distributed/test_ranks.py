@@ -214,7 +214,7 @@ def test_line_that_resumes_a_launch_runs_as_it_is_printed(
     options: Any = {"env": {**os.environ, **own}, "cwd": ROOT, "capture_output": True, "text": True}
     stopped = subprocess.run([*launch, *words[1:]], timeout=120, check=False, **options)
     said = stopped.stdout + stopped.stderr
-    (line,) = [line.partition("go on with: ")[2] for line in said.splitlines() if "go on with: " in line]
+    (line,) = [line.partition("resume with: ")[2] for line in said.splitlines() if "resume with: " in line]
     resumed = subprocess.run(line, shell=True, timeout=120, check=False, **options)
     assert resumed.returncode == 0, line + resumed.stderr
     assert (run / "adapter" / "adapter_config.json").exists()

@@ -14,7 +14,7 @@ from finetune.training.auto_correction import CHECKPOINTING
 from support import fsdp_on_cpus, two_ranks
 from support.faulty_runs import same, weights
 from support.paths import QUICKSTART, ROOT
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 
 SCRIPT = ROOT / "tests" / "support" / "short_of_memory.py"
 
@@ -42,8 +42,8 @@ def test_out_of_memory_on_one_rank_restarts_all_with_the_stronger_setting(
     assert done.returncode == 0, done.stderr[-4000:]
     said = f"note: the first step ran out of memory with {CHECKPOINTING}: none; `auto` takes norms"
     assert done.stdout.count(said) == 1 and (runs["auto"].path / "log.txt").read_text().count(said) == 1
-    assert receipts(runs["auto"])[f"{CHECKPOINTING}, auto after out of memory"]["actual"] == "norms"
-    assert receipts(runs["auto"])["split by FSDP"]["actual"].startswith("50.0%")
+    assert run_checks(runs["auto"])[f"{CHECKPOINTING}, auto after out of memory"]["actual"] == "norms"
+    assert run_checks(runs["auto"])["sharded by FSDP"]["actual"].startswith("50.0%")
     told = [*given, f"train.output_dir={runs['told'].path}", f"{CHECKPOINTING}=norms"]
     environment = fsdp_on_cpus.ENVIRONMENT | {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     two_ranks.run(fsdp_on_cpus.command, told, ACCELERATE_MIXED_PRECISION="no", **environment)

@@ -225,8 +225,8 @@ def test_one_step_however_its_rows_are_split(both, small, two_layers, tmp_path) 
 def test_eight_steps_however_their_rows_are_split(both, two_layers, tmp_path) -> None:
     """Parameters: 1 x 8, 4 x 2, 8 x 1, 2 x 2 x 2 and 2 x 4, with epochs that end with half a step.
 
-    Two processes with four rows each fill that up from the epoch's beginning (a receipt says so): one process
-    whose data has these rows learns the same.
+    With two processes and four examples each, Accelerate fills the last batch with the first examples of the
+    epoch, and a run check counts them. One process that trains the same examples learns the same.
     """
     whole, longer = (eight_steps(tmp_path, str(two_layers), 8, repeats=repeats) for repeats in (False, True))
     made = {f"1 x {rows}": (eight_steps(tmp_path, str(two_layers), rows), whole) for rows in (4, 2, 1)}

@@ -16,7 +16,7 @@ from finetune.kernels.kernel_limits import FLASH, IMPLEMENTATIONS
 from finetune.speed.packing_isolation import prove_apart, prove_same
 from support.paths import MODEL
 from support.plain_attention import batch, by_document, loss_and_gradients, tiny
-from support.runs import receipts
+from support.runs import run_checks
 from support.soak import soak_except
 
 pytestmark = [
@@ -134,12 +134,12 @@ def test_it_is_proved_on_the_model_before_training(name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         str(MODEL), attn_implementation=IMPLEMENTATIONS[name], dtype=torch.bfloat16, device_map="cuda"
     )
-    ledger = RunChecks()
+    checks = RunChecks()
     for packed in (False, True) if name in VARLEN else (False,):
-        prove_same(model, 128, name, packed, ledger)
+        prove_same(model, 128, name, packed, checks)
     if name in VARLEN:
-        prove_apart(model, 128, name, ledger)
-    print([receipt["actual"] for receipt in ledger.as_json()])
+        prove_apart(model, 128, name, checks)
+    print([check["actual"] for check in checks.as_json()])
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,8 @@ def test_it_is_proved_on_the_model_before_training(name: str) -> None:
 def test_a_run_shows_the_kernel_and_no_mask(name: str, packed: bool, train) -> None:
     flat = ["data.packing=true", "data.max_length=512"] if packed else []
     run = train(f"model.attention={name}", *flat)
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
     print(name, packed, got["model.attention"]["actual"], got["attention without a mask"]["actual"])
     assert not packed or got["attention mask"]["actual"] == "none"
 

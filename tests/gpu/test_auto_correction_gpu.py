@@ -10,7 +10,7 @@ import torch
 
 from finetune.speed import apply_to_model
 from support.paths import MODEL
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def test_auto_that_runs_out_of_memory_takes_more_checkpointing(
     assert changes[0]["expected"] == "none"
     assert {change["option"].partition(",")[0] for change in changes} == {CHECKPOINTING}
     assert (run.path / "log.txt").read_text().count("note: the first step ran out of") == len(changes)
-    assert receipts(run)["train.effective_batch_size"]["actual"] == str(SEQUENCES)
+    assert run_checks(run)["train.effective_batch_size"]["actual"] == str(SEQUENCES)
     for a, b in zip(metrics(kept), metrics(run), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
 
@@ -102,7 +102,7 @@ def test_auto_that_runs_out_of_memory_halves_the_micro_batch_last(
     changes = [r for r in run.read("checks.json") if "auto after out of memory" in r["option"]]
     assert changes[-1]["option"].startswith("train.per_device_train_batch_size")
     assert int(changes[-1]["actual"]) < SEQUENCES
-    assert receipts(run)["train.effective_batch_size"]["actual"] == str(SEQUENCES)
+    assert run_checks(run)["train.effective_batch_size"]["actual"] == str(SEQUENCES)
     for a, b in zip(metrics(full), metrics(run), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
 

@@ -13,7 +13,7 @@ from finetune.evaluation import reopen
 from finetune.export import merging, plain_base
 from finetune.recipe import adapter_types, loader
 from support.paths import MODEL, QUICKSTART
-from support.runs import receipts
+from support.runs import run_checks
 from support.soak import soak_except
 
 pytestmark = [
@@ -96,15 +96,15 @@ def test_memory_is_what_one_computes(storage: str, tmp_path) -> None:
 @pytest.mark.parametrize("storage", ["fp4", "int8", "torchao_int8"])
 def test_a_quantized_base_trains_and_verifies(storage: str, train) -> None:
     run = train(f"model.quantization={storage}", "train.max_steps=5")
-    assert all(receipt["passed"] for receipt in receipts(run).values())
+    assert all(check["passed"] for check in run_checks(run).values())
 
 
 @pytest.mark.parametrize("kind", soak_except(["qlora"], ["qlora", "qdora"]))
 def test_loftq_starts_nearer_to_the_weights_than_the_quantized_base(kind: str, train) -> None:
     run = train(f"adapter.type={kind}", "adapter.init_lora_weights=loftq", "train.max_steps=5")
-    got = receipts(run)
+    got = run_checks(run)
     assert (
-        all(receipt["passed"] for receipt in got.values())
+        all(check["passed"] for check in got.values())
         and "loftq" in got["adapter.init_lora_weights"]["actual"]
     )
 
@@ -112,7 +112,7 @@ def test_loftq_starts_nearer_to_the_weights_than_the_quantized_base(kind: str, t
 @pytest.mark.parametrize("kind", soak_except(OFTEN, [name for name in TYPES if name != "trainable_tokens"]))
 def test_every_type_of_peft_trains_and_verifies_in_bf16(kind: str, train) -> None:
     run = train(f"adapter.type={kind}", "train.max_steps=5", "eval.max_new_tokens=2")
-    assert all(receipt["passed"] for receipt in receipts(run).values())
+    assert all(check["passed"] for check in run_checks(run).values())
 
 
 @pytest.mark.parametrize("storage", ["none", "nf4", "int8"])

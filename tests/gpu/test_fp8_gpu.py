@@ -11,7 +11,7 @@ from finetune.kernels.kernel_limits import FP8_CAPABILITY
 from finetune.quantization import fp8_linear
 from finetune.recipe import loader
 from support.paths import MODEL, QUICKSTART
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 
 CAPABLE = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
@@ -116,11 +116,11 @@ def test_every_fast_type_trains_on_it_and_merges(kind: str, train) -> None:
         "train.max_steps=12",
     ]
     run = train(*options)
-    got, losses = receipts(run), run.read("eval.json")
-    assert all(receipt["passed"] for receipt in got.values())
+    got, losses = run_checks(run), run.read("eval.json")
+    assert all(check["passed"] for check in got.values())
     assert got["model.quantization"]["actual"].startswith("14 of 14 linear layers")
     # of two layers: q, k, v and gate, up are one each
-    assert int(got["fp8 products"]["actual"].split()[0]) >= 8
+    assert int(got["fp8 GEMMs"]["actual"].split()[0]) >= 8
     assert losses["tuned"]["loss"] < losses["base"]["loss"]
     assert merging.run(run.path)["against_tuned"]["relative"] < 0.1
 

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def receipts(run) -> dict[str, str]:
+def run_checks(run) -> dict[str, str]:
     rows = run.read("checks.json")
     assert all(row["passed"] for row in rows), [row for row in rows if not row["passed"]]
     return {row["option"]: row["actual"] for row in rows}
@@ -29,7 +29,7 @@ def receipts(run) -> dict[str, str]:
 def test_every_adapter_trains_in_bf16(kind: str, train) -> None:
     rate = {"ia3": "5e-2", "adalora": "2e-2", "full": "1e-3"}.get(kind, "5e-3")
     run = train(f"adapter.type={kind}", f"train.learning_rate={rate}", "train.max_steps=12")
-    got = receipts(run)
+    got = run_checks(run)
     assert got["precision"] == "bf16" and got["dtype"] == "bfloat16"
     assert not got["model.attention"].startswith("eager")
     losses = run.read("eval.json")
@@ -44,7 +44,7 @@ def test_bf16_follows_fp32(kind: str, train, monkeypatch) -> None:
     half = train(f"adapter.type={kind}", "train.max_steps=12", name="bf16")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     single = train(f"adapter.type={kind}", "train.max_steps=12", name="fp32")
-    assert receipts(single)["dtype"] == "float32"
+    assert run_checks(single)["dtype"] == "float32"
     for a, b in zip(metrics(half), metrics(single), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.03)
 
@@ -53,9 +53,9 @@ def test_fp16_says_how_many_steps_its_scaler_left_out(train, monkeypatch) -> Non
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     run = train("train.max_steps=6")
     left_out = metrics(run)[-1]["skipped_steps"]
-    got = receipts(run)
+    got = run_checks(run)
     assert got["precision"] == "fp16" and left_out < 6
-    assert got["steps left out by fp16's loss scaler"] == f"{left_out} of 6"
+    assert got["steps skipped by fp16's loss scaler"] == f"{left_out} of 6"
 
 
 def test_a_forked_process_reaches_the_gpu(tmp_path) -> None:
@@ -69,7 +69,7 @@ def test_compile_and_recompute_follow_the_plain_run(train, train_once) -> None:
     plain = train_once("train.max_steps=6")
     for override in ("speed.compile=true", "speed.activation_checkpointing=full"):
         other = train(override, "train.max_steps=6", name=override.replace("=", "_"))
-        assert override.partition("=")[0] in receipts(other)
+        assert override.partition("=")[0] in run_checks(other)
         for a, b in zip(metrics(plain), metrics(other), strict=True):
             assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
@@ -85,7 +85,7 @@ def test_cuda_graphs_follow_the_plain_run(checkpointing: str, train, train_once)
         f"speed.activation_checkpointing={checkpointing}",
         name="graphs",
     )
-    assert receipts(run)["speed.compile"]
+    assert run_checks(run)["speed.compile"]
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
@@ -120,9 +120,9 @@ def test_small_passes_are_cuda_graphs_by_themselves(kind: str, train) -> None:
     plain = train(*rows, "speed.compile=default", name="plain")
     torch.compiler.reset()
     run = train(*rows, "speed.compile=true", name="graphs")
-    got = receipts(run)
+    got = run_checks(run)
     assert got["CUDA graphs"] == "4 recorded"  # of two layers: evaluations have none
-    assert "CUDA graphs" not in receipts(plain)
+    assert "CUDA graphs" not in run_checks(plain)
     assert 'graphs: "on"' in run.recipe.read_text()
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         key = "loss" if "loss" in a else "eval_loss"
@@ -136,8 +136,8 @@ def test_graphs_are_recorded_again_in_smaller_passes_where_memory_ran_out(train)
     torch.compiler.reset()
     with injected(Fault("oom", step=3)):
         run = train(*rows, "speed.compile=true", name="graphs")
-    got = receipts(run)
-    assert got["rows at once"] == "2"
+    got = run_checks(run)
+    assert got["micro-batch size"] == "2"
     assert got["CUDA graphs"] == "4 recorded"  # those of whole passes were given up
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-3)
@@ -146,7 +146,7 @@ def test_graphs_are_recorded_again_in_smaller_passes_where_memory_ran_out(train)
 def test_eager_attention_is_what_was_asked(train, train_once) -> None:
     plain = train_once("train.max_steps=6")
     run = train("model.attention=eager", "train.max_steps=6", name="eager")
-    assert receipts(run)["model.attention"] == "eager"
+    assert run_checks(run)["model.attention"] == "eager"
     for a, b in zip(metrics(plain), metrics(run), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
 
@@ -191,6 +191,6 @@ def test_packed_rows_train_as_padded_ones_do(attention: str, compile: str, train
     padded = train_once(*one, "train.effective_batch_size=96")
     dense = [*one, "train.effective_batch_size=24", "data.packing=true", "data.max_length=512"]
     packed = train(*dense, f"model.attention={attention}", f"speed.compile={compile}", name="packed")
-    got = receipts(packed)
-    print(attention, compile, got["documents apart"], got["model.attention"])
+    got = run_checks(packed)
+    print(attention, compile, got["packed examples isolated"], got["model.attention"])
     assert metrics(packed)[0]["loss"] == pytest.approx(metrics(padded)[0]["loss"], rel=5e-3)

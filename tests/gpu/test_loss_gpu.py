@@ -10,7 +10,7 @@ from finetune.autoconfig import memory_estimate
 from finetune.speed import chunked_cross_entropy
 from finetune.speed.chunked_cross_entropy import Head
 from support.kernel_steps import error
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 from support.trainers import trainer_of
 
@@ -140,7 +140,7 @@ def test_a_run_follows_trl_s(options: list[str], train) -> None:
     runs = [
         train("train.max_steps=6", f"speed.loss={name}", *options, name=name) for name in ("trl", "chunked")
     ]
-    assert receipts(runs[1])["speed.loss"]["actual"].startswith("chunked")
+    assert run_checks(runs[1])["speed.loss"]["actual"].startswith("chunked")
     for a, b in zip(*map(metrics, runs), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.01)
 

@@ -46,59 +46,59 @@ FP8 = "model.quantization=fp8"
 IA3 = ("adapter.type=ia3", "train.learning_rate=1e-1")  # its own: steps that bf16 does not round away
 FULL = ("adapter.type=full", "train.learning_rate=5e-4")
 LONG = ("model.attention=sdpa", "speed.activation_checkpointing=full")
-CODES = ("split by FSDP", "codes that FSDP gathers")
-IN_FP8 = ("fp8 products", "model.quantization")
+GATHERED = ("sharded by FSDP", "quantized weights that FSDP gathers")
+IN_FP8 = ("fp8 GEMMs", "model.quantization")
 CHECKPOINTED = "speed.activation_checkpointing=full"
 EACH = (("adapter.type=lora",), ("adapter.type=dora",), IA3, FULL)
-# config, what the recipe says, relative difference of losses that is allowed, receipts that must be there
+# config, what the recipe says, relative difference of losses that is allowed, run checks that must be there
 CASES = [
-    ("ddp_2", ["adapter.type=lora"], 0.02, ("gradients exchanged",)),
-    ("ddp_2", ["adapter.type=dora"], 0.02, ("gradients exchanged",)),
+    ("ddp_2", ["adapter.type=lora"], 0.02, ("gradients all-reduced",)),
+    ("ddp_2", ["adapter.type=dora"], 0.02, ("gradients all-reduced",)),
     ("ddp_2", ["adapter.type=adalora"], 0.02, ("AdaLoRA ranks",)),
-    ("ddp_2", [*IA3], 0.02, ("gradients exchanged",)),
-    ("ddp_2", ["adapter.type=qlora"], 0.02, ("gradients exchanged",)),
-    ("multi_node", ["adapter.type=dora"], 0.02, ("gradients exchanged",)),
+    ("ddp_2", [*IA3], 0.02, ("gradients all-reduced",)),
+    ("ddp_2", ["adapter.type=qlora"], 0.02, ("gradients all-reduced",)),
+    ("multi_node", ["adapter.type=dora"], 0.02, ("gradients all-reduced",)),
     ("multi_node", ["adapter.type=adalora"], 0.02, ("AdaLoRA ranks",)),
-    ("multi_node", [*IA3], 0.02, ("gradients exchanged",)),
-    ("multi_node", ["adapter.type=qlora"], 0.02, ("gradients exchanged",)),
-    ("multi_node", [*FULL], 0.02, ("gradients exchanged",)),
-    pytest.param("multi_node", ["adapter.type=lora", FP8], 0.03, ("fp8 products",), marks=needs_fp8),
-    pytest.param("multi_node", ["adapter.type=dora", FP8], 0.03, ("fp8 products",), marks=needs_fp8),
+    ("multi_node", [*IA3], 0.02, ("gradients all-reduced",)),
+    ("multi_node", ["adapter.type=qlora"], 0.02, ("gradients all-reduced",)),
+    ("multi_node", [*FULL], 0.02, ("gradients all-reduced",)),
+    pytest.param("multi_node", ["adapter.type=lora", FP8], 0.03, ("fp8 GEMMs",), marks=needs_fp8),
+    pytest.param("multi_node", ["adapter.type=dora", FP8], 0.03, ("fp8 GEMMs",), marks=needs_fp8),
     pytest.param("8xh100_fp8", ["adapter.type=lora"], 0.03, IN_FP8, marks=needs_fp8),
     pytest.param("8xh100_fp8", ["adapter.type=dora"], 0.03, IN_FP8, marks=needs_fp8),
-    ("fsdp2_8", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
-    ("fsdp2_8", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
-    ("fsdp2_8", [*IA3], 0.02, ("split by FSDP",)),
+    ("fsdp2_8", ["adapter.type=lora"], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8", ["adapter.type=dora"], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8", [*IA3], 0.02, ("sharded by FSDP",)),
     ("fsdp2_8", ["adapter.type=lora", "data.packing=true", "data.max_length=512"], 0.03,
-     ("documents apart",)),
-    ("fsdp2_8", ["adapter.type=lora", "speed.activation_checkpointing=full"], 0.02, ("split by FSDP",)),
+     ("packed examples isolated",)),
+    ("fsdp2_8", ["adapter.type=lora", "speed.activation_checkpointing=full"], 0.02, ("sharded by FSDP",)),
     ("fsdp2_8", ["adapter.type=lora", CHECKPOINTED, "speed.offload=activations"], 0.02,
      ("speed.offload",)),
-    ("fsdp2_8", [*FULL], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_offload", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_offload", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_offload", [*IA3], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_offload", [*FULL], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_quantized", ["adapter.type=lora"], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_quantized", ["adapter.type=dora"], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_quantized", [*IA3], 0.02, ("split by FSDP",)),
-    ("fsdp2_8_quantized", ["adapter.type=qlora"], 0.02, CODES),
-    ("fsdp2_8_quantized", [*FULL], 0.02, ("split by FSDP",)),
-    pytest.param("fsdp2_8_quantized", ["adapter.type=lora", FP8], 0.03, CODES, marks=needs_fp8),
-    pytest.param("fsdp2_8_quantized", ["adapter.type=dora", FP8], 0.03, CODES, marks=needs_fp8),
+    ("fsdp2_8", [*FULL], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_offload", ["adapter.type=lora"], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_offload", ["adapter.type=dora"], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_offload", [*IA3], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_offload", [*FULL], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_quantized", ["adapter.type=lora"], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_quantized", ["adapter.type=dora"], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_quantized", [*IA3], 0.02, ("sharded by FSDP",)),
+    ("fsdp2_8_quantized", ["adapter.type=qlora"], 0.02, GATHERED),
+    ("fsdp2_8_quantized", [*FULL], 0.02, ("sharded by FSDP",)),
+    pytest.param("fsdp2_8_quantized", ["adapter.type=lora", FP8], 0.03, GATHERED, marks=needs_fp8),
+    pytest.param("fsdp2_8_quantized", ["adapter.type=dora", FP8], 0.03, GATHERED, marks=needs_fp8),
     # vectors that are gathered in bf16 turn codes into the next ones
-    pytest.param("fsdp2_8_quantized", [*IA3, FP8], 0.05, CODES, marks=needs_fp8),
-    ("context_parallel_4", ["adapter.type=lora", *LONG], 0.02, ("split by FSDP",)),
-    ("context_parallel_4", ["adapter.type=dora", *LONG], 0.02, ("split by FSDP",)),
-    ("context_parallel_4", [*IA3, *LONG], 0.02, ("split by FSDP",)),
-    ("context_parallel_4", [*FULL, *LONG], 0.02, ("split by FSDP",)),
+    pytest.param("fsdp2_8_quantized", [*IA3, FP8], 0.05, GATHERED, marks=needs_fp8),
+    ("context_parallel_4", ["adapter.type=lora", *LONG], 0.02, ("sharded by FSDP",)),
+    ("context_parallel_4", ["adapter.type=dora", *LONG], 0.02, ("sharded by FSDP",)),
+    ("context_parallel_4", [*IA3, *LONG], 0.02, ("sharded by FSDP",)),
+    ("context_parallel_4", [*FULL, *LONG], 0.02, ("sharded by FSDP",)),
     *[pytest.param("zero2_8", [*recipe], 0.03, ("precision",), marks=needs_deepspeed) for recipe in EACH],
     pytest.param("zero2_8", ["adapter.type=qlora"], 0.03, ("precision",), marks=needs_deepspeed),
     *[pytest.param("zero3_8", [*recipe], 0.03, ("precision",), marks=needs_deepspeed) for recipe in EACH],
     *[pytest.param("zero3_8_offload", [*recipe], 0.03, ("precision",), marks=needs_deepspeed)
       for recipe in EACH],
-    pytest.param("8xh100_fp8_torchao", [*FULL], 0.05, ("fp8 layers", "fp8 products"), marks=needs_fp8),
-    pytest.param("8xh100_fp8_te", [*FULL], 0.05, ("fp8 layers", "fp8 products", "fp8_config.fp8_format"),
+    pytest.param("8xh100_fp8_torchao", [*FULL], 0.05, ("fp8 layers", "fp8 GEMMs"), marks=needs_fp8),
+    pytest.param("8xh100_fp8_te", [*FULL], 0.05, ("fp8 layers", "fp8 GEMMs", "fp8_config.fp8_format"),
                  marks=[needs_fp8, needs_te]),
 ]  # fmt: skip
 STEPS = 6
@@ -180,8 +180,8 @@ def test_two_gpus_learn_what_one_does(
     else:
         launch = module_of("scripts", "launch_matrix").environment(config)
         two = forked(recipe, small, tmp_path / "two", CUDA_VISIBLE_DEVICES="0,1", **launch)
-    found = {receipt["option"]: receipt for receipt in two.read("checks.json")}
-    assert all(receipt["passed"] for receipt in found.values()) and found.keys() >= {"processes", *wanted}
+    found = {check["option"]: check for check in two.read("checks.json")}
+    assert all(check["passed"] for check in found.values()) and found.keys() >= {"processes", *wanted}
     assert found["processes"]["actual"] == "2"
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=allowed)
@@ -257,11 +257,11 @@ def test_out_of_memory_on_one_gpu_restarts_all_with_the_stronger_setting(
     given = ["adapter.type=lora", "speed.compile=false", "speed.fused=false"]
     auto = run(line, given, small, tmp_path / "auto")
     told = run(line, [*given, "speed.activation_checkpointing=norms"], small, tmp_path / "told")
-    found = {receipt["option"]: receipt for receipt in auto.read("checks.json")}
+    found = {check["option"]: check for check in auto.read("checks.json")}
     corrected = found["speed.activation_checkpointing, auto after out of memory"]
     assert (corrected["expected"], corrected["actual"]) == ("none", "norms")
     assert (auto.path / "log.txt").read_text().count("the first step ran out of memory") == 1
-    assert found["processes"]["actual"] == "2" and all(receipt["passed"] for receipt in found.values())
+    assert found["processes"]["actual"] == "2" and all(check["passed"] for check in found.values())
     for a, b in zip(metrics(told), metrics(auto), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
 

@@ -14,7 +14,7 @@ from finetune.recipe.schema import Speed
 from finetune.speed import activation_offload, apply_to_model, live_model_spec
 from finetune.training import optimizers
 from support.offloading import assert_same, batches, distance, gradients, model_of
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 
 pytestmark = [
@@ -116,7 +116,7 @@ def test_a_run_with_all_offloaded_trains_as_one_without(kind: str, compile: str,
     plain = train(*options, "speed.activation_checkpointing=full", name="plain")
     torch.compiler.reset()  # what it compiled for the model before would serve this one, without its hooks
     moved = train(*options, "speed.offload=all", name="moved")
-    got = receipts(moved)
+    got = run_checks(moved)
     tensors = re.fullmatch(
         r"4 out, 4 back: (\d+) tensors, .* MiB, (\d+) pinned", got["speed.offload"]["actual"]
     )

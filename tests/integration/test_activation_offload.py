@@ -25,18 +25,18 @@ from support.soak import soak_except
 def test_inputs_that_left_and_came_back_change_nothing(kind: str, recomputed: int) -> None:
     model = model_of(kind)
     plain = gradients(model)
-    layers, ledger = live_model_spec.decoder_layers(model), RunChecks()
-    apply_to_model.add_activation_checkpointing(model, layers, recomputed, ledger)
+    layers, checks = live_model_spec.decoder_layers(model), RunChecks()
+    apply_to_model.add_activation_checkpointing(model, layers, recomputed, checks)
     chosen = [layer for layer in layers if layer.gradient_checkpointing]
     made = activation_offload.Activations(chosen, model.device)
     assert activation_offload.of(model) is made
     assert_same(plain, gradients(model))
     assert made.out == made.back == 2 * recomputed  # micro-batches
     assert made.bytes == made.out * 2 * 32 * model.config.hidden_size * 4
-    made.add_receipt(2, ledger)
-    ledger.check()
-    made.add_receipt(3, ledger)  # of which one has moved nothing
-    assert not ledger.receipts[-1].passed
+    made.add_run_check(2, checks)
+    checks.check()
+    made.add_run_check(3, checks)  # of which one has moved nothing
+    assert not checks.entries[-1].passed
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
@@ -46,8 +46,8 @@ def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
     layers = live_model_spec.decoder_layers(model)
     apply_to_model.add_fused(model, Choice("on", "asked for"), RunChecks())
     plain = gradients(model)
-    ledger = RunChecks()
-    apply_to_model.add_activation_checkpointing(model, layers, 0, ledger, mlps=len(layers))
+    checks = RunChecks()
+    apply_to_model.add_activation_checkpointing(model, layers, 0, checks, mlps=len(layers))
     made = activation_offload.Activations(layers, model.device)
     assert_same(plain, gradients(model))
     one = 2 * 32 * model.config.hidden_size * 4  # bytes of a layer's input
@@ -55,8 +55,8 @@ def test_what_half_recomputed_layers_keep_changes_nothing(kind: str) -> None:
     passing = activation_offload.Pass(layers[0], 1, None)
     assert all(passing.holds(weight) for weight in layers[0].parameters())
     assert not passing.holds(torch.ones(8, 8)) and passing.holds(torch.ones(8, 8)[:, :4])
-    made.add_receipt(2, ledger)
-    ledger.check()
+    made.add_run_check(2, checks)
+    checks.check()
 
 
 def test_some_layers_alone_may_leave_what_they_keep() -> None:
@@ -64,7 +64,7 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
     model = model_of("lora")
     asked = Speed(fused=True, activation_checkpointing="mlp_int8", offload="activations:1")
     cpu = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
-    chosen = apply_to_model.apply(model, asked, compilation.Work(64, 1e9), cpu, ledger := RunChecks())
+    chosen = apply_to_model.apply(model, asked, compilation.Work(64, 1e9), cpu, checks := RunChecks())
     made = activation_offload.of(model)
     assert made and made.layers == live_model_spec.decoder_layers(model)[:1] and chosen.offload.value
     order = list[str]()
@@ -74,8 +74,8 @@ def test_some_layers_alone_may_leave_what_they_keep() -> None:
     gradients(model)
     assert made.out == made.back == 2  # micro-batches
     assert order == 2 * ["fetch", "last layer's gradient"]  # it comes while that layer is computed
-    made.add_receipt(2, ledger)
-    ledger.check()
+    made.add_run_check(2, checks)
+    checks.check()
 
 
 @pytest.mark.parametrize("half", soak_except(["int8"], ["cheap", "int8", "mlp"]))

@@ -19,7 +19,7 @@ from support import two_ranks
 from support.adalora_steps import STEPS, adamw, same, tiny
 from support.faults import Fault, injected
 from support.paths import QUICKSTART
-from support.runs import receipts
+from support.runs import run_checks
 from support.trainers import trainer_parts
 
 
@@ -133,7 +133,7 @@ def test_the_last_allocation_is_made_at_a_step_that_is_left_out(train) -> None:
         train(*given, "--until=4", code=75)
     resumed = train(*given, "--resume")
     assert "step 4 is skipped" in (straight.path / "log.txt").read_text()
-    assert receipts(straight)["AdaLoRA ranks"]["actual"] == "56"
+    assert run_checks(straight)["AdaLoRA ranks"]["actual"] == "56"
     assert same(*(load_file(run.adapter / "adapter_model.safetensors") for run in (straight, resumed)))
 
 

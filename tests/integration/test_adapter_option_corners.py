@@ -16,7 +16,7 @@ from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
 from support.paths import MODEL, QUICKSTART
-from support.runs import receipts
+from support.runs import run_checks
 
 # PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings
 # (peft 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
@@ -31,16 +31,16 @@ def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, in_bf
     """The rest of the base is rounded to bf16 without them; what was trained is saved bit for bit."""
     given = [f"adapter.init_lora_weights={init}", f"model.name={two_layers}", "data.validation=null"]
     run = train(in_bf16, *given)
-    got = receipts(run)
-    assert got["saved tensors"]["actual"] == "all 28" and all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert got["saved tensors"]["actual"] == "all 28" and all(check["passed"] for check in got.values())
 
 
 def test_rotations_that_peft_projects_in_each_forward_verify(train, two_layers) -> None:
     given = ("adapter.type=oft", "adapter.coft=true", "adapter.eps=0.1", "train.max_steps=4")
     run = train(*given, f"model.name={two_layers}")
-    got = receipts(run)
+    got = run_checks(run)
     assert got["saved weights"]["expected"] == "the live model's logits within 1e-06"
-    assert all(receipt["passed"] for receipt in got.values())
+    assert all(check["passed"] for check in got.values())
     assert main.main(["merge", str(run.path), "--quiet"]) == 0
 
 
@@ -140,8 +140,8 @@ def test_rows_asked_for_and_new_ones_train_together(train, two_layers, tmp_path)
     data.write_text("\n".join(line.replace("type", "<a><b>") for line in lines) + "\n")
     options = ("model.add_tokens=['<a>', '<b>']", "adapter.trainable_token_indices=[300]")
     run = train(*options, f"model.name={two_layers}", f"data.name={data}", "adapter.modules_to_save=[norm]")
-    got = receipts(run)
-    assert got["model.add_tokens"]["actual"] == "2 rows train"
+    got = run_checks(run)
+    assert got["model.add_tokens"]["actual"] == "2 embedding rows train"
     tensors = load_file(run.adapter / "adapter_model.safetensors")
     (rows,) = (tensor for name, tensor in tensors.items() if "trainable_tokens" in name)
     assert len(rows) == 3
@@ -276,8 +276,10 @@ def test_training_goes_on_from_an_adapter_with_tokens_of_its_own(train, two_laye
     options += ("train.warmup_steps=0", "data.validation=null")
     first = train(*options, name="first")
     second = train(f"adapter.init_from={first.path}", *options, "adapter.r=16", name="second")
-    got = receipts(second)
-    assert got["model.add_tokens"]["actual"] == "2 rows train" and all(one["passed"] for one in got.values())
+    got = run_checks(second)
+    assert got["model.add_tokens"]["actual"] == "2 embedding rows train" and all(
+        one["passed"] for one in got.values()
+    )
 
 
 @pytest.mark.parametrize("broken", ["config", "weights", "width"])
@@ -301,7 +303,7 @@ def test_a_broken_adapter_to_go_on_from_is_named(broken: str, train, two_layers,
 def test_loraplus_leaves_no_weight_behind(train, two_layers) -> None:
     options = ("adapter.loraplus_lr_ratio=16", "adapter.target_modules=[embed_tokens, q_proj]")
     run = train(*options, f"model.name={two_layers}", "train.max_steps=4")
-    assert receipts(run)["adapter.loraplus_lr_ratio"]["actual"] == "A 0.004, B 0.064"
+    assert run_checks(run)["adapter.loraplus_lr_ratio"]["actual"] == "A 0.004, B 0.064"
 
 
 @pytest.mark.parametrize("options", [("adapter.modules_to_save=[norm]",), ("adapter.type=ln_tuning",)])
@@ -309,9 +311,9 @@ def test_whole_modules_move_under_bf16_too(options, train, two_layers, in_bf16: 
     """A step of 2e-4 on a weight of 1 is nothing in bf16; they train in fp32 and are saved as they load."""
     given = [f"model.name={two_layers}", "train.learning_rate=2e-4", "data.validation=null"]
     run = train(in_bf16, *options, *given)
-    got = receipts(run)
-    assert "5 of 5" in got["trained weights moved"]["actual"]
-    assert all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert "5 of 5" in got["trained weights changed"]["actual"]
+    assert all(check["passed"] for check in got.values())
 
 
 def test_a_merge_that_peft_can_t_do_is_no_traceback(train, two_layers, capsys) -> None:

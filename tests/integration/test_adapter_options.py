@@ -14,7 +14,7 @@ from finetune.export import merging
 from finetune.preflight import checker
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import DATA, MODEL, QUICKSTART
-from support.runs import receipts
+from support.runs import run_checks
 from support.soak import soak_except
 
 # Said by peft 0.21.2: PiSSA and its kin change the base, and are converted here (tuners/lora/model.py); the
@@ -37,8 +37,8 @@ def test_first_weights_out_of_the_base_s_are_saved_as_plain_lora(init: str, trai
     """The base moved into the adapter; what is saved loads on the base as it was published."""
     options = (f"adapter.init_lora_weights={init}", "adapter.r=8", f"model.name={two_layers}")
     run = train(*options, "train.max_steps=2", "train.learning_rate=1e-3")
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
     assert got["adapter.init_lora_weights"]["actual"].startswith(f"{init}: logits of one batch differ by")
     assert float(got["saved weights"]["actual"]) < 1e-5
     config = json.loads((run.adapter / "adapter_config.json").read_text())
@@ -54,7 +54,7 @@ def test_first_weights_out_of_the_base_s_are_saved_as_plain_lora(init: str, trai
 def test_eva_puts_ranks_where_the_inputs_vary(train, two_layers) -> None:
     options = ("adapter.init_lora_weights=eva", "adapter.r=4", "adapter.target_modules=[q_proj, down_proj]")
     run = train(*options, f"model.name={two_layers}", "train.max_steps=2", "train.learning_rate=1e-2")
-    assert all(receipt["passed"] for receipt in receipts(run).values())
+    assert all(check["passed"] for check in run_checks(run).values())
     ranks = {
         len(tensor)
         for name, tensor in load_file(run.adapter / "adapter_model.safetensors").items()
@@ -71,7 +71,7 @@ def test_loftq_needs_a_gpu_and_says_so(train, capsys) -> None:
 
 
 def test_an_initialization_that_did_nothing_stops_the_run() -> None:
-    """The receipt tells prepared weights from LoRA's own draw."""
+    """The run check tells prepared weights from LoRA's random initialization."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -86,7 +86,7 @@ def test_an_initialization_that_did_nothing_stops_the_run() -> None:
 def test_loraplus_teaches_b_faster(train, two_layers) -> None:
     slow = train(f"model.name={two_layers}", "train.max_steps=2", name="slow")
     fast = train("adapter.loraplus_lr_ratio=16", f"model.name={two_layers}", "train.max_steps=2", name="fast")
-    assert receipts(fast)["adapter.loraplus_lr_ratio"]["actual"] == "A 0.004, B 0.064"
+    assert run_checks(fast)["adapter.loraplus_lr_ratio"]["actual"] == "A 0.004, B 0.064"
 
     def size(run: RunFolder, part: str) -> float:
         tensors = load_file(run.adapter / "adapter_model.safetensors")
@@ -97,7 +97,7 @@ def test_loraplus_teaches_b_faster(train, two_layers) -> None:
 
 def test_rslora_scales_by_the_root_of_r(train, two_layers) -> None:
     run = train("adapter.type=rslora", f"model.name={two_layers}")
-    assert receipts(run)["adapter.type"]["actual"] == "LORA with use_rslora"
+    assert run_checks(run)["adapter.type"]["actual"] == "LORA with use_rslora"
     assert json.loads((run.adapter / "adapter_config.json").read_text())["use_rslora"] is True
 
 
@@ -112,7 +112,7 @@ def test_ranks_layers_and_parameters_as_peft_has_them(train, two_layers) -> None
         f"model.name={two_layers}",
         "train.max_steps=2",
     )
-    got = receipts(run)
+    got = run_checks(run)
     assert got["adapter.target_modules"]["actual"] == "q_proj 1"
     assert got["adapter.rank_pattern, alpha_pattern"]["actual"] == "r=4 x2 1"
     assert got["adapter.target_parameters"]["actual"] == "2 parameters"
@@ -137,9 +137,9 @@ def test_new_tokens_train_their_own_rows(head: str, train, request, tmp_path) ->
         "train.max_steps=5",
     )
     run = train(*options, "adapter.target_modules=[q_proj]", "train.learning_rate=1e-2")
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
-    assert got["model.add_tokens"]["actual"].startswith("1 rows")
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
+    assert got["model.add_tokens"]["actual"].startswith("1 embedding rows")
     tensors = load_file(run.adapter / "adapter_model.safetensors")
     trained = [name for name in tensors if "trainable_tokens" in name]
     assert len(trained) == (1 if head == "two_layers" else 2), "the head's rows too, where it has its own"
@@ -181,8 +181,10 @@ def test_new_rows_train_in_the_head_too_or_it_is_refused(base, saved, says, trai
         train(*given, code=2)
         assert says in (said := capsys.readouterr().err) and "[embed_tokens, lm_head]" in said
         return
-    got = receipts(train(*given))
-    assert got["model.add_tokens"]["actual"] == "1 rows train" and all(one["passed"] for one in got.values())
+    got = run_checks(train(*given))
+    assert got["model.add_tokens"]["actual"] == "1 embedding rows train" and all(
+        one["passed"] for one in got.values()
+    )
 
 
 @pytest.mark.parametrize("rows", ["model.add_tokens=['<kind>']", "adapter.trainable_token_indices=[5]"])
@@ -207,9 +209,9 @@ def test_whole_modules_train_beside_the_adapter(train, untied) -> None:
         f"model.name={untied}",
         "train.max_steps=2",
     )
-    got = receipts(run)
+    got = run_checks(run)
     assert got["adapter.modules_to_save"]["actual"] == "1 tensors train"
-    assert "modules_to_save 1 of 1" in got["trained weights moved"]["actual"]
+    assert "modules_to_save 1 of 1" in got["trained weights changed"]["actual"]
 
 
 def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path) -> None:
@@ -226,7 +228,7 @@ def test_biases_of_the_base_train_and_the_base_is_still_the_base(train, tmp_path
     options = ("adapter.target_modules=[q_proj]", f"model.name={folder}", "train.learning_rate=1e-2")
     run = train("adapter.bias=all", *options, "train.max_steps=2", name="all")
     none = train(*options, "train.max_steps=2", name="none")
-    assert "weights 8 of 8" in receipts(run)["trained weights moved"]["actual"]
+    assert "weights 8 of 8" in run_checks(run)["trained weights changed"]["actual"]
     assert run.read("eval.json")["base"] == none.read("eval.json")["base"]
     assert run.read("eval.json")["tuned"]["loss"] < none.read("eval.json")["tuned"]["loss"]
 
@@ -333,7 +335,7 @@ def test_training_goes_on_from_an_adapter(train, two_layers) -> None:
     second = train(
         f"adapter.init_from={first.path}", *options, "adapter.r=16", "train.max_steps=6", name="second"
     )
-    got = receipts(second)
+    got = run_checks(second)
     assert got["adapter.init_from"]["actual"].startswith("all 28") and all(r["passed"] for r in got.values())
     before, after = (run.read("eval.json")["tuned"]["loss"] for run in (first, second))
     assert after < before
@@ -378,7 +380,7 @@ def test_stacking_on_another_base_has_to_be_asked_for(train, two_layers, untied)
     options = (f"adapter.init_from={lora.path}", f"model.name={untied}")
     train(*options, code=2, name="refused")
     run = train(*options, "adapter.from_other_base=true", "train.max_steps=2", name="asked")
-    assert receipts(run)["base of the adapter"]["actual"] == str(untied)
+    assert run_checks(run)["base model of the adapter"]["actual"] == str(untied)
 
 
 def test_dora_on_rows_of_zeros_is_finite(train, tmp_path) -> None:
@@ -391,7 +393,7 @@ def test_dora_on_rows_of_zeros_is_finite(train, tmp_path) -> None:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
     run = train("adapter.type=dora", f"model.name={folder}", "train.max_steps=2")
-    got = receipts(run)
+    got = run_checks(run)
     assert (
         got["DoRA on rows of zeros"]["actual"].startswith("6 given") and got["saved weights"]["actual"] == "0"
     )

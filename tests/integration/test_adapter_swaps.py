@@ -7,7 +7,7 @@ import pytest
 from finetune.cli import main
 from finetune.core import shipped_files
 from support.adapters import ADAPTERS
-from support.runs import receipts
+from support.runs import run_checks
 from support.soak import soak_except
 
 RECIPES = shipped_files.recipes()
@@ -52,4 +52,4 @@ def test_a_recipe_trains_two_steps_with_another_adapter(name: str, train) -> Non
     given += ["model.revision=null", "data.max_length=256", "eval.generate=false"]
     given += ["train.effective_batch_size=2", "train.per_device_train_batch_size=1"]
     run = train(*given, recipe=RECIPES[name])
-    assert all(receipt["passed"] for receipt in receipts(run).values())
+    assert all(check["passed"] for check in run_checks(run).values())

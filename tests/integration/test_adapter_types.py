@@ -11,7 +11,7 @@ from finetune.cli import main
 from finetune.export import merging
 from finetune.recipe import adapter_types
 from finetune.run_folder.run_folder import RunFolder
-from support.runs import receipts
+from support.runs import run_checks
 from support.soak import soak_except
 
 TYPES = [name for name, kind in adapter_types.all_types().items() if not kind.refused and kind.peft]
@@ -64,12 +64,12 @@ def run_of(train, two_layers):
 def test_a_type_trains_verifies_reopens_and_merges(kind: str, run_of, two_layers, monkeypatch) -> None:
     monkeypatch.setattr("finetune.export.verify_merge.PROBE_ROWS", 6)  # of 32, as in test_merge.py
     run = run_of(kind)
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
     assert got["saved weights"]["actual"] == "0", "reopened from disk bit for bit"
     assert got["base weights after training"]["expected"] == got["base weights after training"]["actual"]
     assert got["adapter.type"]["actual"].split()[0] == adapter_types.find(kind).peft.upper()
-    moved = [part.split() for part in got["trained weights moved"]["actual"].split(", ")]
+    moved = [part.split() for part in got["trained weights changed"]["actual"].split(", ")]
     assert all(part[1] == part[3] for part in moved), "every trained tensor moved"
     scores = run.read("eval.json")
     if kind != "fourierft":  # begins at a random spectrum, by PEFT's default: six steps don't make it good
@@ -99,7 +99,7 @@ def test_trained_tokens_where_the_head_has_its_own_weights(train, untied) -> Non
     ids = AutoTokenizer.from_pretrained(untied)("euros on")["input_ids"]
     options = ("adapter.type=trainable_tokens", f"adapter.token_indices={ids}", f"model.name={untied}")
     run = train(*options, "train.learning_rate=1e-2", "train.max_steps=5")
-    assert receipts(run)["trained weights moved"]["actual"] == "trainable_tokens_delta 1 of 1"
+    assert run_checks(run)["trained weights changed"]["actual"] == "trainable_tokens_delta 1 of 1"
 
 
 @pytest.mark.parametrize("kind", [n for n, k in adapter_types.all_types().items() if k.refused])

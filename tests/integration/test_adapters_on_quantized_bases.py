@@ -80,8 +80,8 @@ def test_a_cell_of_the_table(storage: str, kind: str, two_layers, capsys) -> Non
 @pytest.mark.parametrize("storage", ["fp4", "int8", "torchao_int8"])
 def test_a_quantized_base_trains_through_the_command(storage: str, train, two_layers) -> None:
     run = train(f"model.quantization={storage}", f"model.name={two_layers}")
-    got = {receipt["option"]: receipt for receipt in run.read("checks.json")}
-    assert all(receipt["passed"] for receipt in got.values())
+    got = {check["option"]: check for check in run.read("checks.json")}
+    assert all(check["passed"] for check in got.values())
     assert got["model.quantization"]["expected"] == storage
     assert got["model.quantization"]["actual"].startswith("14 of 14 linear layers, ")
     assert f'storage: "{storage}"' in run.recipe.read_text()

@@ -18,7 +18,7 @@ from finetune.training.auto_correction import CHECKPOINTING, MICRO_BATCH, Change
 from support.faults import Fault, injected
 from support.faulty_runs import FEW, same, weights
 from support.paths import QUICKSTART
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 
 FOUR = "train.per_device_train_batch_size=4"
 
@@ -52,9 +52,9 @@ def test_auto_after_out_of_memory_equals_a_run_with_the_stronger_setting(train) 
         "norms",
         "auto after out of memory: the first step did not fit with none",
     )
-    made = receipts(run)[f"{CHECKPOINTING}, auto after out of memory"]
+    made = run_checks(run)[f"{CHECKPOINTING}, auto after out of memory"]
     assert (made["expected"], made["actual"]) == ("none", "norms")
-    assert receipts(run)[CHECKPOINTING]["actual"].endswith("norms")
+    assert run_checks(run)[CHECKPOINTING]["actual"].endswith("norms")
 
 
 def test_auto_after_out_of_memory_halves_the_micro_batch_last(train) -> None:
@@ -69,7 +69,7 @@ def test_auto_after_out_of_memory_halves_the_micro_batch_last(train) -> None:
     )
     steps = [(r["expected"], r["actual"]) for r in run.read("checks.json") if "auto after" in r["option"]]
     assert steps == [("none", "norms"), ("norms", "full"), ("8", "4"), ("4", "2")]
-    assert receipts(run)["train.effective_batch_size"]["passed"]
+    assert run_checks(run)["train.effective_batch_size"]["passed"]
 
 
 def test_a_resumed_run_keeps_what_auto_corrected(train) -> None:
@@ -89,7 +89,7 @@ def test_a_searched_batch_is_halved_after_out_of_memory(train) -> None:
     with injected(Fault("oom", step=1)):
         run = train(*FEW, f"{CHECKPOINTING}=full", "train.per_device_train_batch_size=auto")
     assert yaml.safe_load(run.recipe.read_text())["train"]["per_device_train_batch_size"] == 4
-    assert receipts(run)[f"{MICRO_BATCH}, auto after out of memory"]["expected"] == "8"
+    assert run_checks(run)[f"{MICRO_BATCH}, auto after out of memory"]["expected"] == "8"
 
 
 def test_stated_settings_are_not_corrected(train, capsys) -> None:

@@ -315,7 +315,7 @@ TABLE = [
     Row(60, (":10:3", "HF_TOKEN", "****"), "max_steps: 4", "hub_token: hf_" + "a" * 30),
     Row(60, (":5:3", "HF_TOKEN"), '"{data}"', '"{data}"\n  revision: hf_' + "b" * 30),
     of_run(61, public_there, 3, "publish.repo", "repository is public", "--public"),
-    of_run(62, interrupted, 75, "stopped by SIGINT after step 2", "go on with:", "--resume"),
+    of_run(62, interrupted, 75, "stopped by SIGINT after step 2", "resume with:", "--resume"),
 ]  # fmt: skip
 
 

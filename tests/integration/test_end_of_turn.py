@@ -13,15 +13,15 @@ from support.paths import DATA, QUICKSTART
 from support.runs import metrics
 
 
-def test_the_receipt_allows_what_the_audit_allows() -> None:
+def test_the_run_check_allows_what_the_audit_allows() -> None:
     """7 of 10 are 0.7 of them, though 1 - 0.7 is a little more than 0.3 in floats."""
-    ledger, loaded = RunChecks(), loader.load(QUICKSTART, ["data.expect.no_end_of_turn=0.7"])
+    checks, loaded = RunChecks(), loader.load(QUICKSTART, ["data.expect.no_end_of_turn=0.7"])
     for without in (7, 8):
         report = Report(kept=10, counts={"no_end_of_turn": without})
-        training_data.add_data_receipts(
-            loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), ledger
+        training_data.add_data_checks(
+            loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), checks
         )
-    assert [(one["actual"], one["passed"]) for one in ledger.as_json()] == [
+    assert [(one["actual"], one["passed"]) for one in checks.as_json()] == [
         ("3 rows", True),
         ("2 rows", False),
     ]

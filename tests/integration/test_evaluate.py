@@ -20,7 +20,7 @@ from finetune.reporting import terminal
 from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import DATA, MODEL, ROOT
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.small_tasks import CHOICE, QUESTIONS, write_task
 
 
@@ -186,8 +186,8 @@ def test_the_best_weights_are_kept_and_a_run_that_gets_worse_stops(train, two_la
     best = losses.index(min(losses))
     assert len(losses) == best + 4 < 12
     assert run.read("eval.json")["tuned"]["loss"] == pytest.approx(losses[best], rel=1e-6)
-    got = receipts(run)
-    assert got["best weights kept"]["expected"].startswith(f"step {best + 1},")
+    got = run_checks(run)
+    assert got["best weights saved"]["expected"].startswith(f"step {best + 1},")
     assert got["eval.eval_steps"]["actual"] == str(len(losses))
     assert got["steps planned"]["actual"] == "12"
     ran = f"{best + 4}, stopped early: no better evaluation in 3"
@@ -220,7 +220,7 @@ def test_adalora_keeps_no_weights_that_are_over_its_budget(train, two_layers) ->
     asked = [f"model.name={two_layers}", "adapter.type=adalora", "train.max_steps=12", "eval.eval_steps=1"]
     run = train(*asked, "train.learning_rate=0.1", "train.lr_scheduler_type=constant")
     config = json.loads((run.adapter / "adapter_config.json").read_text())
-    step = int(receipts(run)["best weights kept"]["expected"].split()[1].rstrip(","))
+    step = int(run_checks(run)["best weights saved"]["expected"].split()[1].rstrip(","))
     assert step >= config["total_step"] - config["tfinal"]
 
 

@@ -35,11 +35,11 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
         not {"RANK", "WORLD_SIZE", "ACCELERATE_USE_FSDP"} & saved_evaluation.alone().keys()
         and "PATH" in saved_evaluation.alone()
     )
-    before, ledger = run.read("eval.json"), RunChecks()
+    before, checks = run.read("eval.json"), RunChecks()
     (run.path / "eval.json").unlink()
-    made = saved_evaluation.evaluate(run, live, ledger)
+    made = saved_evaluation.evaluate(run, live, checks)
     assert made["tuned"]["loss"] == pytest.approx(before["tuned"]["loss"]) and len(shapes) == 42
-    assert ledger.receipts[-1].actual == f"all {len(shapes)}"
+    assert checks.entries[-1].actual == f"all {len(shapes)}"
     other = run_folder.RunFolder(shutil.copytree(run.path, tmp_path / "other"))
     path = run.adapter / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -61,13 +61,13 @@ def test_a_base_that_no_gpu_holds_is_evaluated_apart(train, tmp_path, monkeypatc
     ids=["ia3", "vera", "tokens"],
 )
 def test_names_of_every_kind_are_found_in_the_file(given: list[str], train) -> None:
-    run, ledger = train(*given), RunChecks()
+    run, checks = train(*given), RunChecks()
     opened = reopen.reopen(run, run_folder.recipe_of(run))
     trained = ("ia3_", "vera_lambda", "lora_", "trainable_tokens_delta")
     shapes = {name: p.shape for name, p in opened.named_parameters() if any(part in name for part in trained)}
     shapes = {name: shape for name, shape in shapes.items() if ".default" in name}
-    verify_saved.add_saved_receipts(live_of(opened, shapes), run, ledger)
-    assert ledger.receipts[-1].passed and ledger.receipts[-1].actual == f"all {len(shapes)}" and shapes
+    verify_saved.add_saved_checks(live_of(opened, shapes), run, checks)
+    assert checks.entries[-1].passed and checks.entries[-1].actual == f"all {len(shapes)}" and shapes
 
 
 def test_experts_are_stored_under_other_names(tmp_path) -> None:
@@ -75,15 +75,15 @@ def test_experts_are_stored_under_other_names(tmp_path) -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 40, "num_local_experts": 2}
     model = MixtralForCausalLM(MixtralConfig(**sizes))
-    run, ledger = RunFolder(tmp_path), RunChecks()
+    run, checks = RunFolder(tmp_path), RunChecks()
     model.save_pretrained(run.model)
     live = live_of(model, {name: p.shape for name, p in trainable_parameters.trainable(model).items()})
-    verify_saved.add_saved_receipts(live, run, ledger)
-    assert ledger.receipts[-1].passed and ledger.receipts[-1].actual == f"all {len(live.tensors)}"
+    verify_saved.add_saved_checks(live, run, checks)
+    assert checks.entries[-1].passed and checks.entries[-1].actual == f"all {len(live.tensors)}"
     path = run.model / "model.safetensors"
     tensors = load_file(path)
     assert not tensors.keys() >= live.tensors.keys()
     for name in ("model.norm.weight", next(name for name in tensors if ".experts.1." in name)):
         save_file({**tensors, name: tensors[name] + 1}, path, {"format": "pt"})
-        verify_saved.add_saved_receipts(live, run, ledger)
-        assert not ledger.receipts[-1].passed, name
+        verify_saved.add_saved_checks(live, run, checks)
+        assert not checks.entries[-1].passed, name

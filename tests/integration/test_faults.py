@@ -227,11 +227,11 @@ def test_fp16_ends_where_its_scaler_leaves_out_step_after_step(tmp_path) -> None
 
 def test_overflows_of_fp16_s_scaler_are_counted(tmp_path) -> None:
     """By a real scaler, of a gradient that is infinite at its first scale and in step 4: in each line logged,
-    over a resume, and in a receipt."""
+    over a resume, and in a run check."""
     train: Any = SimpleNamespace(skip_nonfinite=0, stop_at_spike=None)
-    ledger, screen = RunChecks(), Console(quiet=True)
+    checks, screen = RunChecks(), Console(quiet=True)
     watcher, resumed = (
-        nan_detection.callbacks(train, "fp16", RunFolder(tmp_path), screen, ledger)[0] for _ in range(2)
+        nan_detection.callbacks(train, "fp16", RunFolder(tmp_path), screen, checks)[0] for _ in range(2)
     )
     Accelerator(cpu=True)  # whose state the optimizer asks for
     weight, scaler = torch.nn.Parameter(torch.ones(())), torch.amp.GradScaler("cpu", init_scale=2.0**127)
@@ -248,4 +248,4 @@ def test_overflows_of_fp16_s_scaler_are_counted(tmp_path) -> None:
     assert counts == [1, 1, 1, 2, 2] and weight.item() == pytest.approx(0.4)
     resumed.load_state_dict(watcher.state_dict())
     resumed.on_train_end(None, state, None)
-    assert [receipt.actual for receipt in ledger.receipts] == ["2 of 5"]
+    assert [check.actual for check in checks.entries] == ["2 of 5"]

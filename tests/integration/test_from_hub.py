@@ -17,7 +17,7 @@ from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 from support.hub_server import Hub, Repo
 from support.paths import DATA, MODEL, QUICKSTART
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 
 # huggingface_hub hands httpx its LFS parts as `data` (2.4, lfs.py, _upload_single_part)
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationWarning")
@@ -66,7 +66,7 @@ def test_a_published_adapter_is_trained_further(hub: Hub, trained, train, capsys
     commit = publish(trained())
     other = ["adapter.from_other_base=true", "data.validation=null", HERE[0]]
     second = train(f"adapter.init_from=me/notes@{commit}", *other, name="second")
-    assert receipts(second)["adapter.init_from"]["actual"] == f"all 84 of me/notes@{commit}"
+    assert run_checks(second)["adapter.init_from"]["actual"] == f"all 84 of me/notes@{commit}"
     train(f"adapter.init_from=me/notes@{'0' * 40}", *other, name="third", code=3)
     assert "no such repository or revision" in capsys.readouterr().err
     assert main.main(["check", "recipes/quickstart.yaml", "adapter.init_from=me/notes"]) == 0
@@ -136,7 +136,7 @@ def test_a_base_whose_branch_moves_is_read_at_one_commit(hub: Hub, train, two_la
     assert not [line for line in hub.requests if "main" in line], "what is resolved names the commit"
     kept = json.loads((run.adapter / "adapter_config.json").read_text())
     assert (kept["base_model_name_or_path"], kept["revision"]) == ("me/base", commit)
-    assert receipts(run)["base of the adapter"]["actual"] == f"me/base {commit}"
+    assert run_checks(run)["base model of the adapter"]["actual"] == f"me/base {commit}"
     # it is finished, whatever the branch is now; and an adapter of it goes on under the branch's name
     steps = len(metrics(run))
     again = [str(run.recipe), "model.revision=main", "train.max_steps=4", "--resume=auto", "--quiet"]

@@ -26,7 +26,7 @@ from finetune.speed import apply_to_model, fused_lora, live_model_spec, packing_
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
 from support.fused_models import IDS, LINEAR, TYPES, adapted, ranked, step, worst
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 16.0, 2)
 WORK = Work(64, 1e9)
@@ -46,7 +46,7 @@ def test_dora_learns_what_pefts_does(train) -> None:
     runs = [train(*asked, f"speed.fused={on}", name=f"fused-{on}") for on in ("true", "false")]
     fast, own = ([line["loss"] for line in metrics(run)] for run in runs)
     assert fast == pytest.approx(own, abs=2e-4) and fast[0] - fast[-1] > 0.05
-    assert receipts(runs[0])["DoRA norms"]["actual"] == "0 off"
+    assert run_checks(runs[0])["DoRA norms"]["actual"] == "0 off"
 
 
 def test_norms_are_made_anew_when_the_optimizer_says_so() -> None:
@@ -105,11 +105,11 @@ def test_recomputed_layers_leave_nothing_behind() -> None:
 
 
 def recomputed(kind: str, base: str, **how: Any) -> tuple[Any, int, list[Any], str]:
-    """Loss and gradients of a step, the bytes kept for backward, the layers, and the receipt's words."""
+    """Loss and gradients of a step, the bytes saved for backward, the layers, and the run check's text."""
     model, sizes = adapted(TYPES[kind](), dtype=torch.float32, base=base), dict[int, int]()
     layers = decoder_layers(model)
     assert Fused(model, layers).mlps == len(layers)
-    apply_to_model.add_activation_checkpointing(model, layers, 0, ledger := RunChecks(), **how)
+    apply_to_model.add_activation_checkpointing(model, layers, 0, checks := RunChecks(), **how)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         sizes[tensor.data_ptr()] = tensor.nbytes
@@ -117,7 +117,7 @@ def recomputed(kind: str, base: str, **how: Any) -> tuple[Any, int, list[Any], s
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         made = step(model)
-    return made, sum(sizes.values()), layers, str(ledger.receipts[-1].actual)
+    return made, sum(sizes.values()), layers, str(checks.entries[-1].actual)
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
@@ -182,8 +182,8 @@ def test_a_proof_compiles_nothing() -> None:
     torch._dynamo.utils.counters.clear()
     for layer in decoder_layers(model):
         layer.compile(backend="aot_eager")
-    packing_isolation.prove_apart(model, 16, "sdpa", ledger := RunChecks())
-    assert model.training and ledger.receipts[-1].passed
+    packing_isolation.prove_apart(model, 16, "sdpa", checks := RunChecks())
+    assert model.training and checks.entries[-1].passed
     assert not torch._dynamo.utils.counters["stats"] and not torch._dynamo.utils.counters["graph_break"]
 
 
@@ -308,7 +308,7 @@ def test_sharded_weights_are_not_held_whole(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("fused", "count"), [(False, 7), (True, 4)])
 def test_fp8_products_of_a_forward_are_counted(fused: bool, count: int, monkeypatch) -> None:
-    """q, k, v as one, and gate and up; the receipt of a run on a GPU asks for as many GEMMs."""
+    """q, k, v as one, and gate and up; the run check on a GPU expects as many GEMMs."""
     model = adapted(ranked(), dtype=torch.float32, base="fp8")
     layers = decoder_layers(model)
     if fused:

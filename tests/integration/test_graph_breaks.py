@@ -96,7 +96,7 @@ def test_dora_breaks_nothing_where_it_is_fused() -> None:
     soak_except(["auto: the run has about 900 s"], ["asked for", "auto: the run has about 900 s"]),
 )
 def test_breaks_end_a_run_that_was_to_be_compiled(reason: str, train, monkeypatch) -> None:
-    """Under `auto` what it did not know of is a receipt."""
+    """Under `auto`, a graph break that was not known before is recorded in a run check."""
     monkeypatch.setattr(compilation, "choose_compile", lambda *given: Choice("on", reason))
     monkeypatch.setattr(torch.nn.Module, "compile", _in_eager)
     given = ("adapter.type=loha", ONE, "train.learning_rate=1e-2")

@@ -20,7 +20,7 @@ import torch
 from finetune.core import shipped_files
 from finetune.recipe import loader
 from support.paths import ROOT
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 
 KEPT = ROOT / "tests" / "golden" / "curves.json"
@@ -49,7 +49,7 @@ def curve(train, name: str, *more: str, folder: str = "run") -> list[float]:
     given += ["data.max_length=256"]
     given += ["data.validation=null"] * name.startswith("adapters/")  # the others would hold rows back
     run = train(*given, *MORE.get(name, []), *more, recipe=shipped_files.recipes()[name], name=folder)
-    assert all(receipt["passed"] for receipt in receipts(run).values())
+    assert all(check["passed"] for check in run_checks(run).values())
     assert loader.load(run.recipe).adapter.type == Path(name).name
     return [line["loss"] for line in metrics(run)]
 

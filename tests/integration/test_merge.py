@@ -256,8 +256,8 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
         "they are not linear layers)"
     )
     assert torchao_quantization.kept(torch.nn.Linear(2, 2), 1) == torchao_quantization.KEPT
-    loading.load(Model(name=str(tmp_path)), setup, "cpu", ledger := RunChecks())
-    (found,) = ledger.as_json()
+    loading.load(Model(name=str(tmp_path)), setup, "cpu", checks := RunChecks())
+    (found,) = checks.as_json()
     assert (
         found["option"] == "model.quantization" and found["passed"] and found["actual"].startswith("4 of 4 ")
     )
@@ -266,9 +266,9 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
 
 def test_a_base_that_is_none_of_codes_is_no_quantized_one(two_layers) -> None:
     plain = AutoModelForCausalLM.from_pretrained(two_layers)
-    quantization_checks.add_coded_receipt(plain, "nf4", ledger := RunChecks())
+    quantization_checks.add_quantized_weights_check(plain, "nf4", checks := RunChecks())
     with pytest.raises(UserError, match="run check failed") as raised:
-        ledger.check()
+        checks.check()
     assert raised.value.code == 3 and "0 of 14 linear layers" in str(raised.value)
 
 

@@ -32,8 +32,8 @@ def test_no_memory_halves_the_micro_batch_and_repeats_the_step(method: str, trai
         run = train(*given, "train.per_device_train_batch_size=4")
     said = (run.path / "log.txt").read_text()
     assert "step 1 ran out of memory and runs again with a micro-batch size of 2 instead of 4" in said
-    (receipt,) = [r for r in run.read("checks.json") if r["option"] == "rows at once"]
-    assert (receipt["expected"], receipt["actual"]) == ("4", "2")
+    (check,) = [r for r in run.read("checks.json") if r["option"] == "micro-batch size"]
+    assert (check["expected"], check["actual"]) == ("4", "2")
     assert same(weights(run), weights(small))
     numbers = ("step", "tokens", "learning_rate", "grad_norm")
     assert [[line[k] for k in numbers] for line in metrics(run)] == [
@@ -210,8 +210,8 @@ def test_the_largest_batch_that_fits_is_found_and_leaves_no_trace(train) -> None
     found = [*FEW, "train.per_device_train_batch_size=auto"]
     with injected(Fault("oom", rows=4)):
         run = train(*found, "--until=2", code=75)
-    (receipt,) = [r for r in run.read("checks.json") if r["option"] == "train.per_device_train_batch_size"]
-    assert receipt["actual"] == "4" and "8: inf" in receipt["how"]
+    (check,) = [r for r in run.read("checks.json") if r["option"] == "train.per_device_train_batch_size"]
+    assert check["actual"] == "4" and "8: inf" in check["how"]
     run = train(*found, "--resume")
     assert "per_device_train_batch_size: 4" in (run.path / "recipe.resolved.yaml").read_text()
     assert same(weights(run), weights(told))

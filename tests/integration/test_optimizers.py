@@ -11,7 +11,7 @@ from finetune.recipe.schema import Speed
 from finetune.training import optimizers
 from support.offloading import batches, distance, model_of
 from support.paths import MODEL, QUICKSTART
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 
 # ||w - w32|| / ||w32 - w0|| after 20 steps, w32 by the plain optimizer that is named: its limit, and beside
@@ -27,7 +27,7 @@ BOUNDS = {
 
 
 def moved(kind: str, optim: str, steps: int = 20):
-    """Trained tensors before and after, in one row, and the receipt."""
+    """Trained tensors before and after, in one row, and the run check."""
     from trl.trainer.sft_config import SFTConfig
 
     model = model_of(kind)
@@ -41,16 +41,16 @@ def moved(kind: str, optim: str, steps: int = 20):
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    ledger = RunChecks()
-    optimizers.add_receipt(optimizer, optim, made, ledger)
-    return before, torch.cat([p.detach().flatten() for p in parameters]), ledger.receipts[0]
+    checks = RunChecks()
+    optimizers.add_run_check(optimizer, optim, made, checks)
+    return before, torch.cat([p.detach().flatten() for p in parameters]), checks.entries[0]
 
 
 @pytest.mark.parametrize("optim", soak_except(["adamw_torch", "adamw_8bit", "adamw_torch_4bit"], BOUNDS))
 def test_weights_move_as_the_plain_optimizer_s_do(optim: str) -> None:
     plain, bound = BOUNDS[optim]
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step: the same, a minute later
-        before, weights, receipt = moved("lora", optim)
+        before, weights, check = moved("lora", optim)
     start, wanted, _ = moved("lora", plain)
     assert torch.equal(before, start)
     found = distance(weights, wanted, before)
@@ -58,23 +58,21 @@ def test_weights_move_as_the_plain_optimizer_s_do(optim: str) -> None:
     if "bit" in optim:
         assert found > 1e-3, "its state has all 32 bits"
         kind = {"adamw_torch_8bit": "OptimState8bit", "adamw_torch_4bit": "OptimState4bit"}
-        assert f"24 tensors in {kind.get(optim, 'uint8')}" in receipt.actual
-        assert (
-            "4 tensors in float32" in receipt.actual
-        )  # k_proj and v_proj: A or B has fewer than 4096 numbers
-    assert receipt.passed
+        assert f"24 tensors in {kind.get(optim, 'uint8')}" in check.actual
+        assert "4 tensors in float32" in check.actual  # k_proj and v_proj: A or B has fewer than 4096 numbers
+    assert check.passed
 
 
 def test_an_optimizer_with_all_its_bits_is_not_taken_for_one_in_eight() -> None:
-    model, ledger = model_of("lora"), RunChecks()
+    model, checks = model_of("lora"), RunChecks()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     ids = batches(model, 1)[0]
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    optimizers.add_receipt(optimizer, "adamw_8bit", torch.optim.AdamW, ledger)
-    assert not ledger.receipts[0].passed and "28 tensors in float32" in ledger.receipts[0].actual
-    optimizers.add_receipt(optimizer, "sgd", torch.optim.SGD, ledger)
-    assert not ledger.receipts[1].passed and "torch's AdamW" in ledger.receipts[1].actual
+    optimizers.add_run_check(optimizer, "adamw_8bit", torch.optim.AdamW, checks)
+    assert not checks.entries[0].passed and "28 tensors in float32" in checks.entries[0].actual
+    optimizers.add_run_check(optimizer, "sgd", torch.optim.SGD, checks)
+    assert not checks.entries[1].passed and "torch's AdamW" in checks.entries[1].actual
 
 
 @pytest.mark.parametrize("kind", soak_except(["lora"], ["full", "lora"]))
@@ -92,7 +90,7 @@ def test_a_run_in_eight_bits_saves_what_a_plain_run_does(kind: str, train) -> No
 
     found = distance(flat(eight), flat(plain), flat(before) if before else 0.0)
     assert 1e-4 < found < 0.05, found
-    said = receipts(runs[1])["train.optim"]["actual"]
+    said = run_checks(runs[1])["train.optim"]["actual"]
     # norms and embeddings; of LoRA, k_proj and v_proj
     assert (
         "bitsandbytes's AdamW" in said
@@ -103,13 +101,13 @@ def test_a_run_in_eight_bits_saves_what_a_plain_run_does(kind: str, train) -> No
         )
         in said
     ), said
-    said = receipts(runs[0])["train.optim"]["actual"]
+    said = run_checks(runs[0])["train.optim"]["actual"]
     assert "torch's AdamW" in said and "uint8" not in said
 
 
 def test_adalora_keeps_the_optimizer_asked_for(train) -> None:
     run = train("adapter.type=adalora", "adapter.r=16", "train.optim=lion_8bit", "data.validation=null")
-    got = receipts(run)["train.optim"]["actual"]
+    got = run_checks(run)["train.optim"]["actual"]
     assert "bitsandbytes's Lion" in got and "uint8" in got
 
 
@@ -118,7 +116,7 @@ def test_torchao_s_optimizer_follows_the_schedule(train) -> None:
     with torch.compiler.set_stance("force_eager"):
         options = ["train.optim=adamw_torch_8bit", "adapter.loraplus_lr_ratio=4", "data.validation=null"]
         run = train(*options, "adapter.r=16", "train.max_steps=4")
-    got = receipts(run)
+    got = run_checks(run)
     assert "OptimState8bit" in got["train.optim"]["actual"] and got["adapter.loraplus_lr_ratio"]["passed"]
     rates = [line["learning_rate"] for line in metrics(run)]
     assert rates[0] > rates[1] > rates[-1]

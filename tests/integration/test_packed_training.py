@@ -55,24 +55,24 @@ def test_a_backend_that_leaks_is_refused() -> None:
         return out.transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("leaky", leaky)
-    model, ledger = load("leaky"), RunChecks()
+    model, checks = load("leaky"), RunChecks()
     with pytest.raises(UserError, match="attend to each other with attention leaky") as raised:
-        prove_apart(model, 64, "leaky", ledger)
-    assert raised.value.code == 3 and not ledger.receipts[0].passed
+        prove_apart(model, 64, "leaky", checks)
+    assert raised.value.code == 3 and not checks.entries[0].passed
 
 
 def test_experts_sums_go_by_how_many_tokens_they_get_which_is_no_leak() -> None:
     """In fp32 another document moves gradients in their last bits; states that run on from it are refused."""
-    ledger = RunChecks()
+    checks = RunChecks()
     model = tiny("mixtral", num_local_experts=4)
     model.set_attn_implementation("sdpa")
-    prove_apart(model, 64, "sdpa", ledger)
+    prove_apart(model, 64, "sdpa", checks)
     assert leaks(model, 64)[1].gradients > 0
     scanning = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "num_experts": 2}
     jamba = tiny("jamba", use_mamba_kernels=False, **scanning)
     jamba.set_attn_implementation("sdpa")
     with pytest.raises(UserError, match="attend to each other") as raised:
-        prove_apart(jamba, 64, "sdpa", ledger)
+        prove_apart(jamba, 64, "sdpa", checks)
     assert "help:      data.packing: false" in str(raised.value)
 
 
@@ -203,9 +203,9 @@ def test_a_step_on_packed_rows_is_a_step_on_the_same_documents(train, small, tmp
     for other in (flat, dense):
         assert metrics(other)[0]["loss"] == pytest.approx(metrics(padded)[0]["loss"], rel=1e-5)
         assert metrics(other)[0]["grad_norm"] == pytest.approx(metrics(padded)[0]["grad_norm"], rel=1e-3)
-        receipts = {receipt["option"]: receipt for receipt in other.read("checks.json")}
-        assert all(receipt["passed"] for receipt in receipts.values())
-        assert receipts["documents apart"]["actual"] == "moves logits by 0, gradients by 0"
+        run_checks = {check["option"]: check for check in other.read("checks.json")}
+        assert all(check["passed"] for check in run_checks.values())
+        assert run_checks["packed examples isolated"]["actual"] == "changes logits by 0, gradients by 0"
 
 
 def test_too_few_packed_rows_for_a_step_say_so(train, capsys) -> None:

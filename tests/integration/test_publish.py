@@ -83,7 +83,7 @@ def test_a_run_goes_up_privately_and_plain_peft_loads_it(hub: Hub, trained, caps
     assert report["commit"] == repo.branches["main"] and report["url"].endswith(report["commit"])
     digest = hashlib.sha256(before["adapter/adapter_model.safetensors"]).hexdigest()
     assert report["files"]["adapter_model.safetensors"]["hash"] == digest
-    assert [receipt["passed"] for receipt in report["receipts"]] == [True]
+    assert [check["passed"] for check in report["receipts"]] == [True]
     assert TOKEN not in said.out + said.err + json.dumps(report)
     assert f"finetune evaluate me/notes@{report['commit']}" in said.out
 

@@ -19,7 +19,7 @@ def quickstart(folder: Path, *overrides: str) -> RunFolder:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     run = RunFolder(folder / "run")
-    assert all(receipt["passed"] for receipt in run.read("checks.json"))
+    assert all(check["passed"] for check in run.read("checks.json"))
     for part in ("plan", "run checks passed", "result", "next:", "finetune merge"):
         assert part in done.stdout
     assert done.stderr == "", "nothing the user can't act on"

@@ -261,13 +261,13 @@ def test_the_command_that_makes_it_again_has_the_launch_s_precision(splitter: st
     assert needs[0] == f"8 processes, precision bf16{split}"
 
 
-def test_a_receipt_that_does_not_match_comes_first_and_spoils_the_verdict(folder: RunFolder) -> None:
-    receipts = folder.read("checks.json")
-    receipts[-1] |= {"passed": False, "expected": "one thing", "actual": "another"}
-    folder.write("checks.json", receipts)
+def test_a_run_check_that_does_not_match_comes_first_and_spoils_the_verdict(folder: RunFolder) -> None:
+    run_checks = folder.read("checks.json")
+    run_checks[-1] |= {"passed": False, "expected": "one thing", "actual": "another"}
+    folder.write("checks.json", run_checks)
     page = page_of(folder)
     said = page.said()
-    assert f"1 of {len(receipts)} run checks failed" in said and "mixed" in page.classes
+    assert f"1 of {len(run_checks)} run checks failed" in said and "mixed" in page.classes
     section = said[said.index("Run checks", said.index("Training")) :]
     assert section.index("✗ NO") < section.index("✓ yes") and "expected one thing, found another" in section
 
@@ -288,7 +288,7 @@ def test_a_run_that_failed(train, capsys) -> None:
     run.recipe.write_text(run.recipe.read_text().replace("learning_rate: 1e-30", "learning_rate: 0.0"))
     said = page_of(run).said()
     assert "The run failed and saved no weights" in said and "The run ended after step 5." in said
-    assert "trained weights moved" in said and "Set a learning rate above 0" in said and "✗ NO" in said
+    assert "trained weights changed" in said and "Set a learning rate above 0" in said and "✗ NO" in said
 
 
 def test_training_ends_with_a_page_and_is_not_spoilt_by_it(train, monkeypatch, capsys) -> None:
@@ -379,7 +379,7 @@ def test_a_report_of_what_was_just_trained(train) -> None:
     page, evaluation = page_of(run), run.read("eval.json")
     assert page.open == [] and evaluation["samples"][1]["reference"] in page.text
     assert figure(evaluation["tuned"]["loss"]) in page.said() and "ia3 on " in page.said()
-    assert all(receipt["option"] in page.text for receipt in run.read("checks.json"))
+    assert all(check["option"] in page.text for check in run.read("checks.json"))
 
 
 def test_a_long_run_with_long_answers_stays_small(folder: RunFolder) -> None:

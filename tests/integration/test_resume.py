@@ -17,7 +17,7 @@ from finetune.core.errors import UserError
 from finetune.experiments.runner import verify_resume
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import DATA, ROOT
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 
 STEPS = 12
@@ -253,7 +253,7 @@ def test_a_finished_run_is_what_it_would_have_been(straight, stopped_after, trai
             whole.adapter / "adapter_model.safetensors"
         ).read_bytes()
         assert run.read("eval.json")["tuned"] == whole.read("eval.json")["tuned"]
-        assert receipts(run)["eval.eval_steps"] == receipts(whole)["eval.eval_steps"]
+        assert run_checks(run)["eval.eval_steps"] == run_checks(whole)["eval.eval_steps"]
     names = {path.name for path in run.path.rglob("*") if path.is_file()}
     assert not [name for name in names if name.endswith((".bin", ".pt", ".pth", ".pkl"))]
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}
@@ -380,9 +380,9 @@ def test_a_checkpoint_that_memory_has_no_room_for(straight, tmp_path, monkeypatc
 
 
 def test_a_run_says_what_its_checkpoints_cost(train) -> None:
-    receipt = receipts(train("train.save_steps=1"))["checkpoints"]
-    made = re.fullmatch(r"2 written; training paused for at most (\d+\.\d\d) s", receipt["actual"])
-    assert receipt["passed"] and made and float(made[1]) < 5
+    check = run_checks(train("train.save_steps=1"))["checkpoints"]
+    made = re.fullmatch(r"2 written; training paused for at most (\d+\.\d\d) s", check["actual"])
+    assert check["passed"] and made and float(made[1]) < 5
 
 
 def test_damage_is_seen_and_passed_over(straight, stopped_after, train, tmp_path, capsys) -> None:

@@ -85,7 +85,7 @@ def test_a_signal_saves_after_the_step_and_says_how_to_go_on(number: int, train,
     assert f"stopped by {signal.Signals(number).name} after step 3" in said
     assert [path.name for path in checkpoints.published(run.checkpoints)] == ["step-3"]
     assert not (run.path / ".lock").exists()
-    (line,) = [line for line in said.splitlines() if "go on with:" in line]
+    (line,) = [line for line in said.splitlines() if "resume with:" in line]
     again = shlex.split(line.partition(": finetune ")[2])
     assert again[-1] == "--resume" and f"train.output_dir={run.path}" in again
     if number == signal.SIGTERM:

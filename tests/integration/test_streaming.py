@@ -21,7 +21,7 @@ from finetune.recipe.schema import Data, Expect, Model
 from finetune.run_folder.run_folder import RunFolder
 from support import two_ranks
 from support.paths import DATA, MODEL, QUICKSTART
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 
 LINES = (DATA / "test.jsonl").read_text().splitlines()[:70]
@@ -183,10 +183,10 @@ def test_a_run_on_streamed_rows(train, capsys) -> None:
     run = train(
         "data.streaming=true", "data.packing=true", "data.max_length=512", "train.effective_batch_size=2"
     )
-    assert all(receipt["passed"] for receipt in run.read("checks.json"))
+    assert all(check["passed"] for check in run.read("checks.json"))
     assert len(metrics(run)) == 2 and run.read("eval.json")["tuned"]
-    got = {receipt["option"]: receipt["actual"] for receipt in run.read("checks.json")}
-    assert re.fullmatch(r"0 of [1-9]\d*", got["rows of the stream left out"])
+    got = {check["option"]: check["actual"] for check in run.read("checks.json")}
+    assert re.fullmatch(r"0 of [1-9]\d*", got["skipped examples of the stream"])
     assert "streamed" in json.dumps(run.read("data_report.json")["train"]["sources"])
 
 
@@ -213,7 +213,7 @@ def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
     overrides += [f"train.output_dir={tmp_path / 'run'}", "--quiet"]
     two_ranks.run(one_rank, "train", "recipes/quickstart.yaml", *overrides)
     run = RunFolder(tmp_path / "run")
-    assert len(metrics(run)) == 6 and receipts(run)["processes"]["actual"] == "2"
+    assert len(metrics(run)) == 6 and run_checks(run)["processes"]["actual"] == "2"
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_two_ranks_go_on_past_the_end_of_a_pass(tmp_path, two_layers) -> None:
         ["true"],
         [
             ("true", "process 0 of 2 gets no example to train on"),
-            ("false", "the training data has 1"),
+            ("false", "one step needs 2 sequences"),
         ],
     ),
 )

@@ -96,8 +96,8 @@ def test_a_trial_is_an_ordinary_run(study, found) -> None:
     assert result["tuned"]["loss"] == own["value"] and result["samples"] == []
     assert result["tuned"]["exact_match"] is None and "tuned" not in result["worst"][0]
     assert len(own["evaluations"]) == 2 and own["evaluations"][-1] == pytest.approx(own["value"], rel=1e-3)
-    receipts = json.loads((study / own["folder"] / "checks.json").read_text())
-    assert all(receipt["passed"] for receipt in receipts)
+    run_checks = json.loads((study / own["folder"] / "checks.json").read_text())
+    assert all(check["passed"] for check in run_checks)
     assert 0 < own["started_seconds"] < own["seconds"]
 
 

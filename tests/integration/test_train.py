@@ -1,4 +1,4 @@
-"""Runs: every adapter trains through the command, and each promise of a receipt is checked from outside."""
+"""Runs: every adapter trains through the command, and each run check is verified from outside."""
 
 import json
 import resource
@@ -29,7 +29,7 @@ from finetune.speed import activation_offload, apply_to_model
 from finetune.training import pipeline, recording, saved_evaluation, saving
 from support import two_ranks
 from support.paths import MODEL, QUICKSTART, ROOT
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 from support.trainers import trainer_of
 
@@ -50,8 +50,8 @@ def test_a_run_trains_and_verifies(kind: str, train) -> None:
     rate = "1e-3" if kind == "full" else "5e-3"
     run = train(f"adapter.type={kind}", f"train.learning_rate={rate}", "train.max_steps=6")
     assert {path.name for path in run.path.iterdir()} >= FILES
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
     assert got["adapter.type"]["actual"] == ("full" if kind == "full" else "LORA")
     lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, 7))
@@ -143,14 +143,14 @@ def test_recomputing_layers_changes_nothing_but_time(train) -> None:
     ):
         again = train(f"speed.activation_checkpointing={asked}", name=f"checkpointing-{asked}")
         assert [m["loss"] for m in metrics(plain)] == [m["loss"] for m in metrics(again)]
-        assert receipts(again)["speed.activation_checkpointing"]["actual"] == got
+        assert run_checks(again)["speed.activation_checkpointing"]["actual"] == got
         assert loader.load(again.recipe).speed.activation_checkpointing == asked
     fast = train("speed.fused=true", name="fast")
     for asked, count in (("mlp", 2), ("mlp:1", 1)):
         again = train("speed.fused=true", f"speed.activation_checkpointing={asked}", name=asked)
         assert [m["loss"] for m in metrics(fast)] == [m["loss"] for m in metrics(again)]
         assert (
-            receipts(again)["speed.activation_checkpointing"]["actual"]
+            run_checks(again)["speed.activation_checkpointing"]["actual"]
             == f"0 of 2, and 4 norms, gate and up of {count} MLPs"
         )
         assert loader.load(again.recipe).speed.activation_checkpointing == asked
@@ -287,7 +287,7 @@ def test_two_processes_learn_what_one_does(train, small, two_layers, tmp_path) -
     one, two = train("train.max_steps=4", *split, name="one"), RunFolder(tmp_path / "two")
     two_ranks.compare(one, two)
     name = "loss tokens in step 1"  # of both processes: one may have none, where they share a row
-    assert receipts(two)[name]["actual"] == receipts(one)[name]["actual"]
+    assert run_checks(two)[name]["actual"] == run_checks(one)[name]["actual"]
     assert done.stdout.count("run checks") == 1, "only rank 0 speaks"
 
 
@@ -295,10 +295,10 @@ def test_adalora_on_a_bf16_base_saves_what_it_trained(train, in_bf16: str) -> No
     """PEFT leaves `ranknum` trainable there and does not save it: the adapter on disk was another one."""
     given = ["train.max_steps=4", "train.learning_rate=2e-2", "data.validation=null"]
     run = train(in_bf16, "adapter.type=adalora", *given)
-    got = receipts(run)
+    got = run_checks(run)
     assert got["dtype"]["actual"] == "bfloat16" and got["precision"]["actual"] == "bf16"
     assert got["saved weights"]["actual"] == "0"
-    assert set(got["trained weights moved"]["actual"].split()[::4]) == {"lora_A", "lora_B", "lora_E"}
+    assert set(got["trained weights changed"]["actual"].split()[::4]) == {"lora_A", "lora_B", "lora_E"}
 
 
 @pytest.mark.parametrize(
@@ -314,9 +314,9 @@ def test_adalora_on_a_bf16_base_saves_what_it_trained(train, in_bf16: str) -> No
         ],
     ),
 )
-def test_no_valid_option_fails_a_receipt(override: str, train) -> None:
+def test_no_valid_option_fails_a_run_check(override: str, train) -> None:
     run = train(override)
-    assert all(receipt["passed"] for receipt in receipts(run).values())
+    assert all(check["passed"] for check in run_checks(run).values())
     assert metrics(run)[-1]["step"] == 2, "the last step is always logged"
 
 
@@ -335,7 +335,7 @@ def test_a_model_is_saved_whatever_its_generation_config_holds(two_layers, tmp_p
 
 
 def test_a_disk_that_is_full_is_what_is_said_of_it(tmp_path) -> None:
-    """Not that log and receipts can't be written either."""
+    """The error names the full disk, not log.txt and checks.json."""
     setup: Any = SimpleNamespace(launch=SimpleNamespace(main=True))
     given = Console(quiet=True), RunChecks(), RunFolder(tmp_path), setup
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -365,7 +365,7 @@ def test_held_out_rows_must_be_those_of_the_run(train, tmp_path, capsys) -> None
 
 @pytest.mark.parametrize("kind", ["qlora", "dora", "ia3", "full"])
 def test_under_bf16_too_what_is_saved_is_what_was_trained(kind: str, train, in_bf16: str) -> None:
-    got = receipts(train(in_bf16, f"adapter.type={kind}", "data.validation=null"))
+    got = run_checks(train(in_bf16, f"adapter.type={kind}", "data.validation=null"))
     assert got["dtype"]["actual"] == "bfloat16" and got["saved weights"]["actual"] == "0"
     assert got["saved tensors"]["actual"] == got["saved tensors"]["expected"]
 

@@ -19,7 +19,7 @@ from finetune.planning import adapter_size
 from finetune.recipe import loader
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import QUICKSTART
-from support.runs import receipts
+from support.runs import run_checks
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 RUNS: dict[str, RunFolder] = {}
@@ -93,9 +93,9 @@ def run_of(train, gemma: Path):
 )
 def test_no_adapter_in_towers_that_no_text_runs_through(options: list[str], run_of) -> None:
     run = run_of(options)
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
-    assert got["trained in multi_modal_projector, vision_tower"]["actual"] == "nothing"
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
+    assert got["trained parameters in multi_modal_projector, vision_tower"]["actual"] == "none"
     tensors = load_file(run.adapter / "adapter_model.safetensors")
     beside = [name for name in tensors if "vision_tower" in name]
     assert len(beside) < len(tensors)
@@ -108,9 +108,9 @@ def test_no_adapter_in_towers_that_no_text_runs_through(options: list[str], run_
 
 def test_full_fine_tuning_leaves_towers_as_they_are(run_of, gemma: Path) -> None:
     run = run_of(["adapter.type=full"])
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
-    assert got["trained in multi_modal_projector, vision_tower"]["actual"] == "nothing"
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
+    assert got["trained parameters in multi_modal_projector, vision_tower"]["actual"] == "none"
     before, after = (load_file(folder / "model.safetensors") for folder in (gemma, run.model))
     same = {name for name in before if torch.equal(before[name], after[name].to(before[name].dtype))}
     assert same == {name for name in before if "language_model" not in name}
@@ -122,7 +122,7 @@ def test_a_plan_counts_what_a_run_trains(kind: str, run_of, gemma: Path) -> None
     run = run_of(options)
     loaded = loader.load(QUICKSTART, [f"model.name={gemma}", *options, "train.max_steps=2"])
     planned = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 4)
-    trained = receipts(run)["trainable parameters"]["actual"].partition(" of ")[0]
+    trained = run_checks(run)["trainable parameters"]["actual"].partition(" of ")[0]
     assert f"{planned.trained:,}" == trained
 
 
@@ -135,8 +135,8 @@ def test_a_tower_s_layers_are_no_targets(gemma: Path, capsys) -> None:
 @pytest.mark.parametrize("targets", ["all-linear", "[o_proj, gate_proj, up_proj, down_proj]"])
 def test_mlps_that_peft_takes_for_experts_are_said(targets: str, train, deepseek: Path) -> None:
     run = train(f"model.name={deepseek}", f"adapter.target_modules={targets}")
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
     assert (
         "proj 2" in got["adapter.target_modules"]["actual"]
         and "up_proj" not in got["adapter.target_modules"]["actual"]

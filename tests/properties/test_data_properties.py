@@ -240,7 +240,7 @@ def test_documents_come_out_of_their_files_as_they_went_in(
 
 @given(rows=st.integers(1, 80), batch=st.integers(1, 5), shards=st.integers(1, 4))
 def test_rows_that_an_epoch_repeats_are_counted(rows: int, batch: int, shards: int) -> None:
-    """Processes get equally many full batches, every row at least once; the rest is what the receipt says."""
+    """Processes get equally many full batches, every row at least once; the run check counts the repeats."""
     sampler = BatchSampler(range(rows), batch, drop_last=False)
     parts = [list(BatchSamplerShard(sampler, shards, index)) for index in range(shards)]
     given_out = [row for part in parts for one in part for row in one]

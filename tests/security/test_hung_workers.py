@@ -13,7 +13,7 @@ import pytest
 import torch.utils.data
 
 from finetune.speed import chunked_cross_entropy
-from support.runs import receipts
+from support.runs import run_checks
 
 SECONDS = 2  # train.dataloader_timeout
 GIVEN = ["train.max_steps=40", "eval.samples=0", "eval.generate=false", "adapter.r=2", "data.validation=null"]
@@ -61,4 +61,4 @@ def test_worker_that_hangs_ends_the_run_in_time(train, capfd, monkeypatch, how: 
 
 def test_worker_in_time_leaves_a_run_check(train) -> None:
     run = train("train.dataloader_num_workers=1", "eval.samples=0", "eval.generate=false")
-    assert receipts(run)["train.dataloader_timeout"]["actual"] == "600 s"
+    assert run_checks(run)["train.dataloader_timeout"]["actual"] == "600 s"

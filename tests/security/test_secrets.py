@@ -31,7 +31,7 @@ from finetune.run_folder.run_folder import RunFolder
 from finetune.training import resolved_recipe
 from support.hub_server import TOKEN, Hub, serve
 from support.paths import QUICKSTART, ROOT
-from support.runs import receipts
+from support.runs import run_checks
 
 CANARIES = {
     "HF_TOKEN": TOKEN,
@@ -129,7 +129,7 @@ def test_no_secret_is_left_anywhere(small, two_layers, tmp_path) -> None:
     assert any(name.startswith("checkpoints/step-1/") for name in written)
     pickles = [name for name in written if Path(name).suffix in untrusted_files.PICKLES]
     assert not pickles, "no training_args.bin, no other pickle"
-    assert all(receipt["passed"] for receipt in receipts(RunFolder(tmp_path / "run")).values())
+    assert all(check["passed"] for check in run_checks(RunFolder(tmp_path / "run")).values())
 
 
 def test_a_traceback_of_a_defect_is_masked() -> None:

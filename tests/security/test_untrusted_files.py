@@ -112,8 +112,8 @@ def test_a_template_that_is_not_the_base_s_own_is_named(tmp_path, train) -> None
     assert tokenizer_setup.own_template(base) == own
 
     run = train("data.chat_template=chatml")
-    (receipt,) = (one for one in run.read("checks.json") if one["option"] == "chat template")
-    assert receipt["expected"] == tokenizer_setup.digest(own) != receipt["actual"]
+    (check,) = (one for one in run.read("checks.json") if one["option"] == "chat template")
+    assert check["expected"] == tokenizer_setup.digest(own) != check["actual"]
     log = " ".join((run.path / "log.txt").read_text().split())
     assert re.search(rf"differs from the template of \S+ \({tokenizer_setup.digest(own)}\)", log)
     assert any("chat template" in note for note in run.read("eval.json")["settings"]["notes"])

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 
-def receipts(run: RunFolder) -> dict[str, dict[str, str]]:
-    """A run's receipts by what they are of."""
-    return {receipt["option"]: receipt for receipt in run.read("checks.json")}
+def run_checks(run: RunFolder) -> dict[str, dict[str, str]]:
+    """Return a run's checks by option."""
+    return {check["option"]: check for check in run.read("checks.json")}
 
 
 def metrics(run: RunFolder) -> list[dict[str, float]]:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.cli import main
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +106,7 @@ def command(words: list[str]) -> None:
 
 def compare(one: RunFolder, two: RunFolder) -> None:
     """That two processes trained what one did: each step, the weights, the evaluation."""
-    assert receipts(two)["processes"]["actual"] == "2"
+    assert run_checks(two)["processes"]["actual"] == "2"
     assert two.read("environment.json")["launch"]["launcher"] == "accelerate"
     for a, b in zip(metrics(one), metrics(two), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)

@@ -69,15 +69,15 @@ def test_names_of_experts_check_and_plan_say_what_train_does(model_type: str, tm
     names = names_of(model_type)
     for targets, adapts in SPELLINGS:
         recipe = recipe_of(tmp_path, model_type, target_modules=targets)
-        found, ledger = adapter_names.against_names(recipe, names), RunChecks()
+        found, checks = adapter_names.against_names(recipe, names), RunChecks()
         model = AutoModelForCausalLM.from_config(config_of(model_type))
         assert (adapts is None) == bool(found), (targets, found)
         if adapts is None:
             with pytest.raises(UserError) as refused:
-                attach.attach(model, recipe.adapter, 20, ledger)
+                attach.attach(model, recipe.adapter, 20, checks)
             assert list(refused.value.problems) == found
             continue
-        adapted: Any = attach.attach(model, recipe.adapter, 20, ledger)
+        adapted: Any = attach.attach(model, recipe.adapter, 20, checks)
         planned = adapter_size.adapted(recipe.adapter, recipe.model, architecture.read(recipe.model), 20)
         assert planned.trained == trained(adapted), targets
         assert bool(planned.experts) == adapts == bool(getattr(adapted, "targeted_parameter_names", ())), (
@@ -87,8 +87,8 @@ def test_names_of_experts_check_and_plan_say_what_train_does(model_type: str, tm
         assert not [n for n in trainable_parameters.trainable(adapted) if any(r in n for r in routers)], (
             targets
         )
-        assert all(receipt.passed for receipt in ledger.receipts), targets
-        assert ledger.notes == expert_targets.notes(recipe.adapter.options(), names, "lora")
+        assert all(check.passed for check in checks.entries), targets
+        assert checks.notes == expert_targets.notes(recipe.adapter.options(), names, "lora")
         # PEFT's own config gives the same model in plain PEFT
         saved = {**adapted.peft_config["default"].to_dict(), "base_model_name_or_path": None}
         again = get_peft_model(AutoModelForCausalLM.from_config(config_of(model_type)), LoraConfig(**saved))
@@ -137,16 +137,16 @@ def test_types_without_experts_say_so_or_refuse_them(kind: str, tmp_path: Path) 
         raw["adapter"] = {**adapter, "target_modules": targets}
         (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
         recipe = loader.load(tmp_path / "recipe.yaml", ["train.max_steps=20"])
-        found, ledger = adapter_names.against_names(recipe, names), RunChecks()
+        found, checks = adapter_names.against_names(recipe, names), RunChecks()
         assert bool(found) == refused
         model = AutoModelForCausalLM.from_config(config_of("qwen3_moe"))
         if refused:
             assert "target_modules: all-linear" in found[0].fix
             with pytest.raises(UserError):
-                attach.attach(model, recipe.adapter, 20, ledger)
+                attach.attach(model, recipe.adapter, 20, checks)
         else:
-            attach.attach(model, recipe.adapter, 20, ledger)
-            assert "PEFT adapts experts only with LoRA" in " ".join(ledger.notes)
+            attach.attach(model, recipe.adapter, 20, checks)
+            assert "PEFT adapts experts only with LoRA" in " ".join(checks.notes)
 
 
 def test_model_without_experts_refuses_all_linear_and_experts(tmp_path: Path) -> None:

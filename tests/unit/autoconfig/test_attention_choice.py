@@ -27,7 +27,7 @@ from finetune.speed.packing_isolation import leaks, masked, prove_apart, prove_s
 from finetune.training.first_step_checks import attention_that_ran
 from support.paths import MODEL
 from support.plain_attention import SMALL, batch, by_document, loss_and_gradients, tiny
-from support.runs import receipts
+from support.runs import run_checks
 
 CPU = Hardware("cpu", "CPU", 1, (0, 0), 24, 2)
 T4 = Hardware("cuda", "Tesla T4", 1, (7, 5), 15, 4)
@@ -292,8 +292,8 @@ def test_what_would_need_a_mask_is_refused() -> None:
 def test_documents_stay_apart_and_both_proofs_can_fail() -> None:
     model = tiny("mistral", sliding_window=8)
     model.set_attn_implementation("by_document")
-    ledger = RunChecks()
-    prove_apart(model, 64, "by_document", ledger)
+    checks = RunChecks()
+    prove_apart(model, 64, "by_document", checks)
     same, moved = leaks(model.eval(), 64)
     assert max(*same, *moved) == 0
 
@@ -313,9 +313,9 @@ def test_documents_stay_apart_and_both_proofs_can_fail() -> None:
             prove_same(model, 64, "varlen", packed, RunChecks())
         assert raised.value.code == 3 and model.config._attn_implementation == "finetune_varlen"
         AttentionInterface.register("finetune_varlen", without_mask(by_document))
-        prove_same(model, 64, "varlen", packed, ledger)
-    assert all(receipt["passed"] for receipt in ledger.as_json())
-    assert float(ledger.as_json()[-1]["actual"]) < 1e-5
+        prove_same(model, 64, "varlen", packed, checks)
+    assert all(check["passed"] for check in checks.as_json())
+    assert float(checks.as_json()[-1]["actual"]) < 1e-5
 
 
 def test_a_model_in_training_is_evaluated_with_masks() -> None:
@@ -373,9 +373,9 @@ def test_nor_one_named_for_a_part_of_the_model(tmp_path) -> None:
 
 def test_the_run_says_which_attention_ran_and_its_folder_reopens(train, capsys) -> None:
     run = train("data.packing=true", "data.max_length=256", "train.effective_batch_size=4")
-    got = receipts(run)["model.attention"]
+    got = run_checks(run)["model.attention"]
     assert got["expected"] == "sdpa" and got["actual"].startswith("sdpa (flash")
-    assert "attention without a mask" not in receipts(run)
+    assert "attention without a mask" not in run_checks(run)
     reopened = reopen.reopen(run, loader.load(str(run.recipe)))
     ids = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]])
     answer = reopened.generate(input_ids=ids, attention_mask=(ids > 0).long(), max_new_tokens=3)

@@ -93,7 +93,7 @@ def test_a_key_of_the_optimized_recipe_alone_must_be_stated_in_the_baseline() ->
     script = module_of("scripts", "validate_optimizations")
     options = argparse.Namespace(baseline=str(QUICKSTART), optimized=str(QUICKSTART), overrides=[], **LENGTH)
     recipes = [loader.load(QUICKSTART), loader.load(QUICKSTART, ["train.optim=adamw_torch"])]
-    with pytest.raises(UserError, match=r"only the optimized recipe states this key[^\n]*quickstart.yaml"):
+    with pytest.raises(UserError, match=r"only the optimized recipe sets this key[^\n]*quickstart.yaml"):
         script.two_rows(options, *recipes)
 
 
@@ -142,7 +142,7 @@ def test_a_lower_loss_is_no_failure() -> None:
 @pytest.mark.parametrize(("status", "code"), [("refused", 2), ("NOT COMPARABLE", 2), ("error", 5)])
 def test_an_optimized_recipe_without_figures_is_an_error(status: str, code: int) -> None:
     script = module_of("scripts", "validate_optimizations")
-    with pytest.raises(UserError, match=f"{status}\n.*the reason") as raised:
+    with pytest.raises(UserError, match=rf"{status} \[experiment\]\n.*the reason") as raised:
         found = {"optimizations": [{"status": status, "why": "the reason"}]}
-        script.judge(found, argparse.Namespace(optimized="fast.yaml"))
+        script.check_limits(found, argparse.Namespace(optimized="fast.yaml"))
     assert raised.value.code == code

@@ -175,7 +175,7 @@ def test_a_dry_run_refuses_what_the_launch_would(small, on, monkeypatch, capsys)
 
 
 def test_fp16_is_not_trained_in_on_the_cpu(train, tmp_path: Path, on, monkeypatch, capsys) -> None:
-    """Accelerate makes no scaler and no autocast there: what trained was fp16, its receipts of a scaler."""
+    """Accelerate makes no scaler and no autocast there: what trained was fp16, its run checks of a scaler."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 

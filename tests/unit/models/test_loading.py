@@ -1,4 +1,4 @@
-"""Fingerprints see every change; receipts stop a run; hardware choices have reasons."""
+"""Fingerprints see every change; failed run checks stop a run; hardware choices have reasons."""
 
 import json
 import math
@@ -78,16 +78,16 @@ def test_a_tokenizer_cuts_and_pads_nothing_by_itself(weightless: Path) -> None:
     assert (backend.truncation, backend.padding) == (None, None)
 
 
-def test_a_receipt_that_does_not_match_stops_with_its_code() -> None:
-    ledger = RunChecks()
-    ledger.add("a", 1, 1, "counted")
-    ledger.check()
-    ledger.add("saved", "this", "that", "read back", code=Exit.ARTIFACT)
-    ledger.add("b", "> 0", 3, "counted", ok=True)
+def test_a_run_check_that_does_not_match_stops_with_its_code() -> None:
+    checks = RunChecks()
+    checks.add("a", 1, 1, "counted")
+    checks.check()
+    checks.add("saved", "this", "that", "read back", code=Exit.ARTIFACT)
+    checks.add("b", "> 0", 3, "counted", ok=True)
     with pytest.raises(UserError, match="that") as raised:
-        ledger.check()
+        checks.check()
     assert raised.value.code == 4
-    assert [receipt["passed"] for receipt in ledger.as_json()] == [True, False, True]
+    assert [check["passed"] for check in checks.as_json()] == [True, False, True]
 
 
 @pytest.mark.parametrize(("machine", "precision"), [(CPU, "no"), (H100, "bf16"), (T4, "fp16")])
@@ -321,8 +321,8 @@ def test_experts_of_sizes_that_grouped_gemms_cannot_take_run_one_by_one(
     family: str, width: int, chosen: str
 ) -> None:
     config = AutoConfig.for_model(family, **{**CONFIGS[family], "hidden_size": width, "head_dim": 8})
-    model, ledger = AutoModelForCausalLM.from_config(config), RunChecks()
-    loading.choose_experts(model, ledger)
-    assert model.get_experts_implementation() == {"": chosen} and len(ledger.notes) == (chosen == "eager")
+    model, checks = AutoModelForCausalLM.from_config(config), RunChecks()
+    loading.choose_experts(model, checks)
+    assert model.get_experts_implementation() == {"": chosen} and len(checks.notes) == (chosen == "eager")
     ids = torch.arange(3, 15)[None]
     model(input_ids=ids, labels=ids).loss.backward()

@@ -17,9 +17,9 @@ def test_finish_casts_float32_weights_of_a_checkpoint_to_the_dtype_of_the_run() 
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.model.embed_tokens.float()
     model.model.norm.float()
-    ledger = RunChecks()
+    checks = RunChecks()
     quantized_loading.finish(
-        model, Stored("compressed-tensors", "", "8 bits"), "bf16", torch.bfloat16, ledger
+        model, Stored("compressed-tensors", "", "8 bits"), "bf16", torch.bfloat16, checks
     )
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert [receipt.passed for receipt in ledger.receipts] == [True]
+    assert [check.passed for check in checks.entries] == [True]

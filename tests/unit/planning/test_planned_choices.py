@@ -109,16 +109,16 @@ def test_what_trains_of_experts_is_counted(
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     given = f"adapter.target_modules={targets}", f"adapter.target_parameters={parameters}"
     loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", *given])
-    real, ledger = AutoModelForCausalLM.from_config(config), RunChecks()
+    real, checks = AutoModelForCausalLM.from_config(config), RunChecks()
     try:
-        adapted = attach.attach(real, loaded.adapter, 100, ledger)
+        adapted = attach.attach(real, loaded.adapter, 100, checks)
     except UserError:
         pytest.skip("not the names of this family")
     has = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 100)
     assert has.trained == sum(p.numel() for p in trainable_parameters.trainable(adapted).values())
     wrapped = getattr(adapted, "targeted_parameter_names", ())
     assert bool(has.experts) == bool(wrapped) == bool(live_model_spec.breaking(adapted)) and not has.fusable
-    said = [receipt for receipt in ledger.receipts if receipt.option == "adapter.target_parameters"]
+    said = [check for check in checks.entries if check.option == "adapter.target_parameters"]
     assert len(said) == bool(wrapped)
     if wrapped:
         dora = loaded.model_copy(update={"adapter": loaded.adapter.model_copy(update={"type": "dora"})})

@@ -173,9 +173,9 @@ def test_adapter_that_no_gradient_reaches_is_refused(sharded: str) -> None:
         gradient_probe.check(model, recipe.adapter, setup, RunChecks())
     assert caught.value.problems[0].fix == "remove dt_proj from target_modules"
     fine = adapted("jamba", target_modules=["q_proj"])
-    ledger = RunChecks()
-    gradient_probe.check(fine, recipe.adapter, setup, ledger)
-    assert ledger.receipts[-1].option == "gradients" and ledger.receipts[-1].passed
+    checks = RunChecks()
+    gradient_probe.check(fine, recipe.adapter, setup, checks)
+    assert checks.entries[-1].option == "gradients" and checks.entries[-1].passed
 
 
 def test_probe_runs_in_the_precision_of_the_launch(monkeypatch) -> None:
@@ -204,7 +204,7 @@ def test_probe_whose_forward_fails_leaves_the_run_to_its_first_step() -> None:
         raise RuntimeError("no kernel for 16 tokens")
 
     model.register_forward_pre_hook(refuse)
-    recipe, ledger = loader.load(QUICKSTART), RunChecks()
-    gradient_probe.check(model, recipe.adapter, choice_checks.setup_of(recipe), ledger)
-    assert ledger.notes == ["finetune could not check the gradients before training: no kernel for 16 tokens"]
+    recipe, checks = loader.load(QUICKSTART), RunChecks()
+    gradient_probe.check(model, recipe.adapter, choice_checks.setup_of(recipe), checks)
+    assert checks.notes == ["finetune could not check the gradients before training: no kernel for 16 tokens"]
     assert model.training

@@ -1,4 +1,4 @@
-"""What in a launch contradicts a recipe, the machine or itself, and what a launch has its receipts say."""
+"""What in a launch contradicts a recipe, the machine or itself, and the run checks of a launch."""
 
 from __future__ import annotations
 
@@ -313,7 +313,7 @@ def test_an_fp8_launch_refuses_what_an_fp8_base_is_refused_for(
 
 
 def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
-    """Accelerate's default outside FSDP2, on a real model: the receipt sees what no longer trains."""
+    """On a real model, the run check finds the parameters that torchao's conversion stops from training."""
     import torch
     from accelerate.utils.ao import convert_model_to_fp8_ao
     from torchao.float8 import Float8LinearConfig
@@ -332,14 +332,14 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
             )
         )
         optimizer = torch.optim.AdamW(model.parameters())
-        ledger = RunChecks()
-        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), ledger)
+        checks = RunChecks()
+        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), checks)
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
         convert_model_to_fp8_ao(model, config=config)
         given: Any = {"model": model, "optimizer": optimizer}
         if not gathers:
             prepared.on_train_begin(None, None, None, **given)
-            assert ledger.receipts[-1].actual == "13 layers of torchao's, 2 plain"
+            assert checks.entries[-1].actual == "13 torchao layers, 2 plain"
             continue
         with pytest.raises(UserError, match="tensors that the optimizer holds"):
             prepared.on_train_begin(None, None, None, **given)
@@ -357,13 +357,13 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
         layer.__dict__["fp8_meta"] = dict(zip(("scaling_fwd", "scaling_bwd"), states, strict=True))
     launch, state = Launch("accelerate", 1, 0, "fp8", "launch", "", fp8="TE"), SimpleNamespace(global_step=1)
     for number in range(3):
-        ledger = RunChecks()
-        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), ledger)
+        checks = RunChecks()
+        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), checks)
         with pytest.raises(UserError) if number < 2 else contextlib.nullcontext():
             prepared.on_step_end(None, state, None, model=model)
         prepared.on_step_end(None, state, None, model=model)
-        (receipt,) = ledger.receipts
-        assert (receipt.actual, receipt.passed) == (f"{number} layers", number == 2)
+        (check,) = checks.entries
+        assert (check.actual, check.passed) == (f"{number} layers", number == 2)
         if number < 2:
             meta: Any = model[number].fp8_meta
             meta["scaling_fwd"].amax_history[-1] = 3.0

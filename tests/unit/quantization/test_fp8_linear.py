@@ -26,7 +26,7 @@ from finetune.quantization import fp8_linear, fp8_loading
 from finetune.recipe import adapter_types, loader
 from support.fp8_models import CPU, IDS, error, load
 from support.paths import MODEL
-from support.runs import receipts
+from support.runs import run_checks
 
 H100 = Hardware("cuda", "NVIDIA H100 80GB HBM3", 8, (9, 0), 80, 64)
 L4, A100 = Hardware("cuda", "NVIDIA L4", 1, (8, 9), 24, 8), Hardware("cuda", "NVIDIA A100", 1, (8, 0), 80, 8)
@@ -123,11 +123,11 @@ def test_it_is_traced_without_a_break(backend: str) -> None:
 
 
 def test_every_linear_layer_but_the_head_is_loaded_in_fp8() -> None:
-    ledger = RunChecks()
+    checks = RunChecks()
     base = load()
-    quantization_checks.add_receipt(base, ledger)
-    (receipt,) = ledger.as_json()
-    assert receipt["passed"] and receipt["actual"].startswith("42 of 42 linear layers, ")
+    quantization_checks.add_run_check(base, checks)
+    (check,) = checks.as_json()
+    assert check["passed"] and check["actual"].startswith("42 of 42 linear layers, ")
     kinds = {
         name.rpartition(".")[2] for name, m in base.named_modules() if isinstance(m, fp8_linear.Fp8Linear)
     }
@@ -178,10 +178,10 @@ def test_layers_that_do_not_fit_stay_and_are_counted(tmp_path) -> None:
     made = LlamaForCausalLM(config)
     torch.nn.init.normal_(made.model.layers[0].self_attn.q_proj.bias)
     made.save_pretrained(tmp_path)
-    base, ledger = load(tmp_path), RunChecks()
-    quantization_checks.add_receipt(base, ledger)
-    assert "4 of 7 linear layers" in ledger.as_json()[0]["actual"]
-    assert "3 have sides not divisible by 16" in ledger.as_json()[0]["actual"]
+    base, checks = load(tmp_path), RunChecks()
+    quantization_checks.add_run_check(base, checks)
+    assert "4 of 7 linear layers" in checks.as_json()[0]["actual"]
+    assert "3 have sides not divisible by 16" in checks.as_json()[0]["actual"]
     q_proj = base.model.layers[0].self_attn.q_proj
     assert torch.equal(q_proj.bias, made.model.layers[0].self_attn.q_proj.bias)
     assert torch.equal(base.model.layers[0].mlp.up_proj.weight, made.model.layers[0].mlp.up_proj.weight)
@@ -272,8 +272,8 @@ def test_a_run_on_it_trains_verifies_evaluates_and_merges(train, two_layers, mon
         ]
         options += ["train.learning_rate=1e-2", "train.logging_steps=1", "eval.max_new_tokens=2"]
         run = train(*options)
-    got = receipts(run)
-    assert all(receipt["passed"] for receipt in got.values())
+    got = run_checks(run)
+    assert all(check["passed"] for check in got.values())
     assert got["model.quantization"]["actual"].startswith("14 of 14 linear layers")
     losses = [json.loads(line)["loss"] for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
@@ -364,16 +364,16 @@ def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:
     assert "gptq" in auto(H100, "bf16", large).reason
 
 
-def test_experts_that_stay_are_in_the_receipt() -> None:
+def test_experts_that_stay_are_in_the_run_check() -> None:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 32, "num_experts": 4}
     config = AutoConfig.for_model("qwen3_moe", vocab_size=99, num_experts_per_tok=2, **sizes)
-    ledger = RunChecks()
-    quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
-    assert "of experts are not linear layers" in ledger.as_json()[0]["actual"]
+    checks = RunChecks()
+    quantization_checks.add_run_check(AutoModelForCausalLM.from_config(config), checks)
+    assert "of experts are not linear layers" in checks.as_json()[0]["actual"]
 
 
 def test_a_convolution_is_no_expert() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
-    ledger, config = RunChecks(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
-    quantization_checks.add_receipt(AutoModelForCausalLM.from_config(config), ledger)
-    assert "experts" not in ledger.as_json()[0]["actual"]
+    checks, config = RunChecks(), AutoConfig.for_model("mamba", vocab_size=99, **sizes)
+    quantization_checks.add_run_check(AutoModelForCausalLM.from_config(config), checks)
+    assert "experts" not in checks.as_json()[0]["actual"]

@@ -51,7 +51,7 @@ def compressed(strategy: str) -> dict[str, object]:
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 def test_a_checkpoint_in_fp8_is_taken_byte_for_byte(strategy: str, tmp_path) -> None:
     stored = checkpoint(tmp_path, strategy)
-    base, ledger = load(tmp_path), RunChecks()
+    base, checks = load(tmp_path), RunChecks()
     layers = {name: m for name, m in base.named_modules() if isinstance(m, fp8_linear.Fp8Linear)}
     assert len(layers) == 39
     for name, module in layers.items():
@@ -59,8 +59,8 @@ def test_a_checkpoint_in_fp8_is_taken_byte_for_byte(strategy: str, tmp_path) -> 
         assert torch.equal(module.weight.view(torch.uint8), codes.view(torch.uint8))
         assert module.weight_scale.dtype == torch.float32
         assert torch.equal(module.weight_scale, scale.float().reshape(-1, 1).expand_as(module.weight_scale))
-    quantization_checks.add_receipt(base, ledger)
-    assert "3 are not fp8 in the checkpoint" in ledger.as_json()[0]["actual"]
+    quantization_checks.add_run_check(base, checks)
+    assert "3 are not fp8 in the checkpoint" in checks.as_json()[0]["actual"]
     with torch.no_grad():
         assert error(base(IDS).logits, load()(IDS).logits) < 0.15
 

@@ -132,11 +132,11 @@ def test_a_run_rounds_every_layer_and_reopens_as_it_was(kind: str, run, two_laye
     from transformers import AutoModelForCausalLM
 
     folder = run(kind)
-    receipts = {receipt["option"]: receipt for receipt in folder.read("checks.json")}
-    assert all(receipt["passed"] for receipt in receipts.values())
-    assert receipts["speed.qat"]["actual"] == "14 layers, IntxWeightOnlyConfig: int4 in groups of 32"
-    assert receipts["rounding in step 1"]["actual"].startswith("14 layers, by 9.")
-    assert receipts["saved weights"]["actual"] == "0", "bit for bit"
+    run_checks = {check["option"]: check for check in folder.read("checks.json")}
+    assert all(check["passed"] for check in run_checks.values())
+    assert run_checks["speed.qat"]["actual"] == "14 layers, IntxWeightOnlyConfig: int4 in groups of 32"
+    assert run_checks["fake quantization in step 1"]["actual"].startswith("14 layers, by 9.")
+    assert run_checks["saved weights"]["actual"] == "0", "bit for bit"
     assert all(line["grad_norm"] > 0 for line in metrics(folder))
     assert (
         "fake_quant"
@@ -241,14 +241,14 @@ def test_a_layer_whose_merged_weight_is_not_known_is_refused() -> None:
 
 def test_rounding_that_does_nothing_ends_the_run() -> None:
     """As if torchao's quantizers were switched off."""
-    model, ledger = qat.prepare(base(), Qat(config="IntxWeightOnly")), RunChecks()
+    model, checks = qat.prepare(base(), Qat(config="IntxWeightOnly")), RunChecks()
     watch = qat.Watch(model)
     for layer in qat.rounding(model).values():
         layer.weight_fake_quantizer.enabled = False
     logits(model)
-    watch.add_receipt(ledger)
-    with pytest.raises(UserError, match="rounding in step 1"):
-        ledger.check()
+    watch.add_run_check(checks)
+    with pytest.raises(UserError, match="fake quantization in step 1"):
+        checks.check()
 
 
 def test_our_words_for_torchao_s_configs_are_torchao_s() -> None:

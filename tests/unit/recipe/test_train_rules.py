@@ -16,7 +16,7 @@ from finetune.core.errors import UserError
 from finetune.recipe import loader, train_rules, upstream_options
 from finetune.training import optimizers
 from support.paths import QUICKSTART
-from support.runs import receipts
+from support.runs import run_checks
 
 STREAMED = ["data.streaming=true", "train.max_steps=4"]
 KWARGS = "train.lr_scheduler_kwargs"
@@ -159,8 +159,8 @@ def test_projected_gradients_are_not_kept_in_checkpoints() -> None:
 
 def test_an_optimizer_is_held_to_its_own_name(train) -> None:
     """Not to what transformers' enum is as a text, in which no 8 bits are found."""
-    receipt = receipts(train("train.max_steps=1", "train.warmup_steps=0"))["train.optim"]
-    assert receipt["expected"] == train_rules.DEFAULT and receipt["passed"]
+    check = run_checks(train("train.max_steps=1", "train.warmup_steps=0"))["train.optim"]
+    assert check["expected"] == train_rules.DEFAULT and check["passed"]
 
 
 def test_a_warm_up_that_its_schedule_has_not_is_said() -> None:

@@ -16,7 +16,7 @@ from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.speed import chunked_cross_entropy, lm_head_loss
 from finetune.speed.chunked_cross_entropy import Head
-from support.runs import metrics, receipts
+from support.runs import metrics, run_checks
 from support.soak import soak_except
 from support.trainers import FAMILIES, SIZE, given, opened, trainer_of
 
@@ -341,19 +341,19 @@ def test_the_collator_counts_what_the_loss_computes(small, two_layers, tmp_path)
     assert batch["num_tokens"] == int(batch["attention_mask"].sum()) < batch["input_ids"].numel()
 
 
-def test_a_request_leaves_a_receipt_and_a_streamed_run_counts_for_itself(train) -> None:
+def test_a_request_leaves_a_run_check_and_a_streamed_run_counts_for_itself(train) -> None:
     options = ["data.streaming=true", "train.max_steps=1", "data.validation=null"]
     ours, theirs = (train(f"speed.loss={name}", *options, name=name) for name in ("chunked", "trl"))
-    got = receipts(ours)["speed.loss"]
+    got = run_checks(ours)["speed.loss"]
     assert got["expected"] == "chunked, 1 calls; no logits saved" and got["actual"].startswith(
         "chunked, 1 calls, "
     )
-    assert receipts(theirs)["speed.loss"]["actual"] == "trl"
+    assert run_checks(theirs)["speed.loss"]["actual"] == "trl"
     assert metrics(ours)[0]["loss"] == pytest.approx(metrics(theirs)[0]["loss"], abs=2e-6)
     assert metrics(ours)[0]["tokens"] == metrics(theirs)[0]["tokens"]
 
 
-def test_a_receipt_fails_where_another_loss_ran() -> None:
+def test_a_run_check_fails_where_another_loss_ran() -> None:
     installed = lm_head_loss.Installed(lambda: None, calls=2)
     for chosen, done, operations, ok in (
         ("chunked", installed, ["_OutputHead"], True),
@@ -363,7 +363,7 @@ def test_a_receipt_fails_where_another_loss_ran() -> None:
         ("trl", None, ["ChunkedLogProbFunction"], True),
         ("trl", None, [], False),
     ):
-        ledger, loss = RunChecks(), lm_head_loss.HeadLoss(chosen)
+        checks, loss = RunChecks(), lm_head_loss.HeadLoss(chosen)
         loss.installed = done
-        loss.add_receipt(operations, 2, ledger)
-        assert ledger.receipts[0].passed is ok
+        loss.add_run_check(operations, 2, checks)
+        assert checks.entries[0].passed is ok

@@ -316,6 +316,6 @@ def test_experts_alone_are_something_to_fuse() -> None:
     spec = live_model_spec.live_model_spec(model)
     chosen = decide_fused(spec, True, H100)
     assert chosen.value == "on"
-    chosen, spec = apply_to_model.add_fused(model, Choice("on", "auto"), ledger := RunChecks())
+    chosen, spec = apply_to_model.add_fused(model, Choice("on", "auto"), checks := RunChecks())
     assert chosen.value == "on" and "experts of 2 of 2 layers" in chosen.reason and not spec.breaks
-    assert "experts of 2 of 2 layers" in ledger.receipts[-1].actual
+    assert "experts of 2 of 2 layers" in checks.entries[-1].actual

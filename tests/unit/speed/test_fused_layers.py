@@ -158,9 +158,9 @@ def test_dropout_drops_what_pefts_drops(family: str, targets: Any, mlps: int) ->
     torch.manual_seed(1)
     ours, our_gradients = step(model)
     assert abs(float(ours - loss)) < 1e-10 and worst(our_gradients, gradients) < 1e-10
-    ledger = RunChecks()
+    checks = RunChecks()
     again = adapted(config, family)
-    chosen, spec = apply_to_model.add_fused(again, Choice("on", "auto"), ledger)
+    chosen, spec = apply_to_model.add_fused(again, Choice("on", "auto"), checks)
     assert spec.fused_mlps == bool(mlps)
     assert ("2 MLPs partly fused: down_proj has lora_dropout" in chosen.reason) == (not spec.fused_mlps)
 

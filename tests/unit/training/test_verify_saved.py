@@ -71,14 +71,16 @@ def test_weights_that_don_t_open_are_moved_aside(wrong: str, code: int, trained,
 
 def test_weights_that_are_not_the_best_are_moved_aside(tmp_path, monkeypatch) -> None:
     """With what they scored; as in an earlier life of the run."""
-    folder, ledger = RunFolder(tmp_path), RunChecks()
+    folder, checks = RunFolder(tmp_path), RunChecks()
     setup = SimpleNamespace(launch=SimpleNamespace(processes=1))
     (tmp_path / "adapter.unverified" / "eval.json").mkdir(parents=True)
     folder.adapter.mkdir()
     folder.write("eval.json", {})
     monkeypatch.setattr(evaluator, "run", lambda *given, **more: {"tuned": {"loss": 2.0}})
-    best = SimpleNamespace(add_receipt=lambda loss, ledger: ledger.add("best weights kept", 1.0, loss, "-"))
-    given: Any = (folder, None, [best], ledger, None, setup)
-    with pytest.raises(UserError, match="best weights kept"):
+    best = SimpleNamespace(
+        add_run_check=lambda loss, checks: checks.add("best weights saved", 1.0, loss, "-")
+    )
+    given: Any = (folder, None, [best], checks, None, setup)
+    with pytest.raises(UserError, match="best weights saved"):
         saved_evaluation.reopen_and_evaluate(*given)
     assert not folder.finished and (tmp_path / "adapter.unverified" / "eval.json").is_file()
