@@ -25,7 +25,7 @@ from support.paths import MODEL, QUICKSTART
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 MIB = 2**20
 
@@ -61,42 +61,46 @@ def sparse(path: Path) -> None:
 KINDS = (pipe, bound_socket, device, sparse)
 
 
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        *((f"a{suffix}", "data.name={path}") for suffix in (".jsonl", ".json", ".csv", ".tar", ".txt")),
-        *((f"a{suffix}", "data.name={path}") for suffix in (".parquet", ".arrow")),
-        ("a.jsonl", "data.validation={path}"),
-        ("a.txt", "eval.forgetting={path}"),
-        ("a.yaml", "eval.tasks=[{path}]"),
-        ("a.jinja", "data.chat_template={path}"),
-        ("recipe.yaml", ""),
-    ],
-)
+def each_with_the_next_kind(files: Sequence[Any]) -> list[Any]:
+    """Every file with every kind; `make test` has each file with one kind, and each kind."""
+    cells = [(make, file) for make in KINDS for file in files]
+    kept = [cell for cell in cells if (KINDS.index(cell[0]) + files.index(cell[1])) % len(KINDS) == 0]
+    return soak_except(kept, cells)
+
+
+OF_A_RECIPE = [
+    *((f"a{suffix}", "data.name={path}") for suffix in (".jsonl", ".json", ".csv", ".tar", ".txt")),
+    *((f"a{suffix}", "data.name={path}") for suffix in (".parquet", ".arrow")),
+    ("a.jsonl", "data.validation={path}"),
+    ("a.txt", "eval.forgetting={path}"),
+    ("a.yaml", "eval.tasks=[{path}]"),
+    ("a.jinja", "data.chat_template={path}"),
+    ("recipe.yaml", ""),
+]
+OF_A_MODEL = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "model.safetensors",
+    "model.safetensors.index.json",
+]
+
+
+@pytest.mark.parametrize(("make", "file"), each_with_the_next_kind(OF_A_RECIPE))
 def test_a_file_of_a_recipe_that_is_no_regular_file_is_refused(
-    make: Callable[[Path], None], name: str, words: str, tmp_path, commands
+    make: Callable[[Path], None], file: tuple[str, str], tmp_path, commands
 ) -> None:
+    name, words = file
     make(path := tmp_path / name)
     recipe, *overrides = [str(path)] if not words else [str(QUICKSTART), words.format(path=path)]
     ended = commands.run("check", recipe, *overrides)
     assert not ended.wrong and ended.code == 2, ended
 
 
-@pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "generation_config.json",
-        "chat_template.jinja",
-        "model.safetensors",
-        "model.safetensors.index.json",
-    ],
-)
+@pytest.mark.parametrize(("make", "name"), each_with_the_next_kind(OF_A_MODEL))
 def test_a_file_of_a_model_that_is_no_regular_file_is_refused(
     make: Callable[[Path], None], name: str, tmp_path, commands
 ) -> None:
