@@ -125,8 +125,9 @@ def _trained(labels: list[int]) -> int:
 
 
 def visible(text: str) -> str:
-    """Replace each character that has no visible form by a symbol."""
-    return visible_lines(text).replace("\n", "↵\n").replace("\t", "⇥\t")
+    """Replace each character that has no visible form by a symbol. A space starts each later line, so that no
+    line of the data looks like a message of finetune."""
+    return visible_lines(text).replace("\n", "↵\n ").replace("\t", "⇥\t")
 
 
 def chosen(prepared: Prepared, count: int) -> list[dict[str, Any]]:

@@ -295,6 +295,13 @@ class Sample(Shape):
     """Loss per token of the fine-tuned model."""
 
 
+class Stops(Shape):
+    answers: list[int]
+    """Token ids that end an answer in the evaluation."""
+    model: list[int]
+    """Token ids that end an answer by the base model's own settings."""
+
+
 class Settings(Shape):
     rows: int = 0
     """Number of validation examples."""
@@ -305,7 +312,7 @@ class Settings(Shape):
     """The base model."""
     storage: str | None = None
     """Quantization of the base model."""
-    stops: dict[str, Any] = {}
+    stops: Stops | Nothing = {}
     """Tokens that end an answer."""
 
 

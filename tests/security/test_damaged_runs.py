@@ -1,6 +1,7 @@
 """Damaged and hostile run folders: a command ends with finetune's own error, and writes nothing outside."""
 
 import contextlib
+import functools
 import io
 import json
 import random
@@ -9,6 +10,7 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -120,6 +122,56 @@ def test_commands_that_open_weights_of_damaged_runs_end_without_a_traceback(
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     elsewhere = ["--output", str(tmp_path / "made")] if command == "merge" else []
     hold(lambda run: [command, str(run), *elsewhere], whole, tmp_path / "one", seed)
+
+
+def places_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path to each key. Of the items of a list, only the first and the last count."""
+    keys = list(value) if isinstance(value, dict) else sorted({0, len(value) - 1}) if value else []
+    for key in keys:
+        yield (*path, key)
+        if isinstance(value[key], (dict, list)):
+            yield from places_of(value[key], (*path, key))
+
+
+VALUES: list[Any] = [..., None, "x", {}, []]  # `...` deletes the key
+FILES = ["eval.json", "merge.json", "environment.json", "checks.json", "data_report.json"]
+ADAPTER = ["adapter/adapter_config.json", "merged/config.json", "adapter/tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("value", soak_except([...], VALUES), ids=str)
+@pytest.mark.parametrize("name", soak_except(["merge.json"], [*FILES, *ADAPTER]))
+def test_run_with_any_value_deleted_or_of_another_type_ends_without_a_traceback(
+    name: str, value: Any, whole, tmp_path, capsys
+) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    text = (run / name).read_text()
+    for path in places_of(json.loads(text)):
+        content = json.loads(text)
+        *above, key = path
+        owner = functools.reduce(lambda held, one: held[one], above, content)
+        if value is ...:
+            del owner[key]
+        else:
+            owner[key] = value
+        (run / name).write_text(json.dumps(content))
+        for words in (["report"], ["publish", "--dry-run"], ["publish", "--dry-run", "--merged"]):
+            try:
+                assert answer([words[0], str(run), *words[1:]]) in (0, 2, 3, 4)
+            except Exception as error:  # any other exception is a traceback for the user
+                raise AssertionError(f"{words} with {name}: {path} = {value!r}") from error
+
+
+@pytest.mark.parametrize(("command", "key"), [("publish", "answers"), ("report", "content")])
+def test_command_on_an_evaluation_without_a_key_that_it_shows_ends_without_a_traceback(
+    command: str, key: str, whole, tmp_path, capsys
+) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    content = json.loads((run / "eval.json").read_text())
+    content["settings"]["stops"].pop(key, None)
+    content["samples"][0]["prompt"] = [{"role": "user", "content": "a"}]
+    content["samples"][0]["prompt"][0].pop(key, None)
+    (run / "eval.json").write_text(json.dumps(content))
+    assert answer([command, str(run), *(["--dry-run"] if command == "publish" else [])]) in (0, 4)
 
 
 def test_report_of_a_run_with_a_damaged_file_lists_it_as_missing(whole, tmp_path, capsys) -> None:

@@ -290,3 +290,11 @@ def test_life_of_a_run_with_hostile_names(tmp_path: Path, capsys, hub) -> None:
     load(Path(run, "recipe.resolved.yaml"))
     assert not acting(card)
     assert set(rendered(card.partition("\n---\n")[2])) <= {"<details><summary>", "</details>"}
+
+
+def test_preview_of_data_has_no_line_that_looks_like_a_message() -> None:
+    from finetune.data import preview
+
+    lines = preview.visible("a\nerror: forged\r\n\x1b[2Kwarning: forged").split("\n")
+    assert not [line for line in lines if line.startswith(("error:", "warning:", "note:"))]
+    assert all(line.isprintable() for line in lines)

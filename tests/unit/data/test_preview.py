@@ -64,7 +64,7 @@ def shown_as_trained(text: str) -> list[str]:
 
 
 def unsigned(text: str) -> str:
-    text = re.sub("⇥[ \t]+", "\t", text.replace("↵\n", "\n"))  # rich prints a tab as spaces
+    text = re.sub("⇥[ \t]+", "\t", text.replace("↵\n ", "\n"))  # rich prints a tab as spaces
     text = text.replace("\\u200d", "\u200d")  # a token of its own on the page: it is visible
     return re.sub(preview.SPECIAL.format("(.*?)"), r"\1", text)
 
@@ -107,7 +107,7 @@ def test_a_row_shows_exactly_what_is_trained_on(data, capsys, chats) -> None:
     for question, number in zip(QUESTIONS, range(1, 5), strict=True):
         assert question in shown and f"── {chats}:{number}: " in shown
     start, end = map(preview.SPECIAL.format, ("<|im_start|>", "<|im_end|>"))
-    assert f"{start}user↵\nWho came?{end}↵\n" in shown
+    assert f"{start}user↵\n Who came?{end}↵\n " in shown
     assert "4 of 4 sequences" in shown and "fine: finetune trains on every example" in shown
 
 
