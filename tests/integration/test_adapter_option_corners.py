@@ -17,6 +17,7 @@ from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
 from support.paths import MODEL, QUICKSTART
 from support.runs import run_checks
+from support.soak import soak_except
 
 # PEFT warns of what is looked at here: PiSSA's kin, a bias that can't be merged, LoRA on tied embeddings
 # (peft 0.21.2, tuners/lora/), layers of norms (tuners/ln_tuning/layer.py)
@@ -26,7 +27,7 @@ TIED, WHOLE = {"ensure_weight_tying": True}, "model.embed_tokens"  # as PEFT sav
 RANKS = "adapter.rank_pattern={q_proj: 4}"
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("init", soak_except(["pissa"], ["pissa", "olora"]))
 def test_weights_out_of_a_bf16_base_s_verify(init: str, train, two_layers, in_bf16: str) -> None:
     """The rest of the base is rounded to bf16 without them; what was trained is saved bit for bit."""
     given = [f"adapter.init_lora_weights={init}", f"model.name={two_layers}", "data.validation=null"]

@@ -90,6 +90,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_gpt2_trains_and_merges(gpt2: Path, changes: tuple[str, ...], small, tmp_path, capsys) -> None:
     run = tmp_path / "run"
     given = [f"model.name={gpt2}", "train.max_steps=4", f"train.output_dir={run}", *small, *changes]
+    given += ["eval.forgetting=false", "eval.max_new_tokens=2"]
     assert main.main(["check", str(QUICKSTART), *given]) == 0, capsys.readouterr().err
     assert main.main(["train", str(QUICKSTART), *given]) == 0, capsys.readouterr().err
     merge = ["merge", str(run), "--dtype", "float32"]  # compares its logits with the adapter's

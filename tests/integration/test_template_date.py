@@ -61,7 +61,9 @@ def test_a_template_date_that_is_none_is_an_error(date: str, recipe_file, capsys
     assert "data.template_date" in capsys.readouterr().err
 
 
-def test_a_resumed_run_and_its_evaluation_keep_the_date_of_its_start(recipe_file, tmp_path: Path) -> None:
+def test_a_resumed_run_and_its_evaluation_keep_the_date_of_its_start(
+    recipe_file, small, two_layers, tmp_path: Path
+) -> None:
     (tmp_path / "clock.jinja").write_text(CLOCK)
     text = (
         "model: {name: '{model}'}\nadapter: {type: lora, r: 4}\neval: {forgetting: false, generate: false}\n"
@@ -70,7 +72,14 @@ def test_a_resumed_run_and_its_evaluation_keep_the_date_of_its_start(recipe_file
     text += "train: {max_steps: 3, effective_batch_size: 2, save_steps: 1, learning_rate: 1e-2}\n"
     recipe, then = str(recipe_file(text)), "data.template_date=2020-01-02"
     folder = RunFolder(tmp_path / "run")
-    train = ["train", recipe, "--quiet", f"train.output_dir={folder.path}"]
+    train = [
+        "train",
+        recipe,
+        "--quiet",
+        f"train.output_dir={folder.path}",
+        small[0],
+        f"model.name={two_layers}",
+    ]
     assert main.main([*train, then, "--until=1"]) == 75
     assert main.main([*train, "--resume=auto"]) == 0, "the recipe names no date: that of the start holds"
     assert loader.load(folder.recipe).data.template_date == "2020-01-02"

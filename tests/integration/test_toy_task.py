@@ -25,7 +25,7 @@ def rows(*ways: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "rate"),
     soak_except(
-        [("lora", KINDS["lora"]), ("lora", NOTHING)],
+        [("lora", KINDS["lora"])],
         [*KINDS.items(), ("lora", NOTHING), ("full", NOTHING)],
     ),
 )

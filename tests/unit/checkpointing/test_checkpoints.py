@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 import sys
@@ -311,12 +312,13 @@ def crashed(at: int, work: Callable[[], Any]) -> bool:
 def test_wherever_a_save_is_cut_off_one_verifies(case: str, tmp_path) -> None:
     """Before each operation on a file: the first save, one that rotates, one in place of a damaged one."""
     checkpoints.write(tmp_path / "warm", 1, content(), None)  # what is imported now is not opened then
+    (before := tmp_path / "before").mkdir()
+    for step in (1, 2) if case != "first" else ():
+        checkpoints.write(before, step, content(step), None)
+    if case == "again":
+        (before / "step-2" / "weights.safetensors").write_bytes(b"")
     for at in range(1, 1000):
-        folder = tmp_path / f"{at}"
-        for step in (1, 2) if case != "first" else ():
-            checkpoints.write(folder, step, content(step), None)
-        if case == "again":
-            (folder / "step-2" / "weights.safetensors").write_bytes(b"")
+        folder = shutil.copytree(before, tmp_path / f"{at}")
         step = 3 if case == "next" else 2
         unfinished = crashed(
             at, lambda folder=folder, step=step: checkpoints.write(folder, step, content(9), 1)
