@@ -27,9 +27,9 @@ def add_new_rows_check(adapted: PeftModel, added: Sequence[int], checks: RunChec
         _rows_trained(module, added)
         for module in (adapted.get_input_embeddings(), adapted.get_output_embeddings())
     )
-    got = f"{count} embedding rows train" + (f", and {heads} of the head" if heads != count else "")
+    actual = f"{count} embedding rows train" + (f", and {heads} of the head" if heads != count else "")
     how = "rows of the embeddings and of the head with requires_grad"
-    checks.add("model.add_tokens", f"{len(added)} embedding rows train", got, how)
+    checks.add("model.add_tokens", f"{len(added)} embedding rows train", actual, how)
 
 
 def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
@@ -47,9 +47,9 @@ def add_run_checks(
     """Add run checks of the adapter's type, modules, ranks and other trainable tensors in the model."""
     config, kind = adapted.peft_config["default"], adapter_types.find(adapter.type)
     asked = " ".join([kind.peft.upper(), *(f"with {key}" for key in kind.sets)])
-    got = str(getattr(config.peft_type, "value", config.peft_type))
-    got = " ".join([got, *(f"with {key}" for key in kind.sets if getattr(config, key, None))])
-    checks.add("adapter.type", asked, got, "the live PEFT config")
+    actual = str(getattr(config.peft_type, "value", config.peft_type))
+    actual = " ".join([actual, *(f"with {key}" for key in kind.sets if getattr(config, key, None))])
+    checks.add("adapter.type", asked, actual, "the live PEFT config")
     options = adapter.options()
     changed = Counter(module_names.short(name) for name in getattr(adapted, "targeted_module_names", ()))
     limits = vars(config) if adapter.source else {}  # the saved adapter may exclude layers
@@ -97,15 +97,15 @@ def _add_pattern_check(adapted: Any, config: Any, checks: RunChecks) -> None:
     """Record rank and scale of each module, and the values of PEFT's rule for patterns."""
     from peft.utils.other import get_pattern_key
 
-    asked, got = Counter[str](), Counter[str]()
+    expected, actual = Counter[str](), Counter[str]()
     for name in adapted.targeted_module_names:
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
         module = adapted.get_base_model().get_submodule(name)
-        asked[f"r={rank} x{alpha / (rank**0.5 if config.use_rslora else rank):g}"] += 1
-        got[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
+        expected[f"r={rank} x{alpha / (rank**0.5 if config.use_rslora else rank):g}"] += 1
+        actual[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
     how = "rows of A and scale, counted over modules"
-    checks.add("adapter.rank_pattern, alpha_pattern", _counts(asked), _counts(got), how)
+    checks.add("adapter.rank_pattern, alpha_pattern", _counts(expected), _counts(actual), how)
 
 
 def _counts(counter: Counter[str]) -> str:

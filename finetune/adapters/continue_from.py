@@ -148,13 +148,13 @@ def _same(key: str, value: list[Any], saved: dict[str, Any]) -> bool:
 
     With `ensure_weight_tying`, PEFT saves the full name of tied embeddings, with or without the other names.
     """
-    asked, have = set(value), set(saved.get(key) or ())
+    requested, have = set(value), set(saved.get(key) or ())
     tied = set[str]()
     if saved.get("ensure_weight_tying") and key in ("modules_to_save", "target_modules"):
-        tied = {name for name in asked | have if module_names.short(name) in (*EMBEDDINGS, *HEADS)}
-    if tied & asked and any("." in name for name in tied & have):
-        return asked - tied == have - tied
-    return asked == have
+        tied = {name for name in requested | have if module_names.short(name) in (*EMBEDDINGS, *HEADS)}
+    if tied & requested and any("." in name for name in tied & have):
+        return requested - tied == have - tied
+    return requested == have
 
 
 def _variant(options: Any) -> str:

@@ -55,12 +55,12 @@ def attach(
     _start_zero_rows(adapted, checks)
     after = _first_logits(adapted, batches)
     changed = float((after - before).norm() / before.norm())
-    got = f"logits of one batch differ by {changed:.1e} from the base's"
+    actual = f"logits of one batch differ by {changed:.1e} from the base's"
     # LoftQ moves a 4-bit base model towards its unquantized weights. The other initializations do not change
     # the function of the model.
     kept = changed < (1.0 if init == "loftq" else 5e-2)
     how = "prepared by PEFT; ||with - without|| / ||without||, before training"
-    checks.add("adapter.init_lora_weights", init, f"{init}: {got}", how, ok=kept and _prepared(adapted))
+    checks.add("adapter.init_lora_weights", init, f"{init}: {actual}", how, ok=kept and _prepared(adapted))
     return adapted
 
 
@@ -150,8 +150,8 @@ def _start_zero_rows(adapted: Any, checks: RunChecks) -> None:
             )
             rows += int(zero.sum())
     if rows:
-        got = f"{rows} given a first direction of 1e-6"
-        checks.add("DoRA on rows of zeros", f"{rows} finite", got, "magnitudes that were 0", ok=True)
+        actual = f"{rows} given a first direction of 1e-6"
+        checks.add("DoRA on rows of zeros", f"{rows} finite", actual, "magnitudes that were 0", ok=True)
 
 
 def _plain(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:

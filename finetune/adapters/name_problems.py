@@ -215,8 +215,8 @@ def _targets(
             return [Problem(what, key, found=as_yaml(targets), fix=fix, code="target-modules")]
         what = "no module is left for an adapter after the exclusions"
         limits = ("exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
-        asked = ", ".join(name for name in limits if options.get(name) is not None)
-        found, fix = f"{targets} with {asked}", f"remove {asked}"
+        limiting = ", ".join(name for name in limits if options.get(name) is not None)
+        found, fix = f"{targets} with {limiting}", f"remove {limiting}"
         return [Problem(what, key, found=found, fix=fix, code="target-modules")]
     usable = {*adaptable, names.head}
     unfit = {name: names.kinds[name] for name in picked if name not in usable}
@@ -367,29 +367,29 @@ def _heads_and_embeddings(
     options: Mapping[str, Any], names: Names, peft: str, picked: list[str]
 ) -> list[Problem]:
     """Find adapters on the head or on embeddings that training or saving does not support."""
-    found = list[Problem]()
+    problems = list[Problem]()
     if names.head and names.head in picked:
         head = short(names.head)
         saved = dict.fromkeys([*(options.get("modules_to_save") or ()), head])
         fix = f"modules_to_save: [{', '.join(saved)}]"
         fix = fix if len(picked) > 1 else f"target_modules: all-linear and {fix}"
         key = "adapter.target_modules"
-        found.append(Problem(ON_HEAD, key, found=head, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
+        problems.append(Problem(ON_HEAD, key, found=head, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
     elif names.tied and names.embedding in picked and _ties_head(options):
         what = "`ensure_weight_tying` puts the adapter of the embeddings on the output head too"
         place, said = "adapter.ensure_weight_tying", f"target_modules with {short(names.embedding)}"
         fix = "remove `ensure_weight_tying`"
-        found.append(Problem(what, place, found=said, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
+        problems.append(Problem(what, place, found=said, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
     if peft == "trainable_tokens" and names.tied and names.embedding in picked:
-        found.append(adapter_on_head(peft, options.get("token_indices")))
+        problems.append(adapter_on_head(peft, options.get("token_indices")))
     init = str(options.get("init_lora_weights"))
     rows = [name for name in picked if names.kinds[name] == "Embedding"]
     if init.startswith(REBASING_INITS) and rows:
         what, fix = f"{init} excludes an adapter on the embeddings", "init_lora_weights: true"
         why, place = "finetune saves it as the difference of two LoRA adapters", "adapter.target_modules"
         shown, code = ", ".join(rows), "recipe-conflict"
-        found.append(Problem(what, place, found=shown, fix=fix, why=why, code=code))
-    return found
+        problems.append(Problem(what, place, found=shown, fix=fix, why=why, code=code))
+    return problems
 
 
 def _ties_head(options: Mapping[str, Any]) -> bool:
@@ -431,16 +431,16 @@ def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
 
 def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
     """Return problems of names in `modules_to_save` that the model does not have."""
-    found = list[Problem]()
+    problems = list[Problem]()
     for index, target in enumerate(options.get("modules_to_save") or ()):
         if not any(name.endswith(target) for name in names.modules):  # PEFT's rule: "norm" is every norm
             lost = unmatched([target], names.modules, "modules_to_save")
             fix = _with_name("modules_to_save", options["modules_to_save"], target, _end_of(target, names))
-            found += [
+            problems += [
                 replace(problem, key=f"adapter.modules_to_save.{index}", fix=fix or problem.fix)
                 for problem in lost
             ]
-    return found
+    return problems
 
 
 def _end_of(target: str, names: Names) -> str:
@@ -452,30 +452,30 @@ def _end_of(target: str, names: Names) -> str:
 
 def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
     """Return problems of token ids outside of the vocabulary, and of modules that hold no embeddings."""
-    found = list[Problem]()
+    problems = list[Problem]()
     rows = names.shapes.get(f"{names.embedding}.weight", (0,))[0]
     if peft == "trainable_tokens" and not options.get("token_indices"):
         what, fix = "the list of tokens to train is empty", "token_indices: [0]"
-        found.append(Problem(what, "adapter.token_indices", fix=fix, code="missing-key"))
+        problems.append(Problem(what, "adapter.token_indices", fix=fix, code="missing-key"))
     for key in ("trainable_token_indices", "token_indices"):
         given = options.get(key) or ()
         for target in (one for one, ids in given.items() if not ids) if isinstance(given, dict) else ():
             what, fix = "the list of tokens to train is empty", f"remove `{target}`"
-            found.append(Problem(what, f"adapter.{key}.{target}", fix=fix, code="missing-key"))
+            problems.append(Problem(what, f"adapter.{key}.{target}", fix=fix, code="missing-key"))
         tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
         beyond = [token for token in tokens if not 0 <= token < rows]
         if beyond:
             what, shown = "the model has no token with this id", ", ".join(map(str, beyond))
             place, expected = f"adapter.{key}", f"0 to {rows - 1}"
-            found.append(Problem(what, place, found=shown, expected=expected, code="token-limit"))
+            problems.append(Problem(what, place, found=shown, expected=expected, code="token-limit"))
         holders = [name for name in (names.embedding, names.head) if name]
         for target in given if isinstance(given, dict) else ():
             if not any(name.endswith(target) for name in holders):
                 lost = unmatched([target], holders, key)
                 near = _end_of(target, names) or nearest(target, [*map(short, holders)])
                 fix = f"rename it to `{near}`" if near else ""
-                found += [replace(problem, key=f"adapter.{key}.{target}", fix=fix) for problem in lost]
-    return found
+                problems += [replace(problem, key=f"adapter.{key}.{target}", fix=fix) for problem in lost]
+    return problems
 
 
 def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> list[Problem]:
@@ -512,7 +512,7 @@ def _patterns(pattern: Mapping[str, Any], names: Collection[str], key: str) -> l
 
 def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> list[Problem]:
     """Return problems of `target_parameters` (peft 0.21.2, tuners/lora/layer.py, ParamWrapper)."""
-    targets, found = options.get("target_parameters") or (), list[Problem]()
+    targets, problems = options.get("target_parameters") or (), list[Problem]()
     # Three parts, such as `mlp.experts.down_proj`, because several parameters may have the same last two
     weights = [name for name, shape in names.shapes.items() if "." in name and len(shape) in (2, 3)]
     available = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in weights))
@@ -527,19 +527,19 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
             fix = _with_name("target_parameters", targets, target, near)
             usable = _expert_parameters(names) or available
             shown = f"the parameters {', '.join(usable)}"
-            found.append(Problem(what, key, found=shown, fix=fix, code="target-modules"))
+            problems.append(Problem(what, key, found=shown, fix=fix, code="target-modules"))
         elif sizes - {2, 3}:
             what = f'"{target}" matches a parameter with {min(sizes)} dimension'
             expected = "a weight of a linear layer or of experts, with 2 or 3 dimensions"
-            found.append(Problem(what, key, found=matched[0], expected=expected, code="target-modules"))
+            problems.append(Problem(what, key, found=matched[0], expected=expected, code="target-modules"))
         elif holders & set(picked):
             what = f'`target_modules` adapts the module of "{target}" already'
             fix = f"remove {target} from target_parameters"
-            found.append(Problem(what, key, found=matched[0], fix=fix, code="target-modules"))
+            problems.append(Problem(what, key, found=matched[0], fix=fix, code="target-modules"))
         elif names.head in holders:
             fix = f"remove it, and set modules_to_save: [{short(names.head)}]"
-            found.append(Problem(ON_HEAD, key, found=target, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
-    return found + _unlike_lora(options, bool(targets), "adapter.target_parameters")
+            problems.append(Problem(ON_HEAD, key, found=target, fix=fix, why=HEAD_WEIGHT, code="no-gradient"))
+    return problems + _unlike_lora(options, bool(targets), "adapter.target_parameters")
 
 
 def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list[Problem]:
@@ -576,17 +576,17 @@ def _half(layer: str, targets: Any) -> Problem:
 
 def _no_experts(names: Names, peft: str) -> Problem | None:
     """Return the problem of "all-linear-and-experts", if the adapter type or the model has no experts."""
-    asked, key = expert_targets.WITH_EXPERTS, "adapter.target_modules"
+    target, key = expert_targets.WITH_EXPERTS, "adapter.target_modules"
     fix = f"target_modules: {target_modules.EVERYTHING}"
     if peft != "lora":
         what = f"PEFT's {peft} can't adapt experts"
-        return Problem(what, key, found=asked, expected="LoRA", fix=fix, code="target-modules")
+        return Problem(what, key, found=target, expected="LoRA", fix=fix, code="target-modules")
     if expert_targets.stacked(names) or any(".experts." in name for name in names.linear):
         return None
     what = "the model has no experts"
     if any("experts" in name for name in names.kinds):
         what = f"PEFT can't adapt the experts of {names.family}"
-    return Problem(what, key, found=asked, fix=fix, code="target-modules")
+    return Problem(what, key, found=target, fix=fix, code="target-modules")
 
 
 def check(model: PreTrainedModel, adapter: Adapter, known: Names) -> None:

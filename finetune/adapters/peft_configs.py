@@ -97,8 +97,8 @@ def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) ->
     if not added or embedding in map(module_names.short, saved):
         return
     own = getattr(config, "trainable_token_indices", None) or []
-    asked = own if isinstance(own, dict) else {embedding: own} | ({} if tied else {head: own})
-    rows = {name: sorted({*ids, *added}) for name, ids in asked.items()}
+    token_rows = own if isinstance(own, dict) else {embedding: own} | ({} if tied else {head: own})
+    rows = {name: sorted({*ids, *added}) for name, ids in token_rows.items()}
     config.trainable_token_indices = next(iter(rows.values())) if tied and len(rows) == 1 else rows
 
 

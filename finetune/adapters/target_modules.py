@@ -52,14 +52,14 @@ def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str =
         names: full names of all modules.
         key: the recipe key that names the PEFT config; empty if the options come from the recipe.
     """
-    asked = [one for one in adapter_rules.patterns(options) if not pattern_time.is_plain(one[1])]
-    if not asked:
+    patterns = [one for one in adapter_rules.patterns(options) if not pattern_time.is_plain(one[1])]
+    if not patterns:
         return []
     wrapped = [f"base_model.model.{name}" for name in names]  # the names in a PeftModel
-    slow = pattern_time.find_slow([pattern for _, _, pattern in asked], [*names, *wrapped])
+    slow = pattern_time.find_slow([pattern for _, _, pattern in patterns], [*names, *wrapped])
     if slow is None:
         return []
-    option, text, _ = asked[slow]
+    option, text, _ = patterns[slow]
     what, fix = "this regular expression takes too long", "write a list of names, or fewer repetitions"
     found, place = f"{option}: {text}" if key else text, key or f"adapter.{option}"
     return [Problem(what, place, found=found[:200], fix=fix, code="adapter-option")]

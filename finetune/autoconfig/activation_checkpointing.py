@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
 
 
-def choose_activation_checkpointing(asked: str, plan: Memory, hardware: Hardware) -> Choice:
+def choose_activation_checkpointing(requested: str, plan: Memory, hardware: Hardware) -> Choice:
     """Choose the activations that backward recomputes. `auto` recomputes as little as fits.
 
     - `none`: nothing.
@@ -30,21 +30,21 @@ def choose_activation_checkpointing(asked: str, plan: Memory, hardware: Hardware
         UserError: `mlp` or `mlp_int8` is asked for and MLPs are not fused (exit 3).
     """
     layers = plan.layers
-    if asked.startswith("mlp") and not plan.mlps:
-        what = f"{asked} recomputes only fused MLPs, and the MLPs of this model are not fused"
-        found = f"{asked}, with {plan.unfused}" if plan.unfused else asked
+    if requested.startswith("mlp") and not plan.mlps:
+        what = f"{requested} recomputes only fused MLPs, and the MLPs of this model are not fused"
+        found = f"{requested}, with {plan.unfused}" if plan.unfused else requested
         key, fix = "speed.activation_checkpointing", "set `speed.activation_checkpointing: auto`, or full"
         problem = Problem(what, key, found=found, fix=fix, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    if plan.away and asked == "auto":
+    if plan.away and requested == "auto":
         leaves = (plan.kept - plan.norms - plan.mlps) * plan.away * plan.pinned
         if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
             return Choice("mlp", f"auto: {leaves:.0f} GiB of other activations are offloaded to CPU memory")
         return Choice("full", "speed.offload offloads the inputs of recomputed layers")
-    if asked != "auto":
-        kind, _, count = asked.partition(":")
+    if requested != "auto":
+        kind, _, count = requested.partition(":")
         every = "full" if kind == "full" else "mlp"  # `mlp_int8:N` of all N layers is `mlp`
-        return Choice(every if count and int(count) >= layers else asked, "asked for")
+        return Choice(every if count and int(count) >= layers else requested, "asked for")
     if hardware.device == "cpu":
         return Choice("none", "auto: CPU memory is large enough")
     free = max(0.0, plan.room)

@@ -108,12 +108,12 @@ def _lacks(config: ModelConfig) -> tuple[str, ...]:
 
 
 def choose(
-    asked: str, hardware: Hardware, dtype: str, attends: Attends | None = None, rows: Rows | None = None
+    requested: str, hardware: Hardware, dtype: str, attends: Attends | None = None, rows: Rows | None = None
 ) -> tuple[str, str]:
     """Choose the attention implementation. Return it with the reason.
 
     Args:
-        asked: `model.attention`.
+        requested: `model.attention`.
         dtype: the dtype of queries, keys and values: float32, bfloat16 or float16.
         attends: the properties of the model's attention; `None`: as in Llama.
         rows: the training sequences; `None`: for evaluation.
@@ -123,15 +123,15 @@ def choose(
     """
     attends = attends or Attends()
     if rows is None:
-        return for_evaluation(asked, attends)
-    if asked != "auto":
-        found = obstacle(asked, hardware, dtype, attends, rows, installed=hardware.here)
+        return for_evaluation(requested, attends)
+    if requested != "auto":
+        found = obstacle(requested, hardware, dtype, attends, rows, installed=hardware.here)
         if found:
-            fix = f"set `model.attention: {'eager' if asked in attends.lacks else 'auto'}`"
-            what, code = f"{asked} does not run this model on this machine", "attention-kernel"
-            problem = Problem(what, "model.attention", found=asked, why=found, fix=fix, code=code)
+            fix = f"set `model.attention: {'eager' if requested in attends.lacks else 'auto'}`"
+            what, code = f"{requested} does not run this model on this machine", "attention-kernel"
+            problem = Problem(what, "model.attention", found=requested, why=found, fix=fix, code=code)
             raise UserError(problem, code=Exit.ENVIRONMENT)
-        return asked, "asked for"
+        return requested, "asked for"
     passed_over: list[str] = []
     for name in candidates(hardware, rows):
         why_not = obstacle(name, hardware, dtype, attends, rows)
@@ -158,15 +158,15 @@ def _masked(attends: Attends) -> str:
     return "eager" if attends.softcap or attends.sinks or "sdpa" in attends.lacks else "sdpa"
 
 
-def for_evaluation(asked: str, attends: Attends) -> tuple[str, str]:
+def for_evaluation(requested: str, attends: Attends) -> tuple[str, str]:
     """Choose an implementation that supports left padding and a KV cache. Return it with the reason."""
-    if asked == "eager":
+    if requested == "eager":
         return "eager", "asked for"
     if attends.softcap or attends.sinks:
         return "eager", "evaluation: only eager supports a mask and this model's softcap or sinks"
     if _masked(attends) == "eager":
         return "eager", f"evaluation: transformers has no sdpa for {attends.family}"
-    return "sdpa", "asked for" if asked == "sdpa" else "evaluation: supports left padding and a KV cache"
+    return "sdpa", "asked for" if requested == "sdpa" else "evaluation: supports left padding and a KV cache"
 
 
 def obstacle(
@@ -279,7 +279,7 @@ def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
     flags = CONFIG["build_flags"].items()
     off = {flag.rpartition("DISABLE_")[2] for flag, is_off in flags if is_off}
     largest = max((size for size in (64, 96, 128, 192, 256) if f"HDIM{size}" not in off), default=0)
-    asked = {
+    missing = {
         "the backward pass": "BACKWARD" in off,
         "packed sequences": "VARLEN" in off and rows.packed,
         "float16": "FP16" in off and dtype == "float16",
@@ -287,7 +287,7 @@ def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
         "a sliding window": "LOCAL" in off and attends.window is not None and attends.window < rows.longest,
         f"heads of size {attends.head_size}": attends.head_size > largest,
     }
-    return next((what for what, is_so in asked.items() if is_so), "")
+    return next((what for what, is_so in missing.items() if is_so), "")
 
 
 def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -> str:

@@ -31,7 +31,7 @@ def whole_base(started: Launch) -> str:
 
 
 def choose_base(
-    asked: str,
+    requested: str,
     adapter_type: str,
     precision: str,
     machine: Hardware,
@@ -41,7 +41,7 @@ def choose_base(
     """Choose how the base weights are stored: quantized, or in the dtype of the launch's precision.
 
     Args:
-        asked: `model.quantization`.
+        requested: `model.quantization`.
         adapter_type: `adapter.type`.
         precision: the launch's mixed precision.
         against_fp8: returns why `auto` must not choose fp8 for this recipe and model, or the empty string. It
@@ -54,14 +54,14 @@ def choose_base(
             checkpoint is stored in another quantization than the recipe asks for (exit 2).
     """
     if stored and stored.stays:
-        return _as_stored(stored, asked)
+        return _as_stored(stored, requested)
     if stored:
-        choice = choose_base(asked, adapter_type, precision, machine, against_fp8)
+        choice = choose_base(requested, adapter_type, precision, machine, against_fp8)
         if choice.value not in QUANTIZED:
             choice = choice._replace(reason=f"{choice.reason}; dequantized from {stored} while loading")
         return choice
     meant = adapter_types.find(adapter_type).storage
-    storage = asked if asked in QUANTIZED else meant
+    storage = requested if requested in QUANTIZED else meant
     if storage == "fp8":
         return _asked_for_fp8(mixed_precision.fp8_missing(machine, precision), reopened=against_fp8 is None)
     if storage:
@@ -69,12 +69,12 @@ def choose_base(
         if problem:
             raise UserError(problem, code=Exit.ENVIRONMENT)
         return Choice(
-            storage, "asked for" if asked in QUANTIZED else f"{adapter_type} means a 4-bit base model"
+            storage, "asked for" if requested in QUANTIZED else f"{adapter_type} means a 4-bit base model"
         )
     if adapter_type == "full":
         return Choice("fp32", "full fine-tuning keeps fp32 weights under autocast")
     plain = {"no": "fp32", "fp16": "fp16"}.get(precision, "bf16")
-    if asked == "none":
+    if requested == "none":
         return Choice(plain, "asked for")
     if against_fp8 is None or precision != "bf16":
         return Choice(plain, f"precision {precision}")
@@ -84,11 +84,11 @@ def choose_base(
     return Choice("fp8", f"auto: {machine.name} has fp8 GEMMs, and the layers are large enough to gain")
 
 
-def _as_stored(stored: Stored, asked: str) -> Choice:
+def _as_stored(stored: Stored, requested: str) -> Choice:
     """Choose the storage of a checkpoint that bitsandbytes has quantized."""
-    if asked in QUANTIZED and asked != stored.storage:
-        what, fix = f"the checkpoint is stored in {stored}, not {asked}", "set `model.quantization: auto`"
-        raise UserError(Problem(what, "model.quantization", found=asked, fix=fix, code="quantization"))
+    if requested in QUANTIZED and requested != stored.storage:
+        what, fix = f"the checkpoint is stored in {stored}, not {requested}", "set `model.quantization: auto`"
+        raise UserError(Problem(what, "model.quantization", found=requested, fix=fix, code="quantization"))
     if problem := missing_package(stored.storage):
         raise UserError(problem, code=Exit.ENVIRONMENT)
     return Choice(stored.storage, f"as the checkpoint is stored ({stored_weights.DECLARED})")

@@ -33,9 +33,9 @@ def split_batch(train: Train, processes: int) -> Batch:
     Raises:
         UserError: the processes or the micro-batch size do not divide the effective batch size (exit 2).
     """
-    asked = train.per_device_train_batch_size
+    requested = train.per_device_train_batch_size
     # `auto` starts with one sequence.
-    effective, stated = train.effective_batch_size, 1 if asked == "auto" else asked
+    effective, stated = train.effective_batch_size, 1 if requested == "auto" else requested
     unit = processes * (stated or 1)
     if effective % unit:
         low, high = effective // unit * unit, (effective // unit + 1) * unit
@@ -157,10 +157,12 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
 
     The peak is never reached if the run ends during the warm-up, or if the decay begins during it.
     """
-    asked = _warm_up(train)
-    if not asked and train.passed_on().get("warmup_steps"):
+    warm_up_setting = _warm_up(train)
+    if not warm_up_setting and train.passed_on().get("warmup_steps"):
         return ["train.warmup_steps: the schedule constant has no warm-up; use constant_with_warmup"]
-    warm_up = int(asked) if asked >= 1 else math.ceil(asked * steps)  # as the Trainer counts
+    warm_up = (
+        int(warm_up_setting) if warm_up_setting >= 1 else math.ceil(warm_up_setting * steps)
+    )  # as the Trainer counts
     if warm_up < steps:
         decay = _decay(train)
         said = f"the run has {steps:,} steps, of which {warm_up:,} are warm-up and {decay:,} are decay"

@@ -66,7 +66,7 @@ class Work(NamedTuple):
 
 
 def choose_fused(
-    asked: str | bool, hardware: Hardware, *, adapted: bool, dtype: str, rounding: bool
+    requested: str | bool, hardware: Hardware, *, adapted: bool, dtype: str, rounding: bool
 ) -> Choice:
     """Choose whether adapters run through the fused forwards of `speed.fused_lora`.
 
@@ -79,13 +79,13 @@ def choose_fused(
         UserError: fused adapters are asked for, but there is no adapter (exit 2).
     """
     if not adapted:
-        if asked is True:
+        if requested is True:
             what, fix = "speed.fused needs an adapter, and full fine-tuning has none", "speed.fused: auto"
             texts = {"found": "true, with adapter.type: full", "fix": fix, "code": "recipe-conflict"}
             raise UserError(Problem(what, "speed.fused", **texts))
         return Choice("off", "full fine-tuning has no adapter to fuse")
-    if asked != "auto":
-        return Choice("on" if asked else "off", "asked for")
+    if requested != "auto":
+        return Choice("on" if requested else "off", "asked for")
     if hardware.device == "cpu":
         return Choice("off", "auto: on the CPU, PEFT's own forward pass runs")
     if dtype != "bfloat16":
@@ -120,7 +120,7 @@ def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
     return "" if act in FUSED_ACTIVATIONS else f"the experts' activation is {act}"
 
 
-def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
+def choose_compile(requested: str | bool, work: Work, hardware: Hardware) -> Choice:
     """Choose whether decoder layers are compiled. `auto` compiles if the run is long enough.
 
     The FLOPs of the GEMMs, which both plan and run know, give the estimated length.
@@ -128,9 +128,9 @@ def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
     Raises:
         UserError: CUDA graphs are asked for on a machine without a GPU (exit 3).
     """
-    check_compile(asked, hardware)
-    if asked != "auto":
-        return Choice("on" if asked else "off", "asked for")
+    check_compile(requested, hardware)
+    if requested != "auto":
+        return Choice("on" if requested else "off", "asked for")
     if hardware.device == "cpu":
         return Choice("off", "auto: compilation is not faster on the CPU")
     if work.eager:
@@ -145,11 +145,11 @@ def choose_compile(asked: str | bool, work: Work, hardware: Hardware) -> Choice:
     return Choice("on", text)
 
 
-def check_compile(asked: str | bool, hardware: Hardware) -> None:
+def check_compile(requested: str | bool, hardware: Hardware) -> None:
     """Stop if the recipe requests CUDA graphs on a machine without a GPU (exit 3)."""
-    if asked in GRAPHS and hardware.device == "cpu":
+    if requested in GRAPHS and hardware.device == "cpu":
         what, fix = "CUDA graphs need a GPU", "speed.compile: auto"
-        problem = Problem(what, "speed.compile", found=as_yaml(asked), fix=fix, code="hardware")
+        problem = Problem(what, "speed.compile", found=as_yaml(requested), fix=fix, code="hardware")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 

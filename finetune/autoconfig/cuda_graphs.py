@@ -80,17 +80,15 @@ def differs(
         f"a base model in {storage}": storage in STORED,
         "quantization-aware training": speed.qat is None,
     }
-    asked = f"set `speed.compile: {compilation.GRAPHS[0]}` to use them"
-    return next(
-        (f"not tested with {what}; {asked}" for what, is_tested in tried.items() if not is_tested), ""
-    )
+    fix = f"set `speed.compile: {compilation.GRAPHS[0]}` to use them"
+    return next((f"not tested with {what}; {fix}" for what, is_tested in tried.items() if not is_tested), "")
 
 
-def choose(asked: str | bool, compile: Choice, *, differs: str, products: float, kind: str) -> Choice:
+def choose(requested: str | bool, compile: Choice, *, differs: str, products: float, kind: str) -> Choice:
     """Choose whether compiled layers run as CUDA graphs, by the mode of torch.compile or if it pays off.
 
     Args:
-        asked: `speed.compile`.
+        requested: `speed.compile`.
         compile: the choice for `speed.compile`.
         differs: why `auto` must not record passes; the empty string if it may.
         products: seconds of one layer's GEMMs in a forward and backward pass.
@@ -98,8 +96,8 @@ def choose(asked: str | bool, compile: Choice, *, differs: str, products: float,
     """
     if compile.value != "on":
         return Choice("off", "layers are not compiled")
-    if asked not in ("auto", True):
-        return Choice("on" if asked in compilation.GRAPHS else "off", "asked for")
+    if requested not in ("auto", True):
+        return Choice("on" if requested in compilation.GRAPHS else "off", "asked for")
     launched, text = LAUNCHED[kind], f"a layer takes the GPU {products * 1e3:.1f} ms"
     if differs:
         return Choice("off", f"auto: {differs}")
@@ -119,10 +117,10 @@ def beside(
     Returns:
         Activation checkpointing, offloading, CUDA graphs, and the resulting memory plan.
     """
-    asked = checkpointing, speed.offload
+    requested = checkpointing, speed.offload
     if chosen.value == "on":
         again, offload, left = activation_checkpointing.choose(
-            *asked, plan._replace(room=plan.room - plan.graphs), hardware
+            *requested, plan._replace(room=plan.room - plan.graphs), hardware
         )
         against = compilation.against_graphs(compilation.GRAPHS[0], again.value, offload.value)
         fits = max(memory_estimate.at_once(left, again.value)) <= left.room
@@ -131,7 +129,7 @@ def beside(
         if speed.compile not in compilation.GRAPHS:
             room = f"the {plan.graphs:.2g} GiB of CUDA graphs do not fit in memory"
             chosen = Choice("off", f"auto: {RECOMPUTED if against else room}")
-    again, offload, plan = activation_checkpointing.choose(*asked, plan, hardware)
+    again, offload, plan = activation_checkpointing.choose(*requested, plan, hardware)
     return again, offload, chosen, plan
 
 

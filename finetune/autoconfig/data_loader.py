@@ -35,8 +35,8 @@ def loader(
         UserError: a setting needs workers, but there are none (exit 2).
     """
     own = 0 if hardware.device == "cpu" else max(1, min(2, hardware.cpu_cores // processes - 1))
-    asked = given.get("dataloader_num_workers")
-    workers = own if asked is None else asked
+    requested = given.get("dataloader_num_workers")
+    workers = own if requested is None else requested
     for name in OF_WORKERS:  # torch raises this error only after the model is loaded
         if given.get(name) and not workers:
             what, fix = f"{name} needs data loader workers", "train.dataloader_num_workers: 2"

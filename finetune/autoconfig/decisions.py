@@ -92,7 +92,7 @@ class Decisions(NamedTuple):
         }
 
 
-def decide_fused(spec: ModelSpec, asked: str | bool, hardware: Hardware, sharded: str = "") -> Choice:
+def decide_fused(spec: ModelSpec, requested: str | bool, hardware: Hardware, sharded: str = "") -> Choice:
     """Decide whether adapters run through the fused forwards of `speed.fused_lora`.
 
     Args:
@@ -106,16 +106,16 @@ def decide_fused(spec: ModelSpec, asked: str | bool, hardware: Hardware, sharded
         return Choice("off", _unknown(spec))
     if sharded and spec.adapted:
         reason = f"{sharded} shards the weights, and fused layers need whole weights"
-        if asked is True:
+        if requested is True:
             texts = {"found": f"true, with {sharded}", "fix": "speed.fused: auto", "code": "speed-option"}
             raise UserError(Problem(reason, "speed.fused", **texts), code=Exit.ENVIRONMENT)
-        return Choice("off", reason if asked == "auto" else "asked for")
+        return Choice("off", reason if requested == "auto" else "asked for")
     chosen = compilation.choose_fused(
-        asked, hardware, adapted=spec.adapted, dtype=spec.dtype, rounding=spec.rounding
+        requested, hardware, adapted=spec.adapted, dtype=spec.dtype, rounding=spec.rounding
     )
     if chosen.value == "off" or not spec.obstacle:
         return chosen
-    if asked is True:
+    if requested is True:
         raise none_fused(spec.obstacle)
     return Choice("off", f"auto: {spec.obstacle}")
 
@@ -151,8 +151,8 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     plan = plan_memory(spec, work, keeps, speed.offload)
     plan = plan._replace(unfused=f"speed.fused: {spec.unfused or fused.reason}")
     once = work.once and speed.activation_checkpointing == "auto"
-    asked = "none" if once else speed.activation_checkpointing
-    checkpointing, offload, graphs, plan = cuda_graphs.beside(graphs, speed, asked, plan, hardware)
+    requested = "none" if once else speed.activation_checkpointing
+    checkpointing, offload, graphs, plan = cuda_graphs.beside(graphs, speed, requested, plan, hardware)
     _refuse(compilation.against_graphs(speed.compile, checkpointing.value, offload.value, work.sharded))
     if once:
         why = f"auto: TransformerEngine's fp8 applies only in the forward pass, and {launch_environment.ONCE}"

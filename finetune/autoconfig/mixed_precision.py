@@ -90,10 +90,10 @@ def launch(hardware: Hardware) -> Launch:
     Raises:
         UserError: the GPU has no bf16 or no fp8 GEMMs, or fp16 is asked for on the CPU (exit 3).
     """
-    asked = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    requested = os.environ.get("ACCELERATE_MIXED_PRECISION")
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    launcher = "accelerate" if asked else "torchrun" if torchrun else "none"
-    precision, reason = (asked, "its mixed_precision") if asked else default_precision(hardware)
+    launcher = "accelerate" if requested else "torchrun" if torchrun else "none"
+    precision, reason = (requested, "its mixed_precision") if requested else default_precision(hardware)
     processes, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     fp8 = launch_environment.fp8()
     if fp8.kind:
@@ -104,7 +104,7 @@ def launch(hardware: Hardware) -> Launch:
             problem = Problem(what, found=found, why=missing, fix=fix, code="hardware")
             raise UserError(problem, code=Exit.ENVIRONMENT)
     check_precision(precision, hardware)
-    by = "launch" if asked else "hardware"
+    by = "launch" if requested else "hardware"
     split = launch_environment.sharded(), fp8.kind, launch_environment.splitter()
     return Launch(launcher, processes, rank, precision, by, reason, *split)
 
@@ -141,13 +141,13 @@ def fp8_missing(machine: Hardware, precision: str) -> str:
     return "" if precision == "bf16" else f"fp8 GEMMs return bf16, and the launch's precision is {precision}"
 
 
-def check_tf32(asked: bool | None, hardware: Hardware) -> None:
+def check_tf32(requested: bool | None, hardware: Hardware) -> None:
     """Refuse `train.tf32` on a device that has no such mode.
 
     Raises:
         UserError: exit 3.
     """
-    if asked and hardware.capability < (8, 0):
+    if requested and hardware.capability < (8, 0):
         what = "TF32 needs a GPU of compute capability 8.0 or more"
         problem = Problem(what, "train.tf32", found=hardware.name, fix="remove `train.tf32`", code="hardware")
         raise UserError(problem, code=Exit.ENVIRONMENT)

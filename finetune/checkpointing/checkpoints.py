@@ -99,10 +99,10 @@ class Writer:
     def add_run_check(self, checks: RunChecks) -> None:
         """Add a run check with the number of written checkpoints and the time that training paused."""
         if self.written:
-            got = f"{self.written} written; training paused for at most {max(self.waited):.2f} s"
+            actual = f"{self.written} written; training paused for at most {max(self.waited):.2f} s"
             how = "time of each pause; a thread writes the files while training continues"
-            asked = f"{len(self.waited)} written"
-            checks.add("checkpoints", asked, got, how, ok=self.written == len(self.waited))
+            expected = f"{len(self.waited)} written"
+            checks.add("checkpoints", expected, actual, how, ok=self.written == len(self.waited))
 
     def close(self) -> None:
         """Finish the last write when the run ends for any reason. Print its error instead of raising it."""

@@ -49,17 +49,17 @@ BESIDE = (".*.tmp", "nonfinite-step-*")
 MARKS = {"recipe.resolved.yaml", "checks.json", renames.FILES["checks.json"], lock.LOCK}
 
 
-def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, Any]) -> bool:
+def nothing_to_do(output_dir: str | None, requested: str | None, recipe: dict[str, Any]) -> bool:
     """Return whether the run to resume is finished already. Nothing is loaded.
 
     Args:
-        asked: the value of --resume; `None`: a new run.
+        requested: the value of --resume; `None`: a new run.
 
     Raises:
         UserError: the folder belongs to something else, has no checkpoint, or has weights that were not
             evaluated (exit 2). The run is finished and has another recipe (exit 4).
     """
-    if asked is None:
+    if requested is None:
         lock.check_free(output_dir)
         return False
     if output_dir is None:
@@ -90,7 +90,7 @@ def nothing_to_do(output_dir: str | None, asked: str | None, recipe: dict[str, A
         evaluate = command_lines.command("evaluate", str(folder.path))
         fix = f"{evaluate}, or choose a new train.output_dir to train again"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix, code="run-folder"))
-    if asked != "auto":
+    if requested != "auto":
         what, fix = (
             "the run has no checkpoint to resume from",
             "use --resume=auto to start from the beginning",
@@ -132,21 +132,25 @@ def _saved(folder: RunFolder) -> bool:
     return whole and (folder.checkpoints / checkpoints.CONTRACT).exists()
 
 
-def find_in(where: str | None, asked: str | None) -> Found | None:
+def find_in(where: str | None, requested: str | None) -> Found | None:
     """Return the verified checkpoint to resume from in this folder, as `find` does."""
-    return find(RunFolder(Path(where)), asked) if where else None
+    return find(RunFolder(Path(where)), requested) if where else None
 
 
-def find(folder: RunFolder, asked: str | None) -> Found | None:
+def find(folder: RunFolder, requested: str | None) -> Found | None:
     """Return the verified checkpoint to resume from; `None` for a new run.
 
     Raises:
         UserError: there is no checkpoint of that name (exit 2), or it does not verify (exit 4).
     """
-    if asked is None:
+    if requested is None:
         return None
-    by_name = asked.startswith("step-")
-    return checkpoints.named(folder.checkpoints, asked) if by_name else checkpoints.newest(folder.checkpoints)
+    by_name = requested.startswith("step-")
+    return (
+        checkpoints.named(folder.checkpoints, requested)
+        if by_name
+        else checkpoints.newest(folder.checkpoints)
+    )
 
 
 def begin(

@@ -190,7 +190,7 @@ def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed
         raise UserError(problem, code=Exit.ARTIFACT)
 
 
-def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:
+def as_chosen(requested: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:
     """Replace `auto` with the checkpoint's activation checkpointing, offloading and CUDA graphs.
 
     A new choice would depend on the memory that is free today. It could store gate and up of other layers in
@@ -204,29 +204,29 @@ def as_chosen(asked: Speed, found: Found | None, hardware: str) -> tuple[Speed, 
         The section, and its keys that come from the checkpoint.
     """
     if not found or found.contract["facts"].get("hardware") != hardware:
-        return asked, set()
+        return requested, set()
     now, chosen = (
-        {key: getattr(asked, key) for key in ("activation_checkpointing", "offload")},
+        {key: getattr(requested, key) for key in ("activation_checkpointing", "offload")},
         found.contract["chosen"],
     )
     if any(found.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
-        return asked, set()  # each choice depends on the other
+        return requested, set()  # each choice depends on the other
     auto = [key for key, value in now.items() if value == "auto"]
     kept = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
-    if asked.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
+    if requested.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
         kept["compile"] = GRAPHS[0] if chosen["speed.graphs"] == "on" else "default"
-    return asked.model_copy(update=kept), set(kept)
+    return requested.model_copy(update=kept), set(kept)
 
 
 def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a line for each `auto` that chose another value than in the checkpoint's run."""
-    then, today, asked = kept["chosen"], now["chosen"], now["recipe"]
+    then, today, recipe = kept["chosen"], now["chosen"], now["recipe"]
     both = sorted(then.keys() & today.keys() - set(IGNORED))
     return [
         f"{key}: auto chose {_short(then[key])} before and {_short(today[key])} now"
         f"{_consequence(key, then, today)}"
         for key in both
-        if then[key] != today[key] and (kept["recipe"].get(key) == asked.get(key))
+        if then[key] != today[key] and (kept["recipe"].get(key) == recipe.get(key))
     ]
 
 

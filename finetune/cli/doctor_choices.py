@@ -26,8 +26,8 @@ def attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
         except UserError:
             unread = f"; assumes a Llama, because no config of {recipe.model.name} can be read"
     try:
-        asked = recipe.model.attention if recipe else "auto"
-        name, reason = attention_choice.choose(asked, machine, dtype, attends, rows)
+        requested = recipe.model.attention if recipe else "auto"
+        name, reason = attention_choice.choose(requested, machine, dtype, attends, rows)
         return run_checks.Choice(name, f"{reason}{unread}")
     except UserError as error:
         return "-", error.problems[0].why
@@ -39,10 +39,10 @@ def base(recipe: Recipe | None, machine: Hardware) -> run_checks.Choice:
     def against_fp8() -> str:
         return fp8_support.against_fp8(recipe) if recipe else "the model is not known without a recipe"
 
-    asked, kind = (recipe.model.quantization, recipe.adapter.type) if recipe else ("auto", "lora")
+    requested, kind = (recipe.model.quantization, recipe.adapter.type) if recipe else ("auto", "lora")
     try:
         return base_quantization.choose_base(
-            asked, kind, mixed_precision.launch(machine).precision, machine, against_fp8
+            requested, kind, mixed_precision.launch(machine).precision, machine, against_fp8
         )
     except UserError as error:
         return run_checks.Choice("-", f"{error.problems[0].what}; {error.problems[0].fix}")

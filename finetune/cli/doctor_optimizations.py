@@ -53,9 +53,9 @@ def _precision(machine: Hardware, given: dict[str, Any], base: run_checks.Choice
     tf32 = Optimization("TF32", "train.tf32", "not possible", "no GPU with TF32", "sm_80")
     if gpu and ampere:
         bf16 = bf16._replace(state="active", why="the default on GPUs that support bf16")
-        asked = bool(given.get("tf32"))
-        why = "asked for" if asked else "bf16 autocast leaves little in fp32; set train.tf32=true"
-        tf32 = tf32._replace(state="active" if asked else "off", why=why)
+        requested = bool(given.get("tf32"))
+        why = "asked for" if requested else "bf16 autocast leaves little in fp32; set train.tf32=true"
+        tf32 = tf32._replace(state="active" if requested else "off", why=why)
     fp8 = "active" if base.value == "fp8" else "off"
     missing = mixed_precision.fp8_missing(machine, mixed_precision.launch(machine).precision)
     fp8, why = ("not possible", missing) if missing else (fp8, base.reason)
@@ -73,10 +73,10 @@ def _attention(recipe: Recipe | None, machine: Hardware) -> Optimization:
 def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Optimization]:
     compile, reason = choose_compile(speed.compile, Work(0, None), machine)
     state = "active" if compile == "on" else "off"
-    asked, gpu = speed.activation_checkpointing != "auto", machine.device == "cuda"
-    checkpointing = "active" if speed.activation_checkpointing != "none" and (asked or gpu) else "off"
-    why = "asked for" if asked else "auto: CPU memory is large enough"
-    if gpu and not asked:
+    is_set, gpu = speed.activation_checkpointing != "auto", machine.device == "cuda"
+    checkpointing = "active" if speed.activation_checkpointing != "none" and (is_set or gpu) else "off"
+    why = "asked for" if is_set else "auto: CPU memory is large enough"
+    if gpu and not is_set:
         why = "auto: chosen when the model is loaded, from its size and the GPU memory"
     meant = find(recipe.adapter.type).storage if recipe else ""
     quantization = recipe.model.quantization if recipe else "auto"
@@ -93,12 +93,12 @@ def _memory(speed: Speed, recipe: Recipe | None, machine: Hardware) -> list[Opti
     ]
 
 
-def _offload(asked: str, machine: Hardware) -> tuple[str, str]:
+def _offload(requested: str, machine: Hardware) -> tuple[str, str]:
     if machine.device == "cpu":
         return "not possible", "there is no GPU whose memory it could save"
-    if asked == "auto":
+    if requested == "auto":
         return "off", "auto: chosen when the model is loaded, if a large fp8 model needs memory"
-    return ("off", "asked for: none") if asked == "none" else ("active", asked)
+    return ("off", "asked for: none") if requested == "none" else ("active", requested)
 
 
 def _loss(speed: Speed) -> Optimization:

@@ -118,10 +118,14 @@ def _extras() -> list[tuple[str, str, str]]:
 def _problem(package: str, found: str | None) -> str:
     """Return a known problem of an installed version."""
     if package == "transformers":
-        asked = next((r for r in map(Requirement, requires(package) or ()) if r.name == "kernels"), None)
+        requirement = next(
+            (r for r in map(Requirement, requires(package) or ()) if r.name == "kernels"), None
+        )
         have = next((one.version for one in distributions(name="kernels")), "")
-        if asked and have and not asked.specifier.contains(have):
-            return f"needs kernels{asked.specifier}, found {have}: transformers disables all Hub kernels"
+        if requirement and have and not requirement.specifier.contains(have):
+            return (
+                f"needs kernels{requirement.specifier}, found {have}: transformers disables all Hub kernels"
+            )
     if package == "finetune-toolkit" and found is None:
         return "not installed; run pip install -e ."
     return "" if found else "not installed"

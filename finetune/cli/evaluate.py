@@ -40,9 +40,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         options.overrides += [text for text in options.tasks if "=" in text]
         options.overrides.append(f"eval.tasks={json.dumps(named)}")
     run = opened(options)
-    asked = run_folder.recipe_of(run, options.overrides).eval
-    tasks.check(asked)
-    tasks.check_names(asked)
+    settings = run_folder.recipe_of(run, options.overrides).eval
+    tasks.check(settings)
+    tasks.check_names(settings)
     again = ["evaluate", str(run.path), *options.overrides, *arguments.flags(options)]
     launcher.if_needed(again, functools.partial(processes_of, run, options.overrides))
     quieten_libraries()

@@ -32,5 +32,5 @@ def publish(options: argparse.Namespace) -> dict[str, Any]:
 
     overrides = [*options.overrides, *[f"publish.repo={json.dumps(options.repo)}"] * bool(options.repo)]
     overrides += ["publish.private=false"] if options.public else []
-    screen, asked = Console(quiet=options.quiet), {"merged": options.merged, "dry_run": options.dry_run}
-    return publishing.run(opened(options).path, screen, overrides, **asked)
+    screen, switches = Console(quiet=options.quiet), {"merged": options.merged, "dry_run": options.dry_run}
+    return publishing.run(opened(options).path, screen, overrides, **switches)

@@ -41,10 +41,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds = options.hours * 3600 if options.hours is not None else None
     limits = options.trials, seconds
     more = {"accelerate": options.accelerate, "final": options.final}
-    asked = sweep_request.SweepRequest(
+    request = sweep_request.SweepRequest(
         options.recipe, options.overrides, Path(path), folder, *limits, url, **more
     )
-    return study.run(asked, quiet=options.quiet)
+    return study.run(request, quiet=options.quiet)
 
 
 def export(options: argparse.Namespace, path: Path, target: Path) -> None:

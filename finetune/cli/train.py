@@ -80,9 +80,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         where = recipe.train.output_dir
         # A finished run does not change, so it is not published again.
         finished = where is not None and run_folder.RunFolder(Path(where)).finished
-        asked: dict[str, Any] = {"resumes": options.resume, "until": options.until}
+        requested: dict[str, Any] = {"resumes": options.resume, "until": options.until}
         try:
-            folder = pipeline.run(recipe, verbosity=_verbosity(options), command=True, **asked)
+            folder = pipeline.run(recipe, verbosity=_verbosity(options), command=True, **requested)
         except Stopped as stopped:
             again = shlex.join(launcher.command_line(arguments.go_on(options, stopped.folder)))
             raise Stopped(f"{visible(stopped)}\n  resume with: {visible(again)}") from None

@@ -279,10 +279,10 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """
     if len(name) > LONGEST_NAME:
         return ""
-    asked, offered = name.lower(), sorted(names) if isinstance(names, Set) else names
+    wanted, offered = name.lower(), sorted(names) if isinstance(names, Set) else names
     by_lower = {candidate.lower(): candidate for candidate in offered}
-    turned = [asked[:i] + asked[i : i + 2][::-1] + asked[i + 2 :] for i in range(len(asked) - 1)]
-    found = [other for other in (asked, *turned) if other in by_lower]
-    found += [other for other in by_lower if len(asked) > 2 and other.startswith(asked)]
-    found += get_close_matches(asked, by_lower, n=1, cutoff=0.6)
+    turned = [wanted[:i] + wanted[i : i + 2][::-1] + wanted[i + 2 :] for i in range(len(wanted) - 1)]
+    found = [other for other in (wanted, *turned) if other in by_lower]
+    found += [other for other in by_lower if len(wanted) > 2 and other.startswith(wanted)]
+    found += get_close_matches(wanted, by_lower, n=1, cutoff=0.6)
     return by_lower[found[0]] if found else ""

@@ -108,13 +108,13 @@ def other_prompt(own: ChatTemplate, template: ChatTemplate, tools: Tools) -> tup
 def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict[str, Any]:
     """Render test chats to find the text that a template adds around a turn and the parts that it omits."""
     user, answer = {"role": "user", "content": "qzuser"}, {"role": "assistant", "content": "qzanswer"}
-    (asked,) = render(template, [([user], tools)])
-    if asked.error.startswith(BROKEN):
+    (rendered,) = render(template, [([user], tools)])
+    if rendered.error.startswith(BROKEN):
         what, fix = "the chat template is not valid", "chat_template: chatml"
-        raise UserError(Problem(what, KEY, found=asked.error, fix=fix, code="chat-template"))
-    if not asked.error and user["content"] not in asked.text:
+        raise UserError(Problem(what, KEY, found=rendered.error, fix=fix, code="chat-template"))
+    if not rendered.error and user["content"] not in rendered.text:
         what, why = "the chat template ignores the content of messages", "it may be a template for images"
-        raise UserError(Problem(what, KEY, found=asked.text[:200], why=why, code="chat-template"))
+        raise UserError(Problem(what, KEY, found=rendered.text[:200], why=why, code="chat-template"))
     (with_prompt,) = render(template, [([user], tools)], prompt=True)
     function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
     call = {"id": "callqz001", "type": "function", "function": function}
@@ -128,9 +128,9 @@ def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict
     shown += [(key, "qzthought", reasoning) for key in REASONING_KEYS]
     tail = plain.text.rpartition(answer["content"])[2]
     end = ends.search(tail)
-    added = asked.text and with_prompt.text.startswith(asked.text)
+    added = rendered.text and with_prompt.text.startswith(rendered.text)
     return {
-        "prompt_end": with_prompt.text.removeprefix(asked.text) if added else "",
+        "prompt_end": with_prompt.text.removeprefix(rendered.text) if added else "",
         "after_turn": tail[end.end() :] if end else "",
         "leaves_out": frozenset(kind for kind, word, at in shown if not at.error and word not in at.text),
     }

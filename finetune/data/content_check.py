@@ -145,9 +145,11 @@ def refuse(example: Example, missing: list[Part]) -> Part:
         BadRow: the template must not omit a missing part.
     """
     messages = example.messages or ()
-    asked = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
+    last_user_turn = max(
+        (number for number, message in enumerate(messages) if message["role"] == "user"), default=0
+    )
     for part in missing:
-        if part.kind not in OPTIONAL or (part.kind == "reasoning" and part.message > asked):
+        if part.kind not in OPTIONAL or (part.kind == "reasoning" and part.message > last_user_turn):
             where = example.where + (f", message {part.message}" if part.message >= 0 else "")
             fix = "data.chat_template: qwen3"
             fix = f"reasoning: cut, or {fix}" if part.kind == "reasoning" else fix

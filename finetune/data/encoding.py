@@ -215,8 +215,8 @@ class Encoder:
         """
         special, found = self.tokenizer.special_tokens_map, dict[int, str]()
         for encoder, chosen in self._by_template(examples):
-            asked = [((examples[index].messages or [])[:-1], examples[index].tools) for index in chosen]
-            texts = render(ChatTemplate(encoder.own, special, encoder.date), asked, prompt=True)
+            prompts = [((examples[index].messages or [])[:-1], examples[index].tools) for index in chosen]
+            texts = render(ChatTemplate(encoder.own, special, encoder.date), prompts, prompt=True)
             for index, text in zip(chosen, texts, strict=True):
                 if text.error:
                     what, fix = (

@@ -61,18 +61,18 @@ class BadRows:
         """Return the problems of a kind: each row if there are few, else each distinct problem."""
         keys = [key for key in self.first if key[0] == kind]
         few = self.count(kind) <= MAX_SHOWN
-        found: list[Problem] = []
+        problems: list[Problem] = []
         for key in keys:
             first, count = self.first[key], self.rows[key]
             if first[0].roles:
-                found.append(self._roles(first[0].problem))
+                problems.append(self._roles(first[0].problem))
             elif first[0].format:
-                found += self._formats()
+                problems += self._formats()
             elif few or count == 1:
-                found += [bad.problem for bad in first]
+                problems += [bad.problem for bad in first]
             else:
-                found.append(replace(first[0].problem, what=f"{key[1]} (in {count} examples)"))
-        return found[:MAX_KINDS]
+                problems.append(replace(first[0].problem, what=f"{key[1]} (in {count} examples)"))
+        return problems[:MAX_KINDS]
 
     def _roles(self, first: Problem) -> Problem:
         """Return one problem that names all unknown roles."""

@@ -90,11 +90,11 @@ def _first_turn(value: dict[str, Any], data: Data) -> str:
     history = value.get("history")
     if isinstance(history, list) and history and isinstance(history[0], list) and history[0]:
         return json.dumps(history[0][0], default=str)
-    if isinstance(asked := value.get("prompt"), str):
-        return json.dumps(asked) if asked.strip() else ""
-    if isinstance(asked := value.get("instruction"), str) and asked.strip():
+    if isinstance(requested := value.get("prompt"), str):
+        return json.dumps(requested) if requested.strip() else ""
+    if isinstance(requested := value.get("instruction"), str) and requested.strip():
         more = value.get("input")
-        return json.dumps(f"{asked}\n\n{more}" if isinstance(more, str) and more.strip() else asked)
+        return json.dumps(f"{requested}\n\n{more}" if isinstance(more, str) and more.strip() else requested)
     return ""
 
 
@@ -216,9 +216,9 @@ def _with_system(messages: list[Message], column: str) -> list[Message]:
 def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any]:
     """Return the messages of a row without changes."""
     if format == "alpaca":
-        asked = _text(value, "instruction", row)
+        instruction = _text(value, "instruction", row)
         more = _text(value, "input", row, empty=True) if value.get("input") is not None else ""
-        content = f"{asked}\n\n{more}" if more.strip() else asked
+        content = f"{instruction}\n\n{more}" if more.strip() else instruction
         answer = _text(value, "output", row)
         last = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
         return [*_history(value, row), *last]

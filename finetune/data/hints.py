@@ -47,14 +47,16 @@ def columns(names: Sequence[str], value: dict[str, Any], file: str) -> tuple[str
     lists = [name for name in names if isinstance(value.get(name), list) and any(map(_is_row, value[name]))]
     if lists:
         return "", f'write a file with only the list under "{lists[0]}"'
-    asked = next((by_name[name] for name in ASKED if name in by_name), next(iter(names), "question"))
-    answered = next((by_name[name] for name in ANSWERED if by_name.get(name, asked) != asked), "")
+    question = next((by_name[name] for name in ASKED if name in by_name), next(iter(names), "question"))
+    answered = next((by_name[name] for name in ANSWERED if by_name.get(name, question) != question), "")
     if len(names) == 1:
-        fix = f"add a column with answers, or train on all of the text: columns: {{text: {_quoted(asked)}}}"
+        fix = (
+            f"add a column with answers, or train on all of the text: columns: {{text: {_quoted(question)}}}"
+        )
         return "an example needs an answer", fix
     answer = _quoted(answered) if answered else "..."
-    ours = ("prompt", "completion") if asked.strip().lower() == "prompt" else ("instruction", "output")
-    return "", f"columns: {{{ours[0]}: {_quoted(asked)}, {ours[1]}: {answer}}}"
+    ours = ("prompt", "completion") if question.strip().lower() == "prompt" else ("instruction", "output")
+    return "", f"columns: {{{ours[0]}: {_quoted(question)}, {ours[1]}: {answer}}}"
 
 
 def separator(header: Sequence[str]) -> tuple[str, str, str] | None:

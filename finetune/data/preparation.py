@@ -235,11 +235,11 @@ def measure_prompts(examples: list[Example], audit: Audit) -> None:
     Raises:
         UserError: a prompt cannot be rendered, or has token ids outside the vocabulary (exit 2).
     """
-    asked = [example for example in examples if example.asks]
-    if asked:
-        prompts = audit.encoder_for(any(example.messages for example in asked)).prompts(asked)
+    with_prompt = [example for example in examples if example.asks]
+    if with_prompt:
+        prompts = audit.encoder_for(any(example.messages for example in with_prompt)).prompts(with_prompt)
         audit.report.longest_prompt = max(map(len, prompts))
-        for example, ids in zip(asked, prompts, strict=True):
+        for example, ids in zip(with_prompt, prompts, strict=True):
             audit.look_at_ids(ids, example.where)
         audit.check_ids()
 

@@ -72,13 +72,13 @@ def check_of_the_hub(data: Data) -> None:
         UserError: all sources are files, or a name is not valid on the Hub (exit 2).
     """
     split = data.split if data.split != Data.model_fields["split"].default else None
-    asked = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
+    hub_keys = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
     items = data.name if isinstance(data.name, list) else [data.name]
     files_only = [files(source.name, "data.name") is not None for source in sources(data)]
     for source, is_file in zip(sources(data), files_only, strict=True):
         if not is_file:
             hub_datasets.check_name(source.name)
-    wrong = [(key, value) for key, value in asked.items() if value and all(files_only)]
+    wrong = [(key, value) for key, value in hub_keys.items() if value and all(files_only)]
     for item, is_file in zip(items, files_only, strict=True):
         if isinstance(item, Source) and is_file:
             more = {"revision": item.revision, "subset": item.subset, "split": item.split}
@@ -172,11 +172,11 @@ def note_on_share(data: Data, rows: int, held_out: int) -> list[str]:
     """
     if data.validation_fraction is None:
         return []
-    asked = count_held_out(rows, data.validation_fraction)
-    if abs(held_out - asked) <= FAR * asked:
+    validation_count = count_held_out(rows, data.validation_fraction)
+    if abs(held_out - validation_count) <= FAR * validation_count:
         return []
     why = "examples of one conversation or of equal content stay together"
-    said = f"the validation set has {held_out:,} examples in place of {asked:,}"
+    said = f"the validation set has {held_out:,} examples in place of {validation_count:,}"
     return [f"data.validation_fraction: {said}, because {why}"]
 
 
@@ -468,13 +468,13 @@ def _commit(source: Source) -> str:
     """Return the current commit of a Hub dataset, or the recipe's revision if the Hub does not answer."""
     from huggingface_hub import HfApi
 
-    asked = source.revision or "main"
-    if client.COMMIT.fullmatch(asked):
-        return asked
+    revision = source.revision or "main"
+    if client.COMMIT.fullmatch(revision):
+        return revision
     try:
-        return HfApi().dataset_info(source.name, revision=asked).sha or asked
+        return HfApi().dataset_info(source.name, revision=revision).sha or revision
     except Exception:  # no network, offline mode or gated dataset: loading reports the reason
-        return asked
+        return revision
 
 
 def _hub(source: Source) -> Rows:

@@ -474,8 +474,10 @@ def _by_turns(rendered: Any, messages: list[Any], tools: Any, after_turn: str) -
 def _context(messages: list[Any], turn: int) -> list[Any]:
     """Return the system message of a chat, and the last user message before a turn."""
     first = messages[:1] if messages[0]["role"] == "system" else []
-    asked = next((message for message in reversed(messages[:turn]) if message["role"] == "user"), None)
-    return [*first, asked] if asked else first
+    last_user_message = next(
+        (message for message in reversed(messages[:turn]) if message["role"] == "user"), None
+    )
+    return [*first, last_user_message] if last_user_message else first
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ def add_run_check(wrapped: Any, exchanged: int, checks: RunChecks) -> None:
     sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
     buckets = [int(size) for size in sizes.split(",")]
     trained = [p for p in wrapped.parameters() if p.requires_grad]
-    asked = f"{sum(p.nbytes for p in trained)} bytes of {len(trained)} trained tensors"
-    got = f"{sum(buckets)} bytes of {data['num_parameter_tensors']} trained tensors"
+    expected = f"{sum(p.nbytes for p in trained)} bytes of {len(trained)} trained tensors"
+    actual = f"{sum(buckets)} bytes of {data['num_parameter_tensors']} trained tensors"
     how = f"{len(buckets)} buckets, as DDP reports them"
-    checks.add("gradients all-reduced", asked, got, how)
+    checks.add("gradients all-reduced", expected, actual, how)

@@ -180,7 +180,7 @@ def answer(talk: Talk, text: str) -> dict[str, str]:
     """
     voices = [voice for voice in talk.voices if voice.name in talk.asked]
     said = {voice.name: "" for voice in voices}
-    asked = {"role": "user", "content": text}
+    user_turn = {"role": "user", "content": text}
     given = [{"role": "system", "content": talk.system}] if talk.system else []
     live = Live(console=talk.console, refresh_per_second=8) if talk.console.is_terminal else None
     with live or contextlib.nullcontext():
@@ -191,12 +191,12 @@ def answer(talk: Talk, text: str) -> dict[str, str]:
                 if live:
                     live.update(side_by_side(said))
 
-            said[voice.name] = respond(talk, voice, [*given, *voice.history, asked], heard)
+            said[voice.name] = respond(talk, voice, [*given, *voice.history, user_turn], heard)
             if not live:
                 answered = f"{voice.name}: {visible_lines(said[voice.name])}"
                 talk.console.print(answered, markup=False, emoji=False, soft_wrap=True)
     for voice in voices:
-        voice.history += [asked, {"role": "assistant", "content": said[voice.name]}]
+        voice.history += [user_turn, {"role": "assistant", "content": said[voice.name]}]
     return said
 
 

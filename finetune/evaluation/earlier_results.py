@@ -29,9 +29,9 @@ def others(folder: RunFolder, recipe: Recipe, result: dict[str, Any]) -> list[st
     if (in_bf16 or origin.get("model.quantization") == "override") and now != own:
         was = f"this run used {own}" if own else "the run does not say what it used"
         return [f"this evaluation stores the base model in {now}, but {was}"]
-    asked = any(who == "override" and key.startswith("model.") for key, who in origin.items())
+    overrides_model = any(who == "override" and key.startswith("model.") for key, who in origin.items())
     earlier = folder.found("eval.json")
-    if validation_set.overridden(recipe) or not asked or _same_base(earlier, result) is not False:
+    if validation_set.overridden(recipe) or not overrides_model or _same_base(earlier, result) is not False:
         return []
     losses = [one["base"]["loss"] for one in (result, earlier)]
     text = "this is not the base model of the run: the validation loss is {:.4f} in place of {:.4f}"

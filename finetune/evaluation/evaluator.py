@@ -85,12 +85,12 @@ def run(
         if screen and PartialState().is_main_process:
             screen.say(f"{what} ...")
 
-    def measured(asked: Any, which: str) -> Measured:
+    def measured(requested: Any, which: str) -> Measured:
         def part(what: str) -> AbstractContextManager[None]:
             say(f"{which}: {what}")
             return measurement.show_progress(screen, f"{which}: {what}")
 
-        return measurement.measure(asked, tokenizer, rows, texts, recipe, part)
+        return measurement.measure(requested, tokenizer, rows, texts, recipe, part)
 
     after, before = measured(tuned, "fine-tuned model"), None
     if reopen.base_stands(tuned):

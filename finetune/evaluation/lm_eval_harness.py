@@ -56,11 +56,11 @@ PERPLEXITIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]]:
+def check(settings: Eval, requested: Model | None = None) -> dict[str, Iterable[str]]:
     """Find every task and its examples before weights are loaded.
 
     Args:
-        asked: the model section, which gives the maximum length.
+        requested: the model section, which gives the maximum length.
 
     Returns:
         The names of the metrics of each task.
@@ -69,7 +69,7 @@ def check(settings: Eval, asked: Model | None = None) -> dict[str, Iterable[str]
         UserError: a task does not exist, runs code, or has fewer examples than processes (exit 2). lm-eval is
             missing, or the data cannot be loaded (exit 3).
     """
-    config = model_files.read_config(asked) if asked and settings.tasks else None
+    config = model_files.read_config(requested) if requested and settings.tasks else None
     longest = token_limits.positions(config) if config else None
     metrics: dict[str, Iterable[str]] = {**tasks.check(settings, longest)}
     ranks = PartialState().num_processes
@@ -137,8 +137,8 @@ def _build_requests(task: Any, settings: Eval, tokenizer: PreTrainedTokenizerBas
         return chat_text(tokenizer, turns, {}, goes_on=not add_generation_prompt, date=date)
 
     own, chat = task.get_config("num_fewshot"), settings.apply_chat_template
-    asked = own if own == 0 or settings.num_fewshot is None else settings.num_fewshot
-    task.set_config(key="num_fewshot", value=asked or 0)
+    shots = own if own == 0 or settings.num_fewshot is None else settings.num_fewshot
+    task.set_config(key="num_fewshot", value=shots or 0)
     task.set_fewshot_seed(seed=SEED)
     limit = get_sample_size(task, settings.limit)
     task.build_all_requests(limit=limit, apply_chat_template=chat, chat_template=render if chat else None)
@@ -152,10 +152,10 @@ def _failure(error: Exception) -> UserError:
 
 def _text_of(where: str, requests: list[Any]) -> tuple[str, list[str], int, bool]:
     """Return the text of an example: the prompt of each request, and the prompt with its answer."""
-    asked = [[part for part in request.arguments[:2] if isinstance(part, str)] for request in requests]
+    texts = [[part for part in request.arguments[:2] if isinstance(part, str)] for request in requests]
     rolling = any(request.request_type == "loglikelihood_rolling" for request in requests)
-    readings = [text for parts in asked for text in (parts[0], "".join(parts))]
-    return where, readings, 0, rolling or not all(parts[0] for parts in asked)
+    readings = [text for parts in texts for text in (parts[0], "".join(parts))]
+    return where, readings, 0, rolling or not all(parts[0] for parts in texts)
 
 
 def metric_names(task: Any) -> list[str]:
@@ -225,8 +225,8 @@ def run(
     several = PartialState().num_processes > 1
     size = scoring.LARGEST_BATCH if several and settings.batch_size == "auto" else settings.batch_size
     for chat, specs in grouped(model, tokenizer, settings).items():
-        asked = partial(_evaluate, Subject(model, tokenizer, settings, date), specs, chat, seeded=seeded)
-        results |= scoring.fitting(asked, size)
+        evaluate = partial(_evaluate, Subject(model, tokenizer, settings, date), specs, chat, seeded=seeded)
+        results |= scoring.fitting(evaluate, size)
     return results
 
 
@@ -359,10 +359,10 @@ def chat_text(
     special = {**tokenizer.special_tokens_map, **options}
     template = ChatTemplate(tokenizer.get_chat_template(), special, date)
     (made,) = render(template, [(turns, None)], prompt=not goes_on)
-    asked = [turn for turn in turns if turn["role"] != "system"]
-    if made.error and len(asked) < len(turns):
+    without_system = [turn for turn in turns if turn["role"] != "system"]
+    if made.error and len(without_system) < len(turns):
         logging.getLogger("lm_eval").warning(f"finetune removed the system messages: {made.error}")
-        (made,) = render(template, [(asked, None)], prompt=not goes_on)
+        (made,) = render(template, [(without_system, None)], prompt=not goes_on)
     text, mark, rest = made.text.rpartition(HERE.strip())
     if made.error or (goes_on and not mark):
         found = made.error or "the rendered text does not contain the last turn"
@@ -425,9 +425,9 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
     """
     names = [f"{name}/{key}" for name, found in results.items() for key in found["higher_is_better"]]
     if f"{task}/{metric}" not in names:
-        what, asked = "no task of the evaluation has this metric", f"{task}/{metric}"
-        expected = recipe_errors.choices(asked, ["loss", "exact_match", *names])
-        texts = {"found": asked, "expected": expected, "fix": "metric_for_best_model: loss"}
+        what, metric_name = "no task of the evaluation has this metric", f"{task}/{metric}"
+        expected = recipe_errors.choices(metric_name, ["loss", "exact_match", *names])
+        texts = {"found": metric_name, "expected": expected, "fix": "metric_for_best_model: loss"}
         raise UserError(Problem(what, "eval.metric_for_best_model", **texts, code="eval-setting"))
     return float(results[task]["metrics"][metric]), results[task]["higher_is_better"][metric] is not False
 
@@ -482,10 +482,13 @@ def compare(base: dict[str, Any], tuned: dict[str, Any], forgetting: set[str]) -
 def _compared(name: str, base: dict[str, Any], tuned: dict[str, Any], forgetting: bool) -> dict[str, Any]:
     before, after = base[name], tuned[name]
     pair = _rows(base, name), _rows(tuned, name)
-    asked = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pair]
-    if asked[0] != asked[1]:
+    document_ids = [[(row["doc_id"], row["filter"], row["prompt_hash"]) for row in rows] for rows in pair]
+    if document_ids[0] != document_ids[1]:
         what = f"task {name}: the base model and the fine-tuned model got different prompts"
-        found, fix = f"{len(asked[0]):,} and {len(asked[1]):,} prompts", "run `finetune evaluate` again"
+        found, fix = (
+            f"{len(document_ids[0]):,} and {len(document_ids[1]):,} prompts",
+            "run `finetune evaluate` again",
+        )
         raise UserError(Problem(what, found=found, fix=fix, code="eval-task"), code=Exit.ARTIFACT)
     better = after["higher_is_better"]
     sides: dict[str, Any] = {"base": dict(before["metrics"]), "tuned": dict(after["metrics"])}

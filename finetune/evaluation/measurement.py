@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def measure(
-    asked: Any,
+    requested: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[HeldOut],
     texts: list[str],
@@ -43,14 +43,14 @@ def measure(
         if rows:
             with part(f"loss{' and answers' * settings.generate} of {len(rows):,} validation examples"):
                 score = scoring.score(
-                    asked, tokenizer, rows, recipe.data, settings, answers=settings.generate
+                    requested, tokenizer, rows, recipe.data, settings, answers=settings.generate
                 )
         if texts:
             with part(f"loss of {len(texts):,} general texts"):
-                general = scoring.score_texts(asked, tokenizer, texts, settings)
+                general = scoring.score_texts(requested, tokenizer, texts, settings)
         if settings.tasks and settings.engine == "hf":
             with part(f"tasks {', '.join(settings.tasks)}"):
-                found = lm_eval_harness.run(asked, tokenizer, settings, date=recipe.data.template_date)
+                found = lm_eval_harness.run(requested, tokenizer, settings, date=recipe.data.template_date)
     return Measured(score, general, found, time.perf_counter() - started)
 
 

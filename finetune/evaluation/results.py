@@ -64,8 +64,8 @@ def content(
         result["difference"] = differences(base, tuned, groups)
         result["examples"] = per_example(base, tuned, groups)
         result["sources"] = by_source(rows, base, tuned)
-        asked = [index for index, row in enumerate(rows) if row.example.asks]
-        shown = asked[: settings.samples if settings.generate else 0]
+        with_prompt = [index for index, row in enumerate(rows) if row.example.asks]
+        shown = with_prompt[: settings.samples if settings.generate else 0]
         result["samples"] = [_sample(rows, base, tuned, index) for index in shown]
         result["worst"] = worst(rows, base, tuned)
         for row in result["worst"] if not settings.generate else ():
@@ -124,10 +124,10 @@ def differences(base: Score, tuned: Score, groups: Sequence[int] | None = None) 
         base.losses, tuned.losses, higher_is_better=False, weights=base.tokens, groups=groups
     )
     found = {"loss": loss}
-    asked = [index for index, hit in enumerate(base.hits or ()) if hit is not None]
-    if asked and base.hits and tuned.hits:
-        before, after = ([float(bool(side[index])) for index in asked] for side in (base.hits, tuned.hits))
-        those = [groups[index] for index in asked] if groups else None
+    answered = [index for index, hit in enumerate(base.hits or ()) if hit is not None]
+    if answered and base.hits and tuned.hits:
+        before, after = ([float(bool(side[index])) for index in answered] for side in (base.hits, tuned.hits))
+        those = [groups[index] for index in answered] if groups else None
         found["exact_match"] = paired_differences.difference(
             before, after, higher_is_better=True, groups=those
         )

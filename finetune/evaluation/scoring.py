@@ -72,8 +72,8 @@ class Score:
 
     def as_json(self) -> dict[str, float | None]:
         """Return the metrics with their standard errors from sampling the examples."""
-        asked = [[one for one in of or () if one is not None] for of in (self.hits, self.ends)]
-        shares = [sum(of) / len(of) if of else None for of in asked]
+        known_values = [[one for one in of or () if one is not None] for of in (self.hits, self.ends)]
+        shares = [sum(of) / len(of) if of else None for of in known_values]
         found = {"loss": self.loss, "exact_match": shares[0], "ended": shares[1]}
         rows = len(self.losses)
         if rows > 1:  # ratio of sums: Cochran, Sampling Techniques, 1977, equation 2.45
@@ -81,8 +81,8 @@ class Score:
                 (loss - self.loss * n) ** 2 for loss, n in zip(self.losses, self.tokens, strict=True)
             )
             found["loss_stderr"] = math.sqrt(beside * rows / (rows - 1)) / max(sum(self.tokens), 1)
-        if len(asked[0]) > 1 and shares[0] is not None:
-            found["exact_match_stderr"] = math.sqrt(shares[0] * (1 - shares[0]) / (len(asked[0]) - 1))
+        if len(known_values[0]) > 1 and shares[0] is not None:
+            found["exact_match_stderr"] = math.sqrt(shares[0] * (1 - shares[0]) / (len(known_values[0]) - 1))
         return found
 
     def part(self, indices: list[int]) -> Score:
@@ -109,11 +109,15 @@ def score(
         answers: whether to generate answers. `False` computes only losses.
     """
     encoder = encoding.make_encoder(tokenizer, data, any(row.example.messages for row in rows))
-    asked = [index for index, row in enumerate(rows) if answers and row.example.asks]
-    wanted = dict(zip(asked, references([rows[index] for index in asked], tokenizer, data), strict=True))
-    mine, own = _own(range(len(rows))), _own(asked)
+    with_prompt = [index for index, row in enumerate(rows) if answers and row.example.asks]
+    wanted = dict(
+        zip(with_prompt, references([rows[index] for index in with_prompt], tokenizer, data), strict=True)
+    )
+    mine, own = _own(range(len(rows))), _own(with_prompt)
     # Each process renders all prompts, so that an error in one prompt stops all processes
-    prompts = dict(zip(asked, encoder.prompts([rows[index].example for index in asked]), strict=True))
+    prompts = dict(
+        zip(with_prompt, encoder.prompts([rows[index].example for index in with_prompt]), strict=True)
+    )
     positions = token_limits.positions(model.config)
     token_limits.room_for_answer(max(map(len, prompts.values()), default=0), positions, settings)
     with inference(model):
@@ -121,7 +125,7 @@ def score(
             model, [rows[index].documents for index in mine], tokenizer.pad_token_id, settings
         )
         said: list[tuple[str, bool]] = []
-        if asked:
+        if with_prompt:
             longest = max(len(tokens) for _, tokens in wanted.values())
             said = generate(model, tokenizer, [prompts[index] for index in own], longest, settings)
     found, answered = _of_all(mine, losses), _of_all(own, said)
@@ -130,7 +134,7 @@ def score(
     hits = [texts[index] == wanted[index][0] if index in answered else None for index in order]
     ends = [answered[index][1] if index in answered else None for index in order]
     sums, counts = [loss for loss, _ in found.values()], [count for _, count in found.values()]
-    return Score(sums, counts, texts, *((hits, ends) if asked else (None, None)))
+    return Score(sums, counts, texts, *((hits, ends) if with_prompt else (None, None)))
 
 
 def score_texts(model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str], settings: Eval) -> Score:

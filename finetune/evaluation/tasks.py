@@ -205,13 +205,13 @@ def check_names(settings: Eval) -> None:
     """
     package = find_spec("lm_eval")
     roots = [Path(place, "tasks") for place in (package and package.submodule_search_locations) or ()]
-    asked = [name for name in settings.tasks if not is_file(name)]
-    files = {name: [path for root in roots for path in _files_of(root, name)] for name in asked}
-    if unseen := [name for name in asked if not files[name]]:
+    names = [name for name in settings.tasks if not is_file(name)]
+    files = {name: [path for root in roots for path in _files_of(root, name)] for name in names}
+    if unseen := [name for name in names if not files[name]]:
         known = frozenset[str]().union(*map(stated_names, roots))
         if problems := unknown(unseen, known):
             raise UserError(*problems)
-    lacking = [task_packages.missing(name, files[name]) for name in asked]
+    lacking = [task_packages.missing(name, files[name]) for name in names]
     if found := [problem for problem in lacking if problem]:
         raise UserError(*found, code=Exit.ENVIRONMENT)
 
@@ -427,8 +427,12 @@ def _document(task: Task, row: dict[str, Any]) -> dict[str, Any]:
     elif task.answer is not None:
         document["answer"] = answer if isinstance(answer, str) else json.dumps(answer)
     if task.kind == "multiple_choice":
-        asked: Any = task.choices
-        listed = _rendered(asked, row) if isinstance(asked, str) else [_rendered(text, row) for text in asked]
+        requested: Any = task.choices
+        listed = (
+            _rendered(requested, row)
+            if isinstance(requested, str)
+            else [_rendered(text, row) for text in requested]
+        )
         if not isinstance(listed, list) or len(listed) < 2:
             raise ValueError(f"`choices` gives {listed!r} and not a list with two or more choices")
         if None in listed:

@@ -77,13 +77,13 @@ def check(
         task = tasks.read(name)
         if not task:
             continue
-        asked = list(_texts(task, name, tokenizer, date))
-        beyond, long = _measure(asked, tokenizer, rows, longest)
+        prompts = list(_texts(task, name, tokenizer, date))
+        beyond, long = _measure(prompts, tokenizer, rows, longest)
         problems += _unknown_ids(beyond, "eval.tasks", rows)
         # lm-eval reads the texts of a perplexity task window by window
         if long and task.kind != "perplexity":
             notes.append(
-                f"eval.tasks: {task.task}: {long:,} of {len(asked):,} prompts with their answers have more "
+                f"eval.tasks: {task.task}: {long:,} of {len(prompts):,} prompts with their answers have more "
                 f"than {longest:,} tokens, the model's maximum. lm-eval cuts the start of these prompts"
             )
     problems += _of_lm_eval(settings, tokenizer, rows, date, with_hub)
@@ -176,8 +176,8 @@ def _of_lm_eval(
         return []
     from finetune.evaluation import lm_eval_harness  # imports lm-eval and torch, which takes seconds
 
-    asked = settings.model_copy(update={"tasks": theirs})
-    texts = [_Text(*found) for found in lm_eval_harness.texts(asked, tokenizer, date)]
+    lm_eval_settings = settings.model_copy(update={"tasks": theirs})
+    texts = [_Text(*found) for found in lm_eval_harness.texts(lm_eval_settings, tokenizer, date)]
     return _unknown_ids(_measure(texts, tokenizer, rows, None)[0], "eval.tasks", rows)
 
 

@@ -116,14 +116,14 @@ def _prompt_of_server(address: str, example: Example) -> list[int]:
         body: dict[str, Any] = {"messages": example.messages[:-1], "add_generation_prompt": True}
         body |= {"tools": example.tools} if example.tools else {}
         text = _ask(f"{address}/apply-template", body)["prompt"]
-    asked = {"content": text, "add_special": True, "parse_special": True}
-    return list(_ask(f"{address}/tokenize", asked)["tokens"])
+    request = {"content": text, "add_special": True, "parse_special": True}
+    return list(_ask(f"{address}/tokenize", request)["tokens"])
 
 
 def _answer_of_server(address: str, prompt: list[int], room: int) -> list[Step]:
-    asked = {"prompt": prompt, "n_predict": room, "temperature": 0, "n_probs": LIKELIEST}
-    asked |= {"cache_prompt": False, "return_tokens": True}
-    done = _ask(f"{address}/completion", asked)
+    request = {"prompt": prompt, "n_predict": room, "temperature": 0, "n_probs": LIKELIEST}
+    request |= {"cache_prompt": False, "return_tokens": True}
+    done = _ask(f"{address}/completion", request)
     # The server gives no probabilities for a token that ends within a character
     held, found = list(done["completion_probabilities"]), list[Step]()
     for token in done["tokens"]:

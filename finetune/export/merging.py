@@ -78,8 +78,8 @@ def run(
     left = merged_files.note_interrupted(target, "merge")
     with staging(target) as (whole, packed), located(folder):
         # Apply the rounding of QAT if the weights will be stored in that format
-        asked = recipe if quantized else plain
-        tuned, base, report["scores"]["tuned"] = verify_merge.trained(folder, asked, rows, score)
+        opened_recipe = recipe if quantized else plain
+        tuned, base, report["scores"]["tuned"] = verify_merge.trained(folder, opened_recipe, rows, score)
         merged, base_merged = tuned, base
         if trained_for and quantized:
             adapter = folder.weights == folder.adapter

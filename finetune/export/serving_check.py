@@ -147,8 +147,8 @@ def run(reader: Reader | None, expected: Expected, kind: str, why: str = "") -> 
         found["answers"] = {"not_run": reason}
     else:
         # One token more than expected, to see whether the reader stops
-        asked = zip(expected.prompts, expected.answers, strict=False)
-        got = [reader.answer(prompt, len(answer) + 1) for prompt, answer in asked]
+        pairs = zip(expected.prompts, expected.answers, strict=False)
+        got = [reader.answer(prompt, len(answer) + 1) for prompt, answer in pairs]
         found["answers"] = compare_answers(expected, got, kind)
     return found
 

@@ -294,8 +294,8 @@ def patiently(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             return call(*arguments, **options)
         except (http_error(), JSONDecodeError) as error:  # validate-yaml reads an error page as JSON
             response = _response(error)
-            asked = response.headers.get("Retry-After", "") if response is not None else ""
-            pause = float(asked) if asked.isdigit() else 0.0
+            retry_after = response.headers.get("Retry-After", "") if response is not None else ""
+            pause = float(retry_after) if retry_after.isdigit() else 0.0
             lasting = response is not None and response.status_code not in TRANSIENT
             if not pauses or lasting or pause > LONGEST_PAUSE:
                 raise

@@ -255,19 +255,21 @@ def main(given: list[str]) -> int:
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGHUP,SIGQUIT"
     for number in FORWARDED:
         signal.signal(number, forward)
-    asked = launch_command_parser().parse_args(given)
+    arguments = launch_command_parser().parse_args(given)
     try:
         named = (
-            [asked.config_file] if asked.config_file else default_config(["launch", *["__cpu"] * asked.cpu])
+            [arguments.config_file]
+            if arguments.config_file
+            else default_config(["launch", *["__cpu"] * arguments.cpu])
         )
         files = [path for path in map(Path, named) if path.is_file()]
         for path in files:
             accelerate_config.check(path)
             os.environ |= accelerate_config.environment(path)
         config = accelerate_config.read(files[0]) if files else {}
-        check_shares(asked, config)
-        begin_again(asked, config)
-        launch_command(asked)
+        check_shares(arguments, config)
+        begin_again(arguments, config)
+        launch_command(arguments)
     except ValueError as error:  # Accelerate has refused its options
         what = "Accelerate can't start this launch"
         _say_problems(Problem(what, found=str(error), code="launch-config"))
@@ -299,9 +301,9 @@ def _say_problems(*problems: Problem) -> None:
     standard_streams.say(*(line for one in problems for line in str(one).split("\n")), error=True)
 
 
-def check_shares(asked: argparse.Namespace, config: dict[str, Any]) -> None:
+def check_shares(requested: argparse.Namespace, config: dict[str, Any]) -> None:
     """Refuse a number of processes that the number of machines does not divide (exit 2)."""
-    given = [getattr(asked, name) or config.get(name) or 1 for name in ("num_processes", "num_machines")]
+    given = [getattr(requested, name) or config.get(name) or 1 for name in ("num_processes", "num_machines")]
     count, machines = map(int, given)
     if count > 0 and count % machines:
         low = count // machines * machines
@@ -310,22 +312,22 @@ def check_shares(asked: argparse.Namespace, config: dict[str, Any]) -> None:
         raise UserError(Problem(what, "--num_processes", found=str(count), fix=fix, code="launch-config"))
 
 
-def begin_again(asked: Any, config: dict[str, Any]) -> None:
+def begin_again(requested: Any, config: dict[str, Any]) -> None:
     """Make `--max_restarts` work. By default, restarted processes look for ended processes (torch 2.13).
 
     Raises:
         UserError: restarts on several machines, which only torchrun supports (exit 2).
     """
-    if not asked.max_restarts:
+    if not requested.max_restarts:
         return
-    machines = int(asked.num_machines or config.get("num_machines") or 1)
-    if machines > 1 and (asked.rdzv_backend or "static") == "static":
+    machines = int(requested.num_machines or config.get("num_machines") or 1)
+    if machines > 1 and (requested.rdzv_backend or "static") == "static":
         what = "only torchrun can restart processes on several machines"
         fix = "--max_restarts 0, or torchrun as in the last lines of scripts/slurm/train.sbatch"
-        found = f"{asked.max_restarts}, on {machines} machines"
+        found = f"{requested.max_restarts}, on {machines} machines"
         raise UserError(Problem(what, "--max_restarts", found=found, fix=fix, code="launch-config"))
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    asked.standalone = machines == 1  # torch's c10d rendezvous, on a free port
+    requested.standalone = machines == 1  # torch's c10d rendezvous, on a free port
 
 
 def first(failures: dict[int, Any]) -> tuple[int, Any]:

@@ -36,12 +36,12 @@ def _answer(operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> A
     tensor is nonzero, so that one expert gets one token. The result shows which modules a model calls, and
     which weights its output depends on.
     """
-    asked = args[0] if args else None
-    if isinstance(asked, torch.Tensor) and asked.device.type == "meta":
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor) and first.device.type == "meta":
         if upstream_private.reads_a_value(operation):
-            return False if asked.dtype == torch.bool else 0
+            return False if first.dtype == torch.bool else 0
         if operation is torch.ops.aten.nonzero.default:
-            return torch.empty((1, asked.dim()), dtype=torch.long, device="meta")
+            return torch.empty((1, first.dim()), dtype=torch.long, device="meta")
     return operation(*args, **options)
 
 

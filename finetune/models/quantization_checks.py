@@ -24,11 +24,11 @@ def add_quantized_weights_check(model: PreTrainedModel, storage: str, checks: Ru
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
     coded = sum(module_names.stored_as(layer) == storage for layer in linear)
     stacked = module_names.of_experts(model)
-    got = f"{coded} of {len(linear)} linear layers, {formatting.size(model.get_memory_footprint())} in all"
-    got += f"; {len(linear) - coded} are not quantized" if coded < len(linear) else ""
-    got += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
+    actual = f"{coded} of {len(linear)} linear layers, {formatting.size(model.get_memory_footprint())} in all"
+    actual += f"; {len(linear) - coded} are not quantized" if coded < len(linear) else ""
+    actual += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
     how = "the layers of the live model"
-    checks.add("model.quantization", storage, got, how, ok=bool(coded), code=Exit.ENVIRONMENT)
+    checks.add("model.quantization", storage, actual, how, ok=bool(coded), code=Exit.ENVIRONMENT)
 
 
 def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
@@ -41,10 +41,10 @@ def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
     coded = sum(t.nbytes for m in layers for t in (*m.parameters(), *m.buffers()))
     whole = base.get_memory_footprint()
     held = f"{formatting.size(coded)} of {formatting.size(whole)}"
-    got = f"{len(layers)} of {len(linear)} linear layers, {held}"
-    got += f"; {narrow} have sides not divisible by {FP8_MULTIPLE}" if narrow else ""
-    got += f"; {plain} are not fp8 in the checkpoint" if plain else ""
+    actual = f"{len(layers)} of {len(linear)} linear layers, {held}"
+    actual += f"; {narrow} have sides not divisible by {FP8_MULTIPLE}" if narrow else ""
+    actual += f"; {plain} are not fp8 in the checkpoint" if plain else ""
     stacked = module_names.of_experts(base)
-    got += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
+    actual += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
     how = "fp8 layers of the live model, and bytes of their weights and scales"
-    checks.add("model.quantization", "fp8", got, how, ok=bool(layers))
+    checks.add("model.quantization", "fp8", actual, how, ok=bool(layers))

@@ -106,9 +106,9 @@ def _add_dequantized_check(
     whole = sum(parameter.dtype == dtype for parameter in weights)
     name = str(dtype).removeprefix("torch.")
     size = formatting.size(loaded.get_memory_footprint())
-    got = f"{whole} of {len(weights)} weights in {name}, {size} in all"
+    actual = f"{whole} of {len(weights)} weights in {name}, {size} in all"
     how = f"weights of the live model; the checkpoint is stored in {stored}"
-    checks.add("model.quantization", f"dequantized to {name}", got, how, ok=whole == len(weights))
+    checks.add("model.quantization", f"dequantized to {name}", actual, how, ok=whole == len(weights))
 
 
 def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:

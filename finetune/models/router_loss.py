@@ -14,19 +14,19 @@ COEFFICIENT = "router_aux_loss_coef"  # of the model's config, and of `train:`
 SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)
 
 
-def check(config: ModelConfig, asked: float | None) -> None:
+def check(config: ModelConfig, requested: float | None) -> None:
     """Refuse a router's loss of a model that has no router, or whose config does not count experts (exit 2).
 
     Args:
-        asked: `train.router_aux_loss_coef`; `None`: the config's own.
+        requested: `train.router_aux_loss_coef`; `None`: the config's own.
     """
     text = config.get_text_config()
     has_router = hasattr(text, "output_router_logits")
-    if asked and not has_router:
+    if requested and not has_router:
         what, why = "the base model has no router", "this loss is only for mixture-of-experts models"
         key, fix, code = f"train.{COEFFICIENT}", f"remove `{COEFFICIENT}`", "recipe-conflict"
-        raise UserError(Problem(what, key, found=f"{asked:g}", fix=fix, why=why, code=code))
-    coefficient = getattr(text, COEFFICIENT, None) if asked is None else asked
+        raise UserError(Problem(what, key, found=f"{requested:g}", fix=fix, why=why, code=code))
+    coefficient = getattr(text, COEFFICIENT, None) if requested is None else requested
     counted = architecture.experts(text) and architecture.experts_of_a_token(text)
     if has_router and coefficient and not counted:
         what = f"the config of {text.model_type} lacks the number of experts that the router loss needs"

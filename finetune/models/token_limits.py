@@ -83,8 +83,8 @@ def room_for_answer(longest_prompt: int, longest: int | None, settings: Eval) ->
         longest_prompt: tokens of the longest prompt that is answered.
         longest: positions of the model.
     """
-    asked = settings.max_new_tokens or 1
-    if not (settings.generate and longest and longest_prompt) or longest_prompt + asked <= longest:
+    new_tokens = settings.max_new_tokens or 1
+    if not (settings.generate and longest and longest_prompt) or longest_prompt + new_tokens <= longest:
         return
     room = longest - longest_prompt
     if room <= 0:
@@ -93,4 +93,4 @@ def room_for_answer(longest_prompt: int, longest: int | None, settings: Eval) ->
         raise UserError(Problem(what, "eval.generate", found=found, fix=fix, code="token-limit"))
     what = f"a prompt of {longest_prompt} tokens leaves {room} of the model's {longest} positions"
     key, fix, expected = "eval.max_new_tokens", f"eval.max_new_tokens: {room}", f"at most {room}"
-    raise UserError(Problem(what, key, "", str(asked), expected, fix, code="token-limit"))
+    raise UserError(Problem(what, key, "", str(new_tokens), expected, fix, code="token-limit"))

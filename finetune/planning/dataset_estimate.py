@@ -193,10 +193,10 @@ def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -
 
 
 @cache  # a plan and each of its suggestions call it
-def _unusable(paths: tuple[tuple[str, int], ...], asked: str) -> str:
+def _unusable(paths: tuple[tuple[str, int], ...], requested: str) -> str:
     """Return why a run would refuse the first rows; else the empty string."""
     try:
-        example_errors.first_rows(Data.model_validate_json(asked))  # `refused` checks their number
+        example_errors.first_rows(Data.model_validate_json(requested))  # `refused` checks their number
     except UserError as error:
         first = error.problems[0]
         return f"{first.what} ({first.where or first.key}); `finetune check` shows all problems"
@@ -246,12 +246,12 @@ def _count(path: Path, changed: int, size: int) -> int:
 
 
 @cache  # a plan and each of its suggestions call it
-def _held_out(paths: tuple[tuple[str, int], ...], asked: str, seed: int, rows: int) -> int:
+def _held_out(paths: tuple[tuple[str, int], ...], requested: str, seed: int, rows: int) -> int:
     """Return the size of the validation set that `data.validation_fraction` takes.
 
     The number is exact for up to `DRAWN` rows whose sources all have weight 1. Else it is an estimate.
     """
-    data = Data.model_validate_json(asked)
+    data = Data.model_validate_json(requested)
     about = source_loading.count_held_out(rows, data.validation_fraction or 0)
     if rows > DRAWN or any(source.weight != 1 for source in source_loading.sources(data)):
         return about
@@ -283,9 +283,9 @@ def lengths_in_tokens(data: Data, model: Model, sampled: Mapping[Path, int]) -> 
     """
     folder = file_on_disk(model, "tokenizer.json")
     template = chat_templates.read_template(data.chat_template) if data.chat_template else _template(model)
-    asked = data.model_dump_json(include=READ)
+    settings = data.model_dump_json(include=READ)
     config = str(file_on_disk(model, "tokenizer_config.json") or "")
-    return _lengths(stamped(sampled), (*sampled.values(),), asked, str(folder or ""), config, template)
+    return _lengths(stamped(sampled), (*sampled.values(),), settings, str(folder or ""), config, template)
 
 
 def stamped(paths: Iterable[Path]) -> tuple[tuple[str, int], ...]:
@@ -300,9 +300,11 @@ def can_be_split(data: Data, sampled: Mapping[Path, int]) -> list[bool]:
 
 
 @cache
-def _rows(paths: tuple[tuple[str, int], ...], counts: tuple[int, ...], asked: str) -> list[Example | BadRow]:
+def _rows(
+    paths: tuple[tuple[str, int], ...], counts: tuple[int, ...], requested: str
+) -> list[Example | BadRow]:
     """Read the first rows of each file."""
-    data, rows = Data.model_validate({"name": "-", **json.loads(asked)}), list[Example | BadRow]()
+    data, rows = Data.model_validate({"name": "-", **json.loads(requested)}), list[Example | BadRow]()
     for (path, _), count in zip(paths, counts, strict=True):
         with contextlib.suppress(UserError):  # `refused` reports the error
             first = islice(read_file(Path(path)), count)
@@ -314,12 +316,12 @@ def _rows(paths: tuple[tuple[str, int], ...], counts: tuple[int, ...], asked: st
 def _lengths(
     paths: tuple[tuple[str, int], ...],
     counts: tuple[int, ...],
-    asked: str,
+    requested: str,
     tokenizer: str,
     config: str,
     template: str,
 ) -> tuple[list[float], str]:
-    rows = _rows(paths, counts, asked)
+    rows = _rows(paths, counts, requested)
     sizes = list(map(_characters, rows))
     if not tokenizer:
         why = "the model's tokenizer is not on this machine"

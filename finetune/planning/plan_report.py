@@ -26,7 +26,7 @@ WORK = {"products": "GEMMs", "launch gaps": "GPU idle", "to the CPU and back": "
 
 
 def run(
-    recipe: Recipe, overrides: list[str], screen: Console, asked: planned_machine.Asked
+    recipe: Recipe, overrides: list[str], screen: Console, requested: planned_machine.Asked
 ) -> tuple[Plan, list[Change]]:
     """Plan a recipe and its cheapest changes, and print both.
 
@@ -42,13 +42,13 @@ def run(
     imported = "torch" in sys.modules
     if not imported:
         template_sandbox.start()
-    machine, processes, by = planned_machine.of_arguments(asked)
+    machine, processes, by = planned_machine.of_arguments(requested)
     rate = measured_rates.cpu_rate(recipe) / processes if machine.device == "cpu" else None
     if imported:
         template_sandbox.start()
     made = planner.make(recipe, machine, processes, rate, by)
     found = suggestions.changes(recipe, overrides, made, rate, by)
-    show(screen, recipe, made, found, asked.price)
+    show(screen, recipe, made, found, requested.price)
     return made, found
 
 

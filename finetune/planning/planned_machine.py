@@ -69,21 +69,21 @@ def on_gpus(config: Path) -> None:
         raise UserError(Problem(what, "--accelerate", str(config), **texts))
 
 
-def of_arguments(asked: Asked) -> tuple[Hardware, int, Sharding | None]:
+def of_arguments(requested: Asked) -> tuple[Hardware, int, Sharding | None]:
     """Return the machine to plan for, its number of processes, and how their launch divides the training.
 
     Raises:
         UserError: the command line contradicts itself, or this machine (exit 2 or 3).
     """
-    config = launcher.find(asked.config) if asked.config else None
-    if config and asked.gpu:
+    config = launcher.find(requested.config) if requested.config else None
+    if config and requested.gpu:
         on_gpus(config)
     elif config:  # a plan for this machine
         launcher.check(config)
-    by, count = sharding_cost.of_config(config, asked.gpus) if config else (None, asked.gpus)
-    if config and not asked.gpus and not asked.gpu and detection.detect().device == "cpu":
+    by, count = sharding_cost.of_config(config, requested.gpus) if config else (None, requested.gpus)
+    if config and not requested.gpus and not requested.gpu and detection.detect().device == "cpu":
         machine, processes = find(None, None)[0], count or 1
         machine = replace(machine, memory_gib=machine.memory_gib / processes)  # of one process
     else:
-        machine, processes = find(asked.gpu, count)
+        machine, processes = find(requested.gpu, count)
     return machine, processes, by

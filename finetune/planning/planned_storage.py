@@ -26,9 +26,11 @@ def storage_and_attention(recipe: Recipe, found: Architecture, target: Target) -
     launched = sharding_cost.launched(by, 1, precision)
     if kept := base_quantization.whole_base(launched):
         against = partial(str, kept)
-    asked = "fp8" if by.frozen_fp8 and recipe.model.quantization == "auto" else recipe.model.quantization
+    quantization = (
+        "fp8" if by.frozen_fp8 and recipe.model.quantization == "auto" else recipe.model.quantization
+    )
     stored = model_checks.check_stored(recipe, found.config)
-    base = base_quantization.choose_base(asked, kind, precision, machine, against, stored)
+    base = base_quantization.choose_base(quantization, kind, precision, machine, against, stored)
     dtype = mixed_precision.compute_dtype(precision, base.value)
     shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
     attends = attention_choice.read(found.config)

@@ -134,8 +134,8 @@ def under(
         speed = recipe.speed.model_copy(
             update={"activation_checkpointing": checkpointing, "offload": offload}
         )
-        asked = recipe.model_copy(update={"train": train, "speed": speed})
-        return planned_step.at_once(asked, machine, processes, by, cpu_rate, searched=True)
+        changed = recipe.model_copy(update={"train": train, "speed": speed})
+        return planned_step.at_once(changed, machine, processes, by, cpu_rate, searched=True)
 
     chosen = of(1, recipe.speed.activation_checkpointing, recipe.speed.offload)
     checkpointing, offload = chosen.choices["activation checkpointing"], chosen.choices["offload"]

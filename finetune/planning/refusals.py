@@ -32,9 +32,9 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
         raise UserError(*problems)
     if by.sharing > 1:
         launch_conflicts.against_window(found.config)
-    asked = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
+    sections = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
     with launch_environment.under(dict(by.variables)):
-        contradictions = launch_conflicts.against(machine, *asked)
+        contradictions = launch_conflicts.against(machine, *sections)
         contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
         if contradictions:
             raise UserError(*contradictions)

@@ -92,7 +92,10 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
         found := accelerate_config.problems(given, str(path))
     ):  # imports Accelerate, which takes seconds
         raise UserError(*found)
-    count, asked = gpus or int(given.get("num_processes") or 1), str(given.get("mixed_precision") or "")
+    count, precision_of_launch = (
+        gpus or int(given.get("num_processes") or 1),
+        str(given.get("mixed_precision") or ""),
+    )
     kind, known = str(given.get("distributed_type") or "NO"), {"NO": ONE, "MULTI_GPU": DDP, "FSDP": FSDP2}
     stage, code = int((given.get("deepspeed_config") or {}).get("zero_stage", 0)), "launch-config"
     found = ZERO.get(stage) if kind == "DEEPSPEED" else known.get(kind)
@@ -121,10 +124,10 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     if found is ONE and count > 1:
         what, fix = "the config starts one process", f"--gpus 1, or --accelerate ddp_8 --gpus {count}"
         raise UserError(Problem(what, "--accelerate", str(path), found=f"{count} GPUs", fix=fix, code=code))
-    precision = "bf16" if asked == "fp8" else asked
-    frozen = asked == "fp8" and not given.get("fp8_config")
+    precision = "bf16" if precision_of_launch == "fp8" else precision_of_launch
+    frozen = precision_of_launch == "fp8" and not given.get("fp8_config")
     made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)
-    once = asked == "fp8" and str((given.get("fp8_config") or {}).get("backend")) == "TE"
+    once = precision_of_launch == "fp8" and str((given.get("fp8_config") or {}).get("backend")) == "TE"
     said = tuple(variables(given).items())
     return made._replace(sharing=sizes["cp"], once=once, variables=said), count
 

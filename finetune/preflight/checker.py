@@ -166,7 +166,7 @@ def _machine(recipe: Recipe) -> list[str]:
     refused, so most recipes need no torch here.
     """
     model, speed, given = recipe.model, recipe.speed, recipe.train.passed_on()
-    asked = (
+    needs_machine = (
         model.attention not in ("auto", "sdpa", "eager"),
         model.quantization not in ("auto", "none"),
         "use_dora" in adapter_types.find(recipe.adapter.type).sets and stored_weights.read(_config(model)),
@@ -175,7 +175,7 @@ def _machine(recipe: Recipe) -> list[str]:
         speed.compile not in ("auto", False),
         *(given.get(name) for name in ("tf32", *data_loader.OF_WORKERS)),
     )
-    if not any(asked) or not Path(model.name).is_dir():
+    if not any(needs_machine) or not Path(model.name).is_dir():
         return []
     from finetune.core.console import quieten_libraries  # which imports rich
 
@@ -310,22 +310,22 @@ def _config(section: Model) -> Any:
 
 def _trackers(recipe: Recipe) -> list[str]:
     """Check that the trackers in `train.report_to` exist and are installed."""
-    key, asked = "train.report_to", recipe.train.passed_on().get("report_to", "none")
-    asked = asked if isinstance(asked, list) else [asked]
-    if asked in (["none"], []):
+    key, trackers = "train.report_to", recipe.train.passed_on().get("report_to", "none")
+    trackers = trackers if isinstance(trackers, list) else [trackers]
+    if trackers in (["none"], []):
         return []
-    if len(asked) > MOST_TRACKERS:
-        found, expected = f"{len(asked):,}", f"at most {MOST_TRACKERS}"
+    if len(trackers) > MOST_TRACKERS:
+        found, expected = f"{len(trackers):,}", f"at most {MOST_TRACKERS}"
         what = "the list of trackers is too long"
         raise UserError(Problem(what, key, found=found, expected=expected, code="value-range"))
     known = upstream_options.trackers()
-    if asked == ["all"]:
+    if trackers == ["all"]:
         found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))
         return [f"{key}: all means the installed trackers: {', '.join(found) or 'none'}"]
-    unknown = [str(name) for name in asked if name not in known]
+    unknown = [str(name) for name in trackers if name not in known]
     if unknown:
         raise UserError(*(_unknown_tracker(name, known) for name in unknown))
-    missing = [name for name in asked if not _tracker_installed(name)]
+    missing = [name for name in trackers if not _tracker_installed(name)]
     if missing:
         fix = packages.install_command(*(TRACKERS.get(name, (name, name))[1] for name in missing))
         what, found = "a tracker is not installed", ", ".join(missing)

@@ -35,8 +35,8 @@ def setup_of(recipe: Recipe) -> Setup:
     model = recipe.model
     if stored and stored.stays:  # the launch has to support the quantization of the checkpoint
         model = model.model_copy(update={"quantization": stored.storage})
-    asked = recipe.adapter, model, recipe.data, recipe.speed, recipe.eval.eval_steps
-    launch_conflicts.check(detection.detect(), *asked)
+    sections = recipe.adapter, model, recipe.data, recipe.speed, recipe.eval.eval_steps
+    launch_conflicts.check(detection.detect(), *sections)
     launch_conflicts.against_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
@@ -63,8 +63,8 @@ def pinned(recipe: Recipe) -> Recipe:
 
     Every process then reads every file of the base model at this commit (`hub.client.commit`).
     """
-    asked, section = recipe.model.revision, model_files.pinned(recipe.model)
-    if section.revision == asked:
+    revision, section = recipe.model.revision, model_files.pinned(recipe.model)
+    if section.revision == revision:
         return recipe
-    recipe.origin.set_by["model.revision"] = f"hub: the commit of {asked or 'main'}"
+    recipe.origin.set_by["model.revision"] = f"hub: the commit of {revision or 'main'}"
     return recipe.model_copy(update={"model": section})

@@ -235,12 +235,12 @@ def _problems(adapted: nn.Module, lost: list[str], adapter: Adapter) -> list[Pro
     modules = sorted({_module_of(adapted, name) for name in lost})
     whole = [name for name in options.get("modules_to_save") or () if any(m.endswith(name) for m in modules)]
     saved = [name for name in modules if any(name.endswith(one) for one in whole)]
-    found = list[Problem]()
+    problems = list[Problem]()
     if left := [name for name in modules if name not in saved]:
         picked = getattr(adapted, "targeted_module_names", [])
-        found.append(name_problems.describe_without_gradient(left, picked, options, kind.peft))
+        problems.append(name_problems.describe_without_gradient(left, picked, options, kind.peft))
     if saved:
         what = "these modules would never train, because the model's forward pass does not use them"
         texts = {"found": ", ".join(saved), "fix": f"remove {', '.join(whole)} from modules_to_save"}
-        found.append(Problem(what, "adapter.modules_to_save", **texts, code="no-gradient"))
-    return found
+        problems.append(Problem(what, "adapter.modules_to_save", **texts, code="no-gradient"))
+    return problems

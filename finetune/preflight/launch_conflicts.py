@@ -111,16 +111,16 @@ def problems(machine: Hardware, kind: str, model: Model, data: Data, speed: Spee
     return found + (_fp8(fp8(), kind, model, speed, data) if fp8().kind else [])
 
 
-def _fp8(asked: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
+def _fp8(requested: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
     """Compare the fp8 of the launch with the quantization of the base model in the recipe."""
     code = "launch-config"
-    if asked.kind not in (FROZEN, *BACKENDS):
+    if requested.kind not in (FROZEN, *BACKENDS):
         instead = OTHER_FP8["TE"] if kind == "full" else f"remove it and {BASE_INSTEAD}"
-        fix = f"backend: {asked.kind.upper()}" if asked.kind.upper() in BACKENDS else instead
+        fix = f"backend: {requested.kind.upper()}" if requested.kind.upper() in BACKENDS else instead
         what = f"fp8_config.backend of the {CONFIG} is not a backend that Accelerate and finetune support"
-        return [Problem(what, found=asked.kind, expected="TE or AO, in upper case", fix=fix, code=code)]
-    if asked.kind != FROZEN:
-        return _by_accelerate(asked.kind, kind, model, speed, data)
+        return [Problem(what, found=requested.kind, expected="TE or AO, in upper case", fix=fix, code=code)]
+    if requested.kind != FROZEN:
+        return _by_accelerate(requested.kind, kind, model, speed, data)
     means = f"mixed_precision: fp8 of the {CONFIG} means a frozen fp8 base model"
     if kind == "full":
         what = f"{means}, and full fine-tuning trains the base model"
@@ -142,7 +142,7 @@ def _fp8(asked: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> list[
 
 def _by_accelerate(backend: str, kind: str, model: Model, speed: Speed, data: Data) -> list[Problem]:
     """Return the problems of Accelerate's own fp8, which is only for full fine-tuning."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     by, code = f"fp8_config.backend: {backend} of the {CONFIG}", "launch-config"
     if kind != "full":
         why = {
@@ -152,13 +152,13 @@ def _by_accelerate(backend: str, kind: str, model: Model, speed: Speed, data: Da
             "forward pass",
         }[backend]
         what = f"{by} is for full fine-tuning"
-        found.append(Problem(what, "adapter.type", found=kind, why=why, fix=BASE_INSTEAD, code=code))
+        problems.append(Problem(what, "adapter.type", found=kind, why=why, fix=BASE_INSTEAD, code=code))
     elif model.quantization not in ("auto", "none"):
         what = f"{by} trains weights in fp32, and the recipe quantizes them"
         fix = "set `model.quantization: auto`"
-        found.append(Problem(what, "model.quantization", found=model.quantization, fix=fix, code=code))
-    found += _by_transformer_engine(by, speed, data) if backend == "TE" else _by_torchao()
-    return found
+        problems.append(Problem(what, "model.quantization", found=model.quantization, fix=fix, code=code))
+    problems += _by_transformer_engine(by, speed, data) if backend == "TE" else _by_torchao()
+    return problems
 
 
 def _by_transformer_engine(by: str, speed: Speed, data: Data) -> Iterator[Problem]:
@@ -185,14 +185,14 @@ def _by_transformer_engine(by: str, speed: Speed, data: Data) -> Iterator[Proble
         fix = f"{OTHER_FP8['AO']}, or set `fp8_config.backend: AO`"
         yield Problem(what, found="distributed_type: FSDP", fix=fix, code=code)
     for name, takes in TE_TAKES.items():
-        asked = said(f"ACCELERATE_FP8_{name}", takes[0])
-        if asked.lower() not in [value.lower() for value in takes]:
+        setting = said(f"ACCELERATE_FP8_{name}", takes[0])
+        if setting.lower() not in [value.lower() for value in takes]:
             what = (
                 f"fp8_config of the {CONFIG} sets {name.lower()} to a value that TransformerEngine can't use"
             )
             why = "Accelerate does not pass the value on, or TransformerEngine raises an error"
             fix = f"set `{name.lower()}: {takes[0]}`"
-            yield Problem(what, found=asked, expected=" or ".join(takes), why=why, fix=fix, code=code)
+            yield Problem(what, found=setting, expected=" or ".join(takes), why=why, fix=fix, code=code)
 
 
 def _by_torchao() -> Iterator[Problem]:
@@ -333,7 +333,7 @@ def _deepspeed(machine: Hardware, stored: str, kind: str) -> Iterator[Problem]:
 
 def _parallelism(model: Model, data: Data) -> list[Problem]:
     """Return the problems of sequences and layers that several processes share."""
-    found: list[Problem] = []
+    problems: list[Problem] = []
     by, code = f"of the {CONFIG} is not supported", "launch-config"
     cut = "PEFT's adapters need whole weight matrices, and tensor parallelism shards them"
     lost = "DeepSpeed's sequence parallelism needs its own loss function, and finetune uses another one"
@@ -341,51 +341,53 @@ def _parallelism(model: Model, data: Data) -> list[Problem]:
         if parallel(size) > 1:
             fix = "use accelerate_configs/fsdp2_8.yaml, or context_parallel_4.yaml for long sequences"
             what, number = f"parallelism_config_{name} {by}", str(parallel(size))
-            found.append(Problem(what, found=number, expected="1", why=why, fix=fix, code=code))
+            problems.append(Problem(what, found=number, expected="1", why=why, fix=fix, code=code))
     if parallel("DP_REPLICATE") > 1:
         what = f"parallelism_config_dp_replicate_size {by}"
         fix = "set it to 1: fsdp2_8.yaml shards one copy over all processes, multi_node.yaml shards nothing"
         number = str(parallel("DP_REPLICATE"))
-        found.append(Problem(what, found=number, expected="1", fix=fix, code=code))
-    found += [] if found else _sizes()
-    return found + (cut_rows(model, data) if parallel("CP") > 1 else [])
+        problems.append(Problem(what, found=number, expected="1", fix=fix, code=code))
+    problems += [] if problems else _sizes()
+    return problems + (cut_rows(model, data) if parallel("CP") > 1 else [])
 
 
 def _sizes() -> Iterator[Problem]:
     """Compare the sizes with the number of processes, and check that FSDP shards the weights."""
     sizes, code = {name: parallel(name) for name in ("DP_SHARD", "CP")}, "launch-config"
-    asked = ", ".join(f"{name.lower()}_size: {size}" for name, size in sizes.items())
+    stated = ", ".join(f"{name.lower()}_size: {size}" for name, size in sizes.items())
     total, processes = math.prod(sizes.values()), said("WORLD_SIZE")
     if total > 1 and not on("ACCELERATE_USE_FSDP"):
         what = f"parallelism_config of the {CONFIG} needs FSDP"
         fix = (
             "set `distributed_type: FSDP` and `fsdp_version: 2` (accelerate_configs/context_parallel_4.yaml)"
         )
-        yield Problem(what, found=f"{asked}, without FSDP", fix=fix, code=code)
+        yield Problem(what, found=f"{stated}, without FSDP", fix=fix, code=code)
     elif total > 1 and processes and total != int(processes):
         what = f"parallelism_config of the {CONFIG} needs {total} processes, because its sizes multiply"
         fix = f"--num_processes {total}, or set `parallelism_config_cp_size: {processes}` alone"
-        yield Problem(what, found=f"{asked}; {processes} processes", fix=fix, code=code)
+        yield Problem(what, found=f"{stated}; {processes} processes", fix=fix, code=code)
     elif total == 1 and on("ACCELERATE_USE_PARALLELISM_CONFIG") and on("ACCELERATE_USE_FSDP"):
         what = f"FSDP would shard nothing: all sizes in parallelism_config of the {CONFIG} are 1"
         fix = (
             "remove parallelism_config, or set `parallelism_config_dp_shard_size` to the number of processes"
         )
-        yield Problem(what, found=asked, fix=fix, code=code)
+        yield Problem(what, found=stated, fix=fix, code=code)
 
 
 def cut_rows(model: Model, data: Data) -> list[Problem]:
     """Return the conflicts of a recipe with context parallelism, which shares sequences among processes."""
-    found, by = list[Problem](), f"parallelism_config_cp_size of the {CONFIG}"
+    problems, by = list[Problem](), f"parallelism_config_cp_size of the {CONFIG}"
     if data.packing or data.padding_free:
         key = "data.packing" if data.packing else "data.padding_free"
         what = f"{by} would cut packed examples into pieces"
         fix = f"set `{key}: false`"
-        found.append(Problem(what, key, found="true", fix=fix, code="launch-config"))
+        problems.append(Problem(what, key, found="true", fix=fix, code="launch-config"))
     if model.attention != "sdpa":
         what, fix = f"{by} works only with PyTorch's own attention", "set `model.attention: sdpa`"
-        found.append(Problem(what, "model.attention", found=model.attention, fix=fix, code="launch-config"))
-    return found
+        problems.append(
+            Problem(what, "model.attention", found=model.attention, fix=fix, code="launch-config")
+        )
+    return problems
 
 
 def deepspeed_values(train: Train, processes: int) -> list[Problem]:
@@ -400,15 +402,15 @@ def deepspeed_values(train: Train, processes: int) -> list[Problem]:
             lambda: batch_size.split_batch(train, processes).accumulation,
         ),
     }
-    found = list[Problem]()
+    problems = list[Problem]()
     for name, (key, decide) in decided.items():
         number = launch_environment.said(f"ACCELERATE_{name.upper()}").replace("auto", "")
         if number and float(number) != (value := decide()):
             what = f"{name} of the {CONFIG} contradicts train.{key} of the recipe"
             texts = {"found": number, "expected": f"{value:g}"}
             fix = f"remove {name} from deepspeed_config"
-            found.append(Problem(what, f"train.{key}", **texts, fix=fix, code="launch-config"))
-    return found
+            problems.append(Problem(what, f"train.{key}", **texts, fix=fix, code="launch-config"))
+    return problems
 
 
 def against_launch(recipe: Recipe) -> None:

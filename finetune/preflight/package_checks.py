@@ -17,8 +17,8 @@ ADAPTERS = {"adamss": ("sklearn", "scikit-learn")}  # PEFT's type -> module and 
 
 def missing_packages(recipe: Recipe) -> list[Problem]:
     """Return a problem for each missing package of the model, the adapter, the optimizer and `speed.qat`."""
-    kind, asked = adapter_types.find(recipe.adapter.type), recipe.model.quantization
-    storage = asked if asked != "auto" else kind.storage
+    kind, quantization = adapter_types.find(recipe.adapter.type), recipe.model.quantization
+    storage = quantization if quantization != "auto" else kind.storage
     optimizer = optimizer_choice.asked(recipe.train)
     found = [
         base_quantization.missing_package(storage),

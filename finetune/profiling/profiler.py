@@ -154,8 +154,8 @@ def run(path: str, overrides: list[str], output: str, callbacks: Sequence[Any] =
     }
     cut |= adapter_types.in_few_steps(whole.adapter, STEPS)
     temporary = tempfile.mkdtemp(dir=folder)
-    asked = compiled if whole.speed.compile == "auto" else whole.speed.compile
-    cut |= {"speed.compile": str(asked).lower(), "train.output_dir": f"{temporary}/run"}
+    compile_setting = compiled if whole.speed.compile == "auto" else whole.speed.compile
+    cut |= {"speed.compile": str(compile_setting).lower(), "train.output_dir": f"{temporary}/run"}
     dropped = {*cut, "train.num_train_epochs"}
     kept = [text for text in overrides if text.partition("=")[0] not in dropped]
     trace = Trace(machine.device == "cuda")

@@ -103,12 +103,12 @@ class _Quantize(ConversionOps):
     """Quantize one weight when it is read. Weights that are already in fp8 do not change."""
 
     @torch.no_grad()
-    def convert(self, input_dict: dict[str, Any], *_: object, **given: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: object, **kwargs: Any) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             if name.endswith(SCALE):
-                layer = get_module_from_name(given["model"], name)[0]
+                layer = get_module_from_name(kwargs["model"], name)[0]
                 made[name] = value.float().reshape(-1, 1).expand(layer.out_features, 1).contiguous()
                 continue
             if value.dtype != E4M3:

@@ -84,8 +84,8 @@ def prepare(model: PreTrainedModel, section: Qat | None, checks: RunChecks | Non
         quantize_(model, QATConfig(config, step=QATStep.PREPARE), filter_fn=lambda _, name: name in linear)
     if checks:
         how = "layers that torchao prepared, of those that are linear and not the output head"
-        got = f"{len(rounding(model))} layers, {describe(section)}"
-        checks.add("speed.qat", f"{len(linear)} layers, {describe(section)}", got, how)
+        actual = f"{len(rounding(model))} layers, {describe(section)}"
+        checks.add("speed.qat", f"{len(linear)} layers, {describe(section)}", actual, how)
     return model
 
 
@@ -235,6 +235,8 @@ class Watch:
         if not self.layers:
             return
         share = f", by {sum(changes) / max(1, len(changes)):.2%} of its norm on average"
-        asked, got = f"{len(self.layers)} layers quantize their weight", f"{changed} layers"
+        expected, actual = f"{len(self.layers)} layers quantize their weight", f"{changed} layers"
         how = "||rounded - weight|| / ||weight|| in the first forward pass of training"
-        checks.add("fake quantization in step 1", asked, got + share, how, ok=changed == len(self.layers))
+        checks.add(
+            "fake quantization in step 1", expected, actual + share, how, ok=changed == len(self.layers)
+        )

@@ -113,13 +113,13 @@ def slow_pattern(config: ModelConfig, names: Callable[[], Collection[str]]) -> l
     Args:
         names: gives the names of the model's modules, if one of the texts is no plain name.
     """
-    asked = quantization_values.skipped(declaration(config))
-    asked = [one for one in asked if not pattern_time.is_plain(one[0])]
-    slow = pattern_time.find_slow([pattern for _, pattern in asked], names()) if asked else None
+    patterns = quantization_values.skipped(declaration(config))
+    patterns = [one for one in patterns if not pattern_time.is_plain(one[0])]
+    slow = pattern_time.find_slow([pattern for _, pattern in patterns], names()) if patterns else None
     if slow is None:
         return []
     what = f"a regular expression in the {DECLARED} takes too long"
-    found, fix = asked[slow][0][:200], "write the names of the modules"
+    found, fix = patterns[slow][0][:200], "write the names of the modules"
     return [Problem(what, "model.name", found=found, fix=fix, code="unsafe-file")]
 
 
@@ -168,14 +168,14 @@ def refusal(stored: Stored) -> Problem:
 
 def conflicts(stored: Stored, recipe: Recipe) -> list[Problem]:
     """Return the reasons why a recipe cannot be trained on this checkpoint."""
-    asked, name = recipe.model.quantization, recipe.adapter.type
+    requested, name = recipe.model.quantization, recipe.adapter.type
     meant, found = adapter_types.find(name).storage, str(stored)
     if not stored.trains:
         return [refusal(stored)]
-    if asked not in ("auto", stored.storage) and not (asked == "none" and stored.dequantizes):
+    if requested not in ("auto", stored.storage) and not (requested == "none" and stored.dequantizes):
         what = f"the checkpoint is stored in {stored} already ({DECLARED})"
         key, code, fix = "model.quantization", "quantization", f"model.quantization: auto, or {WHOLE}"
-        return [Problem(what, key, "", asked, "auto", fix, code=code)]
+        return [Problem(what, key, "", requested, "auto", fix, code=code)]
     if stored.dequantizes and meant:
         what = f"{name} needs a base model that is not quantized yet, to quantize it to {meant}"
         fix = f"adapter.type: {name.removeprefix('q')}, or {WHOLE}"

@@ -211,24 +211,24 @@ def _offload(
     kind: AdapterType, adapter: Mapping[str, Any], speed: Mapping[str, Any], train: Mapping[str, Any]
 ) -> Found:
     """Refuse offloading that does not fit activation checkpointing, the optimizer or the adapter type."""
-    asked, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
+    offload, optim = str(speed.get("offload")), train.get("optim", OFFLOADED[0])
     found: Found = []
     again = str(speed.get("activation_checkpointing"))
-    if asked.startswith(("activations", "all")) and (
+    if offload.startswith(("activations", "all")) and (
         again in ("none", "norms", "False") or again.startswith(("mlp:", "mlp_int8:"))
     ):
         what = f"offloading of activations excludes `activation_checkpointing: {again}`"
         why = "finetune offloads the activations that recomputed layers keep, so it must recompute all layers"
-        texts = {"found": asked, "fix": "speed.activation_checkpointing: auto", "why": why}
+        texts = {"found": offload, "fix": "speed.activation_checkpointing: auto", "why": why}
         found.append(("speed.offload", what, {**texts, "code": SPEED}))
-    if asked not in ("optimizer", "all"):
+    if offload not in ("optimizer", "all"):
         return found
-    without = "activations" if asked == "all" else "none"
+    without = "activations" if offload == "all" else "none"
     if optim not in OFFLOADED:
         texts = {"found": as_yaml(optim), "expected": " or ".join(OFFLOADED), "fix": f"optim: {OFFLOADED[0]}"}
-        found.append(("train.optim", f"`speed.offload: {asked}` supports only torch's AdamW", texts))
+        found.append(("train.optim", f"`speed.offload: {offload}` supports only torch's AdamW", texts))
     if adapter.get("loraplus_lr_ratio"):
-        what, why = f"LoRA+ excludes `speed.offload: {asked}`", "LoRA+ has its own optimizer"
+        what, why = f"LoRA+ excludes `speed.offload: {offload}`", "LoRA+ has its own optimizer"
         texts = {
             "found": as_yaml(adapter["loraplus_lr_ratio"]),
             "fix": f"speed.offload: {without}",
@@ -237,7 +237,7 @@ def _offload(
         found.append(("adapter.loraplus_lr_ratio", what, texts))
     if kind.peft == "adalora":
         what, why = "AdaLoRA excludes an offloaded optimizer", "AdaLoRA masks ranks on the GPU between steps"
-        texts = {"found": asked, "fix": f"offload: {without}", "why": why, "code": SPEED}
+        texts = {"found": offload, "fix": f"offload: {without}", "why": why, "code": SPEED}
         found.append(("speed.offload", what, texts))
     return found
 

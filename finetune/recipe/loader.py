@@ -190,7 +190,7 @@ def _resolve_paths(raw: dict[str, Any], folder: Path) -> None:
     train = raw.get("train")
     if isinstance(train, dict) and isinstance(train.get("output_dir"), str):  # created, not searched
         train["output_dir"] = os.path.expanduser(train["output_dir"])
-    asked = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
-    if isinstance(asked, list):
+    tasks = raw["eval"].get("tasks") if isinstance(raw.get("eval"), dict) else None
+    if isinstance(tasks, list):
         files = (".yaml", ".yml")
-        raw["eval"]["tasks"] = [resolve(name) if str(name).endswith(files) else name for name in asked]
+        raw["eval"]["tasks"] = [resolve(name) if str(name).endswith(files) else name for name in tasks]

@@ -47,10 +47,10 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     """
     sections = {name: raw.get(name) for name in ("speed", "adapter", "model")}
     speed, adapter, model = (value if isinstance(value, dict) else {} for value in sections.values())
-    asked, kind = speed.get("qat"), adapter.get("type")
-    if not isinstance(asked, dict):
+    qat, kind = speed.get("qat"), adapter.get("type")
+    if not isinstance(qat, dict):
         return []
-    found = _config_problems(asked.get("config"))
+    found = _config_problems(qat.get("config"))
     types, base = adapter_types.all_types(), str(model.get("quantization", "auto"))
     meant = types[kind].storage if isinstance(kind, str) and kind in types else ""
     if meant or base not in ("auto", "none"):

@@ -114,9 +114,9 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
         return raw[section].get(name) if isinstance(raw.get(section), dict) else None
 
     def problem(key: str, what: str, code: str = "recipe-conflict", **texts: str) -> None:
-        found.append(Problem(what, key, place_of(tuple(key.split(".")), where), code=code, **texts))
+        problems.append(Problem(what, key, place_of(tuple(key.split(".")), where), code=code, **texts))
 
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for key, (rival,) in list(command_line_overrides.RIVALS.items())[::2]:
         if get(key) is not None and get(rival) is not None:
             fix = f"remove `{key}`, or remove `{rival}`"
@@ -154,13 +154,13 @@ def conflicts(raw: dict[str, Any], where: Where) -> list[Problem]:
     elif isinstance(best, str) and "/" in best and not get("eval.tasks"):
         what, fix = "`eval.tasks` lacks the task of this metric", f"tasks: [{best.rpartition('/')[0]}]"
         problem("eval.metric_for_best_model", what, "eval-setting", found=best, fix=fix)
-    found += _batch_problem(
+    problems += _batch_problem(
         get("train.effective_batch_size"), get("train.per_device_train_batch_size"), where
     )
     for conflicts_of in (adapter_rules.conflicts, qat_rules.conflicts, train_rules.conflicts):
         for key, what, texts in conflicts_of(raw):
             problem(key, what, **texts)
-    return found
+    return problems
 
 
 def _batch_problem(effective: Any, micro: Any, where: Where) -> list[Problem]:

@@ -177,11 +177,13 @@ class Activations:
 
     def add_run_check(self, micro_batches: int, checks: RunChecks) -> None:
         """Add a run check of the tensors that were offloaded and copied back in the first step."""
-        asked = len(self.layers) * micro_batches
-        got = f"{self.out} out, {self.back} back: {self.tensors} tensors, {formatting.size(self.bytes)}"
+        expected = len(self.layers) * micro_batches
+        actual = f"{self.out} out, {self.back} back: {self.tensors} tensors, {formatting.size(self.bytes)}"
         how = f"copies made in step 1: {len(self.layers)} layers x {micro_batches} micro-batches"
-        ok = self.out == self.back == asked
-        checks.add("speed.offload", f"{asked} forward passes", f"{got}, {self.pinned} pinned", how, ok=ok)
+        ok = self.out == self.back == expected
+        checks.add(
+            "speed.offload", f"{expected} forward passes", f"{actual}, {self.pinned} pinned", how, ok=ok
+        )
 
 
 def _straight(layer: Callable[..., Any], *inputs: Any) -> Any:

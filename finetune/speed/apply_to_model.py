@@ -123,12 +123,12 @@ def add_fused(model: nn.Module, chosen: Choice, checks: RunChecks) -> tuple[Choi
     if chosen.reason == "asked for" and not served:
         raise none_fused(made.left_out())
     how = f"fused layers of the model; largest relative difference from PEFT's own forward {made.worst:.1g}"
-    got = made.summary()
-    checks.add("speed.fused", "all layers that can be fused", got, how, ok=True)
-    spec = replace(live_model_spec(model), unfused=got)
+    actual = made.summary()
+    checks.add("speed.fused", "all layers that can be fused", actual, how, ok=True)
+    spec = replace(live_model_spec(model), unfused=actual)
     if chosen.reason == "asked for":
         return chosen, spec
-    return Choice("on" if served else "off", f"{chosen.reason}: {got}"), spec
+    return Choice("on" if served else "off", f"{chosen.reason}: {actual}"), spec
 
 
 def add_activation_checkpointing(
@@ -158,15 +158,15 @@ def add_activation_checkpointing(
     alone = sum("forward" in vars(norm) for layer in layers for norm in norms_of(layer))
     kept = [stack.kept for layer in layers for stack in fused_mlps(layer)]
     again, in_int8 = kept.count("input"), kept.count("int8")
-    got = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
-    got += f", gate and up of {again} MLPs" if again else ""
-    got += f"; {in_int8} MLPs in int8" if in_int8 else ""
+    actual = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
+    actual += f", gate and up of {again} MLPs" if again else ""
+    actual += f"; {in_int8} MLPs in int8" if in_int8 else ""
     some = "mlp" if mlps == total else "mlp_int8" if rounded else "mlp" if mlps else "norms"
     some += f":{mlps}" if 0 < mlps < total else ""
-    asked = f"{count} of {total}" if count else some
+    expected = f"{count} of {total}" if count else some
     how = "layers with the flag set, norms with a checkpointed forward, saved activations of fused MLPs"
     right = wrapped == count and again == mlps and in_int8 == (total - mlps if rounded else 0)
-    checks.add("speed.activation_checkpointing", asked, got, how, ok=right)
+    checks.add("speed.activation_checkpointing", expected, actual, how, ok=right)
 
 
 def _checkpoint_contexts(routers: list[tuple[Any, int]]) -> tuple[Any, Any]:

@@ -82,18 +82,18 @@ def prove_apart(
     logits, gradients = ALLOWED["experts" if routed else model.device.type]
     ok = moved.logits <= max(logits, NOISE * same.logits)
     ok = ok and moved.gradients <= max(gradients, NOISE * same.gradients)
-    got = f"changes logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
+    actual = f"changes logits by {moved.logits:.1g}, gradients by {moved.gradients:.1g}"
     if same != Leak(0.0, 0.0):
-        got += f" (the same input twice: {same.logits:.1g}, {same.gradients:.1g})"
+        actual += f" (the same input twice: {same.logits:.1g}, {same.gradients:.1g})"
     how = f"one of two examples in a sequence of {tokens} tokens changed, the other compared ({attention})"
     checks.add(
-        "packed examples isolated", "a change in one example changes nothing in the other", got, how, ok=ok
+        "packed examples isolated", "a change in one example changes nothing in the other", actual, how, ok=ok
     )
     if not ok:
         what = f"packed examples attend to each other with attention {attention}"
         masked = packing_support.MASKED  # if one mask leaks, the others do too
         fix = switch_off if attention in masked else f"set `model.attention: auto`, or `{switch_off}`"
-        why = f"a change in one example {got} of the other example"
+        why = f"a change in one example {actual} of the other example"
         problem = Problem(what, "model.attention", found=attention, why=why, fix=fix, code="attention-kernel")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
@@ -187,10 +187,10 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, checks: Ru
                 hooks.callback(hook.remove)
         model(**inputs, use_cache=False)
     model.train(training)
-    worst, asked = max(off, default=math.inf), f"the result of {name} within {SAME:g}"
+    worst, expected = max(off, default=math.inf), f"the result of {name} within {SAME:g}"
     how = f"largest relative difference of a layer's attention on two random examples ({attention})"
     ok = worst <= SAME
-    checks.add("attention without a mask", asked, f"{worst:.2g}", how, ok=ok)
+    checks.add("attention without a mask", expected, f"{worst:.2g}", how, ok=ok)
     if not ok:
         what = f"on this model, attention {attention} computes another result than {name}"
         texts = {"found": f"a relative difference of {worst:.2g}", "expected": f"{SAME:g} or less"}

@@ -87,13 +87,13 @@ def micro_batches(
     allowed = partial(allowed_changes.allows, recipe, setup)
     graphs = fast["CUDA graphs"].value == "on"
     level = {"activation_checkpointing": fast["speed.activation_checkpointing"].value}
-    asked = (
+    settings = (
         recipe.speed.model_copy(update=level),
         recipe.model.quantization,
         recipe.adapter.type,
         recipe.data.max_length,
     )
-    less = oom_recovery.fixes(*asked, allowed, graphs=graphs)
+    less = oom_recovery.fixes(*settings, allowed, graphs=graphs)
     tell = partial(oom_recovery.tell, batch.per_device, run.console, run.checks)
     length = recipe.data.max_length // setup.launch.sharing
     needs = partial(oom_recovery.needed, length, setup, fast, step_work.beside(recipe, setup))

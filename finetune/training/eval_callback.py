@@ -127,10 +127,10 @@ class Validate(TrainerCallback):
             found["eval_exact_match"] = share
         if "/" in self.settings.metric_for_best_model:
             task, _, metric = self.settings.metric_for_best_model.rpartition("/")
-            asked = lm_eval_harness.of_task(self.settings, task)
+            settings = lm_eval_harness.of_task(self.settings, task)
             with torch.compiler.set_stance("force_eager"):
                 date = self.data.template_date
-                results = lm_eval_harness.run(model, self.tokenizer, asked, seeded=False, date=date)
+                results = lm_eval_harness.run(model, self.tokenizer, settings, seeded=False, date=date)
             found[f"eval_{self.settings.metric_for_best_model}"], self.higher = lm_eval_harness.one(
                 results, task, metric
             )
@@ -153,9 +153,9 @@ class Validate(TrainerCallback):
         """Restore the best weights, and add a run check that counts the evaluations."""
         steps = state.global_step
         every = self.settings.eval_steps or steps
-        asked = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
+        expected = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
         how = "evaluations that ran"
-        checks.add("eval.eval_steps", asked, self.times, how)
+        checks.add("eval.eval_steps", expected, self.times, how)
         if not self.weights:
             return
         for name, parameter in trainable_parameters.trainable(model).items():
@@ -166,9 +166,9 @@ class Validate(TrainerCallback):
         """Add a run check that the loss of the saved weights equals the best evaluation loss."""
         if self.weights:
             ok = math.isclose(loss, self.best_loss, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-            asked = f"step {self.best_step}, validation loss {self.best_loss:.6f}"
+            expected = f"step {self.best_step}, validation loss {self.best_loss:.6f}"
             how = "validation loss of the saved weights, reopened"
-            checks.add("best weights saved", asked, f"{loss:.6f}", how, ok=ok)
+            checks.add("best weights saved", expected, f"{loss:.6f}", how, ok=ok)
 
 
 def asked(

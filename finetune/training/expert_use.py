@@ -36,9 +36,9 @@ def add_check(accelerator: Any, counted: Any, routers: list[str], checks: RunChe
     tokens: Any = accelerator.reduce(counted, "sum")
     idle = describe_idle(tokens.cpu(), routers)
     used, every = int((tokens > 0).sum()), tokens.numel()
-    got = f"{used:,} of {every:,} experts" + (f"; without a token: {idle}" if idle else "")
+    actual = f"{used:,} of {every:,} experts" + (f"; without a token: {idle}" if idle else "")
     how = "tokens of each expert, counted over the training steps"
-    checks.add("experts that received tokens", f"{every:,} experts", got, how, ok=used > 0)
+    checks.add("experts that received tokens", f"{every:,} experts", actual, how, ok=used > 0)
     what = f"{every - used:,} of {every:,} experts received no token in training"
     return f"{what}: {idle}. An adapter on them did not change" if idle else ""
 

@@ -149,8 +149,8 @@ class FirstStep(TrainerCallback):
         if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
             add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
         if self.fp8:
-            got, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
-            add("fp8 GEMMs", f"at least {least}", got, how, ok=self.fp8_gemms >= least, code=code)
+            actual, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
+            add("fp8 GEMMs", f"at least {least}", actual, how, ok=self.fp8_gemms >= least, code=code)
         self.planned.loss.add_run_check(sorted(self.operations), self.micro_batches, self.checks)
         if self.rounding:
             self.rounding.add_run_check(self.checks)
@@ -165,13 +165,13 @@ class FirstStep(TrainerCallback):
             counters = upstream_private.compile_counters()
             breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
             over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
-            how, got = (
+            how, actual = (
                 "torch.compile's own count after the first step",
                 f"{breaks} graph breaks, {graphs} graphs",
             )
-            got += ", some layers in eager mode: over torch's recompile_limit" if over else ""
+            actual += ", some layers in eager mode: over torch's recompile_limit" if over else ""
             whole, self.compiled_graphs = not breaks and not over, graphs
-            add("speed.compile", "0 graph breaks", got, how, ok=whole or compiled.reason != "asked for")
+            add("speed.compile", "0 graph breaks", actual, how, ok=whole or compiled.reason != "asked for")
         self.checks.check()
 
     def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
@@ -256,8 +256,8 @@ def add_run_check(checks: RunChecks, layers: int) -> None:
     """Add a run check of the recorded CUDA graphs: one forward and one backward per layer."""
     recorded = upstream_private.recorded_cuda_graphs()
     skipped = upstream_private.compile_counters()["inductor"]["cudagraph_skips"]
-    got = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
+    actual = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
     how = "torch's own counts when training ended; a run of one pass has none"
     if recorded > 2 * layers:
         how += "; recording again takes time: speed.compile: default records nothing"
-    checks.add("CUDA graphs", f"{2 * layers} recorded", got, how, ok=True)
+    checks.add("CUDA graphs", f"{2 * layers} recorded", actual, how, ok=True)

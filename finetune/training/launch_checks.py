@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 
 def add(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
     """Add run checks that the Accelerator has the precision and the number of processes of the launch."""
-    got, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
-    checks.add("precision", launch.precision, got.mixed_precision, how, code=code)
-    checks.add("processes", launch.processes, got.num_processes, how, code=code)
+    accelerator, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
+    checks.add("precision", launch.precision, accelerator.mixed_precision, how, code=code)
+    checks.add("processes", launch.processes, accelerator.num_processes, how, code=code)
     if launch.fp8 in BACKENDS:
-        backend, handler = got.fp8_backend, got.te_recipe_handler or got.ao_recipe_handler
+        backend, handler = (
+            accelerator.fp8_backend,
+            accelerator.te_recipe_handler or accelerator.ao_recipe_handler,
+        )
         checks.add("fp8 backend", launch.fp8, getattr(backend, "value", str(backend)), how, code=code)
         for name, value in asked_of(launch.fp8).items():
             held = getattr(getattr(handler, "config", handler), name)
             checks.add(f"fp8_config.{name}", value, str(held).lower(), "its fp8 recipe", code=code)
-    split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(got.distributed_type.value, "")
+    split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(accelerator.distributed_type.value, "")
     checks.add("sharding", launch.splitter or "none", split or "none", how, code=code)
     trainer.add_callback(Prepared(launch, trainer, checks))
 
@@ -50,15 +53,15 @@ def add_repeated_check(trainer: Any, checks: RunChecks) -> None:
         return
     twice = count_repeated(len(rows), trainer.args.per_device_train_batch_size, shards)
     how = "the length of an epoch, whose last batch Accelerate fills with the first sequences"
-    got = f"{len(rows) - twice}, and {twice} twice, in each of {epochs} epochs that ended"
-    checks.add("sequences trained once", len(rows), got, how, ok=True)
+    actual = f"{len(rows) - twice}, and {twice} twice, in each of {epochs} epochs that ended"
+    checks.add("sequences trained once", len(rows), actual, how, ok=True)
 
 
 def add_loader_check(trainer: Any, checks: RunChecks) -> None:
     """Read back how long the run waited for a batch, if data loader workers read them."""
     if trainer.loader is not None and trainer.loader.num_workers:
-        asked, got = f"{trainer.loader_timeout} s", f"{trainer.loader.timeout:g} s"
-        checks.add("train.dataloader_timeout", asked, got, "torch's data loader")
+        expected, actual = f"{trainer.loader_timeout} s", f"{trainer.loader.timeout:g} s"
+        checks.add("train.dataloader_timeout", expected, actual, "torch's data loader")
 
 
 def notes_on_repeats(train: Train, rows: int | None, batch: Batch, shards: int, steps: int) -> list[str]:
@@ -113,9 +116,9 @@ class Prepared(TrainerCallback):
         self.trained, self.looked = numbers(trainer.model), False
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        model, optimizer = given["model"], given["optimizer"]
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
         how, add = "parameters with requires_grad, before and after preparing", self.checks.add
         add("trainable parameters of the prepared model", self.trained, numbers(model), how)
         inner = getattr(optimizer, "optimizer", optimizer)
@@ -126,20 +129,20 @@ class Prepared(TrainerCallback):
         held = {id(p) for group in groups for p in group}
         trained = [p for p in model.parameters() if p.requires_grad]
         if not type(inner).__module__.startswith(_COPIES):
-            got = sum(id(p) in held for p in trained)
-            add("tensors that the optimizer holds", len(trained), got, "the optimizer's groups")
+            actual = sum(id(p) in held for p in trained)
+            add("tensors that the optimizer holds", len(trained), actual, "the optimizer's groups")
         if self.launch.splitter == "DeepSpeed":
             self._by_zero(model)
         if self.launch.sharded == "FSDP":
             split = [p for p in model.parameters() if isinstance(p, DTensor)]
             whole = sum(p.numel() for p in model.parameters())
             share = sum(p.to_local().numel() for p in split) / whole
-            got = f"{share:.1%} of the model's parameters, {len(split)} tensors"
+            actual = f"{share:.1%} of the model's parameters, {len(split)} tensors"
             how, ok = "DTensors of this process", bool(split) and share < 1.5 / self.launch.processes
             add(
                 "sharded by FSDP",
                 f"1 of {self.launch.processes} shards",
-                got,
+                actual,
                 how,
                 ok=ok,
                 code=Exit.ENVIRONMENT,
@@ -149,21 +152,21 @@ class Prepared(TrainerCallback):
         self.checks.check()
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if self.looked:
             return
         self.looked = True
         if self.launch.fp8 == "TE":
-            made, got = (
-                len(transformer_engine_layers.layers(given["model"])),
-                transformer_engine_layers.rounded(given["model"]),
+            made, actual = (
+                len(transformer_engine_layers.layers(kwargs["model"])),
+                transformer_engine_layers.rounded(kwargs["model"]),
             )
             how = f"the layers' scaling factors after step {state.global_step}"
-            asked, ok = f"{made} layers, forward and backward", got == made > 0
-            self.checks.add("fp8 GEMMs", asked, f"{got} layers", how, ok=ok, code=Exit.ENVIRONMENT)
+            expected, ok = f"{made} layers, forward and backward", actual == made > 0
+            self.checks.add("fp8 GEMMs", expected, f"{actual} layers", how, ok=ok, code=Exit.ENVIRONMENT)
         if self.launch.sharded == "FSDP":
-            self._gathered(given["model"])
+            self._gathered(kwargs["model"])
         self.checks.check()
 
     def _gathered(self, model: Any) -> None:
@@ -195,21 +198,21 @@ class Prepared(TrainerCallback):
         stage, processes = self.trainer.model_wrapped.zero_optimization_stage(), self.launch.processes
         parts = [p.ds_tensor.numel() for p in model.parameters() if hasattr(p, "ds_tensor")]
         share = sum(parts) / sum(sharded_tensors.shape(p).numel() for p in model.parameters())
-        got = f"ZeRO-{stage}" + (
+        actual = f"ZeRO-{stage}" + (
             f", {share:.1%} of the model's parameters, {len(parts)} tensors" if parts else ""
         )
         ok = str(stage) == zero_stage() and bool(parts) == (stage == 3) and share < 1.5 / processes
-        asked = f"ZeRO-{zero_stage()}, {processes} processes"
+        expected = f"ZeRO-{zero_stage()}, {processes} processes"
         how, code = "the engine, and DeepSpeed's shards in this process", Exit.ENVIRONMENT
-        self.checks.add("sharded by DeepSpeed", asked, got, how, ok=ok, code=code)
+        self.checks.add("sharded by DeepSpeed", expected, actual, how, ok=ok, code=code)
 
     def _converted(self, model: nn.Module) -> None:
         """Add a run check of the layers that Accelerate replaced by fp8 layers."""
         own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
         made = [m for m in model.modules() if type(m).__module__.startswith(own)]
         plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
-        got, how = f"{len(made)} {own} layers, {len(plain)} plain", "modules of the prepared model"
-        self.checks.add("fp8 layers", "> 0", got, how, ok=bool(made), code=Exit.ENVIRONMENT)
+        actual, how = f"{len(made)} {own} layers, {len(plain)} plain", "modules of the prepared model"
+        self.checks.add("fp8 layers", "> 0", actual, how, ok=bool(made), code=Exit.ENVIRONMENT)
 
 
 # Optimizers that hold copies of the parameters, and step on these

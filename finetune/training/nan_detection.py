@@ -369,11 +369,11 @@ class Overflow(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        got, how = (
+        actual, how = (
             f"{self.skipped} of {state.global_step}",
             "skipped steps, as Accelerate's optimizer reports them",
         )
-        self.checks.add("steps skipped by fp16's loss scaler", "as few as possible", got, how, ok=True)
+        self.checks.add("steps skipped by fp16's loss scaler", "as few as possible", actual, how, ok=True)
         if self.skipped:
             self.screen.say(
                 f"note: the loss scaler of fp16 skipped {self.skipped} steps with overflowing gradients"

@@ -94,9 +94,9 @@ def add_loraplus_check(
     for name, parameter in trainable_parameters.trainable(adapted).items():
         faster = ".lora_B." in name or parameter.ndim == 1
         (fast if faster else slow if "lora_" in name else other).add(rates.get(id(parameter)))
-    got = f"A {_said(slow)}, B {_said(fast)}" + (f", others {_said(other)}" if other else "")
-    asked = f"A {rate:g}, B {rate * ratio:g}" + (f", others {rate:g}" if other else "")
-    checks.add("adapter.loraplus_lr_ratio", asked, got, "peak rates in the optimizer's groups")
+    actual = f"A {_said(slow)}, B {_said(fast)}" + (f", others {_said(other)}" if other else "")
+    expected = f"A {rate:g}, B {rate * ratio:g}" + (f", others {rate:g}" if other else "")
+    checks.add("adapter.loraplus_lr_ratio", expected, actual, "peak rates in the optimizer's groups")
 
 
 def _said(rates: set[float | None]) -> str:
@@ -196,14 +196,14 @@ def add_run_check(optimizer: Optimizer, optim: str, kind: object, checks: RunChe
         else ""
     )
     how = "the optimizer that stepped, and its state after step 1"
-    got = f"{name}, state of {of or 'no tensor'}: {where or '0 MiB'}"
-    got += few if optimizer_choice.LOW_BITS.search(optim) else ""
-    checks.add("train.optim", optim, got, how, ok=ok, code=Exit.ENVIRONMENT)
+    actual = f"{name}, state of {of or 'no tensor'}: {where or '0 MiB'}"
+    actual += few if optimizer_choice.LOW_BITS.search(optim) else ""
+    checks.add("train.optim", optim, actual, how, ok=ok, code=Exit.ENVIRONMENT)
     if inner:
-        got = f"{sum(map(len, (one.state for one in inner)))} tensors' state: {where}"
+        actual = f"{sum(map(len, (one.state for one in inner)))} tensors' state: {where}"
         how = "torchao's offloaded optimizer after step 1"
         ok = set(held) == {"CPU"} and len(inner) == sum(len(one.state) for one in inner)
-        checks.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", got, how, ok=ok)
+        checks.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", actual, how, ok=ok)
 
 
 def _kept_in(parameter: Tensor, state: dict[str, Any]) -> str:

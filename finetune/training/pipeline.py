@@ -130,9 +130,9 @@ def only_run() -> Iterator[None]:
         _RUNNING.release()
 
 
-def _claim_and_run(recipe: Recipe, asked: _Asked, until: Until | None, *, command: bool) -> RunFolder:
+def _claim_and_run(recipe: Recipe, requested: _Asked, until: Until | None, *, command: bool) -> RunFolder:
     """Lock the run folder, and run again with stronger settings while the first step runs out of memory."""
-    resumes, verbosity = asked.resumes, asked.verbosity
+    resumes, verbosity = requested.resumes, requested.verbosity
     correction = auto_correction.from_environment() if command else auto_correction.NONE
     where = correction.folder or recipe.train.output_dir
     if os.environ.get("RANK", "0") != "0":
@@ -145,7 +145,7 @@ def _claim_and_run(recipe: Recipe, asked: _Asked, until: Until | None, *, comman
         Console(quiet=verbosity == "quiet").say(f"{where} is finished: nothing to do")
         return RunFolder(Path(str(where)))
     quieten_libraries()
-    asked = replace(asked, verbosity=verbosity)
+    requested = replace(requested, verbosity=verbosity)
     claimed = lock.claimed(where, recipe.origin.path.stem)
     with stopping.Stop(until).listening() as stop:
         try:
@@ -153,7 +153,7 @@ def _claim_and_run(recipe: Recipe, asked: _Asked, until: Until | None, *, comman
                 recipe = choice_checks.pinned(recipe)
                 while True:
                     try:
-                        return _run(recipe, where, stop, asked, correction)
+                        return _run(recipe, where, stop, requested, correction)
                     except StartAgain as again:
                         correction = again.correction
                     stop.failed = False
@@ -181,9 +181,11 @@ class _Asked:
     callbacks: Sequence[Any]
 
 
-def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correction: Correction) -> RunFolder:
+def _run(
+    recipe: Recipe, where: str | None, stop: Stop, requested: _Asked, correction: Correction
+) -> RunFolder:
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
-    run, data = _begin(recipe, where, asked, correction)
+    run, data = _begin(recipe, where, requested, correction)
     loaded = _load(run, data, where)
     again = run.found is not None or bool(correction.changes)
     with (
@@ -192,7 +194,7 @@ def _run(recipe: Recipe, where: str | None, stop: Stop, asked: _Asked, correctio
     ):
         run = replace(run, correction=correction._replace(folder=str(run.folder.path)))
         _write_start(run, data, loaded)
-        live, validations = _train(run, data, loaded, stop, asked.callbacks, tracked)
+        live, validations = _train(run, data, loaded, stop, requested.callbacks, tracked)
         del loaded  # the evaluation needs the memory
         _evaluate(run, live, validations)
     return run.folder
@@ -221,12 +223,12 @@ class _Loaded:
 
 
 def _begin(
-    recipe: Recipe, where: str | None, asked: _Asked, correction: Correction
+    recipe: Recipe, where: str | None, requested: _Asked, correction: Correction
 ) -> tuple[RunContext, _RunData]:
     """Start the process group and the run folder, prepare the data and find the checkpoint to resume."""
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
-    screen = Console(quiet=asked.verbosity == "quiet", verbose=asked.verbosity == "verbose")
+    screen = Console(quiet=requested.verbosity == "quiet", verbose=requested.verbosity == "verbose")
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     # starts the process group
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
@@ -236,11 +238,11 @@ def _begin(
     tasks.general_texts(recipe.eval)  # a fault of theirs would end the run after its last step
     set_seed(recipe.train.seed)
 
-    recipe = training_data.with_template_date(recipe, folder, asked.resumes)
+    recipe = training_data.with_template_date(recipe, folder, requested.resumes)
     with progress.phase(screen, "preparing the data"):
         tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
-    found = find_checkpoint(recipe.train, asked.resumes, setup)
+    found = find_checkpoint(recipe.train, requested.resumes, setup)
     run = RunContext(recipe, setup, RunChecks(), screen, folder, found, correction)
     batch = batch_setup.settle_batch(run, batch, arguments)
     rows = None if recipe.data.streaming else len(prepared.train)

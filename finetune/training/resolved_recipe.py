@@ -78,7 +78,7 @@ def choices(
     checkpointing = fast["speed.activation_checkpointing"]
     mode = recipe.speed.compile if recipe.speed.compile not in ("auto", True) else compile.value == "on"
     graphs = fast["CUDA graphs"]
-    offload, asked = fast["speed.offload"], set_by.get("speed.offload", "default")
+    offload, offload_source = fast["speed.offload"], set_by.get("speed.offload", "default")
     date, day = recipe.data.template_date, "default: the day on which this run started"
     per_device = set_by.get("train.per_device_train_batch_size", f"default: {split}")
     if smaller := correction.choice(MICRO_BATCH):
@@ -97,7 +97,7 @@ def choices(
             checkpointing.value,
             by("speed.activation_checkpointing", "hardware", checkpointing),
         ),
-        "speed.offload": (offload.value, by("speed.offload", asked, offload)),
+        "speed.offload": (offload.value, by("speed.offload", offload_source, offload)),
         "speed.loss": (fast["speed.loss"].value, by("speed.loss", "default", fast["speed.loss"])),
         **(
             {

@@ -37,8 +37,8 @@ def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     found = resolved_recipe.describe_environment(setup.hardware, setup.launch)
     held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
     held |= {name: str(number) for name, number in found["packages"].items()}
-    asked = ("precision", "sharded", "splitter", "sharing", "fp8")
-    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in asked} | launch_environment.ways()
+    keys = ("precision", "sharded", "splitter", "sharing", "fp8")
+    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in keys} | launch_environment.ways()
     return held | {"data.template_date": str(recipe.data.template_date)}
 
 

@@ -33,11 +33,11 @@ MINUTES = 10  # between checkpoints, if the recipe does not set it
 def check(train: Train, resumes: str | None, keeper: str) -> None:
     """Refuse requested checkpoints if they can't store the whole state of the run (exit 3)."""
     parts = optimizer_choice.unsaved(train, keeper)
-    asked = "--resume" if resumes else ""
+    option = "--resume" if resumes else ""
     if train.save_strategy in ("steps", "epoch") or train.save_steps is not None:
-        asked = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
-    if parts and asked and resumes != "auto":
-        what = f"{asked} does not work here, because checkpoints can't store the state that {parts} keeps"
+        option = "train.save_strategy" if train.save_strategy != "auto" else "train.save_steps"
+    if parts and option and resumes != "auto":
+        what = f"{option} does not work here, because checkpoints can't store the state that {parts} keeps"
         fix = optimizer_choice.saved_instead(parts)
         problem = Problem(what, found=parts.rstrip(","), fix=fix, code="checkpoint")
         raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -183,11 +183,11 @@ class Schedule(TrainerCallback):
         self.complete = control.should_training_stop or step >= state.max_steps
         reason = self.stop.due(step, 2 * self.longest + 2 * self.writer.seconds)
         minutes = self.strategy == "auto" and now - self.saved_at > 60 * MINUTES
-        asked, minutes = collectives.any_of(bool(reason), minutes)
-        if asked:
+        requested, minutes = collectives.any_of(bool(reason), minutes)
+        if requested:
             self.stopped = next(filter(None, collectives.gathered(reason)))
             control.should_training_stop = True
-        if (asked and not self.parts) or minutes or self.planned(step, state):
+        if (requested and not self.parts) or minutes or self.planned(step, state):
             control.should_save = self.saved = True
             self.saved_at = now
 
@@ -212,9 +212,9 @@ def add_steps_check(state: Any, planned: int, patience: int | None, checks: RunC
     Args:
         patience: of early stopping, if it ended the run.
     """
-    asked, got = f"{planned}", f"{state.global_step}"
+    expected, actual = f"{planned}", f"{state.global_step}"
     if early := patience is not None and state.global_step < planned:
-        asked = f"at most {planned}, with early stopping"
-        got += f", stopped early: no better evaluation in {patience}"
+        expected = f"at most {planned}, with early stopping"
+        actual += f", stopped early: no better evaluation in {patience}"
     how = "optimizer steps that ran"
-    checks.add("steps", asked, got, how, ok=state.global_step == planned or early)
+    checks.add("steps", expected, actual, how, ok=state.global_step == planned or early)

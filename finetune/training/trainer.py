@@ -389,16 +389,16 @@ class Trainer(SFTTrainer):
         self.state.compute_steps(self.args, max_steps)  # of this recipe, not of the checkpoint's recipe
         return place
 
-    def _run_epoch(self, *args: object, **given: Any) -> None:  # upstream calls it by name
-        if given["resume_from_checkpoint"] and given["epoch"] == given["epochs_trained"]:
+    def _run_epoch(self, *args: object, **kwargs: Any) -> None:  # upstream calls it by name
+        if kwargs["resume_from_checkpoint"] and kwargs["epoch"] == kwargs["epochs_trained"]:
             training_state.put_back(self, "log", "batches")
-            inside = given["steps_trained_in_current_epoch"]
+            inside = kwargs["steps_trained_in_current_epoch"]
             training_state.put_back(self, "epoch_rng" if inside else "rng")
             if self.state.global_step >= self.state.max_steps or self.schedule.complete:
                 self.control.should_training_stop = True  # transformers would run one more step
                 return
         self.epoch_rng = training_state.random_state()
-        super()._run_epoch(**given)
+        super()._run_epoch(**kwargs)
 
 
 class _Before:

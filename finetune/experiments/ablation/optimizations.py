@@ -265,7 +265,7 @@ def check_values(file: AblationFile, kind: str) -> None:
     Raises:
         UserError: no recipe of this type can have a value. Each error names its position (exit 2).
     """
-    found, models = list[Problem](), build.sections(kind)
+    problems, models = list[Problem](), build.sections(kind)
     for key, value, at in _sets(file):
         section, *names = path = key.split(".")
         of_another = section == "adapter" and names[0] not in models["adapter"].model_fields
@@ -276,9 +276,9 @@ def check_values(file: AblationFile, kind: str) -> None:
             models["recipe"].model_validate(raw)
         except ValidationError as error:
             said = recipe_errors.explain(error, raw, {tuple(path): at}, build.known_keys())
-            found += [one for one in said if f"{one.key}.".startswith(f"{key}.")]
-    if found:
-        raise UserError(*found)
+            problems += [one for one in said if f"{one.key}.".startswith(f"{key}.")]
+    if problems:
+        raise UserError(*problems)
 
 
 def _order_problems(file: AblationFile) -> list[Problem]:

@@ -96,7 +96,7 @@ class Job(NamedTuple):
         return self.folder.path.name
 
 
-def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
+def run(requested: Asked, *, quiet: bool = False) -> dict[str, Any]:
     """Train and evaluate each type with each seed, and write the table, the plot and the winner's recipe.
 
     Returns:
@@ -106,18 +106,18 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
         UserError: a recipe is not valid, found before training starts (exit 2). No run finished, or a run
             failed on some processes only (exit 5).
     """
-    jobs = plan(asked)
-    kept_runs.make_folder(asked.folder, "compare")
+    jobs = plan(requested)
+    kept_runs.make_folder(requested.folder, "compare")
     state = collectives.joined(detection.detect().device)
     collectives.failures()
     screen = Console(quiet=quiet or not state.is_main_process)
-    introduce(jobs, asked, screen)
+    introduce(jobs, requested, screen)
     failed = {}
-    if asked.budget is not None:
-        jobs, failed = within(asked.budget, jobs, asked, screen)
+    if requested.budget is not None:
+        jobs, failed = within(requested.budget, jobs, requested, screen)
     settings = {
-        "recipe": asked.path,
-        "budget_seconds": asked.budget,
+        "recipe": requested.path,
+        "budget_seconds": requested.budget,
         "entrants": {job.entrant.type: job.entrant._asdict() for job in jobs},
         "runs": [job.name for job in jobs],
     }
@@ -132,22 +132,22 @@ def run(asked: Asked, *, quiet: bool = False) -> dict[str, Any]:
                     f"{head} " + (f"FAILED: {reason}" if reason else comparison_report.line(job.folder))
                 )
         if state.is_main_process:
-            comparison_report.write(asked.folder, settings, failed)
+            comparison_report.write(requested.folder, settings, failed)
         state.wait_for_everyone()
-    found = collectives.from_main(lambda: comparison_report.collect(asked.folder, settings, failed))
+    found = collectives.from_main(lambda: comparison_report.collect(requested.folder, settings, failed))
     if not found["runs"]:
         problems = [
-            Problem(what, found=reason, fix=f"read {asked.folder / name}/log.txt", code="experiment")
+            Problem(what, found=reason, fix=f"read {requested.folder / name}/log.txt", code="experiment")
             for name, reason in failed.items()
             for what in [f"the run {name} failed"]
         ]
         raise UserError(*problems, code=Exit.TRAINING)
     if state.is_main_process:
-        comparison_report.show(asked.folder, found, {job.name: job.recipe for job in jobs}, screen)
+        comparison_report.show(requested.folder, found, {job.name: job.recipe for job in jobs}, screen)
     return found
 
 
-def plan(asked: Asked, steps: dict[str, int] | None = None) -> list[Job]:
+def plan(requested: Asked, steps: dict[str, int] | None = None) -> list[Job]:
     """Return the runs, ordered by seed, so that a comparison that is stopped early is still balanced.
 
     Args:
@@ -156,17 +156,17 @@ def plan(asked: Asked, steps: dict[str, int] | None = None) -> list[Job]:
     Raises:
         UserError: all problems of all recipes.
     """
-    own = load_recipe(asked.path, asked.overrides)
+    own = load_recipe(requested.path, requested.overrides)
     data = sorted(set(source_loading.fingerprints(own.data).values()))
     jobs, problems, codes = [], {}, []
-    for seed in range(own.train.seed, own.train.seed + asked.seeds):
-        for entrant in enter(own, asked.adapters):
-            folder = RunFolder(asked.folder / f"{entrant.type}-seed{seed}")
-            overrides = [*asked.overrides, *setting(entrant, seed, folder.path)]
+    for seed in range(own.train.seed, own.train.seed + requested.seeds):
+        for entrant in enter(own, requested.adapters):
+            folder = RunFolder(requested.folder / f"{entrant.type}-seed{seed}")
+            overrides = [*requested.overrides, *setting(entrant, seed, folder.path)]
             if steps is not None:
                 overrides += limit(own, steps[entrant.type])
             try:
-                recipe = load_recipe(asked.path, overrides)
+                recipe = load_recipe(requested.path, overrides)
                 if seed == own.train.seed:
                     checker.run(recipe)
             except UserError as error:
@@ -233,19 +233,19 @@ def limit(own: Recipe, steps: int) -> list[str]:
     return [f"train.max_steps={steps}", *capped]
 
 
-def introduce(jobs: list[Job], asked: Asked, screen: Console) -> None:
+def introduce(jobs: list[Job], requested: Asked, screen: Console) -> None:
     """Show the planned runs and the notes on them."""
     first = [job for job in jobs if job.seed == jobs[0].seed]
     rows = [(job.entrant.type, f"{job.entrant.rate:g}", job.entrant.why) for job in first]
-    screen.table(f"{len(jobs)} runs in {asked.folder}", ("type", "learning rate", "source"), rows)
+    screen.table(f"{len(jobs)} runs in {requested.folder}", ("type", "learning rate", "source"), rows)
     notes = [note for job in first for note in (*job.recipe.origin.notices, *checker.advice(job.recipe))]
-    if asked.seeds > 1 and jobs[0].recipe.data.validation_fraction:
+    if requested.seeds > 1 and jobs[0].recipe.data.validation_fraction:
         notes.append(
             "data.validation_fraction: each seed has another validation set, which makes the scores vary more"
         )
-    if asked.seeds == 1:
+    if requested.seeds == 1:
         notes.append("one seed does not show how much scores vary; use --seeds 3")
-    if asked.budget and jobs[0].recipe.eval.eval_steps:
+    if requested.budget and jobs[0].recipe.eval.eval_steps:
         notes.append("eval.eval_steps: --budget counts only the final evaluation, so the runs take longer")
     screen.note(*dict.fromkeys(notes))
     screen.say("")
@@ -325,27 +325,29 @@ def clear_memory() -> float:
     return psutil.Process().memory_info().rss / 2**30
 
 
-def within(budget: float, jobs: list[Job], asked: Asked, screen: Console) -> tuple[list[Job], dict[str, str]]:
+def within(
+    budget: float, jobs: list[Job], requested: Asked, screen: Console
+) -> tuple[list[Job], dict[str, str]]:
     """Return the runs with the steps that fit into equal shares of the budget, and the failed runs."""
-    place = RunFolder(asked.folder)
+    place = RunFolder(requested.folder)
     question = {"budget_seconds": budget, "runs": [job.identity for job in jobs]}
-    kept = asked.folder / "budget.json"
+    kept = requested.folder / "budget.json"
     known = collectives.from_main(lambda: place.read(kept.name) if kept.exists() else {})
     if any(known.get(key) != value for key, value in question.items()):
         known = {}
     if not known or known["failed"]:  # a type that failed before may work now
-        known = question | measure(budget, jobs, asked, screen, known)
+        known = question | measure(budget, jobs, requested, screen, known)
         if PartialState().is_main_process:
             place.write("budget.json", known)
     steps, failed = known["steps"], known["failed"]
     rows = [(kind, n, f"{known['step_seconds'][kind]:.3g}") for kind, n in steps.items()]
     screen.table("steps that fit the budget", ("type", "steps", "seconds per step"), rows)
-    runs = plan(asked, {**{job.entrant.type: FEWEST_STEPS for job in jobs}, **steps})
+    runs = plan(requested, {**{job.entrant.type: FEWEST_STEPS for job in jobs}, **steps})
     return runs, {job.name: failed[job.entrant.type] for job in runs if job.entrant.type in failed}
 
 
 def measure(
-    budget: float, jobs: list[Job], asked: Asked, screen: Console, known: dict[str, Any] | None = None
+    budget: float, jobs: list[Job], requested: Asked, screen: Console, known: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Time each type with a short run, and return the steps that fit.
 
@@ -360,11 +362,11 @@ def measure(
     """
     started, known, failed = time.monotonic(), known or {}, {}
     kept, seconds = known.get("steps", {}), dict(known.get("step_seconds", {}))
-    besides, place = known.get("besides_seconds"), asked.folder / ".pilot"
+    besides, place = known.get("besides_seconds"), requested.folder / ".pilot"
     for job in [job for job in jobs if job.seed == jobs[0].seed and job.entrant.type not in kept]:
         screen.say(f"measuring the time of {PILOT_STEPS} steps of {job.entrant.type} ...")
         clear(place)
-        overrides = [*asked.overrides, *setting(job.entrant, job.seed, place), "train.warmup_steps=0"]
+        overrides = [*requested.overrides, *setting(job.entrant, job.seed, place), "train.warmup_steps=0"]
         overrides += [f"train.max_steps={PILOT_STEPS}", "train.logging_steps=1"]
         overrides += [
             "eval.eval_steps=null",
@@ -372,7 +374,7 @@ def measure(
             "eval.metric_for_best_model=loss",
         ]
         overrides += NO_EVALUATION if besides is not None else []
-        pilot = job._replace(recipe=load_recipe(asked.path, overrides), folder=RunFolder(place))
+        pilot = job._replace(recipe=load_recipe(requested.path, overrides), folder=RunFolder(place))
         reason = run_one(pilot)
         if reason:
             failed[job.entrant.type] = reason

@@ -163,13 +163,13 @@ def _try(
     kinds = [kind for kind in kinds or [recipe.adapter.type] if key == TYPE or _has(kind, key)]
     # The recipe's type first, because this machine may not support the others
     kinds.sort(key=lambda kind: kind != recipe.adapter.type)
-    asked: list[str] = (
+    requested: list[str] = (
         [] if key == TYPE or TYPE not in space.parameters or not kinds else [f"{TYPE}={kinds[0]}"]
     )
     one = space.parameters[key]
     try:
         value = multiplied(key, value, one, {}, recipe)
-        tried = loader.load(path, [*given, *asked, *overrides({key: value})])
+        tried = loader.load(path, [*given, *requested, *overrides({key: value})])
         if one.choices is not None:
             checker.run(tried)
             choice_checks.setup_of(tried)

@@ -82,7 +82,7 @@ class Told:
         os.write(2, f"\n{name}: {text}\n".encode())
 
 
-def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
+def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
     """Search, and return the content of trials.json.
 
     Raises:
@@ -91,36 +91,40 @@ def run(asked: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
         Stopped: a signal arrived. The same command resumes.
     """
     screen = Console(quiet=quiet)
-    recipe, found = prepare(asked)
+    recipe, found = prepare(requested)
     choice_checks.pinned(recipe)
-    kept_runs.make_folder(asked.folder, "sweep")
-    safe_files.make_folder(asked.folder, "logs")
+    kept_runs.make_folder(requested.folder, "sweep")
+    safe_files.make_folder(requested.folder, "logs")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     maximize, name = (
         recipe.eval.metric_for_best_model != "loss",
-        study_storage.name_in(asked.url, asked.folder),
+        study_storage.name_in(requested.url, requested.folder),
     )
     with study_storage.opened(
-        asked.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
+        requested.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
     ) as study:
-        deadline = time.monotonic() + asked.seconds if asked.seconds is not None else float("inf")
-        job = Job(asked, recipe, found.space, found, study, screen, deadline, Told(), [])
+        deadline = time.monotonic() + requested.seconds if requested.seconds is not None else float("inf")
+        job = Job(requested, recipe, found.space, found, study, screen, deadline, Told(), [])
         try:
-            accepted = hold(study, asked.folder, search_space.identity(recipe, found.space, found.content))
+            accepted = hold(
+                study, requested.folder, search_space.identity(recipe, found.space, found.content)
+            )
             notes = [*accepted, *found.notes]
             screen.say(*[f"note: {note}" for note in notes])
             content = search(job)
         except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
-            raise study_storage.unreachable(error, asked.url) from None
+            raise study_storage.unreachable(error, requested.url) from None
     if job.told.by:
-        raise Stopped(f"stopped by {job.told.by}; run the same command again to continue in {asked.folder}")
-    sweep_report.show(screen, asked, content)
+        raise Stopped(
+            f"stopped by {job.told.by}; run the same command again to continue in {requested.folder}"
+        )
+    sweep_report.show(screen, requested, content)
     if content["best"] is None or hopeless(job):
         failed = [one for one in job.ran if one] if hopeless(job) else problems(content)
         raise UserError(*failed, code=Exit.TRAINING)
-    if asked.final:
-        make_way(asked.folder, screen)
-        final(asked)
+    if requested.final:
+        make_way(requested.folder, screen)
+        final(requested)
     return content
 
 
@@ -141,16 +145,19 @@ def _failed(what: str, reason: str, folder: str) -> Problem:
     return Problem(what, found=reason, fix=fix, code="experiment")
 
 
-def prepare(asked: SweepRequest) -> tuple[Recipe, search_space_checks.Looked]:
+def prepare(requested: SweepRequest) -> tuple[Recipe, search_space_checks.Looked]:
     """Return the recipe and the space after checking its corners.
 
     A child process does the part that needs torch.
     """
-    recipe, (space, wrong) = load_recipe(asked.path, asked.overrides), search_space.parse(asked.space)
+    recipe, (space, wrong) = (
+        load_recipe(requested.path, requested.overrides),
+        search_space.parse(requested.space),
+    )
     search_space_checks.comparable(recipe)
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(_look, asked.path, asked.overrides, space, bool(wrong)).result()
+            found = pool.submit(_look, requested.path, requested.overrides, space, bool(wrong)).result()
     except UserError as error:
         raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
     if wrong:
@@ -217,7 +224,7 @@ def sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
 
 def introduce(job: Job) -> None:
     """Show the search space, and queue the recipe's own values as the first trial."""
-    asked, study, screen = job.asked, job.study, job.screen
+    request, study, screen = job.asked, job.study, job.screen
     own = search_space.own_draw(job.space, job.recipe, job.found.unsaid)
     kind = job.recipe.adapter.type
     away = [key for key in job.space.parameters if search_space.has_key(kind, key) and key not in own]
@@ -229,7 +236,7 @@ def introduce(job: Job) -> None:
         keys = ", ".join(away)
         screen.say(f"note: the search space lacks the recipe's value of {keys}; only the first trial uses it")
     rows = [(key, sweep_report.described(one)) for key, one in job.space.parameters.items()]
-    screen.table(f"search space of {asked.folder}", ("key", "values"), rows)
+    screen.table(f"search space of {request.folder}", ("key", "values"), rows)
     search, best = job.space.search, job.recipe.eval.metric_for_best_model
     often = (
         f"every {job.recipe.eval.eval_steps} steps"
@@ -240,7 +247,9 @@ def introduce(job: Job) -> None:
     screen.say(f"metric: {what}, {often} per trial; sampler {search.sampler}; pruner {search.pruner}", "")
     if known:
         count = sum(one.state.is_finished() for one in counted(study))
-        screen.say(f"continuing the study {study_storage.shown(asked.url)} after {count} finished trials", "")
+        screen.say(
+            f"continuing the study {study_storage.shown(request.url)} after {count} finished trials", ""
+        )
 
 
 def begin_another(job: Job) -> bool:
@@ -282,7 +291,7 @@ def one(job: Job) -> None:
 
 def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     """Draw a trial's values, run it, and tell the study how it ended."""
-    study, asked = job.study, job.asked
+    study, request = job.study, job.asked
     study_storage.describe(drawn)
     # Two workers asked for the last trial at the same time
     if sum(one.number <= drawn.number for one in counted(study)) > job.most:
@@ -299,7 +308,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         ended = worker_process.Ended("failed", None, in_one_line(error), 0.0, None)
     else:
         judge, waiting = judges(job, drawn)
-        log = asked.folder / "logs" / f"{folder.name}.txt"
+        log = request.folder / "logs" / f"{folder.name}.txt"
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
         ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
         if ended.state != "lost":
@@ -406,7 +415,7 @@ def make_way(folder: Path, screen: Console) -> None:
     safe_files.write_bytes(folder, begun.name, best.read_bytes())
 
 
-def final(asked: SweepRequest) -> None:
+def final(requested: SweepRequest) -> None:
     """Train the best recipe with everything that trials switch off, such as compile and tasks.
 
     It is evaluated as often as a trial. A signal is passed on to the run, and this process waits until the
@@ -416,9 +425,9 @@ def final(asked: SweepRequest) -> None:
         UserError: the run failed, with its own exit code.
         Stopped: a signal arrived. The same command resumes.
     """
-    best, folder = asked.folder / sweep_report.BEST, asked.folder / "final"
+    best, folder = requested.folder / sweep_report.BEST, requested.folder / "final"
     words = ["train", str(best), f"train.output_dir={folder}", "--resume=auto"]
-    words += ["--accelerate", asked.accelerate] if asked.accelerate else []
+    words += ["--accelerate", requested.accelerate] if requested.accelerate else []
     running, told = list[subprocess.Popen[bytes]](), list[str]()
 
     def heard(name: str) -> None:

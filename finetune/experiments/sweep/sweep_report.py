@@ -86,7 +86,7 @@ def _row(one: FrozenTrial, again: dict[int, int]) -> dict[str, Any]:
     }
 
 
-def collect(asked: SweepRequest, study: Study) -> dict[str, Any]:
+def collect(requested: SweepRequest, study: Study) -> dict[str, Any]:
     """Return the content of trials.json."""
     rows = trials(study)
     complete = [row for row in rows if row["state"] == "complete"]
@@ -95,14 +95,14 @@ def collect(asked: SweepRequest, study: Study) -> dict[str, Any]:
     metric = "loss" if sign == 1 else "exact_match"
     return {
         "study": study.study_name,
-        "recipe": asked.path,
-        "overrides": asked.overrides,
-        "space": str(asked.space),
-        "storage": study_storage.shown(asked.url),
+        "recipe": requested.path,
+        "overrides": requested.overrides,
+        "space": str(requested.space),
+        "storage": study_storage.shown(requested.url),
         "direction": study.direction.name.lower(),
         "counts": {state: sum(row["state"] == state for row in rows) for state in (*STATES.values(), "lost")},
         "best": best["number"] if best else None,
-        "chosen": chosen_score.assess(asked.folder, complete, best, metric),
+        "chosen": chosen_score.assess(requested.folder, complete, best, metric),
         "own": next((row["number"] for row in complete if row["own"]), None),
         "importances": importances(study),
         "trials": rows,
@@ -138,22 +138,22 @@ def write_trials(folder: Path, study: Study) -> None:
 
 
 def write(
-    asked: SweepRequest, study: Study, recipe: Recipe, space: Space, rows: int | None
+    requested: SweepRequest, study: Study, recipe: Recipe, space: Space, rows: int | None
 ) -> dict[str, Any]:
     """Write all results, and return the content of trials.json.
 
     Args:
         rows: number of training sequences, or `None` if it is not known.
     """
-    place, content = RunFolder(asked.folder), collect(asked, study)
-    write_trials(asked.folder, study)
+    place, content = RunFolder(requested.folder), collect(requested, study)
+    write_trials(requested.folder, study)
     place.write("trials.json", content)
     drawn = pictures(content, space, recipe)
     for name, svg in drawn.items():
         place.write_text(f"{name}.svg", svg)
     if content["best"] is not None:
-        place.write_text(BEST, best_recipe(asked, content, space, rows))
-    place.write_text("sweep.html", page(asked, content, drawn, recipe))
+        place.write_text(BEST, best_recipe(requested, content, space, rows))
+    place.write_text("sweep.html", page(requested, content, drawn, recipe))
     return content
 
 
@@ -193,14 +193,14 @@ def label(recipe: Recipe) -> str:
     return "validation loss" if recipe.eval.metric_for_best_model == "loss" else "exact match"
 
 
-def best_recipe(asked: SweepRequest, content: dict[str, Any], space: Space, rows: int | None) -> str:
+def best_recipe(requested: SweepRequest, content: dict[str, Any], space: Space, rows: int | None) -> str:
     """Return the recipe with the best trial's values. A comment gives the source of each value.
 
     The recipe is evaluated as often as the trials, so a run keeps the weights of its best evaluation, as the
     trials did.
     """
     best = next(row for row in content["trials"] if row["number"] == content["best"])
-    recipe = load_recipe(asked.path, [*asked.overrides, *search_space.overrides(best["values"])])
+    recipe = load_recipe(requested.path, [*requested.overrides, *search_space.overrides(best["values"])])
     chosen = dict[str, tuple[Any, str]]()
     for key in best["values"]:
         if key.count(".") == 1:
@@ -237,19 +237,19 @@ def counted(content: dict[str, Any]) -> str:
     return ", ".join(found)
 
 
-def next_step(asked: SweepRequest, content: dict[str, Any]) -> str:
+def next_step(requested: SweepRequest, content: dict[str, Any]) -> str:
     """Return the next command: train the best recipe, or repeat the search.
 
     It does not contain the storage URL, which can hold a password.
     """
-    more = ["sweep", asked.path, *asked.overrides, "--space", str(asked.space)]
-    more += ["--output", str(asked.folder)]
-    more += ["--trials", str(asked.trials)] if asked.trials is not None else []
-    more += ["--hours", f"{asked.seconds / 3600:g}"] if asked.seconds is not None else []
-    more += ["--accelerate", asked.accelerate] if asked.accelerate else []
+    more = ["sweep", requested.path, *requested.overrides, "--space", str(requested.space)]
+    more += ["--output", str(requested.folder)]
+    more += ["--trials", str(requested.trials)] if requested.trials is not None else []
+    more += ["--hours", f"{requested.seconds / 3600:g}"] if requested.seconds is not None else []
+    more += ["--accelerate", requested.accelerate] if requested.accelerate else []
     if content["best"] is None:
-        return command(*more, *["--final"] * asked.final)
-    return command("train", str(asked.folder / BEST))
+        return command(*more, *["--final"] * requested.final)
+    return command("train", str(requested.folder / BEST))
 
 
 def ranked(content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -264,9 +264,9 @@ def short(value: object) -> str:
     return figure(value) if isinstance(value, float) else varied_keys.text_of(value)
 
 
-def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
+def show(screen: Console, requested: SweepRequest, content: dict[str, Any]) -> None:
     """Print the best trials, the importances and the next command."""
-    rows, recipe = ranked(content)[:SHOWN], load_recipe(asked.path, asked.overrides)
+    rows, recipe = ranked(content)[:SHOWN], load_recipe(requested.path, requested.overrides)
     keys = list(dict.fromkeys(key for row in rows for key in row["values"]))
     if rows:
         cells = [
@@ -281,16 +281,16 @@ def show(screen: Console, asked: SweepRequest, content: dict[str, Any]) -> None:
         few = f" (a rough estimate from {content['counts']['complete']} trials)"
         screen.say("", f"most important keys: {decides}{few}")
     screen.say("", verdict(content, label(recipe)))
-    screen.say(f"report: {asked.folder}/sweep.html; all trials: {asked.folder}/trials.csv")
-    screen.say(f"next: {next_step(asked, content)}")
+    screen.say(f"report: {requested.folder}/sweep.html; all trials: {requested.folder}/trials.csv")
+    screen.say(f"next: {next_step(requested, content)}")
 
 
-def page(asked: SweepRequest, content: dict[str, Any], drawn: dict[str, str], recipe: Recipe) -> str:
+def page(requested: SweepRequest, content: dict[str, Any], drawn: dict[str, str], recipe: Recipe) -> str:
     """Return one self-contained HTML page."""
     rows = ranked(content) + [row for row in content["trials"] if row["state"] != "complete"]
     keys = list(dict.fromkeys(key for row in content["trials"] for key in row["values"]))
     spent = sum(row["seconds"] or 0.0 for row in content["trials"])
     given = {"content": content, "rows": rows, "keys": keys, "drawn": drawn, "label": label(recipe)}
     given |= {"verdict": verdict(content, label(recipe)), "counted": counted(content), "spent": spent}
-    given |= {"next": next_step(asked, content), "name": content["study"], "cell": short}
+    given |= {"next": next_step(requested, content), "name": content["study"], "cell": short}
     return html_report.template(PAGE).render(given)
