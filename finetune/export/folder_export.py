@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.core import safe_files
 from finetune.core.paths import writing
-from finetune.export import serving_check
+from finetune.core.weight_files import find_weight_files
+from finetune.export import serving_check, staged_files
 from finetune.export.chat_texts import render_chat
 from finetune.export.serving_check import Reader, Step
 from finetune.models.generation_config import declared_stops
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from finetune.data.examples import Example
     from finetune.export.export_job import Job
 
 
 def copy(source: Path, folder: Path) -> dict[str, int]:
-    """Copy a model or an adapter with its tokenizer; return the files with their sizes."""
+    """Copy the known files of a model or an adapter with its tokenizer; return the files with their sizes."""
+    known = (*staged_files.ADAPTER, *staged_files.MODEL, *staged_files.TOKENIZER)
+    files = [source / name for name in known if (source / name).is_file()]
+    files += [*find_weight_files(source, ""), *source.glob(staged_files.TEMPLATES)]
     with writing(folder):
-        shutil.copytree(
-            source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("README.md", "*.bin")
-        )
+        for file in files:
+            name = str(file.relative_to(source))
+            safe_files.make_folder(folder, str(Path(name).parent))
+            shutil.copyfile(file, folder / name)
     return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
 
 

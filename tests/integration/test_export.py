@@ -114,6 +114,16 @@ def test_export_to_vllm_of_an_adapter_follows_the_rules_of_its_loader(
     assert "DoRA" in capsys.readouterr().err
 
 
+def test_export_of_an_adapter_copies_no_file_that_it_does_not_know(trained: Callable[..., RunFolder]) -> None:
+    run = trained()
+    for name in ("evil.py", "id_rsa", "training_args.bin", "notes.txt"):
+        (run.adapter / name).write_text("a stranger's")
+    export(run, "--to", "vllm", "--adapter")
+    names = {path.name for path in (run.path / "export-vllm-adapter").iterdir()}
+    adapter = {"adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"}
+    assert names == adapter | {"tokenizer.json", "tokenizer_config.json", "export.json"}
+
+
 def test_export_to_mlx_writes_a_folder_that_mlx_lm_loads(trained: Callable[..., RunFolder]) -> None:
     report = export(trained(), "--to", "mlx")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(report["files"])

@@ -25,7 +25,7 @@ from support.paths import MODEL
 from support.soak import soak_except
 
 SEEDS, BLOCK = 5000, 2  # damages in `make soak`, and of one test
-SECONDS = 20  # for one command on a busy machine; a hang is endless
+SECONDS = 120  # for one command on a busy machine; a hang is endless
 MADE: dict[str, Path] = {}
 MERGED = {
     "path": "merged",

@@ -56,7 +56,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
         {"mkdtemp", "rmtree", "mkdir"},
         "a new temporary folder",
     ),
-    "export/folder_export.py": ({"copytree"}, "a new folder of `private_folder`"),
+    "export/folder_export.py": ({"copyfile"}, "a new folder of `private_folder`"),
     "export/staged_files.py": (
         {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text"},
         "a new temporary folder",
