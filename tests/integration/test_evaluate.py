@@ -23,6 +23,8 @@ from support.paths import DATA, MODEL, ROOT
 from support.runs import metrics, run_checks
 from support.small_tasks import CHOICE, QUESTIONS, write_task
 
+pytestmark = pytest.mark.usefixtures("no_list_of_packages")
+
 
 def test_noise_is_worse_and_an_untrained_adapter_the_same(train, two_layers, tmp_path, capsys) -> None:
     from peft import LoraConfig, get_peft_model
@@ -206,6 +208,7 @@ def test_evaluating_does_not_change_the_training(train, two_layers, task_files) 
         "eval.eval_steps=2",
         "eval.load_best_model_at_end=false",
         "eval.metric_for_best_model=choice/acc",
+        "eval.limit=4",
         named,
         name="watched",
     )

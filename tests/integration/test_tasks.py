@@ -22,6 +22,8 @@ from finetune.recipe.schema import Data, Eval, Model
 from support.paths import MODEL, ROOT
 from support.small_tasks import ANSWERS, ASKED, CHOICE, QUESTIONS, write_task
 
+pytestmark = pytest.mark.usefixtures("no_list_of_packages")
+
 KNOWLEDGE = str(ROOT / "examples" / "general" / "knowledge.yaml")
 
 
