@@ -110,8 +110,10 @@ def allocate(
     last = config.total_step - config.tfinal
     if step > last:
         if not masks:
-            kept = _pattern(allocator, named)
-            masks |= {n: ~torch.tensor(flags, device=named[n].device)[:, None] for n, flags in kept.items()}
+            pattern = _pattern(allocator, named)
+            masks |= {
+                n: ~torch.tensor(flags, device=named[n].device)[:, None] for n, flags in pattern.items()
+            }
         with torch.no_grad():
             for name, mask in masks.items():
                 named[name].masked_fill_(mask, 0.0)
@@ -198,8 +200,8 @@ def ranks(model: PeftModel) -> tuple[int, int]:
     """Return the ranks in use (unmasked rows of E), and the budget that they must sum to."""
     config: Any = model.peft_config["default"]
     diagonals = _diagonals(model)
-    kept = _pattern(cast("Any", model.base_model).rankallocator, diagonals)
-    return sum(map(sum, kept.values())), config.target_r * len(diagonals)
+    pattern = _pattern(cast("Any", model.base_model).rankallocator, diagonals)
+    return sum(map(sum, pattern.values())), config.target_r * len(diagonals)
 
 
 def drop_masked_ranks(model: PeftModel) -> None:
@@ -306,8 +308,8 @@ def allocation_state(model: PeftModel) -> dict[str, Tensor]:
     state = {f"parameter.{n}": p.detach() for n, p in model.named_parameters() if p.requires_grad}
     for kind in AVERAGES:
         state |= {f"{kind}.{name}": tensor for name, tensor in getattr(allocator, kind).items()}
-    kept = _pattern(allocator, tensors(model))
-    return state | {f"mask.{name}": torch.tensor(flags) for name, flags in kept.items()}
+    pattern = _pattern(allocator, tensors(model))
+    return state | {f"mask.{name}": torch.tensor(flags) for name, flags in pattern.items()}
 
 
 def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
@@ -318,8 +320,8 @@ def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, 
     """
     if masked := vars(allocator).pop("masked", None):
         diagonals, flags = masked[0], (~masked[1]).cpu()
-        kept = flags.split([len(named[name]) for name in diagonals])
-        pairs = zip(diagonals, kept, strict=True)
+        flags_by_module = flags.split([len(named[name]) for name in diagonals])
+        pairs = zip(diagonals, flags_by_module, strict=True)
         allocator.peft_config.rank_pattern = {name: some.tolist() for name, some in pairs}
     pattern = allocator.peft_config.rank_pattern or {}
     names = [name for name in named if "lora_E" in name] if pattern else []
@@ -348,12 +350,14 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
         expected |= {f"{kind}.{n}": (tuple(p.shape), p.dtype) for n, p in named.items()}
     if "mask" in kinds:
         expected |= {f"mask.{n}": ((len(p),), torch.bool) for n, p in diagonals.items()}
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
-    wrong = sorted(n for n in expected.keys() | found.keys() if expected.get(n) != found.get(n))
+    saved_kinds = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in state.items()}
+    wrong = sorted(n for n in expected.keys() | saved_kinds.keys() if expected.get(n) != saved_kinds.get(n))
     if wrong:
         what = f"the saved state of AdaLoRA does not fit this model ({len(wrong)} tensors)"
         problems = [
-            Problem(what, "", n, _described(found.get(n)), _described(expected.get(n)), code="checkpoint")
+            Problem(
+                what, "", n, _described(saved_kinds.get(n)), _described(expected.get(n)), code="checkpoint"
+            )
             for n in wrong[:SHOWN]
         ]
         raise UserError(*problems, code=Exit.ARTIFACT)

@@ -35,8 +35,8 @@ def add_new_rows_check(adapted: PeftModel, added: Sequence[int], checks: RunChec
 def _rows_trained(module: nn.Module, added: Sequence[int]) -> int:
     """Count the rows of new tokens that train in embeddings or a head wrapped by PEFT."""
     if rows := getattr(module, "token_adapter", None):
-        found = set(rows.token_indices["default"]) & set(added)
-        return len(found) if rows.trainable_tokens_delta["default"].requires_grad else 0
+        trained = set(rows.token_indices["default"]) & set(added)
+        return len(trained) if rows.trainable_tokens_delta["default"].requires_grad else 0
     whole = getattr(module, "modules_to_save", None)
     return len(added) if whole and whole["default"].weight.requires_grad else 0
 

@@ -105,14 +105,14 @@ def _freeze_towers(model: PreTrainedModel, checks: RunChecks) -> None:
     """Freeze trainable weights outside of the text model."""
     from torch import nn
 
-    held = trainable_parameters.towers(model)
-    if not held:
+    encoder_weights = trainable_parameters.towers(model)
+    if not encoder_weights:
         return
-    for parameter in held.values():
+    for parameter in encoder_weights.values():
         parameter.requires_grad = False
     text = set(module_names.of_text(model))
     count = sum(isinstance(module, nn.Linear) and module not in text for module in model.modules())
-    beside = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in held}))
+    beside = ", ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in encoder_weights}))
     checks.notes.append(
         f"{count} linear layers get no adapter, because the model does not use them: {beside}"
     )

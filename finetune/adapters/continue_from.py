@@ -96,7 +96,7 @@ def _source_problems(
     saved: dict[str, Any], adapter: Adapter, base: str, revision: str | None
 ) -> list[Problem]:
     """Return the problems that prevent training of a saved adapter with this recipe."""
-    kind, found = adapter_types.find(adapter.type), []
+    kind, problems = adapter_types.find(adapter.type), []
     if kind.prompt or kind.peft == "adalora":
         what = f"PEFT can't continue to train a saved {adapter.type} adapter"
         fix = (
@@ -113,13 +113,13 @@ def _source_problems(
     for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
         if saved.get(key) is not None and saved[key] is not False:
             what, shown = "finetune does not support an option of the saved adapter", f"{key}: {saved[key]}"
-            found.append(Problem(what, INIT_FROM, found=shown, why=why, code="adapter-option"))
+            problems.append(Problem(what, INIT_FROM, found=shown, why=why, code="adapter-option"))
     type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
     type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant({**adapter.options(), **kind.sets})}".strip()
     if type_saved != type_asked:
         what = "the saved adapter has another type"
-        found.append(Problem(what, INIT_FROM, found=type_saved, expected=type_asked, code="adapter-type"))
+        problems.append(Problem(what, INIT_FROM, found=type_saved, expected=type_asked, code="adapter-type"))
     for key, value in adapter.options().items():
         have = saved.get(key)
         same = _same(key, value, saved) if isinstance(value, list) else value == have
@@ -128,7 +128,7 @@ def _source_problems(
         if not same and not is_every:
             what, shown, fix = "the saved adapter has another value", str(value), f"remove `{key}`"
             place, expected = f"adapter.{key}", str(have)
-            found.append(Problem(what, place, "", shown, expected, fix, code="adapter-option"))
+            problems.append(Problem(what, place, "", shown, expected, fix, code="adapter-option"))
     if not adapter.ours("from_other_base"):
         of, commit = str(saved.get("base_model_name_or_path")), saved.get("revision")
         same = of == base or (Path(of).exists() and Path(base).exists() and Path(of).samefile(base))
@@ -139,8 +139,8 @@ def _source_problems(
                 f"model.name: {of}, or from_other_base: true",
             )
             shown, expected = f"{of} {commit or ''}".strip(), f"{base} {revision or ''}".strip()
-            found.append(Problem(what, INIT_FROM, "", shown, expected, fix, code="adapter-files"))
-    return found
+            problems.append(Problem(what, INIT_FROM, "", shown, expected, fix, code="adapter-files"))
+    return problems
 
 
 def _same(key: str, value: list[Any], saved: dict[str, Any]) -> bool:

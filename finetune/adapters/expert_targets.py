@@ -55,13 +55,13 @@ class Resolved(NamedTuple):
 
 def stacked(names: Names) -> list[tuple[str, str]]:
     """Return the module and the name of each parameter that stacks the weights of experts."""
-    found = list[tuple[str, str]]()
+    parameters = list[tuple[str, str]]()
     for name, shape in names.shapes.items():
         holder, _, parameter = name.rpartition(".")
         experts = "experts" in holder or "Experts" in names.kinds.get(holder, "")
         if len(shape) == 3 and experts:
-            found.append((holder, parameter))
-    return found
+            parameters.append((holder, parameter))
+    return parameters
 
 
 def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
@@ -128,20 +128,20 @@ def _experts(
         The number of targeted layers of each parameter, and an expert layer that is targeted without the
         other layer of its parameter.
     """
-    found, half = dict[str, int](), ""
+    counts, half = dict[str, int](), ""
     if options["target_modules"] == target_modules.EVERYTHING and not every:
-        return found, half
+        return counts, half
     for holder, parameter in stacks:
         name = f"{holder}.{parameter}"
         layers = () if every else LAYERS.get(parameter, ())
         hits = [layer for layer in layers if any(_names_layer(options, holder, one) for one in layer)]
         if len(hits) == len(layers) > 0:
-            found[name] = len(hits)
+            counts[name] = len(hits)
         elif target_modules.is_targeted(options, name):
-            found[name] = 1
+            counts[name] = 1
         elif hits:
             half = next(one for one in hits[0] if _names_layer(options, holder, one))
-    return found, half
+    return counts, half
 
 
 def _names_layer(options: Mapping[str, Any], holder: str, layer: str) -> bool:
@@ -169,11 +169,11 @@ def _names_other(targets: str | list[str], stacks: list[tuple[str, str]], router
 
 def _targets(options: Mapping[str, Any], modules: list[str], others: list[str], names: Names) -> list[str]:
     """Return `target_modules` that match exactly these modules, as short as possible."""
-    kept = list[str]()
+    targets = list[str]()
     if not isinstance(options["target_modules"], str):
         usable = (one for one in options["target_modules"] if not _matches(one, others))
-        kept = [one for one in usable if _matches(one, modules)]
-    rest = [one for one in modules if not any(target_modules.is_suffix(target, one) for target in kept)]
+        targets = [one for one in usable if _matches(one, modules)]
+    rest = [one for one in modules if not any(target_modules.is_suffix(target, one) for target in targets)]
     short = dict.fromkeys(map(module_names.short, rest))
     known = {**names.kinds, **names.tower_kinds}
     for last in short:
@@ -181,8 +181,8 @@ def _targets(options: Mapping[str, Any], modules: list[str], others: list[str], 
         alone = not last.isdecimal() and sum(target_modules.is_suffix(last, one) for one in known) == len(
             same
         )
-        kept += [last] if alone else same
-    return kept
+        targets += [last] if alone else same
+    return targets
 
 
 def _matches(target: str, names: list[str]) -> bool:
@@ -191,12 +191,12 @@ def _matches(target: str, names: list[str]) -> bool:
 
 def _shortest(parameters: list[str], names: Names) -> list[str]:
     """Return `target_parameters` that match exactly these parameters, with three name parts if possible."""
-    found = list[str]()
+    shortest = list[str]()
     for end in dict.fromkeys(".".join(one.split(".")[-3:]) for one in parameters):
         same = [one for one in parameters if target_modules.is_suffix(end, one)]
         alone = sum(target_modules.is_suffix(end, one) for one in names.shapes) == len(same)
-        found += [end] if alone else same
-    return found
+        shortest += [end] if alone else same
+    return shortest
 
 
 def _doubled(parameters: list[str], options: Mapping[str, Any], names: Names) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def parameters_of_rank_1(size: tuple[int, ...]) -> int:
 
 def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
     """Return notes on layers of a mixture of experts without an adapter, with the trainable parameters."""
-    key, found = "adapter.target_modules", resolve(options, names, peft)
+    key, resolved = "adapter.target_modules", resolve(options, names, peft)
     said = list[str]()
     if options.get("target_modules") == target_modules.EVERYTHING and stacked(names):
         what = f"{key}: {target_modules.EVERYTHING} adapts the linear layers"
@@ -249,8 +249,8 @@ def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
                 f"{what} ({layers:,} trainable parameters), not the stacked experts. "
                 f"`{WITH_EXPERTS}` adapts both ({both:,} trainable parameters)"
             )
-    if found.skipped:
-        ends = _shortest([f"{one}.weight" for one in found.skipped], names)
+    if resolved.skipped:
+        ends = _shortest([f"{one}.weight" for one in resolved.skipped], names)
         layers = ", ".join(end.removesuffix(".weight") for end in ends)
         what = f"{key}: {layers} get no adapter, because PEFT takes their names for names of experts"
         said.append(f"{what}. `target_parameters: [{', '.join(ends)}]` adapts them")
@@ -273,10 +273,10 @@ def unquantized(names: Names) -> str:
     return f"{size} of {', '.join(_shortest(experts, names))}" if experts else ""
 
 
-def _count(found: Resolved, names: Names) -> int:
+def _count(resolved: Resolved, names: Names) -> int:
     """Count LoRA's trainable parameters, without biases and trained modules."""
-    weights = [f"{one}.weight" for one in found.modules]
-    ranks = {f"{one}.weight": rank_of(found.options, one) for one in found.modules}
-    ranks |= parameter_ranks(found.options, names)
+    weights = [f"{one}.weight" for one in resolved.modules]
+    ranks = {f"{one}.weight": rank_of(resolved.options, one) for one in resolved.modules}
+    ranks |= parameter_ranks(resolved.options, names)
     sizes = {one: names.shapes[one] for one in [*weights, *ranks] if one in names.shapes}
     return sum(ranks[one] * parameters_of_rank_1(size) for one, size in sizes.items())

@@ -58,9 +58,11 @@ def attach(
     actual = f"logits of one batch differ by {changed:.1e} from the base's"
     # LoftQ moves a 4-bit base model towards its unquantized weights. The other initializations do not change
     # the function of the model.
-    kept = changed < (1.0 if init == "loftq" else 5e-2)
+    is_unchanged = changed < (1.0 if init == "loftq" else 5e-2)
     how = "prepared by PEFT; ||with - without|| / ||without||, before training"
-    checks.add("adapter.init_lora_weights", init, f"{init}: {actual}", how, ok=kept and _prepared(adapted))
+    checks.add(
+        "adapter.init_lora_weights", init, f"{init}: {actual}", how, ok=is_unchanged and _prepared(adapted)
+    )
     return adapted
 
 
@@ -137,10 +139,10 @@ def _start_zero_rows(adapted: Any, checks: RunChecks) -> None:
 
     rows = 0
     for module in adapted.modules():
-        held = getattr(module, "lora_magnitude_vector", {})
-        if "default" not in held:
+        vectors = getattr(module, "lora_magnitude_vector", {})
+        if "default" not in vectors:
             continue
-        magnitude = held["default"].weight.data
+        magnitude = vectors["default"].weight.data
         zero = magnitude == 0
         if zero.any():
             a, b = module.lora_A["default"].weight.data, module.lora_B["default"].weight.data

@@ -170,12 +170,14 @@ def _endings(lost: Collection[str], picked: Collection[str]) -> list[str]:
     """Return the shortest endings that only these names have, such as `mixer.norm` if there is another
     `norm`.
     """
-    kept, found = set(picked) - set(lost), set[str]()
+    others, endings = set(picked) - set(lost), set[str]()
     for name in lost:
         parts = name.split(".")
         ends = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        found.add(next((end for end in ends if not any(target_modules.match([end], kept).values())), name))
-    return sorted(found)
+        endings.add(
+            next((end for end in ends if not any(target_modules.match([end], others).values())), name)
+        )
+    return sorted(endings)
 
 
 def _leave_out(lost: Collection[str], picked: Collection[str], options: Mapping[str, Any], peft: str) -> str:
@@ -185,8 +187,8 @@ def _leave_out(lost: Collection[str], picked: Collection[str], options: Mapping[
         return f"remove {', '.join(endings)} from target_modules"
     if "exclude_modules" in adapter_types.find(peft).keys:
         own = options.get("exclude_modules") or ()
-        kept = () if isinstance(own, str) else own
-        return f"exclude_modules: [{', '.join(dict.fromkeys([*kept, *endings]))}]"
+        own_targets = () if isinstance(own, str) else own
+        return f"exclude_modules: [{', '.join(dict.fromkeys([*own_targets, *endings]))}]"
     others = set(picked) - set(lost)
     return f"target_modules: [{', '.join(sorted(_endings(others, picked)))}]"
 
@@ -268,8 +270,8 @@ def _in_place_of(target: str, options: Mapping[str, Any], names: Names, peft: st
         return _suggested(peft, names)
     targets = options.get("target_modules")
     listed = [] if isinstance(targets, str) else targets or []
-    kept = [one for one in listed if any(target_modules.match([one], names.kinds).values())]
-    return f"target_modules: [{', '.join(dict.fromkeys([*kept, *attention]))}]"
+    matching = [one for one in listed if any(target_modules.match([one], names.kinds).values())]
+    return f"target_modules: [{', '.join(dict.fromkeys([*matching, *attention]))}]"
 
 
 def _means_experts(target: str, experts: list[str]) -> bool:
@@ -284,8 +286,8 @@ def _experts_instead(options: Mapping[str, Any], names: Names, peft: str) -> str
         return f"target_modules: [{', '.join(_attention(names))}]"
     targets, experts = options.get("target_modules"), _expert_parameters(names)
     others = [] if isinstance(targets, str) else targets or []
-    kept = ", ".join(one for one in others if not _means_experts(one, experts))
-    fix = f"target_modules: [{kept}] and target_parameters: [{', '.join(experts)}]"
+    remaining = ", ".join(one for one in others if not _means_experts(one, experts))
+    fix = f"target_modules: [{remaining}] and target_parameters: [{', '.join(experts)}]"
     return f"{fix} and lora_dropout: 0" if options.get("lora_dropout") else fix
 
 
@@ -458,18 +460,24 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
         what, fix = "the list of tokens to train is empty", "token_indices: [0]"
         problems.append(Problem(what, "adapter.token_indices", fix=fix, code="missing-key"))
     for key in ("trainable_token_indices", "token_indices"):
-        given = options.get(key) or ()
-        for target in (one for one, ids in given.items() if not ids) if isinstance(given, dict) else ():
+        token_ids = options.get(key) or ()
+        for target in (
+            (one for one, ids in token_ids.items() if not ids) if isinstance(token_ids, dict) else ()
+        ):
             what, fix = "the list of tokens to train is empty", f"remove `{target}`"
             problems.append(Problem(what, f"adapter.{key}.{target}", fix=fix, code="missing-key"))
-        tokens = [token for ids in given.values() for token in ids] if isinstance(given, dict) else given
+        tokens = (
+            [token for ids in token_ids.values() for token in ids]
+            if isinstance(token_ids, dict)
+            else token_ids
+        )
         beyond = [token for token in tokens if not 0 <= token < rows]
         if beyond:
             what, shown = "the model has no token with this id", ", ".join(map(str, beyond))
             place, expected = f"adapter.{key}", f"0 to {rows - 1}"
             problems.append(Problem(what, place, found=shown, expected=expected, code="token-limit"))
         holders = [name for name in (names.embedding, names.head) if name]
-        for target in given if isinstance(given, dict) else ():
+        for target in token_ids if isinstance(token_ids, dict) else ():
             if not any(name.endswith(target) for name in holders):
                 lost = unmatched([target], holders, key)
                 near = _end_of(target, names) or nearest(target, [*map(short, holders)])
@@ -544,12 +552,12 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
 
 def _unlike_lora(options: Mapping[str, Any], parameters: bool, key: str) -> list[Problem]:
     """Return problems of LoRA options that PEFT does not support for parameters."""
-    beside = [one for one in ("lora_dropout", "lora_bias", "use_dora") if options.get(one)]
-    if not parameters or not beside:
+    options_set = [one for one in ("lora_dropout", "lora_bias", "use_dora") if options.get(one)]
+    if not parameters or not options_set:
         return []
-    what = f"PEFT has no {' and no '.join(beside)} for parameters such as the weights of experts"
-    fix = "adapter.type: lora" if "use_dora" in beside else f"remove {' and '.join(beside)}"
-    found = ", ".join(f"{one}: {options[one]}" for one in beside)
+    what = f"PEFT has no {' and no '.join(options_set)} for parameters such as the weights of experts"
+    fix = "adapter.type: lora" if "use_dora" in options_set else f"remove {' and '.join(options_set)}"
+    found = ", ".join(f"{one}: {options[one]}" for one in options_set)
     return [Problem(what, key, found=found, fix=fix, code="adapter-option")]
 
 
@@ -596,8 +604,8 @@ def check(model: PreTrainedModel, adapter: Adapter, known: Names) -> None:
     refused = problems(options, known, kind.peft)
     parts = list(model.named_modules())
     for name in options.get("modules_to_save") or ():
-        held = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
-        found = coded([name], held.pop(), adapter.type if kind.storage else "") if held else []
+        storages = {module_names.stored_as(part) for at, part in parts if at.endswith(name)} - {""}
+        found = coded([name], storages.pop(), adapter.type if kind.storage else "") if storages else []
         refused += [conflict(what, key, **texts) for key, what, texts in found]
     if refused:
         raise UserError(*refused)

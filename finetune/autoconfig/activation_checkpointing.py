@@ -32,9 +32,9 @@ def choose_activation_checkpointing(requested: str, plan: Memory, hardware: Hard
     layers = plan.layers
     if requested.startswith("mlp") and not plan.mlps:
         what = f"{requested} recomputes only fused MLPs, and the MLPs of this model are not fused"
-        found = f"{requested}, with {plan.unfused}" if plan.unfused else requested
+        value = f"{requested}, with {plan.unfused}" if plan.unfused else requested
         key, fix = "speed.activation_checkpointing", "set `speed.activation_checkpointing: auto`, or full"
-        problem = Problem(what, key, found=found, fix=fix, code="speed-option")
+        problem = Problem(what, key, found=value, fix=fix, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     if plan.away and requested == "auto":
         leaves = (plan.kept - plan.norms - plan.mlps) * plan.away * plan.pinned
@@ -51,17 +51,19 @@ def choose_activation_checkpointing(requested: str, plan: Memory, hardware: Hard
     text = f"auto: activations need about {plan.kept:.0f} GiB, and {free:.0f} GiB are free for them"
     if plan.kept <= plan.room:
         return Choice("none", text)
-    kept = plan.kept - plan.norms
-    if kept <= plan.room:
-        return Choice("norms", f"{text}; recomputing norms leaves {kept:.0f} GiB")
+    saved_gib = plan.kept - plan.norms
+    if saved_gib <= plan.room:
+        return Choice("norms", f"{text}; recomputing norms leaves {saved_gib:.0f} GiB")
     rounded, one = _rounded(plan, text), plan.norms / layers  # the norms of the running layer
-    if plan.mlps and (count := math.ceil((kept + one - plan.room) / plan.mlps * layers)) < layers:
-        kept -= count * plan.mlps / layers
-        again = Choice(f"mlp:{count}", f"{text}; also recomputing {count} MLPs leaves {kept:.0f} GiB")
-        return rounded if rounded and _cost(rounded.value, plan) < _cost(again.value, plan) else again
-    kept -= plan.mlps * (layers - 1) / layers  # the running layer holds its own
-    saved = kept / layers - plan.entry
-    count = min(layers, math.ceil((kept - plan.room) / saved) + 1)  # one layer is recomputed at a time
+    if plan.mlps and (count := math.ceil((saved_gib + one - plan.room) / plan.mlps * layers)) < layers:
+        saved_gib -= count * plan.mlps / layers
+        with_mlps = Choice(
+            f"mlp:{count}", f"{text}; also recomputing {count} MLPs leaves {saved_gib:.0f} GiB"
+        )
+        return rounded if rounded and _cost(rounded.value, plan) < _cost(with_mlps.value, plan) else with_mlps
+    saved_gib -= plan.mlps * (layers - 1) / layers  # the running layer holds its own
+    saved = saved_gib / layers - plan.entry
+    count = min(layers, math.ceil((saved_gib - plan.room) / saved) + 1)  # one layer is recomputed at a time
     return rounded or Choice(f"full:{count}" if count < layers else "full", text)
 
 
@@ -77,18 +79,18 @@ def choose(
     Raises:
         UserError: see `choose_activation_checkpointing`.
     """
-    again, layers = choose_activation_checkpointing(checkpointing, plan, hardware), plan.layers
+    choice, layers = choose_activation_checkpointing(checkpointing, plan, hardware), plan.layers
     if offload != "auto":
-        return again, Choice(offload, "not asked for" if offload == "none" else "asked for"), plan
+        return choice, Choice(offload, "not asked for" if offload == "none" else "asked for"), plan
     if checkpointing != "auto" or hardware.device == "cpu":
         why = "no GPU" if hardware.device == "cpu" else "speed.activation_checkpointing is asked for"
-        return again, Choice("none", f"auto: {why}"), plan
-    cheap = again.value.startswith("mlp:") and _cost(again.value, plan) <= _cost("mlp_int8", plan)
-    each = (plan.kept - plan.norms - plan.mlps) / layers
+        return choice, Choice("none", f"auto: {why}"), plan
+    cheap = choice.value.startswith("mlp:") and _cost(choice.value, plan) <= _cost("mlp_int8", plan)
+    per_layer = (plan.kept - plan.norms - plan.mlps) / layers
     passing = plan.norms / layers  # one tensor on its way to the CPU, another on its way back
     over = at_once(plan, "mlp_int8")[1] + passing - plan.room
-    count = max(1, math.ceil(over / each) + IN_FLIGHT)
-    if again.value in ("none", "norms", "mlp_int8"):
+    count = max(1, math.ceil(over / per_layer) + IN_FLIGHT)
+    if choice.value in ("none", "norms", "mlp_int8"):
         why = "not needed"
     elif not plan.beside:
         why = "only with compiled layers and fused MLPs on fp8"
@@ -98,14 +100,14 @@ def choose(
         why = "offloading all layers would not be enough"
     elif count > plan.beside * layers:
         why = "copies would be slower than the layers"
-    elif count * each * plan.pinned > plan.host:
-        why = f"{count * each * plan.pinned:.0f} GiB do not fit in CPU memory"
+    elif count * per_layer * plan.pinned > plan.host:
+        why = f"{count * per_layer * plan.pinned:.0f} GiB do not fit in CPU memory"
     else:
         why = ""
     if why:
-        return again, Choice("none", f"auto: {why}"), plan
-    half = Choice("mlp_int8", f"{again.reason}; not more, because {count} layers offload other activations")
-    text = f"auto: {count * each:.0f} GiB in CPU memory, so that no MLP is recomputed"
+        return choice, Choice("none", f"auto: {why}"), plan
+    half = Choice("mlp_int8", f"{choice.reason}; not more, because {count} layers offload other activations")
+    text = f"auto: {count * per_layer:.0f} GiB in CPU memory, so that no MLP is recomputed"
     return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
 
 
@@ -133,13 +135,13 @@ def _rounded(plan: Memory, text: str) -> Choice | None:
     Returns:
         The level; `None` if it does not fit or if `auto` does not use int8 for this model.
     """
-    kept, one = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers
-    over = kept + plan.norms / plan.layers - plan.room
-    count = max(0, math.ceil(over / (INT8 * one))) if one else plan.layers
+    saved_gib, per_mlp = plan.kept - plan.norms - (1 - INT8) * plan.mlps, plan.mlps / plan.layers
+    over = saved_gib + plan.norms / plan.layers - plan.room
+    count = max(0, math.ceil(over / (INT8 * per_mlp))) if per_mlp else plan.layers
     if count >= plan.layers or plan.rounding == math.inf:
         return None
     value = f"mlp_int8:{count}" if count else "mlp_int8"
-    text += f"; MLP activations in int8 leave {kept - count * INT8 * one:.0f} GiB"
+    text += f"; MLP activations in int8 leave {saved_gib - count * INT8 * per_mlp:.0f} GiB"
     return Choice(value, text + f", with {count} MLPs recomputed" * bool(count))
 
 

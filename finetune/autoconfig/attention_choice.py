@@ -125,11 +125,11 @@ def choose(
     if rows is None:
         return for_evaluation(requested, attends)
     if requested != "auto":
-        found = obstacle(requested, hardware, dtype, attends, rows, installed=hardware.here)
-        if found:
+        reason = obstacle(requested, hardware, dtype, attends, rows, installed=hardware.here)
+        if reason:
             fix = f"set `model.attention: {'eager' if requested in attends.lacks else 'auto'}`"
             what, code = f"{requested} does not run this model on this machine", "attention-kernel"
-            problem = Problem(what, "model.attention", found=requested, why=found, fix=fix, code=code)
+            problem = Problem(what, "model.attention", found=requested, why=reason, fix=fix, code=code)
             raise UserError(problem, code=Exit.ENVIRONMENT)
         return requested, "asked for"
     passed_over: list[str] = []
@@ -247,8 +247,8 @@ def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Ro
         return "cudnn does not separate packed examples"
     if name == "cudnn" and attends.window is not None and attends.window < _padded(rows.longest):
         return f"cudnn has no sliding window, and {attends.family} has one of {attends.window} tokens"
-    if name == "flash_attention_3" and hardware.here and (left := left_out(dtype, attends, rows)):
-        return f"this build of flash_attention_3 does not support {left}"
+    if name == "flash_attention_3" and hardware.here and (missing := left_out(dtype, attends, rows)):
+        return f"this build of flash_attention_3 does not support {missing}"
     if attends.head_size % 8 or attends.head_size > _largest_head(name, hardware, attends.head_size):
         return f"{name} does not support heads of size {attends.head_size}"
     return ""

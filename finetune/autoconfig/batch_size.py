@@ -73,13 +73,13 @@ def most_processes(train: Train, devices: int) -> tuple[int, str]:
     """
     effective, stated = train.effective_batch_size, train.per_device_train_batch_size
     rows = stated if isinstance(stated, int) else 1
-    found = max((n for n in range(1, devices + 1) if effective % (n * rows) == 0), default=1)
-    if found == devices:
+    processes = max((n for n in range(1, devices + 1) if effective % (n * rows) == 0), default=1)
+    if processes == devices:
         return devices, ""
     by = f"{devices} x {rows}" if rows > 1 else str(devices)
     return (
-        found,
-        f"auto: {found} of {devices} GPUs, because {by} does not divide effective_batch_size {effective}",
+        processes,
+        f"auto: {processes} of {devices} GPUs, because {by} does not divide effective_batch_size {effective}",
     )
 
 
@@ -172,8 +172,8 @@ def short_of_peak(train: Train, steps: int) -> list[str]:
 
 def _warm_up(train: Train) -> float:
     """Return `train.warmup_steps`, a share of the run if it is below 1. A constant schedule has 0."""
-    given = train.passed_on()
-    return 0 if given.get("lr_scheduler_type") == "constant" else given.get("warmup_steps") or 0
+    train_keys = train.passed_on()
+    return 0 if train_keys.get("lr_scheduler_type") == "constant" else train_keys.get("warmup_steps") or 0
 
 
 def _decay(train: Train) -> int:
@@ -181,9 +181,9 @@ def _decay(train: Train) -> int:
 
     A long decay can then begin during the warm-up.
     """
-    given = train.passed_on()
-    options = given.get("lr_scheduler_kwargs") or {}
+    train_keys = train.passed_on()
+    options = train_keys.get("lr_scheduler_kwargs") or {}
     decay = options.get("num_decay_steps") if options.get("num_stable_steps") is None else 0
-    if given.get("lr_scheduler_type") != "warmup_stable_decay" or not isinstance(decay, int):
+    if train_keys.get("lr_scheduler_type") != "warmup_stable_decay" or not isinstance(decay, int):
         return 0
     return decay

@@ -84,24 +84,24 @@ def differs(
     return next((f"not tested with {what}; {fix}" for what, is_tested in tried.items() if not is_tested), "")
 
 
-def choose(requested: str | bool, compile: Choice, *, differs: str, products: float, kind: str) -> Choice:
+def choose(requested: str | bool, compile: Choice, *, differs: str, gemm_seconds: float, kind: str) -> Choice:
     """Choose whether compiled layers run as CUDA graphs, by the mode of torch.compile or if it pays off.
 
     Args:
         requested: `speed.compile`.
         compile: the choice for `speed.compile`.
         differs: why `auto` must not record passes; the empty string if it may.
-        products: seconds of one layer's GEMMs in a forward and backward pass.
+        gemm_seconds: seconds of one layer's GEMMs in a forward and backward pass.
         kind: a key of `LAUNCHED`.
     """
     if compile.value != "on":
         return Choice("off", "layers are not compiled")
     if requested not in ("auto", True):
         return Choice("on" if requested in compilation.GRAPHS else "off", "asked for")
-    launched, text = LAUNCHED[kind], f"a layer takes the GPU {products * 1e3:.1f} ms"
+    launched, text = LAUNCHED[kind], f"a layer takes the GPU {gemm_seconds * 1e3:.1f} ms"
     if differs:
         return Choice("off", f"auto: {differs}")
-    if products >= launched:
+    if gemm_seconds >= launched:
         return Choice("off", f"auto: {text}, so the GPU does not wait for Python")
     return Choice("on", f"auto: {text}, and Python needs about {launched * 1e3:.1f} ms to launch it")
 
@@ -119,18 +119,18 @@ def beside(
     """
     requested = checkpointing, speed.offload
     if chosen.value == "on":
-        again, offload, left = activation_checkpointing.choose(
+        checkpoints, offload, with_graphs = activation_checkpointing.choose(
             *requested, plan._replace(room=plan.room - plan.graphs), hardware
         )
-        against = compilation.against_graphs(compilation.GRAPHS[0], again.value, offload.value)
-        fits = max(memory_estimate.at_once(left, again.value)) <= left.room
-        if fits and not against:
-            return again, offload, chosen, left
+        conflict = compilation.against_graphs(compilation.GRAPHS[0], checkpoints.value, offload.value)
+        fits = max(memory_estimate.at_once(with_graphs, checkpoints.value)) <= with_graphs.room
+        if fits and not conflict:
+            return checkpoints, offload, chosen, with_graphs
         if speed.compile not in compilation.GRAPHS:
             room = f"the {plan.graphs:.2g} GiB of CUDA graphs do not fit in memory"
-            chosen = Choice("off", f"auto: {RECOMPUTED if against else room}")
-    again, offload, plan = activation_checkpointing.choose(*requested, plan, hardware)
-    return again, offload, chosen, plan
+            chosen = Choice("off", f"auto: {RECOMPUTED if conflict else room}")
+    checkpoints, offload, plan = activation_checkpointing.choose(*requested, plan, hardware)
+    return checkpoints, offload, chosen, plan
 
 
 def products(config: ModelConfig, tokens: int, peak: float | None, *, kind: str) -> float:
@@ -141,7 +141,7 @@ def products(config: ModelConfig, tokens: int, peak: float | None, *, kind: str)
         peak: the GPU's peak in bf16, in FLOP/s; `None`: not known.
         kind: a key of `LAUNCHED`.
     """
-    one = memory_estimate.widths(config)
-    size = one.hidden * (one.qkv + one.queries + 3 * one.intermediate)
+    shape = memory_estimate.widths(config)
+    size = shape.hidden * (shape.qkv + shape.queries + 3 * shape.intermediate)
     rate = SHARE * (peak or 100e12) * (2 if kind == "fp8" else 1)
     return (6 if kind == "full" else 4) * size * tokens / rate

@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 OF_WORKERS = ("dataloader_persistent_workers", "dataloader_prefetch_factor")
 
 
-def loader_of_launch(hardware: Hardware, given: Mapping[str, Any]) -> dict[str, Any]:
+def loader_of_launch(hardware: Hardware, train_keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings for the processes of this launch on this machine."""
-    return loader(hardware, int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), given)
+    return loader(hardware, int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), train_keys)
 
 
 def loader(
-    hardware: Hardware, processes: int, given: Mapping[str, Any] = MappingProxyType({})
+    hardware: Hardware, processes: int, train_keys: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Return SFTConfig's data loader settings. Workers prepare batches for each GPU; a CPU run has none.
 
     Args:
         processes: the number of processes on this machine.
-        given: the settings of the recipe's `train:` section.
+        train_keys: the settings of the recipe's `train:` section.
 
     Raises:
         UserError: a setting needs workers, but there are none (exit 2).
     """
     own = 0 if hardware.device == "cpu" else max(1, min(2, hardware.cpu_cores // processes - 1))
-    requested = given.get("dataloader_num_workers")
+    requested = train_keys.get("dataloader_num_workers")
     workers = own if requested is None else requested
     for name in OF_WORKERS:  # torch raises this error only after the model is loaded
-        if given.get(name) and not workers:
+        if train_keys.get(name) and not workers:
             what, fix = f"{name} needs data loader workers", "train.dataloader_num_workers: 2"
-            texts = {"found": f"{str(given[name]).lower()}, with 0 workers", "fix": fix}
+            texts = {"found": f"{str(train_keys[name]).lower()}, with 0 workers", "fix": fix}
             raise UserError(Problem(what, f"train.{name}", **texts, code="recipe-conflict"))
     if hardware.device == "cpu":
         return {"dataloader_num_workers": 0, "dataloader_pin_memory": False}

@@ -145,7 +145,7 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     compile = compilation.choose_compile(speed.compile, work._replace(eager=work.eager or broken), hardware)
     products = cuda_graphs.products(spec.config, work.tokens, hardware.peak_flops, kind=spec.kind)
     graphs = cuda_graphs.choose(
-        speed.compile, compile, differs=work.differs, products=products, kind=spec.kind
+        speed.compile, compile, differs=work.differs, gemm_seconds=products, kind=spec.kind
     )
     keeps = keeps_of(spec, work.parts, fused=fused.value == "on", compiled=compile.value == "on")
     plan = plan_memory(spec, work, keeps, speed.offload)
@@ -167,8 +167,8 @@ def plan_memory(spec: ModelSpec, work: Work, keeps: Keeps, offload: str) -> Memo
         offload: `speed.offload`, or the choice for it.
     """
     usable = work.usable - work.each * (spec.trained // work.parts) / memory_estimate.GIB
-    given = {"usable": usable, "offload": offload, "extra": spec.rounded_gib}
-    return memory_estimate.activations(spec.config, work.tokens, keeps, **given)._replace(host=work.host)
+    options = {"usable": usable, "offload": offload, "extra": spec.rounded_gib}
+    return memory_estimate.activations(spec.config, work.tokens, keeps, **options)._replace(host=work.host)
 
 
 def keeps_of(spec: ModelSpec, parts: int, *, fused: bool, compiled: bool) -> Keeps:

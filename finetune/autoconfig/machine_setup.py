@@ -91,8 +91,8 @@ def choose(
     started = mixed_precision.launch(hardware)
     stored, against_fp8 = weights.stored, weights.against_fp8
     by_launch = started.fp8 == launch_environment.FROZEN and base == "auto" and against_fp8 is not None
-    if against_fp8 is not None and (kept := base_quantization.whole_base(started)):
-        against_fp8 = partial(str, kept)
+    if against_fp8 is not None and (reason := base_quantization.whole_base(started)):
+        against_fp8 = partial(str, reason)
     storage = base_quantization.choose_base(
         "fp8" if by_launch else base, adapter_type, started.precision, hardware, against_fp8, stored
     )

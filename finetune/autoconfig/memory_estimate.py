@@ -207,10 +207,10 @@ def loss_gib(config: ModelConfig, tokens: int, *, compiled: bool = True, trained
     at 16,384 tokens needs 1.73 GiB, measured 1.77 GiB.
     """
     one = widths(config)
-    held = logit_bytes(compiled=compiled, capped=softcap(config) is not None)
-    rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * held))
+    bytes_per_token = logit_bytes(compiled=compiled, capped=softcap(config) is not None)
+    rows = chunk_rows(tokens, CHUNK_BYTES // (one.vocabulary * bytes_per_token))
     head = 8 * one.vocabulary * one.hidden if trained else 0
-    return (rows * one.vocabulary * held + 12 * tokens * one.hidden + head) / GIB
+    return (rows * one.vocabulary * bytes_per_token + 12 * tokens * one.hidden + head) / GIB
 
 
 def usable_gib(free: float, *, sharded: bool) -> float:
@@ -279,12 +279,12 @@ def activations(
     moments = loss, backward_gib(config, tokens, keeps)
     room = usable - max(moments) - MARGIN_GIB
     row = tokens * one.hidden * 2 / GIB
-    kept = kept_gib(config, tokens, keeps) + extra
+    saved_gib = kept_gib(config, tokens, keeps) + extra
     gone = away(offload, one.layers)
     entry = (1 - gone) * row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
     pinned = 2 ** math.ceil(math.log2(row)) / row
-    plan = Memory(one.layers, kept, 2 * one.layers * row, entry, room, mlps, away=gone, pinned=pinned)
+    plan = Memory(one.layers, saved_gib, 2 * one.layers * row, entry, room, mlps, away=gone, pinned=pinned)
     plan = plan._replace(graphs=min(moments))
     if not (keeps.fp8 and keeps.compiled and keeps.fused):
         return plan
@@ -301,29 +301,29 @@ def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
     if checkpointing == "none":
         return plan.kept, plan.kept
     if checkpointing.startswith("mlp_int8"):
-        kept = _stays(plan.kept - plan.norms - plan.mlps, plan)
-        kept += INT8 * plan.mlps * (1 - split(checkpointing, layers)[1] / layers)
-        return kept, kept + plan.norms / layers
+        saved_gib = _stays(plan.kept - plan.norms - plan.mlps, plan)
+        saved_gib += INT8 * plan.mlps * (1 - split(checkpointing, layers)[1] / layers)
+        return saved_gib, saved_gib + plan.norms / layers
     # `mlp:N` recomputes the first N layers. By then, backward has freed the activations of the last layers.
     if checkpointing.startswith("mlp:"):
-        kept = plan.kept - plan.norms - int(checkpointing[4:]) * plan.mlps / layers
-        return kept, kept + plan.norms / layers
+        saved_gib = plan.kept - plan.norms - int(checkpointing[4:]) * plan.mlps / layers
+        return saved_gib, saved_gib + plan.norms / layers
     # Memory that is saved in layers that are not recomputed whole.
     half = plan.norms + (0.0 if checkpointing == "norms" else plan.mlps)
     if checkpointing in ("norms", "mlp"):
-        kept = _stays(plan.kept - half, plan)
-        return kept, kept + half / layers
+        saved_gib = _stays(plan.kept - half, plan)
+        return saved_gib, saved_gib + half / layers
     count = split(checkpointing, layers)[0]
-    each = (plan.kept - half) / layers if count < layers else plan.kept / layers
-    kept = (layers - count) * each + count * plan.entry
+    per_layer = (plan.kept - half) / layers if count < layers else plan.kept / layers
+    saved_gib = (layers - count) * per_layer + count * plan.entry
     # Backward has freed the layers after the last recomputed layer.
     gone = layers - 1 - (count - 1) * layers // count
-    return kept, max(kept, kept - gone * each + plan.kept / layers)
+    return saved_gib, max(saved_gib, saved_gib - gone * per_layer + plan.kept / layers)
 
 
-def _stays(kept: float, plan: Memory) -> float:
+def _stays(saved_gib: float, plan: Memory) -> float:
     """Return the part of the layers' activations that stays on the GPU, in GiB."""
-    return kept * (1 - plan.away) + min(kept * plan.away, IN_FLIGHT * kept / plan.layers)
+    return saved_gib * (1 - plan.away) + min(saved_gib * plan.away, IN_FLIGHT * saved_gib / plan.layers)
 
 
 def away(offload: str, layers: int) -> float:

@@ -78,15 +78,15 @@ def missing_packages(optim: str, speed: Speed) -> list[Problem]:
     distributions = {module: pip for _, module, pip in _OF_OTHERS}
     return [
         Problem(
-            f"{found} needs the package {module}, which is not installed",
+            f"{value} needs the package {module}, which is not installed",
             key,
-            found=found,
+            found=value,
             fix=install_extra(_EXTRAS[module])
             if module in _EXTRAS
             else install_command(distributions[module]),
             code="package-missing",
         )
-        for key, found, module in needs
+        for key, value, module in needs
         if not installed(module)
     ]
 
@@ -97,17 +97,17 @@ def problems(train: Train, usual: tuple[float, float] | None) -> list[Problem]:
     Args:
         usual: the usual range of learning rates of the adapter type; `None`: not known.
     """
-    found, optim = [], asked(train)
+    problems_found, optim = [], asked(train)
     if train.learning_rate == 0:
         expected = "a value such as {:g} to {:g}".format(*usual) if usual else "a value larger than 0"
         key, what = "train.learning_rate", "a learning rate of 0 trains nothing"
         fix = f"{key}: {(usual[0] * usual[1]) ** 0.5 if usual else 2e-4:.0e}"
-        found.append(Problem(what, key, found="0", expected=expected, fix=fix, code="value-range"))
+        problems_found.append(Problem(what, key, found="0", expected=expected, fix=fix, code="value-range"))
     if train_rules.PROJECTS.fullmatch(optim) and not train.passed_on().get("optim_target_modules"):
         what = f"{optim} needs train.optim_target_modules, the modules whose gradients it projects"
         fix = "train.optim_target_modules: all-linear"
-        found.append(Problem(what, "train.optim", found=optim, fix=fix, code="missing-key"))
-    return found
+        problems_found.append(Problem(what, "train.optim", found=optim, fix=fix, code="missing-key"))
+    return problems_found
 
 
 def check(train: Train, speed: Speed, setup: Setup) -> None:

@@ -169,8 +169,10 @@ def _unwritten(error: Exception, checkpoints: Path, step: int, content: Content)
     """Return the problem of a checkpoint that could not be written. Recognize a full disk."""
     free = shutil.disk_usage(checkpoints).free if checkpoints.exists() else None
     needed = size(content)
-    told = getattr(error, "errno", None) or re.search(r"os error (\d+)", str(error))  # safetensors' error
-    number = int(told[1]) if isinstance(told, re.Match) else told
+    error_number = getattr(error, "errno", None) or re.search(
+        r"os error (\d+)", str(error)
+    )  # safetensors' error
+    number = int(error_number[1]) if isinstance(error_number, re.Match) else error_number
     full = number in FULL or (free is not None and free < needed)
     found = f"{error}; {free or 0:,} bytes free, {needed:,} bytes needed" if full else str(error)
     fix = f"{'free some space on the disk' if full else 'remove the cause'}, then continue with --resume"
@@ -225,8 +227,8 @@ def begin(checkpoints: Path, step: int) -> list[str]:
 
 def published(checkpoints: Path) -> list[Path]:
     """Return the published checkpoints, the newest first."""
-    found = [path for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [path for path in checkpoints.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
@@ -361,8 +363,8 @@ def read_tensors(path: Path, file_name: str, begin: str = "") -> dict[str, Tenso
 
 def size(content: Content) -> int:
     """Return the bytes of all tensors."""
-    held = [value for name, value in content.items() if name.endswith(".safetensors")]
-    return sum(tensor.nbytes for tensors in held for tensor in tensors.values())
+    files = [value for name, value in content.items() if name.endswith(".safetensors")]
+    return sum(tensor.nbytes for tensors in files for tensor in tensors.values())
 
 
 def size_of(path: Path) -> int:
@@ -370,12 +372,12 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.iterdir())
 
 
-def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) -> None:
+def check_space(checkpoints: Path, trained: int, checkpoint_bytes: int, keep: int | None) -> None:
     """Check that the disk has room for the checkpoints that a run holds at the same time.
 
     Args:
         trained: bytes of the trained weights.
-        each: bytes of a checkpoint with trained weights and optimizer state.
+        checkpoint_bytes: bytes of a checkpoint with trained weights and optimizer state.
         keep: the number of checkpoints to keep. The run writes one more before it deletes the oldest.
 
     Raises:
@@ -384,7 +386,7 @@ def check_space(checkpoints: Path, trained: int, each: int, keep: int | None) ->
     where = next(path for path in (checkpoints, *checkpoints.parents) if path.exists())
     # The run will delete the checkpoints that exist now.
     here = sum(size_of(path) for path in (*published(checkpoints), *aside(checkpoints)))
-    free, needed = shutil.disk_usage(where).free + here, each * ((keep or 1) + 1) + trained
+    free, needed = shutil.disk_usage(where).free + here, checkpoint_bytes * ((keep or 1) + 1) + trained
     if needed > free:
         what = f"the disk has no room for {(keep or 1) + 1} checkpoints and the final weights"
         fix = "train.save_strategy=no, a smaller train.save_total_limit, or another train.output_dir"

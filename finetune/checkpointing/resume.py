@@ -69,18 +69,18 @@ def nothing_to_do(output_dir: str | None, requested: str | None, recipe: dict[st
     run_folder.refuse_links(folder.path)
     if folder.finished:
         if (folder.checkpoints / checkpoints.CONTRACT).exists():
-            kept = {**checkpoints.read_contract(folder.checkpoints), "facts": {}}
+            contract = {**checkpoints.read_contract(folder.checkpoints), "facts": {}}
             now, asked_at = (
                 resume_contract.keys(recipe),
                 recipe["model"].get("revision") or "main",
             )
             if not client.COMMIT.fullmatch(asked_at):  # a branch: the run keeps the commit of its start
-                now["model.revision"] = kept["recipe"].get("model.revision")
-            if "data.template_date" in kept["recipe"]:  # a resumed run keeps its first day
-                now.setdefault("data.template_date", kept["recipe"]["data.template_date"])
-            now |= {key: was for key, was in kept["recipe"].items() if _same_file(key, was, now.get(key))}
+                now["model.revision"] = contract["recipe"].get("model.revision")
+            if "data.template_date" in contract["recipe"]:  # a resumed run keeps its first day
+                now.setdefault("data.template_date", contract["recipe"]["data.template_date"])
+            now |= {key: was for key, was in contract["recipe"].items() if _same_file(key, was, now.get(key))}
             resume_contract.compare(
-                kept, {"recipe": now, "facts": {}}, folder.path, ("data.cache_dir", "train.output_dir")
+                contract, {"recipe": now, "facts": {}}, folder.path, ("data.cache_dir", "train.output_dir")
             )
         return True
     if checkpoints.published(folder.checkpoints):
@@ -98,9 +98,9 @@ def nothing_to_do(output_dir: str | None, requested: str | None, recipe: dict[st
         if os.environ.get("RANK", "0") != "0":
             fix += "; if rank 0 has a checkpoint, use a train.output_dir on a disk that all machines share"
         raise UserError(Problem(what, "train.output_dir", found=output_dir, fix=fix, code="checkpoint"))
-    held = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
-    held = {name for name in held if not any(fnmatch(name, kind) for kind in BESIDE)}
-    if not held <= OURS or (held and not held & MARKS):
+    entries = {entry.name for entry in folder.path.iterdir()} if folder.path.exists() else set[str]()
+    entries = {name for name in entries if not any(fnmatch(name, kind) for kind in BESIDE)}
+    if not entries <= OURS or (entries and not entries & MARKS):
         lock.check_free(output_dir)
     return False
 
@@ -155,28 +155,28 @@ def find(folder: RunFolder, requested: str | None) -> Found | None:
 
 def begin(
     folder: RunFolder,
-    found: Found | None,
+    checkpoint: Found | None,
     contract: dict[str, Any],
     choices: dict[str, tuple[Any, str]],
     screen: Console,
 ) -> None:
     """Bring the run folder to the state of the checkpoint, or to the start of a new run."""
-    step = found.step if found else 0
+    step = checkpoint.step if checkpoint else 0
     for half in folder.path.glob(".*.tmp"):  # unfinished files of a killed process
         safe_files.remove(folder.path, half.name)
     later = checkpoints.begin(folder.checkpoints, step)
     removed = rewind(folder, step)
     chosen = {key: value for key, (value, _) in choices.items()}
     contract["chosen"] = json.loads(json.dumps(chosen, default=str))
-    differing = resume_contract.chosen_anew(found.contract, contract) if found else []
+    differing = resume_contract.chosen_anew(checkpoint.contract, contract) if checkpoint else []
     checkpoints.write_contract(folder.checkpoints, contract)
-    if not found:
+    if not checkpoint:
         forget(folder, screen)
         return
     for name in renames.FILES.values():  # files of format 1: this run writes them under today's names
         safe_files.remove(folder.path, name)
-    screen.say(f"resuming after step {step} from {found.path}")
-    notes = [*found.notes, *differing, *later]
+    screen.say(f"resuming after step {step} from {checkpoint.path}")
+    notes = [*checkpoint.notes, *differing, *later]
     notes += [f"finetune removed {removed:,} lines of later steps from metrics.jsonl"] if removed else []
     for note in notes:
         screen.say(f"note: {note}")
@@ -198,10 +198,10 @@ def rewind(folder: RunFolder, step: int) -> int:
     path = folder.path / "metrics.jsonl"
     content = safe_files.read_bytes(folder.path, path.name) if path.exists() else b""
     lines = content.decode("utf-8", "replace").splitlines()
-    kept = [line for line in lines if _step_of(line) <= step]
+    lines_before = [line for line in lines if _step_of(line) <= step]
     if path.exists():
-        folder.write_text("metrics.jsonl", "".join(f"{line}\n" for line in kept))
-    return len(lines) - len(kept)
+        folder.write_text("metrics.jsonl", "".join(f"{line}\n" for line in lines_before))
+    return len(lines) - len(lines_before)
 
 
 def _step_of(line: str) -> float:

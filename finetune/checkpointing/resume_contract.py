@@ -97,7 +97,7 @@ def contract(
         "storage of the base": setup.storage.value,
         "attention": setup.attention.value,
         "hardware": hardware.name,
-        **{f"versions.{name}": found for name, found in run_folder.packages().items() if found},
+        **{f"versions.{name}": installed for name, installed in run_folder.packages().items() if installed},
         "versions.python": platform.python_version(),
     }
     return {"recipe": keys(recipe), "facts": facts, "chosen": {}}
@@ -110,7 +110,7 @@ def _zero() -> str:
 
 
 def compare(
-    kept: dict[str, Any], now: dict[str, Any], path: Path, ignored: tuple[str, ...] = IGNORED
+    saved: dict[str, Any], now: dict[str, Any], path: Path, ignored: tuple[str, ...] = IGNORED
 ) -> list[str]:
     """Compare this run with the contract of a checkpoint.
 
@@ -120,11 +120,11 @@ def compare(
     Raises:
         UserError: some differences are not allowed. The error lists all of them in a table (exit 4).
     """
-    then, today = ({**one["recipe"], **one["facts"]} for one in (kept, now))
+    then, today = ({**one["recipe"], **one["facts"]} for one in (saved, now))
     unknown = [key for key in TOKEN_IDS if key in today and key not in then]
     if unknown and today.get("data.validation_fraction") is not None:
         raise _unknown_split(then, path)
-    chosen = kept["chosen"]
+    chosen = saved["chosen"]
     differing = [
         (key, then.get(key), today.get(key))
         for key in sorted(then.keys() | today.keys())
@@ -171,26 +171,26 @@ def _versions(facts: dict[str, Any]) -> str:
     return ", ".join(f"{name} {facts.get(f'versions.{name}', '(unknown)')}" for name in names)
 
 
-def check_base(kept: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
+def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decomposed: bool = False) -> None:
     """Check that the frozen weights equal the weights of the checkpoint's run (exit 4).
 
     Args:
         decomposed: whether the adapter's initialization modified the base weights. The result depends on the
             number of CPU threads.
     """
-    if kept["base"] != fingerprint:
+    if saved["base"] != fingerprint:
         what, found = "the base model differs from that of the checkpoint", f"hash {fingerprint}"
-        then, why = kept["recipe"].get("model.revision"), ""
+        then, why = saved["recipe"].get("model.revision"), ""
         fix = f"model.revision={then}" if then else "restore the files of the base model"
         if decomposed:
             why = "adapter.init_lora_weights changes the base model, and its result depends on the hardware"
             fix = f"use the earlier hardware and OMP_NUM_THREADS{f', or {fix}' if then else ''}"
-        expected, texts = f"hash {kept['base']}", {"why": why, "code": "resume-mismatch"}
+        expected, texts = f"hash {saved['base']}", {"why": why, "code": "resume-mismatch"}
         problem = Problem(what, "model.name", str(path), found, expected, fix, **texts)
         raise UserError(problem, code=Exit.ARTIFACT)
 
 
-def as_chosen(requested: Speed, found: Found | None, hardware: str) -> tuple[Speed, set[str]]:
+def as_chosen(requested: Speed, checkpoint: Found | None, hardware: str) -> tuple[Speed, set[str]]:
     """Replace `auto` with the checkpoint's activation checkpointing, offloading and CUDA graphs.
 
     A new choice would depend on the memory that is free today. It could store gate and up of other layers in
@@ -203,30 +203,30 @@ def as_chosen(requested: Speed, found: Found | None, hardware: str) -> tuple[Spe
     Returns:
         The section, and its keys that come from the checkpoint.
     """
-    if not found or found.contract["facts"].get("hardware") != hardware:
+    if not checkpoint or checkpoint.contract["facts"].get("hardware") != hardware:
         return requested, set()
     now, chosen = (
         {key: getattr(requested, key) for key in ("activation_checkpointing", "offload")},
-        found.contract["chosen"],
+        checkpoint.contract["chosen"],
     )
-    if any(found.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
+    if any(checkpoint.contract["recipe"].get(f"speed.{key}") != value for key, value in now.items()):
         return requested, set()  # each choice depends on the other
     auto = [key for key, value in now.items() if value == "auto"]
-    kept = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
+    chosen_values = {key: chosen[f"speed.{key}"] for key in auto if f"speed.{key}" in chosen}
     if requested.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
-        kept["compile"] = GRAPHS[0] if chosen["speed.graphs"] == "on" else "default"
-    return requested.model_copy(update=kept), set(kept)
+        chosen_values["compile"] = GRAPHS[0] if chosen["speed.graphs"] == "on" else "default"
+    return requested.model_copy(update=chosen_values), set(chosen_values)
 
 
-def chosen_anew(kept: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def chosen_anew(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Return a line for each `auto` that chose another value than in the checkpoint's run."""
-    then, today, recipe = kept["chosen"], now["chosen"], now["recipe"]
+    then, today, recipe = saved["chosen"], now["chosen"], now["recipe"]
     both = sorted(then.keys() & today.keys() - set(IGNORED))
     return [
         f"{key}: auto chose {_short(then[key])} before and {_short(today[key])} now"
         f"{_consequence(key, then, today)}"
         for key in both
-        if then[key] != today[key] and (kept["recipe"].get(key) == recipe.get(key))
+        if then[key] != today[key] and (saved["recipe"].get(key) == recipe.get(key))
     ]
 
 
@@ -243,8 +243,8 @@ def _consequence(key: str, then: dict[str, Any], today: dict[str, Any]) -> str:
 
 def keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a recipe that have a value: dotted key -> value."""
-    found = {f"{s}.{key}": value for s, keys in recipe.items() for key, value in keys.items()}
-    return json.loads(json.dumps({k: v for k, v in found.items() if v is not None}, default=str))
+    flat = {f"{s}.{key}": value for s, keys in recipe.items() for key, value in keys.items()}
+    return json.loads(json.dumps({k: v for k, v in flat.items() if v is not None}, default=str))
 
 
 def _remark(key: str) -> str:

@@ -78,14 +78,14 @@ def restore(value: object, tensors: dict[str, Tensor]) -> Any:
     if kind == "dict":
         return {key: restore(part, tensors) for key, part in value[kind]}
     if kind == "of":
-        made = getattr(importlib.import_module(LOW_BITS[value[kind]]), value[kind])
+        tensor_class = getattr(importlib.import_module(LOW_BITS[value[kind]]), value[kind])
         parts = {name: restore(part, tensors) for name, part in value["parts"].items()}
-        return made.__tensor_unflatten__(parts, restore(value["with"], tensors))
+        return tensor_class.__tensor_unflatten__(parts, restore(value["with"], tensors))
     if kind == "dtype":
-        found = getattr(torch, value[kind])
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, value[kind])
+        if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{value[kind]} is not a dtype")
-        return found
+        return dtype
     tensor = tensors[value[kind]]
     return tensor.numpy() if kind == "array" else tensor
 

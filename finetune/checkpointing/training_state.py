@@ -47,8 +47,8 @@ class Trainer(Protocol):
     writer: Any
 
     def log_state(self) -> dict[str, Any]: ...
-    def restore_log(self, kept: dict[str, Any]) -> None: ...
-    def restore_batches(self, kept: object) -> None: ...
+    def restore_log(self, saved: dict[str, Any]) -> None: ...
+    def restore_batches(self, saved: object) -> None: ...
 
 
 def save(trainer: Trainer) -> None:
@@ -59,13 +59,16 @@ def save(trainer: Trainer) -> None:
     live tensors are written before training continues.
     """
     state, split = PartialState(), sharded_tensors.sharded(cast("Any", trainer.model))
-    each = (*RANKS, "optimizer") if deepspeed_zero.used() else RANKS
-    own, held = {name: PARTS[name][0](trainer) for name in each}, dict[str, torch.Tensor]()
-    structure = serialization.flatten(own, held, f"ranks.{state.process_index}", _copy)
-    structures, held = collectives.gathered_on_main(structure), collectives.tensors_on_main(held)
+    rank_parts = (*RANKS, "optimizer") if deepspeed_zero.used() else RANKS
+    own, all_tensors = {name: PARTS[name][0](trainer) for name in rank_parts}, dict[str, torch.Tensor]()
+    structure = serialization.flatten(own, all_tensors, f"ranks.{state.process_index}", _copy)
+    structures, all_tensors = (
+        collectives.gathered_on_main(structure),
+        collectives.tensors_on_main(all_tensors),
+    )
     if not (state.is_main_process or split):
         return
-    shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in each}
+    shared = {name: take(trainer) for name, (take, _) in PARTS.items() if name not in rank_parts}
     if split:
         shared = sharded_tensors.gathered_values(shared)
     if not state.is_main_process:
@@ -74,12 +77,12 @@ def save(trainer: Trainer) -> None:
     here = not split and 3 * live > available() / 2  # weights and two moments
     content: dict[str, Any] = {"trainer_state.json": _trainer_state(trainer)}
     content[checkpoints.CONTRACT] = trainer.contract
-    content |= {"ranks.safetensors": held} if held else {}
+    content |= {"ranks.safetensors": all_tensors} if all_tensors else {}
     untensored: dict[str, Any] = {"ranks": structures}
-    kept = partial(_as_it_is, set()) if here or split else _copy
+    copy_tensor = partial(_as_it_is, set()) if here or split else _copy
     for name, value in shared.items():
         tensors: dict[str, torch.Tensor] = {}
-        untensored[name] = serialization.flatten(value, tensors, name, kept)
+        untensored[name] = serialization.flatten(value, tensors, name, copy_tensor)
         if tensors:
             content[f"{name}.safetensors"] = tensors
     content["state.json"] = untensored
@@ -96,20 +99,20 @@ def available(groups: Path = GROUPS) -> int:
     return max(0, min(free, limit - used))
 
 
-def check_memory(each: int, free: int) -> None:
+def check_memory(checkpoint_bytes: int, free: int) -> None:
     """Check that rank 0 has memory for the full state dict of a sharded training, which `save` gathers there.
 
     Args:
-        each: bytes of a checkpoint, which holds trained weights and the optimizer state.
+        checkpoint_bytes: bytes of a checkpoint, which holds trained weights and the optimizer state.
         free: bytes of free memory of rank 0.
 
     Raises:
         UserError: rank 0 does not have enough memory (exit 3).
     """
-    if each > free:
+    if checkpoint_bytes > free:
         what, why = "rank 0 has too little memory for a checkpoint", "rank 0 gathers the full state dict"
         fix = "train.save_strategy: no, or run fewer processes on this machine"
-        found, expected = f"{formatting.size(free)} free", f"{formatting.size(each)} free"
+        found, expected = f"{formatting.size(free)} free", f"{formatting.size(checkpoint_bytes)} free"
         texts = {"why": why, "code": "out-of-memory"}
         problem = Problem(what, "train.save_strategy", "", found, expected, fix, **texts)
         raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -125,16 +128,19 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
     here, free = int(launch_environment.said("LOCAL_WORLD_SIZE", "1")), available(groups)
     state, apart = PartialState(), path / "ranks.safetensors"
     parts = apart.stat().st_size if apart.exists() else 0
-    each = checkpoints.size_of(path) - parts + parts // state.num_processes
-    if here * each > free:
+    bytes_per_rank = checkpoints.size_of(path) - parts + parts // state.num_processes
+    if here * bytes_per_rank > free:
         what, fix = "the machine has too little memory to read the checkpoint", "run fewer processes on it"
-        found, expected = f"{formatting.size(free)} free", f"{here} processes x {formatting.size(each)}"
-        problem = Problem(what, "", str(path), found, expected, fix, code="out-of-memory")
+        layout, expected = (
+            f"{formatting.size(free)} free",
+            f"{here} processes x {formatting.size(bytes_per_rank)}",
+        )
+        problem = Problem(what, "", str(path), layout, expected, fix, code="out-of-memory")
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    found, rank = structure(path), state.process_index
+    layout, rank = structure(path), state.process_index
     with serialization.refusals(path):
-        own = found.pop("ranks")[rank]
-        read = {name: serialization.restore(value, _tensors(path, name)) for name, value in found.items()}
+        own = layout.pop("ranks")[rank]
+        read = {name: serialization.restore(value, _tensors(path, name)) for name, value in layout.items()}
         return {**read, **serialization.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
 
 
@@ -150,35 +156,35 @@ def structure(path: Path) -> dict[str, Any]:
         UserError: a part is missing (exit 4).
     """
     with serialization.refusals(path):
-        found = checkpoints.read_json(path, "state.json")
-        held = found.keys() | {name for name, _ in found["ranks"][0]["dict"]}
-    if missing := sorted(PARTS.keys() - held):
-        what, found = "the checkpoint has no state for some parts of the training", ", ".join(missing)
+        layout = checkpoints.read_json(path, "state.json")
+        names = layout.keys() | {name for name, _ in layout["ranks"][0]["dict"]}
+    if missing := sorted(PARTS.keys() - names):
+        what, layout = "the checkpoint has no state for some parts of the training", ", ".join(missing)
         fix = "choose another checkpoint with --resume=step-N"
-        problem = Problem(what, where=str(path), found=found, fix=fix, code="checkpoint")
+        problem = Problem(what, where=str(path), found=layout, fix=fix, code="checkpoint")
         raise UserError(problem, code=Exit.ARTIFACT)
-    return found
+    return layout
 
 
 def put_back(trainer: Trainer, *names: str) -> None:
     """Restore these parts into the trainer. Free large parts, which would else stay in memory."""
     for name in names:
-        kept = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
-        PARTS[name][1](trainer, kept)
+        saved = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
+        PARTS[name][1](trainer, saved)
 
 
 def random_state() -> dict[str, Any]:
     """Return the state of every random generator that training uses, including this process's GPU."""
-    kept = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    return {**kept, "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    return {**states, "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None}
 
 
-def set_random_state(kept: dict[str, Any]) -> None:
-    random.setstate(kept["python"])
-    np.random.set_state(kept["numpy"])
-    torch.set_rng_state(kept["cpu"])
-    if kept["cuda"] is not None:
-        torch.cuda.set_rng_state(kept["cuda"])
+def set_random_state(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] is not None:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
@@ -200,15 +206,15 @@ def _weights(trainer: Trainer) -> dict[str, torch.nn.Parameter]:
 
 
 @torch.no_grad()
-def _set_weights(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
+def _set_weights(trainer: Trainer, saved: dict[str, torch.Tensor]) -> None:
     trained = trainable_parameters.trainable(trainer.model)
     wrong = sorted(
         name
-        for name in trained.keys() | kept.keys()
+        for name in trained.keys() | saved.keys()
         if name not in trained
-        or name not in kept
-        or sharded_tensors.shape(trained[name]) != kept[name].shape
-        or trained[name].dtype != kept[name].dtype
+        or name not in saved
+        or sharded_tensors.shape(trained[name]) != saved[name].shape
+        or trained[name].dtype != saved[name].dtype
     )
     if wrong:
         what, found = "the weights of the checkpoint do not fit the model", ", ".join(wrong[:5])
@@ -216,34 +222,34 @@ def _set_weights(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
         fix = "use the recipe and the base model of the checkpoint"
         raise UserError(Problem(what, found=found, fix=fix, code="resume-mismatch"), code=Exit.ARTIFACT)
     for name, parameter in trained.items():
-        if parameter.shape == kept[name].shape:  # a shard of ZeRO-3 comes from the optimizer instead
-            parameter.copy_(sharded_tensors.part_of(kept[name], parameter))
+        if parameter.shape == saved[name].shape:  # a shard of ZeRO-3 comes from the optimizer instead
+            parameter.copy_(sharded_tensors.part_of(saved[name], parameter))
 
 
 def _allocation(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return AdaLoRA's importances and masks."""
     if trainer.regularizer is None:
         return {}
-    found = adalora.allocation_state(trainer.model)
-    return {name: tensor for name, tensor in found.items() if not name.startswith("parameter.")}
+    tensors = adalora.allocation_state(trainer.model)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith("parameter.")}
 
 
-def _set_allocation(trainer: Trainer, kept: dict[str, torch.Tensor]) -> None:
+def _set_allocation(trainer: Trainer, saved: dict[str, torch.Tensor]) -> None:
     if trainer.regularizer is not None:
         weights = {f"parameter.{name}": tensor.detach().clone() for name, tensor in _weights(trainer).items()}
-        adalora.restore_allocation(trainer.model, {**weights, **kept})
+        adalora.restore_allocation(trainer.model, {**weights, **saved})
 
 
-def _set_optimizer(trainer: Trainer, kept: Any) -> None:
+def _set_optimizer(trainer: Trainer, saved: Any) -> None:
     if deepspeed_zero.used():
-        deepspeed_zero.put_back(trainer.optimizer, kept)
+        deepspeed_zero.put_back(trainer.optimizer, saved)
         return
     trained = [p for group in trainer.optimizer.param_groups for p in group["params"]]
-    for number, moments in kept.get("state", {}).items():  # torchao's offloaded optimizer has no `state`
+    for number, moments in saved.get("state", {}).items():  # torchao's offloaded optimizer has no `state`
         for name, value in moments.items():
             if isinstance(value, torch.Tensor):
                 moments[name] = sharded_tensors.part_of(value, trained[int(number)])
-    trainer.optimizer.load_state_dict(kept)
+    trainer.optimizer.load_state_dict(saved)
 
 
 def _scaler(trainer: Trainer) -> Any:
@@ -252,19 +258,19 @@ def _scaler(trainer: Trainer) -> Any:
     return scaler.state_dict() if scaler is not None else None
 
 
-def _set_scaler(trainer: Trainer, kept: object) -> None:
-    if kept:
-        trainer.accelerator.scaler.load_state_dict(kept)
+def _set_scaler(trainer: Trainer, saved: object) -> None:
+    if saved:
+        trainer.accelerator.scaler.load_state_dict(saved)
 
 
 def _callbacks(trainer: Trainer) -> dict[str, Any]:
     return {name: callback.state_dict() for name, callback in trainer.remembered.items()}
 
 
-def _set_callbacks(trainer: Trainer, kept: dict[str, Any]) -> None:
+def _set_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
     for name, callback in trainer.remembered.items():
-        if name in kept:  # a checkpoint of an older version may lack it: the callback then starts new
-            callback.load_state_dict(kept[name])
+        if name in saved:  # a checkpoint of an older version may lack it: the callback then starts new
+            callback.load_state_dict(saved[name])
 
 
 PARTS: dict[str, tuple[Any, Any]] = {  # name -> (save from the trainer, restore into it)
@@ -298,12 +304,12 @@ def _as_it_is(places: set[int], tensor: torch.Tensor) -> torch.Tensor:
 
     bitsandbytes' moments share quantization maps, and safetensors refuses shared memory.
     """
-    kept = tensor.detach().contiguous()
-    place = kept.untyped_storage().data_ptr()
+    detached = tensor.detach().contiguous()
+    place = detached.untyped_storage().data_ptr()
     if place in places:
-        return kept.clone()
+        return detached.clone()
     places.add(place)
-    return kept
+    return detached
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

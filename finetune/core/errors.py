@@ -129,9 +129,9 @@ def first_line(error: BaseException | str) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def in_one_line(error: UserError, *, found: bool = False) -> str:
-    """Return all problems of an error in one line, each with key and message, and with `found` if set."""
-    parts = ((p.key, p.what, p.found if found else "") for p in error.problems)
+def in_one_line(error: UserError, *, with_found: bool = False) -> str:
+    """Return all problems of an error in one line, each with key and message. `with_found` adds `found`."""
+    parts = ((p.key, p.what, p.found if with_found else "") for p in error.problems)
     return "; ".join(": ".join(filter(None, part)) for part in parts)
 
 
@@ -282,7 +282,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     wanted, offered = name.lower(), sorted(names) if isinstance(names, Set) else names
     by_lower = {candidate.lower(): candidate for candidate in offered}
     turned = [wanted[:i] + wanted[i : i + 2][::-1] + wanted[i + 2 :] for i in range(len(wanted) - 1)]
-    found = [other for other in (wanted, *turned) if other in by_lower]
-    found += [other for other in by_lower if len(wanted) > 2 and other.startswith(wanted)]
-    found += get_close_matches(wanted, by_lower, n=1, cutoff=0.6)
-    return by_lower[found[0]] if found else ""
+    exact = [other for other in (wanted, *turned) if other in by_lower]
+    exact += [other for other in by_lower if len(wanted) > 2 and other.startswith(wanted)]
+    exact += get_close_matches(wanted, by_lower, n=1, cutoff=0.6)
+    return by_lower[exact[0]] if exact else ""

@@ -43,17 +43,17 @@ class Search:
         """
         try:
             with os.scandir(folder) as listed:
-                found = list(islice(listed, self.left + 1))
+                entries = list(islice(listed, self.left + 1))
         except OSError as error:
             what, reason = "finetune can't read this folder", error.strerror or ""
             raise UserError(Problem(what, self.key, str(folder), reason, code="path")) from error
-        self.left -= len(found)
+        self.left -= len(entries)
         if self.left < 0:
             what, fix = "the folder has too many entries", f"set `{self.key}` to a folder with only the data"
             expected = f"at most {MOST_ENTRIES:,} files and folders"
             raise UserError(Problem(what, self.key, str(folder), "", expected, fix, code="data-size"))
-        found.sort(key=lambda entry: (entry.is_symlink() and os.path.isdir(entry.path), entry.name))
-        return [folder / entry.name for entry in found]
+        entries.sort(key=lambda entry: (entry.is_symlink() and os.path.isdir(entry.path), entry.name))
+        return [folder / entry.name for entry in entries]
 
 
 def match_paths(pattern: str, base: Path, key: str = "data.name") -> list[Path]:
@@ -62,12 +62,12 @@ def match_paths(pattern: str, base: Path, key: str = "data.name") -> list[Path]:
     Raises:
         UserError: there is too much to look through (exit 2).
     """
-    found, search = [base], Search(key)
+    paths, search = [base], Search(key)
     parts = PurePosixPath(pattern).parts
     for part in (*parts, "*") if parts[-1:] == ("**",) else parts:
         search.seen.clear()
-        found = [match for place in found for match in _matches(place, part, search)]
-    return sorted(dict.fromkeys(found))
+        paths = [match for place in paths for match in _matches(place, part, search)]
+    return sorted(dict.fromkeys(paths))
 
 
 def _matches(place: Path, part: str, search: Search) -> list[Path]:

@@ -18,13 +18,13 @@ def leave_working_directory() -> None:
     finetune stays, unless somebody added modules to it.
     """
     here = os.path.realpath(os.getcwd())
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if Path(here) != ROOT or _has_added_modules():
         sys.path[:] = [place for place in sys.path if os.path.realpath(place) != here]
-        given = [place for place in given if os.path.realpath(place) != here]
+        entries = [place for place in entries if os.path.realpath(place) != here]
     if not any(os.path.realpath(place) == str(ROOT) for place in sys.path):  # a checkout, not installed
-        given.append(str(ROOT))
-    os.environ |= {"PYTHONPATH": os.pathsep.join(given), "PYTHONSAFEPATH": "1"}
+        entries.append(str(ROOT))
+    os.environ |= {"PYTHONPATH": os.pathsep.join(entries), "PYTHONSAFEPATH": "1"}
 
 
 def _has_added_modules() -> bool:

@@ -122,11 +122,15 @@ def masked(text: str, known: list[str] | None = None) -> str:
 
 def find_secrets(text: str, known: list[str]) -> list[Secret]:
     """Return each secret in a text in order: `known` secrets, and text with the format of a secret."""
-    found = [Secret(match.start() + len(_before(match)), match.end()) for match in SECRET.finditer(text)]
-    found += [Secret(*match.span("value")) for match in _GIVEN.finditer(text) if is_random(match["value"])]
+    secrets_found = [
+        Secret(match.start() + len(_before(match)), match.end()) for match in SECRET.finditer(text)
+    ]
+    secrets_found += [
+        Secret(*match.span("value")) for match in _GIVEN.finditer(text) if is_random(match["value"])
+    ]
     for value in known:
-        found += [Secret(*match.span()) for match in re.finditer(re.escape(value), text)]
-    return sorted(found)
+        secrets_found += [Secret(*match.span()) for match in re.finditer(re.escape(value), text)]
+    return sorted(secrets_found)
 
 
 def names_a_secret(line: str) -> bool:
@@ -158,20 +162,22 @@ def _is_random(run: str) -> bool:
     return len({*kinds}) > 1 and changes / len(pairs) >= CHANGES and entropy >= ENTROPY
 
 
-def _before(found: re.Match[str]) -> str:
+def _before(match: re.Match[str]) -> str:
     """Return the part of a match of SECRET that stays: the name or address before the secret."""
-    return next((part for part in found.groups() if part), "")
+    return next((part for part in match.groups() if part), "")
 
 
-def _masked_value(found: re.Match[str]) -> str:
-    return f"{found['name']}****" if is_random(found["value"]) else found[0]
+def _masked_value(match: re.Match[str]) -> str:
+    return f"{match['name']}****" if is_random(match["value"]) else match[0]
 
 
 def secrets() -> list[str]:
     """Return the secrets that this process knows in all their encodings, the longest first."""
-    held = {value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)}
-    held |= {logged_in()}
-    forms = {form for value in held if len(value) >= SHORTEST for form in _forms(value)}
+    values = {
+        value for name, value in os.environ.items() if _NAMED.search(name) and not _A_PLACE.search(name)
+    }
+    values |= {logged_in()}
+    forms = {form for value in values if len(value) >= SHORTEST for form in _forms(value)}
     return sorted(forms, key=len, reverse=True)
 
 

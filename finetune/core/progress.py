@@ -65,14 +65,14 @@ _current: ContextVar[Phase | None] = ContextVar("phase", default=None)
 @contextlib.contextmanager
 def phase(console: Console | None, name: str) -> Iterator[None]:
     """Show the progress of every `track` within the context. Without a console, show nothing."""
-    made = Phase(console, name) if console else None
-    before = _current.set(made)
+    display = Phase(console, name) if console else None
+    before = _current.set(display)
     try:
         yield
     finally:
         _current.reset(before)
-        if made:
-            made.close()
+        if display:
+            display.close()
 
 
 def track(items: Iterable[Item], total: int | None, size: Callable[[Item], int] = len) -> Iterator[Item]:

@@ -39,14 +39,14 @@ def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
         UserError: the path is a pipe, socket, device or folder, or the file is too large (exit 2).
         OSError: the path does not exist.
     """
-    found = path.stat()
-    kind = "" if stat.S_ISREG(found.st_mode) else _kind(found.st_mode)
+    status = path.stat()
+    kind = "" if stat.S_ISREG(status.st_mode) else _kind(status.st_mode)
     kind = kind or ("a file of the kernel" if is_of_kernel(path) else "")
     if kind:
         what, why = "finetune opens only regular files", "reading it may never end"
         raise UserError(Problem(what, key, str(path), kind, "a regular file", why=why, code="unsafe-file"))
-    if limit is not None and found.st_size > limit:
-        size, most = f"{found.st_size:,} bytes", f"at most {limit:,} bytes"
+    if limit is not None and status.st_size > limit:
+        size, most = f"{status.st_size:,} bytes", f"at most {limit:,} bytes"
         what = "the file is too large to read into memory"
         raise UserError(Problem(what, key, str(path), size, most, code="unsafe-file"))
 

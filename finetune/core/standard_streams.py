@@ -42,11 +42,11 @@ def allow_closing() -> None:
             stream.flush()
             raw = _Closable(stream.fileno(), "w", closefd=False)
             buffered = io.BufferedWriter(raw)
-            made = io.TextIOWrapper(
+            replacement = io.TextIOWrapper(
                 buffered,
                 stream.encoding,
                 stream.errors,
                 line_buffering=stream.line_buffering,
                 write_through=stream.write_through,
             )
-            setattr(sys, name, made)
+            setattr(sys, name, replacement)

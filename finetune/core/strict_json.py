@@ -46,10 +46,10 @@ def number(value: object) -> Any:
 
 def scores(content: dict[str, Any]) -> dict[str, Any]:
     """The content of eval.json with its numbers; what rows and answers say stays text."""
-    found = {key: _numbers(value) if key in SCORES else value for key, value in content.items()}
-    if worst := found.get("worst"):
-        found["worst"] = [{k: _numbers(v) if k in LOSSES else v for k, v in row.items()} for row in worst]
-    return found
+    converted = {key: _numbers(value) if key in SCORES else value for key, value in content.items()}
+    if worst := converted.get("worst"):
+        converted["worst"] = [{k: _numbers(v) if k in LOSSES else v for k, v in row.items()} for row in worst]
+    return converted
 
 
 def _numbers(value: object) -> Any:

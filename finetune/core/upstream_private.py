@@ -298,10 +298,10 @@ def set_group_timeout(timeout: datetime.timedelta, group: Any) -> None:
     distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def replace_own_buffers(module: Any, made: nn.Module) -> None:
-    """Copy the non-persistent buffers, which no file has, from `made` to `module`."""
-    for name in made._non_persistent_buffers_set:
-        if (buffer := made._buffers[name]) is not None:
+def replace_own_buffers(module: Any, fresh: nn.Module) -> None:
+    """Copy the non-persistent buffers, which no file has, from `fresh` to `module`."""
+    for name in fresh._non_persistent_buffers_set:
+        if (buffer := fresh._buffers[name]) is not None:
             module._buffers[name] = buffer.to(module._buffers[name].device)
 
 

@@ -61,8 +61,8 @@ def joined(device: str) -> PartialState:
     """
     name_interface()
     later = datetime.timedelta(seconds=0 if device == "cpu" else launch_environment.NCCL_LATER)
-    given: Any = {"timeout": timeout() + later} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
-    return PartialState(cpu=device == "cpu", **given)
+    options: Any = {"timeout": timeout() + later} if int(os.environ.get("WORLD_SIZE", "1")) > 1 else {}
+    return PartialState(cpu=device == "cpu", **options)
 
 
 def name_interface() -> None:
@@ -74,9 +74,9 @@ def name_interface() -> None:
     if sizes[0] == sizes[1] or GLOO in os.environ:
         return
     named = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    found = named if named in psutil.net_if_addrs() else interface_to(os.environ.get("MASTER_ADDR", ""))
-    if found:
-        os.environ[GLOO] = found
+    interface = named if named in psutil.net_if_addrs() else interface_to(os.environ.get("MASTER_ADDR", ""))
+    if interface:
+        os.environ[GLOO] = interface
 
 
 def interface_to(host: str) -> str:
@@ -172,10 +172,10 @@ def all_of(flag: bool) -> bool:
 
 def gathered(value: object) -> list[Any]:
     """Return the values of all ranks, in the order of ranks."""
-    found: list[Any] = [value] * PartialState().num_processes
-    if len(found) > 1:
-        torch.distributed.all_gather_object(found, value, group=steps())
-    return found
+    values: list[Any] = [value] * PartialState().num_processes
+    if len(values) > 1:
+        torch.distributed.all_gather_object(values, value, group=steps())
+    return values
 
 
 def gathered_on_main(value: object) -> list[Any]:
@@ -183,9 +183,9 @@ def gathered_on_main(value: object) -> list[Any]:
     state = PartialState()
     if state.num_processes == 1:
         return [value]
-    found: list[Any] = [None] * state.num_processes if state.is_main_process else []
-    torch.distributed.gather_object(value, found or None, group=steps())
-    return found
+    values: list[Any] = [None] * state.num_processes if state.is_main_process else []
+    torch.distributed.gather_object(value, values or None, group=steps())
+    return values
 
 
 def tensors_on_main(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -194,17 +194,17 @@ def tensors_on_main(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     Names must differ between ranks. Tensors are sent one by one, because a pickle of large tensors would need
     twice their memory.
     """
-    given = gathered_on_main({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
+    shapes_of_ranks = gathered_on_main({name: (tensor.shape, tensor.dtype) for name, tensor in own.items()})
     if not main():
         for tensor in own.values():
             torch.distributed.send(_bytes(tensor), 0, group=steps())
         return {}
-    found = dict(own)
-    for rank, shapes in enumerate(given[1:], start=1):
+    full = dict(own)
+    for rank, shapes in enumerate(shapes_of_ranks[1:], start=1):
         for name, (shape, dtype) in shapes.items():
-            found[name] = torch.empty(shape, dtype=dtype)
-            torch.distributed.recv(_bytes(found[name]), rank, group=steps())
-    return found
+            full[name] = torch.empty(shape, dtype=dtype)
+            torch.distributed.recv(_bytes(full[name]), rank, group=steps())
+    return full
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -237,17 +237,17 @@ def agree(facts: dict[str, str]) -> None:
     Raises:
         UserError: some facts differ. All processes raise the same error with these facts (exit 2).
     """
-    found = gathered(facts)
-    names = sorted({name for each in found for name in each})
-    differ = [name for name in names if len({each.get(name) for each in found}) > 1]
+    by_rank = gathered(facts)
+    names = sorted({name for rank_facts in by_rank for name in rank_facts})
+    differ = [name for name in names if len({rank_facts.get(name) for rank_facts in by_rank}) > 1]
     if not differ:
         return
     values = []
     for name in differ[:SHOWN]:
-        first = found[0].get(name)
-        odd = next(rank for rank, each in enumerate(found) if each.get(name) != first)
-        held = [f"rank {rank}: {str(found[rank].get(name, 'nothing'))[:LONGEST]}" for rank in (0, odd)]
-        values.append(f"{name}: {', '.join(held)}")
+        first = by_rank[0].get(name)
+        odd = next(rank for rank, rank_facts in enumerate(by_rank) if rank_facts.get(name) != first)
+        lines = [f"rank {rank}: {str(by_rank[rank].get(name, 'nothing'))[:LONGEST]}" for rank in (0, odd)]
+        values.append(f"{name}: {', '.join(lines)}")
     what = f"the processes of this launch differ in {', '.join(differ)}"
     fix = "use the same recipe, command, data, checkout and environment on every machine"
     raise UserError(Problem(what, found="; ".join(values), fix=fix, code="launch-config"))
@@ -315,7 +315,7 @@ def wait(hours: int = 24) -> None:
 
 def from_main(value: Callable[[], Any]) -> Any:
     """Call `value` on rank 0 and return its result on all ranks."""
-    held = [value() if PartialState().is_main_process else None]
+    box = [value() if PartialState().is_main_process else None]
     if PartialState().num_processes > 1:
-        broadcast_object_list(held)
-    return held[0]
+        broadcast_object_list(box)
+    return box[0]

@@ -34,8 +34,8 @@ def own_buffers(loaded: Any) -> None:
     runtime/zero/partition_parameters.py). Without this, positions differ from a model without DeepSpeed.
     """
     with local_torch_dtype(loaded.dtype), init_empty_weights(include_buffers=False):
-        made = type(loaded)(loaded.config)
-    for name, module in made.named_modules():
+        fresh = type(loaded)(loaded.config)
+    for name, module in fresh.named_modules():
         upstream_private.replace_own_buffers(loaded.get_submodule(name), module)
 
 
@@ -56,11 +56,11 @@ def cast(adapted: torch.nn.Module, precision: str) -> None:
 
 def state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer state for a checkpoint, under ZeRO the shard of this process."""
-    found = optimizer.state_dict()
-    return {name: found[name] for name in _KEPT if name in found} if used() else found
+    state = optimizer.state_dict()
+    return {name: state[name] for name in _KEPT if name in state} if used() else state
 
 
-def put_back(optimizer: Any, kept: dict[str, Any]) -> None:
+def put_back(optimizer: Any, saved: dict[str, Any]) -> None:
     """Restore the shard of this process. The number of processes must be the same.
 
     The 16-bit weights of ZeRO-1 and ZeRO-2 are restored separately.
@@ -68,9 +68,9 @@ def put_back(optimizer: Any, kept: dict[str, Any]) -> None:
     Args:
         optimizer: Accelerate's wrapper of DeepSpeed's optimizer.
     """
-    whole = {**optimizer.state_dict(), **kept}
-    each = [whole] * PartialState().num_processes  # each process reads the item of its rank
-    optimizer.optimizer.load_state_dict(each, load_from_fp32_weights=True)
+    whole = {**optimizer.state_dict(), **saved}
+    copies = [whole] * PartialState().num_processes  # each process reads the item of its rank
+    optimizer.optimizer.load_state_dict(copies, load_from_fp32_weights=True)
     inner = optimizer.optimizer.optimizer
     if hasattr(inner, "ds_opt_adam"):
         _count(inner)

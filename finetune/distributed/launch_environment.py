@@ -186,14 +186,14 @@ def ways() -> dict[str, str]:
 
 def timeout_seconds() -> int:
     """Return the seconds that a process waits for others before it raises an error (default: 1800)."""
-    given = said(TIMEOUT, "1800")
-    if not given.isdecimal() or int(given) < 1:
+    setting = said(TIMEOUT, "1800")
+    if not setting.isdecimal() or int(setting) < 1:
         what, texts = (
             "the timeout must be an integer number of seconds",
-            {"found": given, "expected": "1 or more"},
+            {"found": setting, "expected": "1 or more"},
         )
         raise UserError(Problem(what, TIMEOUT, **texts, fix=f"{TIMEOUT}=600", code="value-range"))
-    return int(given)
+    return int(setting)
 
 
 def leave(code: int) -> int:

@@ -93,7 +93,8 @@ def recorded(environment: Mapping[str, Any] = os.environ) -> dict[str, str]:
 
     Values that do not look like a setting, or that look like a secret, are masked.
     """
-    given = {name: str(environment[name]) for name in sorted(RECORDED & environment.keys())}
+    variables = {name: str(environment[name]) for name in sorted(RECORDED & environment.keys())}
     return {
-        name: masked_setting(value) if _SETTING.fullmatch(value) else "****" for name, value in given.items()
+        name: masked_setting(value) if _SETTING.fullmatch(value) else "****"
+        for name, value in variables.items()
     }

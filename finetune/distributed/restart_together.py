@@ -71,13 +71,13 @@ class FirstStepWatch:
             return
 
     def _follow(self, store: Any) -> None:
-        world, told = int(os.environ["WORLD_SIZE"]), False
+        world, has_reported = int(os.environ["WORLD_SIZE"]), False
         while not store.check(["request"]):
             if self.wanted:
                 store.set("request", self.wanted)
-            elif self.finished.is_set() and not told:
+            elif self.finished.is_set() and not has_reported:
                 store.add("finished", 1)
-                told = True
+                has_reported = True
             elif self.closed.is_set() or store.add("finished", 0) == world:
                 return
             else:
@@ -123,8 +123,8 @@ def replace_process(variables: dict[str, str]) -> None:
     """Replace this process by a new one with the same command and the launcher's environment."""
     for child in psutil.Process().children(recursive=True):  # data loaders and compilers
         child.kill()
-    given = Path("/proc/self/environ").read_bytes().split(b"\0")
-    environment = dict(pair.split(b"=", 1) for pair in given if b"=" in pair)
+    entries = Path("/proc/self/environ").read_bytes().split(b"\0")
+    environment = dict(pair.split(b"=", 1) for pair in entries if b"=" in pair)
     environment |= {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
     for descriptor in map(int, os.listdir("/proc/self/fd")):  # the GPU, sockets and files
         if descriptor > 2:

@@ -64,7 +64,7 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor] | None:
     if not sharded(model):
         return None
     main = torch.distributed.get_rank() == 0
-    found, seen = dict[str, torch.Tensor](), set[int]()
+    full, seen = dict[str, torch.Tensor](), set[int]()
     adapter = hasattr(model, "peft_config")
     for name, tensor in model.state_dict(keep_vars=True).items():
         own = "default" in name.split(".")  # its buffers too, such as VeRA's matrices
@@ -74,9 +74,9 @@ def gathered(model: nn.Module) -> dict[str, torch.Tensor] | None:
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-        made = whole(tensor).detach()
-        found[name] = made.cpu().clone() if main else made.new_empty(0, device="cpu")
-    return found
+        tensor_value = whole(tensor).detach()
+        full[name] = tensor_value.cpu().clone() if main else tensor_value.new_empty(0, device="cpu")
+    return full
 
 
 def gathered_values(value: object) -> Any:
@@ -86,8 +86,8 @@ def gathered_values(value: object) -> Any:
     """
 
     def on_main(tensor: torch.Tensor) -> torch.Tensor | None:
-        made = whole(tensor).detach()
-        return made.to("cpu", copy=True) if torch.distributed.get_rank() == 0 else None
+        tensor_value = whole(tensor).detach()
+        return tensor_value.to("cpu", copy=True) if torch.distributed.get_rank() == 0 else None
 
     return recursively_apply(on_main, value)
 
@@ -106,24 +106,24 @@ def sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     Any changed byte changes them. Sharded and full tensors have the same sums: each process sums its shard
     with the positions in the full tensor, and the sums are added over the processes.
     """
-    found, split = dict[str, tuple[int, int]](), list[str]()
-    for name, given in tensors.items():
-        tensor = given.detach()  # under ZeRO-3, it loses the marks of a shard
+    checksums, split = dict[str, tuple[int, int]](), list[str]()
+    for name, value in tensors.items():
+        tensor = value.detach()  # under ZeRO-3, it loses the marks of a shard
         if isinstance(tensor, DTensor) and tensor.placements == (Shard(0),) and tensor.dim():
             mesh, local = tensor.device_mesh, tensor.to_local()
             rows = -(-tensor.shape[0] // mesh.size())  # of each shard, as torch.chunk divides
             first = min(mesh.get_local_rank() * rows, tensor.shape[0])
             size = tensor.numel() // max(tensor.shape[0], 1) * tensor.element_size()
-            found[name] = _sums(local, first * size)
+            checksums[name] = _sums(local, first * size)
             split.append(name)
         else:
-            found[name] = _sums(whole(given).detach(), 0)
+            checksums[name] = _sums(whole(value).detach(), 0)
     if split:
         parts: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(parts, {name: found[name] for name in split})
+        torch.distributed.all_gather_object(parts, {name: checksums[name] for name in split})
         for name in split:
-            found[name] = sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)
-    return found
+            checksums[name] = sum(part[name][0] for part in parts), sum(part[name][1] for part in parts)
+    return checksums
 
 
 def _sums(tensor: torch.Tensor, offset: int) -> tuple[int, int]:

@@ -43,8 +43,8 @@ def head_kept(model: Any) -> Iterator[None]:
 
 def layers(model: nn.Module) -> list[Any]:
     """Return TransformerEngine's layers with fp8 GEMMs. Its LayerNorm has none."""
-    found = (m for m in model.modules() if type(m).__module__.startswith("transformer_engine"))
-    return [layer for layer in found if hasattr(layer, "fp8_meta")]
+    modules = (m for m in model.modules() if type(m).__module__.startswith("transformer_engine"))
+    return [layer for layer in modules if hasattr(layer, "fp8_meta")]
 
 
 def rounded(model: nn.Module) -> int:
@@ -53,8 +53,8 @@ def rounded(model: nn.Module) -> int:
     The state of delayed scaling shows it: histories are 0 and scales are 1 before the first use
     (TransformerEngine 2.20, DelayedScalingRecipeState).
     """
-    kept = [layer.fp8_meta for layer in layers(model)]
-    states = [[meta[name] for name in ("scaling_fwd", "scaling_bwd") if name in meta] for meta in kept]
+    metadata = [layer.fp8_meta for layer in layers(model)]
+    states = [[meta[name] for name in ("scaling_fwd", "scaling_bwd") if name in meta] for meta in metadata]
     moved = [[bool(one.amax_history.any() or (one.scale != 1).any()) for one in both] for both in states]
     return sum(both == [True, True] for both in moved)
 

@@ -35,9 +35,9 @@ def pack(base: Any, numbers: torch.dtype = torch.float32) -> None:
     """
     for layer in base.modules():
         if is_four_bit(layer) and layer.weight.dtype != numbers:
-            held = {name: value for name, value in vars(layer.weight).items() if name != "data"}
+            attributes = {name: value for name, value in vars(layer.weight).items() if name != "data"}
             packed = layer.weight.detach().as_subclass(torch.Tensor).view(-1).view(numbers).view(-1, 1)
-            layer.weight = type(layer.weight)(packed, **{**held, "quant_storage": numbers})
+            layer.weight = type(layer.weight)(packed, **{**attributes, "quant_storage": numbers})
             layer.quant_storage = numbers
 
 

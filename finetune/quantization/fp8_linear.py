@@ -105,8 +105,8 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         weight, weight_scale = ctx.saved_tensors
-        made = input_gradient(grads[0], weight, weight_scale)
-        return _cast(made, ctx.dtype), None, None, None
+        gradient = input_gradient(grads[0], weight, weight_scale)
+        return _cast(gradient, ctx.dtype), None, None, None
 
 
 class Fp8Linear(torch.nn.Linear):
@@ -143,15 +143,15 @@ class Fp8Linear(torch.nn.Linear):
     @classmethod
     def of(cls, plain: torch.nn.Linear) -> Fp8Linear:
         """Quantize a layer that is already in memory, on its device."""
-        made = cls(
+        layer = cls(
             plain.in_features, plain.out_features, bias=False, compute_dtype=plain.weight.dtype, device="meta"
         )
         codes, scale = quantize_rows(plain.weight.detach())
-        made.weight = torch.nn.Parameter(codes, requires_grad=False)
-        made.weight_scale = scale
+        layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+        layer.weight_scale = scale
         if plain.bias is not None:
-            made.bias = torch.nn.Parameter(plain.bias.detach(), requires_grad=False)
-        return made
+            layer.bias = torch.nn.Parameter(plain.bias.detach(), requires_grad=False)
+        return layer
 
     def pack(self) -> None:
         """Store two fp8 values as one bf16 value, because FSDP casts gathered weights to bf16.

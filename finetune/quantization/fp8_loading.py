@@ -54,9 +54,9 @@ class Fp8BaseQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         stored = renamed(model, stored_layers(kwargs.get("checkpoint_files") or []))
-        kept = self.get_modules_to_not_convert(model, None, upstream_private.modules_in_fp32(model))
+        not_converted = self.get_modules_to_not_convert(model, None, upstream_private.modules_in_fp32(model))
         for name, module in list(model.named_modules()):
-            if (name in stored if stored else should_convert_module(name, kept)) and fits(module):
+            if (name in stored if stored else should_convert_module(name, not_converted)) and fits(module):
                 model.set_submodule(name, _unread(module, coded=name in stored))
         lost = [n for n in sorted(stored) if not isinstance(_module(model, n), Fp8Linear)]
         if lost:  # transformers would read the quantized values as weights
@@ -104,28 +104,28 @@ class _Quantize(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *_: object, **kwargs: Any) -> dict[str, Any]:
-        made: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             if name.endswith(SCALE):
                 layer = get_module_from_name(kwargs["model"], name)[0]
-                made[name] = value.float().reshape(-1, 1).expand(layer.out_features, 1).contiguous()
+                converted[name] = value.float().reshape(-1, 1).expand(layer.out_features, 1).contiguous()
                 continue
             if value.dtype != E4M3:
-                value, made[f"{name.removesuffix('weight')}{SCALE}"] = quantize_rows(value)
-            made[name] = torch.nn.Parameter(value, requires_grad=False)
-        return made
+                value, converted[f"{name.removesuffix('weight')}{SCALE}"] = quantize_rows(value)
+            converted[name] = torch.nn.Parameter(value, requires_grad=False)
+        return converted
 
 
 def stored_layers(files: list[str]) -> set[str]:
     """Return the names of the layers whose weights are stored in fp8."""
-    found = set[str]()
+    names = set[str]()
     for path in files:
         if str(path).endswith(".safetensors"):
             with safe_open(path, framework="pt") as file:
                 keys: list[str] = list(file.keys())
-            found |= {key.removesuffix(f".{SCALE}") for key in keys if key.endswith(f".{SCALE}")}
-    return found
+            names |= {key.removesuffix(f".{SCALE}") for key in keys if key.endswith(f".{SCALE}")}
+    return names
 
 
 def renamed(model: PreTrainedModel, names: set[str]) -> set[str]:
@@ -136,8 +136,8 @@ def renamed(model: PreTrainedModel, names: set[str]) -> set[str]:
     mapping = get_model_conversion_mapping(model) if names else []
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     known = dict.fromkeys((f"{name}.weight" for name, _ in model.named_modules()), True)
-    given = (renamings, [], model.base_model_prefix, known)
-    return {rename_source_key(f"{name}.weight", *given)[0].removesuffix(".weight") for name in names}
+    arguments = (renamings, [], model.base_model_prefix, known)
+    return {rename_source_key(f"{name}.weight", *arguments)[0].removesuffix(".weight") for name in names}
 
 
 def check_checkpoint(config: ModelConfig) -> None:
@@ -207,15 +207,15 @@ def _unread(plain: torch.nn.Module, *, coded: bool) -> Fp8Linear:
     """
     assert isinstance(plain, torch.nn.Linear)
     size, dtype = (plain.in_features, plain.out_features), plain.weight.dtype
-    made = Fp8Linear(*size, bias=plain.bias is not None, compute_dtype=dtype, device="meta")
+    fp8_layer = Fp8Linear(*size, bias=plain.bias is not None, compute_dtype=dtype, device="meta")
     if not coded:
         empty = torch.empty(plain.weight.shape, dtype=dtype, device="meta")
-        made.weight = torch.nn.Parameter(empty, requires_grad=False)
-    return made
+        fp8_layer.weight = torch.nn.Parameter(empty, requires_grad=False)
+    return fp8_layer
 
 
 def _plain(layer: Fp8Linear, dtype: torch.dtype | None) -> torch.nn.Linear:
-    made = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     weight = layer.dequantize().to(dtype or layer.compute_dtype)
-    made.weight, made.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
-    return made
+    linear.weight, linear.bias = torch.nn.Parameter(weight, requires_grad=False), layer.bias
+    return linear

@@ -205,10 +205,10 @@ def _of_options(stored: Stored, recipe: Recipe) -> list[Problem]:
         "train": recipe.train.model_dump(exclude_unset=True),
         "data": recipe.data.model_dump(exclude_unset=True),
     }
-    found = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]
+    problems = [*adapter_rules.conflicts(raw), *qat_rules.conflicts(raw)]
     if raw["adapter"].get("init_lora_weights") == "loftq":
         what = "LoftQ needs the weights before quantization"
-        found.append(("adapter.init_lora_weights", what, {"found": "loftq"}))
+        problems.append(("adapter.init_lora_weights", what, {"found": "loftq"}))
     by = f"the checkpoint is stored in {stored}: "
     return [
         Problem(
@@ -219,5 +219,5 @@ def _of_options(stored: Stored, recipe: Recipe) -> list[Problem]:
             why=texts.get("why", ""),
             code=texts.get("code", "quantization"),
         )
-        for key, what, texts in found
+        for key, what, texts in problems
     ]

@@ -58,8 +58,8 @@ class Pass:
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             return True
         if self.weights is None:  # FSDP2 gathers the weights at each call of the layer, at another address
-            held = (*self.layer.parameters(), *self.layer.buffers())
-            whole = (one for one in held if not isinstance(one, DTensor))
+            weights = (*self.layer.parameters(), *self.layer.buffers())
+            whole = (one for one in weights if not isinstance(one, DTensor))
             self.weights = {one.untyped_storage().data_ptr() for one in whole}
         return tensor.untyped_storage().data_ptr() in self.weights
 
@@ -112,11 +112,11 @@ class Activations:
 
     def ahead(self, around: Callable[..., Any], call: Callable[..., Any], *inputs: Any) -> Any:
         """Call a layer that is not offloaded. Its backward pass starts the first copy back."""
-        made, owner = around(call, *inputs), self.last() if self.last else None
-        hidden = made[0] if isinstance(made, tuple) else made
+        output, owner = around(call, *inputs), self.last() if self.last else None
+        hidden = output[0] if isinstance(output, tuple) else output
         if owner and hidden.requires_grad:
             hidden.register_hook(lambda _: self.fetch(owner))
-        return made
+        return output
 
     def keep(self, tensor: Tensor) -> Tensor | Kept:
         """Start to copy a saved tensor to CPU memory. Weights, masks and small tensors stay."""
@@ -128,22 +128,22 @@ class Activations:
             host.copy_(tensor, non_blocking=True)
         owner.leaving.append(tensor)
         owner.gone = self.mark()
-        kept = Kept(host, tensor.device, owner)
-        owner.kept.append(weakref.ref(kept))
+        offloaded = Kept(host, tensor.device, owner)
+        owner.kept.append(weakref.ref(offloaded))
         self.tensors, self.pinned = self.tensors + 1, self.pinned + host.is_pinned()
         self.bytes += host.nbytes
-        return kept
+        return offloaded
 
-    def give_back(self, kept: Tensor | Kept) -> Tensor:
+    def give_back(self, offloaded: Tensor | Kept) -> Tensor:
         """Return a saved tensor for the backward pass, and start to copy the tensors of the next layer."""
-        if not isinstance(kept, Kept):
-            return kept
+        if not isinstance(offloaded, Kept):
+            return offloaded
         self.wait_for_leaving(0)
-        owner = kept.owner
-        if kept.arriving is None:
+        owner = offloaded.owner
+        if offloaded.arriving is None:
             self.fetch(owner)
         owner.arrived.wait(self.gpu.current_stream())
-        tensor, kept.arriving = kept.arriving, None
+        tensor, offloaded.arriving = offloaded.arriving, None
         before = owner.before() if owner.before else None
         if before and before.arrived is None:
             self.fetch(before)
@@ -153,14 +153,14 @@ class Activations:
 
     def fetch(self, owner: Pass) -> None:
         """Start to copy the tensors of a pass back, when the compute stream has reached this point."""
-        coming = [kept for one in owner.kept if (kept := one()) and kept.arriving is None]
-        for kept in coming:
-            kept.arriving = torch.empty_like(kept.host, device=kept.device)
+        coming = [offloaded for one in owner.kept if (offloaded := one()) and offloaded.arriving is None]
+        for offloaded in coming:
+            offloaded.arriving = torch.empty_like(offloaded.host, device=offloaded.device)
         self.stream.wait_stream(self.gpu.current_stream())
         with self.gpu.stream(self.stream):
-            for kept in coming:
-                assert kept.arriving is not None
-                kept.arriving.copy_(kept.host, non_blocking=True)
+            for offloaded in coming:
+                assert offloaded.arriving is not None
+                offloaded.arriving.copy_(offloaded.host, non_blocking=True)
         owner.arrived = self.mark()
 
     def wait_for_leaving(self, most: int) -> None:

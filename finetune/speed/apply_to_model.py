@@ -96,7 +96,7 @@ def compile_layers(model: nn.Module, decided: Decisions, speed: Speed, checks: R
 
 def least(*memory: float) -> list[float]:
     """Return the minimum of each number over all ranks."""
-    return [min(each) for each in zip(*collectives.gathered(memory), strict=True)]
+    return [min(of_ranks) for of_ranks in zip(*collectives.gathered(memory), strict=True)]
 
 
 def own_gradient(parameter: torch.Tensor) -> None:
@@ -118,12 +118,12 @@ def add_fused(model: nn.Module, chosen: Choice, checks: RunChecks) -> tuple[Choi
     """
     from finetune.speed.fused_layers import Fused
 
-    made = Fused(model, decoder_layers(model))
-    served = bool(made.served or made.experts.served)
+    fused = Fused(model, decoder_layers(model))
+    served = bool(fused.served or fused.experts.served)
     if chosen.reason == "asked for" and not served:
-        raise none_fused(made.left_out())
-    how = f"fused layers of the model; largest relative difference from PEFT's own forward {made.worst:.1g}"
-    actual = made.summary()
+        raise none_fused(fused.left_out())
+    how = f"fused layers of the model; largest relative difference from PEFT's own forward {fused.worst:.1g}"
+    actual = fused.summary()
     checks.add("speed.fused", "all layers that can be fused", actual, how, ok=True)
     spec = replace(live_model_spec(model), unfused=actual)
     if chosen.reason == "asked for":
@@ -156,16 +156,16 @@ def add_activation_checkpointing(
             stack.kept = "input" if index < mlps else "int8" if rounded else "product"
     total, wrapped = len(layers), sum(bool(layer.gradient_checkpointing) for layer in layers)
     alone = sum("forward" in vars(norm) for layer in layers for norm in norms_of(layer))
-    kept = [stack.kept for layer in layers for stack in fused_mlps(layer)]
-    again, in_int8 = kept.count("input"), kept.count("int8")
+    kinds = [stack.kept for layer in layers for stack in fused_mlps(layer)]
+    from_input, in_int8 = kinds.count("input"), kinds.count("int8")
     actual = f"{wrapped} of {total}" + (f", and {alone} norms" if alone else "")
-    actual += f", gate and up of {again} MLPs" if again else ""
+    actual += f", gate and up of {from_input} MLPs" if from_input else ""
     actual += f"; {in_int8} MLPs in int8" if in_int8 else ""
     some = "mlp" if mlps == total else "mlp_int8" if rounded else "mlp" if mlps else "norms"
     some += f":{mlps}" if 0 < mlps < total else ""
     expected = f"{count} of {total}" if count else some
     how = "layers with the flag set, norms with a checkpointed forward, saved activations of fused MLPs"
-    right = wrapped == count and again == mlps and in_int8 == (total - mlps if rounded else 0)
+    right = wrapped == count and from_input == mlps and in_int8 == (total - mlps if rounded else 0)
     checks.add("speed.activation_checkpointing", expected, actual, how, ok=right)
 
 
@@ -191,8 +191,8 @@ def free_gib(hardware: Hardware) -> float:
         return hardware.memory_gib
     torch.cuda.empty_cache()
     limit = torch.cuda.get_per_process_memory_fraction() * hardware.memory_gib
-    held = torch.cuda.memory_allocated() / 2**30
-    return min(torch.cuda.mem_get_info()[0] / 2**30, limit - held)
+    allocated = torch.cuda.memory_allocated() / 2**30
+    return min(torch.cuda.mem_get_info()[0] / 2**30, limit - allocated)
 
 
 def flops_per_token(adapted: torch.nn.Module) -> float:

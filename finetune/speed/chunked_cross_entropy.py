@@ -118,9 +118,9 @@ def token_loss(
         labels = labels[picked]
     with torch.autocast(device.type, enabled=False):
         trains = any(one is not None and one.requires_grad for one in (hidden, weight, bias))
-        given = weight, bias, labels, picked, softcap, compiled, torch.is_grad_enabled() and trains
-        made: Any = _OutputHead.apply(hidden, *given)
-        nll, entropy, correct = made
+        arguments = weight, bias, labels, picked, softcap, compiled, torch.is_grad_enabled() and trains
+        loss: Any = _OutputHead.apply(hidden, *arguments)
+        nll, entropy, correct = loss
     return TokenLoss(nll=nll, entropy=entropy, correct=correct)
 
 
@@ -149,8 +149,8 @@ class _OutputHead(torch.autograd.Function):
         weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
         sizes = {"narrow": hidden.element_size(), "wide": wide.itemsize}
         one_kernel = hidden.is_cuda and softcap is None and wide == torch.float32
-        held = logit_bytes(compiled=compiled or one_kernel, capped=softcap is not None, **sizes)
-        size = chunk_rows(rows, CHUNK_BYTES // (vocabulary * held))
+        bytes_per_token = logit_bytes(compiled=compiled or one_kernel, capped=softcap is not None, **sizes)
+        size = chunk_rows(rows, CHUNK_BYTES // (vocabulary * bytes_per_token))
         logits = hidden.new_empty(size, vocabulary)
         gradient = hidden.new_empty(rows if differentiate else 0, hidden.shape[1])
         nll = hidden.new_zeros(rows, dtype=wide)

@@ -71,8 +71,8 @@ class Norms:
     def error(self) -> float:
         """Return the largest relative difference of a norm from the factored norm of the current weights."""
         both = zip(self.layers, self.squares, strict=True)
-        made = [(one, factored(one, name, square)) for one, square in both if (name := _active(one))]
-        off = [(new - one.finetune_norm).norm() / new.norm() for one, new in made]
+        factors = [(one, factored(one, name, square)) for one, square in both if (name := _active(one))]
+        off = [(new - one.finetune_norm).norm() / new.norm() for one, new in factors]
         return float(torch.stack(off).max()) if off else 0.0
 
     def rebased(self) -> None:
@@ -122,8 +122,8 @@ def _parts(weight: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
     for _ in range(3):
         parts.append(rest.to(weight.dtype))
         rest = rest - parts[-1].to(a.dtype)
-    made = torch.mm(weight, torch.cat(parts).t(), out_dtype=torch.float32)  # GPU only
-    return made.view(len(weight), 3, len(a)).sum(1)
+    product = torch.mm(weight, torch.cat(parts).t(), out_dtype=torch.float32)  # GPU only
+    return product.view(len(weight), 3, len(a)).sum(1)
 
 
 def _weight(base: Any) -> torch.Tensor:

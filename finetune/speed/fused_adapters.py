@@ -46,10 +46,10 @@ def apply(model: PeftModel) -> PeftModel:
         problem = Problem(what, fix=WITHOUT, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     fused = Fused(model, layers, every_pass=True)
-    left = fused.left_out()
+    reasons = fused.left_out()
     if not (fused.served or fused.experts.served):
         remove(model)
-        what, found = "none of the adapter's layers can be fused", left or "no layer with an adapter"
+        what, found = "none of the adapter's layers can be fused", reasons or "no layer with an adapter"
         problem = Problem(what, found=found, fix=WITHOUT, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     log.info("fused %s", fused.summary())

@@ -146,29 +146,29 @@ class Fused:
 
     def _errors(self, groups: list[Group]) -> list[str]:
         """Return the error of each group with nonzero adapters, or an empty string."""
-        made = torch.Generator().manual_seed(0)
-        with torch.no_grad(), _stirred([m for group in groups for m in group.called], made):
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad(), _stirred([m for group in groups for m in group.called], generator):
             if self.norms:
                 self.norms.refresh()
-            errors = [self._error(group, made) for group in groups]
+            errors = [self._error(group, generator) for group in groups]
         if self.norms:
             self.norms.refresh()
         return errors
 
-    def _error(self, group: Group, made: torch.Generator) -> str:
+    def _error(self, group: Group, generator: torch.Generator) -> str:
         inside: Any = base_of(group.members[0])
         stored: torch.dtype = inside.weight.dtype
         dtype = getattr(inside, "compute_dtype", stored)
         if four_bit.is_four_bit(inside):  # the fused forward uses exactly the dequantized weight
             stored = dtype = four_bit.compute_dtype(inside)
-        x = torch.randn(1, TOKENS, inside.in_features, generator=made).to(inside.weight.device, dtype)
+        x = torch.randn(1, TOKENS, inside.in_features, generator=generator).to(inside.weight.device, dtype)
         own = torch.cat([type(module).forward(module, x) for module in group.called], dim=-1)
         try:
             ours = torch.cat([module.forward(x) for module in group.called], dim=-1)
             with torch.enable_grad():  # a kernel of the backward pass may fail too
                 leaf = x.clone().requires_grad_()
-                again = torch.cat([module.forward(leaf) for module in group.called], dim=-1)
-                torch.autograd.grad(again, leaf, torch.ones_like(again))
+                expected_output = torch.cat([module.forward(leaf) for module in group.called], dim=-1)
+                torch.autograd.grad(expected_output, leaf, torch.ones_like(expected_output))
         except Exception as error:  # such as a kernel that does not fit this GPU; PEFT's own forward runs
             return f"the fused forward or backward pass fails here: {' '.join(str(error).split())[:120]}"
         error = float((ours - own).float().norm() / own.float().norm())
@@ -230,7 +230,7 @@ def _mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _stacks(module: nn.Module, fast: set[nn.Module]) -> list[Group]:
     """Replace the forwards of a module's linear layers that run as one, and add the layers to `fast`."""
-    found: list[Group] = []
+    groups: list[Group] = []
     alone = dict(module.named_children())
     for names in (*TOGETHER, *((name,) for name in list(alone))):
         members: list[Any] = [alone.get(name) for name in names]
@@ -244,8 +244,8 @@ def _stacks(module: nn.Module, fast: set[nn.Module]) -> list[Group]:
             member.forward = MethodType(_stacked_forward, member)
             alone.pop(names[place])
         fast.update(members)
-        found.append(Group(members, members))
-    return found
+        groups.append(Group(members, members))
+    return groups
 
 
 def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -276,8 +276,8 @@ def obstacle(layer: Any) -> str:
         return f"the base model is stored as {type(base.weight).__name__}"  # torchao's own tensors
     if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TYPES):
         return f"{type(layer).__module__.split('.')[-2]} has its own forward pass"
-    if four_bit.is_four_bit(base) and (found := four_bit.obstacle(base)):
-        return found
+    if four_bit.is_four_bit(base) and (reason := four_bit.obstacle(base)):
+        return reason
     if any(parameter.requires_grad for parameter in base.parameters()):
         return "the base weights train"
     if "forward" in vars(layer):
@@ -330,7 +330,7 @@ def _dropout(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _stirred(modules: list[nn.Module], made: torch.Generator) -> Iterator[None]:
+def _stirred(modules: list[nn.Module], generator: torch.Generator) -> Iterator[None]:
     """Put modules into training mode without dropout and with changed parameters; restore all afterwards."""
     training = [(module, module.training) for one in modules for module in one.modules()]
     trained = [(p, p.detach().clone()) for one in modules for p in one.parameters() if p.requires_grad]
@@ -341,7 +341,7 @@ def _stirred(modules: list[nn.Module], made: torch.Generator) -> Iterator[None]:
         dropout.p = 0.0
     with torch.no_grad():  # in place and not on `.data`, so that versions count
         for parameter, _ in trained:
-            parameter += 0.02 * torch.randn(parameter.shape, generator=made).to(parameter)
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
     try:
         yield
     finally:

@@ -137,12 +137,12 @@ def behind_each_other(tensors: list[torch.Tensor]) -> torch.Tensor:
 def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
     """Return the outputs [..., sum of outputs] of all layers of a stack for x [..., in]."""
     flat = rows_of(x)
-    found = [factors(layer) for layer in stack.layers]
-    if found[0].entry is not None:  # such a layer is never stacked with others
-        flat = (flat * found[0].entry).to(flat.dtype)
-    t, b = inner(flat, stack.layers, found), outer(flat, stack.sizes, found)
+    stack_factors = [factors(layer) for layer in stack.layers]
+    if stack_factors[0].entry is not None:  # such a layer is never stacked with others
+        flat = (flat * stack_factors[0].entry).to(flat.dtype)
+    t, b = inner(flat, stack.layers, stack_factors), outer(flat, stack.sizes, stack_factors)
     y = _Linear.apply(flat, t, b, stack.stored)
-    column = columns(stack.sizes, found, flat)
+    column = columns(stack.sizes, stack_factors, flat)
     y = y if column is None else (y * column).to(y.dtype)
     y = y if stack.bias is None else y + stack.bias.to(y.dtype)
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -151,11 +151,13 @@ def project(stack: Stack, x: torch.Tensor) -> torch.Tensor:
 def gated_mlp(both: Stack, down: Stack, act: str, x: torch.Tensor) -> torch.Tensor:
     """Return down(act(gate(x)) * up(x)) for x [..., hidden]. `both` is gate and up, or one layer for both."""
     flat = rows_of(x)
-    found = [factors(layer) for layer in both.layers]
-    halves = found if len(found) == 2 else split(found[0])
+    stack_factors = [factors(layer) for layer in both.layers]
+    halves = stack_factors if len(stack_factors) == 2 else split(stack_factors[0])
     size = sum(both.sizes) // 2
-    t = inner(flat, both.layers, found, even=True)
-    if t is not None and len(found) == 1:  # one adapter for both halves has one GEMM and one dropout mask
+    t = inner(flat, both.layers, stack_factors, even=True)
+    if (
+        t is not None and len(stack_factors) == 1
+    ):  # one adapter for both halves has one GEMM and one dropout mask
         t = torch.cat([t, t], dim=1)
     b = outer(flat, [size, size], halves, even=True)
     column, last = columns([size, size], halves, flat), factors(down.layers[0])
@@ -185,18 +187,18 @@ def split(both: Factors) -> list[Factors]:
 
 
 def inner(
-    x: torch.Tensor, layers: list[Any], found: list[Factors], *, even: bool = False
+    x: torch.Tensor, layers: list[Any], stack_factors: list[Factors], *, even: bool = False
 ) -> torch.Tensor | None:
     """Return x [T, in] times the stacked a of the layers, [T, padded ranks]; `None` without adapters.
 
     Args:
         even: whether every layer has the same number of columns.
     """
-    size = padded(found, even)
+    size = padded(stack_factors, even)
     if size == 0:
         return None
-    share, rows, dropouts = size // len(found), [], []
-    for layer, factor in zip(layers, found, strict=True):
+    share, rows, dropouts = size // len(stack_factors), [], []
+    for layer, factor in zip(layers, stack_factors, strict=True):
         rank = 0 if factor.a is None else len(factor.a)
         a = x.new_zeros(0, x.shape[1]) if factor.a is None else factor.a.to(x.dtype)
         rows.append(nn.functional.pad(a, (0, 0, 0, share - rank)) if even else a)
@@ -209,37 +211,39 @@ def inner(
 
 
 def outer(
-    x: torch.Tensor, sizes: list[int], found: list[Factors], *, even: bool = False
+    x: torch.Tensor, sizes: list[int], stack_factors: list[Factors], *, even: bool = False
 ) -> torch.Tensor | None:
     """Return the layers' b as one block-diagonal matrix [sum of sizes, padded ranks], or `None`."""
-    size = padded(found, even)
+    size = padded(stack_factors, even)
     if size == 0:
         return None
     start, rows = 0, []
-    for index, (out, factor) in enumerate(zip(sizes, found, strict=True)):
-        start = index * (size // len(found)) if even else start
+    for index, (out, factor) in enumerate(zip(sizes, stack_factors, strict=True)):
+        start = index * (size // len(stack_factors)) if even else start
         b = x.new_zeros(out, 0) if factor.b is None else factor.b.to(x.dtype)
         rows.append(nn.functional.pad(b, (start, size - start - b.shape[1])))
         start += b.shape[1]
     return torch.cat(rows)
 
 
-def padded(found: list[Factors], even: bool) -> int:
+def padded(stack_factors: list[Factors], even: bool) -> int:
     """Return the inner dimension of the adapter GEMM: a power of two of at least 16; 0 without adapters."""
-    ranks = [0 if factor.b is None else factor.b.shape[1] for factor in found]
+    ranks = [0 if factor.b is None else factor.b.shape[1] for factor in stack_factors]
     if not any(ranks):
         return 0
     if even:
-        return len(found) * max(16, 1 << (max(ranks) - 1).bit_length())
+        return len(stack_factors) * max(16, 1 << (max(ranks) - 1).bit_length())
     return max(16, 1 << (sum(ranks) - 1).bit_length())
 
 
-def columns(sizes: list[int], found: list[Factors], like: torch.Tensor) -> torch.Tensor | None:
+def columns(sizes: list[int], stack_factors: list[Factors], like: torch.Tensor) -> torch.Tensor | None:
     """Return the layers' columns as one tensor [sum of sizes]; `None` without columns."""
-    if all(factor.column is None for factor in found):
+    if all(factor.column is None for factor in stack_factors):
         return None
     ones = [torch.ones(size, device=like.device) for size in sizes]
-    return torch.cat([one if f.column is None else f.column for one, f in zip(ones, found, strict=True)])
+    return torch.cat(
+        [one if f.column is None else f.column for one, f in zip(ones, stack_factors, strict=True)]
+    )
 
 
 def product(x: torch.Tensor, stored: Stored) -> torch.Tensor:

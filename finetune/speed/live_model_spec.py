@@ -82,14 +82,14 @@ def dropped(model: Any) -> int:
 def breaking(model: nn.Module) -> frozenset[str]:
     """Return the adapters of unfused modules whose forward in PEFT breaks the graph of torch.compile."""
     whole = [module for module in model.modules() if hasattr(module, "finetune_fused")]
-    fused, found = {id(part) for module in whole for part in module.modules()}, set[str]()
+    fused, classes = {id(part) for module in whole for part in module.modules()}, set[str]()
     for module in [module for layer in decoder_layers(model) for module in layer.modules()]:
         if not isinstance(module, BaseTunerLayer) or id(module) in fused:
             continue
         kind = type(module).__module__.split(".")[-2]
-        found |= {kind} if kind in adapter_types.BREAKING else set()
-        found |= {"DoRA"} if getattr(module, "lora_magnitude_vector", None) else set()
+        classes |= {kind} if kind in adapter_types.BREAKING else set()
+        classes |= {"DoRA"} if getattr(module, "lora_magnitude_vector", None) else set()
         wrapper = type(module).__name__ == "ParamWrapper"
         taken_over = wrapper and hasattr(module.get_base_layer(), "finetune_experts")
-        found |= {"experts' adapters"} if wrapper and not taken_over else set()
-    return frozenset(found)
+        classes |= {"experts' adapters"} if wrapper and not taken_over else set()
+    return frozenset(classes)

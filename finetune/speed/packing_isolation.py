@@ -126,8 +126,8 @@ def _drops_by_numbers(model: nn.Module) -> bool:
     """Return whether the model drops values or layers by a number, such as OPT's `layerdrop`."""
     if attention_choice.read(model.config).dropout:
         return True
-    held = (value for m in model.modules() for name, value in vars(m).items() if "drop" in name)
-    return any(isinstance(value, float) and value > 0 for value in held)
+    rates = (value for m in model.modules() for name, value in vars(m).items() if "drop" in name)
+    return any(isinstance(value, float) and value > 0 for value in rates)
 
 
 @contextlib.contextmanager
@@ -153,11 +153,13 @@ def leaks(model: PreTrainedModel | PeftModel, tokens: int, **extra: Any) -> tupl
     Args:
         extra: further inputs of the model, to test inputs that break the isolation.
     """
-    made = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     size = model.config.get_text_config().vocab_size
-    first, other, second = (torch.randint(size, (tokens // 2,), generator=made) for _ in range(3))
-    before, again, after = (_second_of(model, given, second, extra) for given in (first, first, other))
-    return _difference(before, again), _difference(before, after)
+    first, other, second = (torch.randint(size, (tokens // 2,), generator=generator) for _ in range(3))
+    before, repeated, after = (
+        _second_of(model, tokens_in, second, extra) for tokens_in in (first, first, other)
+    )
+    return _difference(before, repeated), _difference(before, after)
 
 
 def prove_same(model: Any, tokens: int, attention: str, packed: bool, checks: RunChecks) -> None:
@@ -171,8 +173,8 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, checks: Ru
     """
     if attention not in IMPLEMENTATIONS:
         return
-    made, size = torch.Generator().manual_seed(0), model.get_input_embeddings().num_embeddings
-    rows = [torch.randint(size, (length,), generator=made).tolist() for length in (tokens // 2, tokens)]
+    generator, size = torch.Generator().manual_seed(0), model.get_input_embeddings().num_embeddings
+    rows = [torch.randint(size, (length,), generator=generator).tolist() for length in (tokens // 2, tokens)]
     collate = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=packed)
     batch = collate([{"input_ids": row, "labels": row} for row in rows])
     real = batch["attention_mask"].bool() if not packed else torch.ones_like(batch["input_ids"]).bool()
@@ -210,17 +212,17 @@ class _Comparison(NamedTuple):
     """A mask of the tokens that are not padding."""
     differences: list[float]
 
-    def compare(self, layer: nn.Module, args: Any, given: Any, output: Any) -> None:
+    def compare(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Run one layer's attention again on the same input without a mask, and record the difference.
 
         Later layers do not amplify this difference, because each layer gets its original input.
         """
         self.model.set_attn_implementation(self.ours)
-        got = layer.forward(*args, **{**given, "attention_mask": None})[0]
+        unmasked = layer.forward(*args, **{**kwargs, "attention_mask": None})[0]
         self.model.set_attn_implementation(self.name)
-        here = self.real.to(got.device)
-        got, wanted = got[here].double(), output[0][here].double()
-        self.differences.append(float((got - wanted).norm() / wanted.norm()))
+        here = self.real.to(unmasked.device)
+        unmasked, wanted = unmasked[here].double(), output[0][here].double()
+        self.differences.append(float((unmasked - wanted).norm() / wanted.norm()))
 
 
 @contextlib.contextmanager
@@ -284,5 +286,5 @@ def twin(model: Any, setup: Setup, device: str) -> Any:
         text.layer_types = text.layer_types[:2]
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        made = type(base)(config)
-    return made.to(getattr(torch, setup.compute_dtype))
+        small_copy = type(base)(config)
+    return small_copy.to(getattr(torch, setup.compute_dtype))

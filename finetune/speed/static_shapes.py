@@ -40,8 +40,8 @@ def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: in
     Compiled code then sees one shape: always `documents` + 1 borders, and `longest` as the longest example.
     No filler is longer than `longest`, because kernels would leave its end uninitialized, also in gradients.
     """
-    given = inputs["input_ids"].shape[1]
-    missing, borders = tokens - given, inputs["cu_seq_lens_q"]
+    length = inputs["input_ids"].shape[1]
+    missing, borders = tokens - length, inputs["cu_seq_lens_q"]
     pad = torch.nn.functional.pad
     filled = dict(inputs)
     filled["input_ids"] = pad(inputs["input_ids"], (0, missing))
@@ -50,7 +50,7 @@ def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: in
     filled["position_ids"] = torch.cat([inputs["position_ids"], counted % longest], dim=1)
     number = (len(borders) - 1 + counted // longest).to(inputs["seq_idx"].dtype)
     filled["seq_idx"] = torch.cat([inputs["seq_idx"], number], dim=1)
-    starts = torch.arange(given, tokens, longest, dtype=borders.dtype, device=borders.device)
+    starts = torch.arange(length, tokens, longest, dtype=borders.dtype, device=borders.device)
     borders = torch.cat([borders, starts[1:]])  # the first filler starts at the end of the batch
     borders = pad(borders, (0, documents + 1 - len(borders)), value=tokens)  # other fillers have no tokens
     filled["cu_seq_lens_q"] = filled["cu_seq_lens_k"] = borders

@@ -41,18 +41,24 @@ def check_space(
         4 if setup.launch.splitter == "DeepSpeed" else 0
     )  # ZeRO's fp32 weights, in addition to the moments
     low = optimizer_choice.state_bytes(optimizer_choice.asked(section), recipe.speed)
-    kept = round(numbers * ((low or 8) + masters))
-    each = kept + trained * (2 if evaluated.eval_steps and evaluated.load_best_model_at_end else 1)
-    collectives.from_main(lambda: checkpoints.check_space(place, trained, each, section.save_total_limit))
+    optimizer_bytes = round(numbers * ((low or 8) + masters))
+    checkpoint_bytes = optimizer_bytes + trained * (
+        2 if evaluated.eval_steps and evaluated.load_best_model_at_end else 1
+    )
+    collectives.from_main(
+        lambda: checkpoints.check_space(place, trained, checkpoint_bytes, section.save_total_limit)
+    )
     if setup.launch.splitter:  # under ZeRO in addition to a copy of each process's shard
-        held = each + (kept if masters else 0)
-        collectives.from_main(lambda: training_state.check_memory(held, training_state.available(groups)))
+        total_bytes = checkpoint_bytes + (optimizer_bytes if masters else 0)
+        collectives.from_main(
+            lambda: training_state.check_memory(total_bytes, training_state.available(groups))
+        )
 
 
-def frozen_fingerprint(adapted: nn.Module, found: Found | None, checks: RunChecks) -> str:
+def frozen_fingerprint(adapted: nn.Module, checkpoint: Found | None, checks: RunChecks) -> str:
     """Return the fingerprint of the frozen weights.
 
-    Refuse a run that can't resume from `found`, before anything in its folder changes.
+    Refuse a run that can't resume from `checkpoint`, before anything in its folder changes.
     """
 
     def look() -> str:
@@ -64,8 +70,8 @@ def frozen_fingerprint(adapted: nn.Module, found: Found | None, checks: RunCheck
     else:
         frozen = look()
         collectives.agree({"weights of the base": frozen})
-    if found:
+    if checkpoint:
         checks.check()
-        resume_contract.check_base(found.contract, frozen, found.path, decomposed=rebased)
-        training_state.structure(found.path)
+        resume_contract.check_base(checkpoint.contract, frozen, checkpoint.path, decomposed=rebased)
+        training_state.structure(checkpoint.path)
     return frozen

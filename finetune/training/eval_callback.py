@@ -64,8 +64,8 @@ class Validate(TrainerCallback):
         best = {"best": self.best, "best_step": self.best_step, "best_loss": self.best_loss}
         return {**counts, **best, "higher": self.higher, "weights": self.weights}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        for name, value in kept.items():
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
             setattr(self, name, value)
 
     def on_step_end(
@@ -80,11 +80,11 @@ class Validate(TrainerCallback):
         if not last and (self.settings.eval_steps is None or step % self.settings.eval_steps):
             return
         started, training = time.perf_counter(), model.training
-        found = self.measure(model)
+        scores = self.measure(model)
         model.train(training)
         self.times += 1
-        self.unsaid, control.should_log = found, True
-        value = found[f"eval_{self.settings.metric_for_best_model}"]
+        self.unsaid, control.should_log = scores, True
+        value = scores[f"eval_{self.settings.metric_for_best_model}"]
         first = self.best is None and not math.isnan(value)
         better = first or (
             self.best is not None and (value > self.best if self.higher else value < self.best)
@@ -92,7 +92,7 @@ class Validate(TrainerCallback):
         if step >= self.not_before:
             self.without_better = 0 if better else self.without_better + 1
             if better:
-                self.best, self.best_step, self.best_loss = value, step, found["eval_loss"]
+                self.best, self.best_step, self.best_loss = value, step, scores["eval_loss"]
                 self.keep(model)
         if self.ran_out and not last:
             control.should_training_stop = control.should_log = True
@@ -100,7 +100,7 @@ class Validate(TrainerCallback):
         seconds = time.perf_counter() - started
         self.metrics.pause(seconds)
         if state.is_world_process_zero:
-            self.write(step, state.epoch, found, seconds)
+            self.write(step, state.epoch, scores, seconds)
 
     def on_log(
         self,
@@ -119,22 +119,22 @@ class Validate(TrainerCallback):
         asks = self.settings.metric_for_best_model == "exact_match"
         with torch.compiler.set_stance("force_eager"):  # evaluation has other shapes, which would be compiled
             score = scoring.score(model, self.tokenizer, self.rows, self.data, self.settings, answers=asks)
-        found = {"eval_loss": score.loss}
+        scores = {"eval_loss": score.loss}
         if asks:
             share: Any = score.as_json()[
                 "exact_match"
             ]  # `text_limits.check_metric` has checked that there is one
-            found["eval_exact_match"] = share
+            scores["eval_exact_match"] = share
         if "/" in self.settings.metric_for_best_model:
             task, _, metric = self.settings.metric_for_best_model.rpartition("/")
             settings = lm_eval_harness.of_task(self.settings, task)
             with torch.compiler.set_stance("force_eager"):
                 date = self.data.template_date
                 results = lm_eval_harness.run(model, self.tokenizer, settings, seeded=False, date=date)
-            found[f"eval_{self.settings.metric_for_best_model}"], self.higher = lm_eval_harness.one(
+            scores[f"eval_{self.settings.metric_for_best_model}"], self.higher = lm_eval_harness.one(
                 results, task, metric
             )
-        return found
+        return scores
 
     def keep(self, model: nn.Module) -> None:
         """Copy the trainable weights to CPU memory."""
@@ -142,11 +142,11 @@ class Validate(TrainerCallback):
             trained = trainable_parameters.trainable(model)
             self.weights = {name: p.detach().to("cpu", copy=True) for name, p in trained.items()}
 
-    def write(self, step: int, epoch: float, found: dict[str, float], seconds: float) -> None:
+    def write(self, step: int, epoch: float, scores: dict[str, float], seconds: float) -> None:
         best = "  best so far" if self.best_step == step else ""
-        said = "  ".join(f"{name} {value:.4f}" for name, value in found.items())
+        said = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         self.screen.say(f"step {step}: {said}{best}")
-        record = {"step": step, "epoch": epoch, **found, "eval_seconds": seconds}
+        record = {"step": step, "epoch": epoch, **scores, "eval_seconds": seconds}
         self.metrics.append(record)
 
     def restore(self, model: nn.Module, state: Any, checks: RunChecks) -> None:

@@ -143,11 +143,18 @@ class FirstStep(TrainerCallback):
         add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
         how, code = "the dtype of most GEMM FLOPs in the first forward pass", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
-        ran = attention_that_ran(self.operations)
+        kernels = attention_that_ran(self.operations)
         how = "profile of the first forward pass"
-        add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
+        add(
+            "model.attention",
+            self.attention,
+            str(kernels),
+            how,
+            ok=self.attention in kernels.names,
+            code=code,
+        )
         if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
-            add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
+            add("attention mask", "none", kernels.mask or "none", f"{how}: shapes of its inputs", code=code)
         if self.fp8:
             actual, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
             add("fp8 GEMMs", f"at least {least}", actual, how, ok=self.fp8_gemms >= least, code=code)
@@ -205,10 +212,10 @@ def product_dtype(events: Sequence[Any]) -> str:
     """Return the dtype with most FLOPs of the profiled GEMMs."""
     flops: Counter[str] = Counter()
     for event in events:
-        if (left := PRODUCTS.get(event.name())) is not None:
+        if (operand := PRODUCTS.get(event.name())) is not None:
             shapes = event.shapes()
-            flops[event.dtypes()[left]] += math.prod(shapes[left]) * shapes[left + 1][-1]
-    return DTYPES.get(found := max(flops, key=flops.__getitem__, default="none seen"), found)
+            flops[event.dtypes()[operand]] += math.prod(shapes[operand]) * shapes[operand + 1][-1]
+    return DTYPES.get(dtype := max(flops, key=flops.__getitem__, default="none seen"), dtype)
 
 
 class Ran(NamedTuple):

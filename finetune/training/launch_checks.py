@@ -37,8 +37,8 @@ def add(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
         )
         checks.add("fp8 backend", launch.fp8, getattr(backend, "value", str(backend)), how, code=code)
         for name, value in asked_of(launch.fp8).items():
-            held = getattr(getattr(handler, "config", handler), name)
-            checks.add(f"fp8_config.{name}", value, str(held).lower(), "its fp8 recipe", code=code)
+            live_value = getattr(getattr(handler, "config", handler), name)
+            checks.add(f"fp8_config.{name}", value, str(live_value).lower(), "its fp8 recipe", code=code)
     split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(accelerator.distributed_type.value, "")
     checks.add("sharding", launch.splitter or "none", split or "none", how, code=code)
     trainer.add_callback(Prepared(launch, trainer, checks))
@@ -97,12 +97,12 @@ def count_repeated(rows: int, per_device: int, shards: int) -> int:
 def asked_of(backend: str) -> dict[str, str]:
     """Return the fp8 recipe of the accelerate config, by the attribute names of its object."""
     names = {"TE": ("fp8_format", "amax_history_len", "amax_compute_algo"), "AO": ()}[backend]
-    found = {name: said(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}") for name in names}
+    values = {name: said(f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}") for name in names}
     if backend == "AO":
-        found = {
+        values = {
             "enable_fsdp_float8_all_gather": said("ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER", "true")
         }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 class Prepared(TrainerCallback):
@@ -126,10 +126,10 @@ class Prepared(TrainerCallback):
         collectives.wait_alike()
         if self.launch.splitter == "DeepSpeed":  # its optimizer steps on flattened copies
             groups = getattr(inner, "bit16_groups", None) or inner.fp16_groups
-        held = {id(p) for group in groups for p in group}
+        optimizer_ids = {id(p) for group in groups for p in group}
         trained = [p for p in model.parameters() if p.requires_grad]
         if not type(inner).__module__.startswith(_COPIES):
-            actual = sum(id(p) in held for p in trained)
+            actual = sum(id(p) in optimizer_ids for p in trained)
             add("tensors that the optimizer holds", len(trained), actual, "the optimizer's groups")
         if self.launch.splitter == "DeepSpeed":
             self._by_zero(model)
@@ -158,12 +158,12 @@ class Prepared(TrainerCallback):
             return
         self.looked = True
         if self.launch.fp8 == "TE":
-            made, actual = (
+            layers, actual = (
                 len(transformer_engine_layers.layers(kwargs["model"])),
                 transformer_engine_layers.rounded(kwargs["model"]),
             )
             how = f"the layers' scaling factors after step {state.global_step}"
-            expected, ok = f"{made} layers, forward and backward", actual == made > 0
+            expected, ok = f"{layers} layers, forward and backward", actual == layers > 0
             self.checks.add("fp8 GEMMs", expected, f"{actual} layers", how, ok=ok, code=Exit.ENVIRONMENT)
         if self.launch.sharded == "FSDP":
             self._gathered(kwargs["model"])
@@ -209,10 +209,10 @@ class Prepared(TrainerCallback):
     def _converted(self, model: nn.Module) -> None:
         """Add a run check of the layers that Accelerate replaced by fp8 layers."""
         own = {"TE": "transformer_engine", "AO": "torchao"}[self.launch.fp8]
-        made = [m for m in model.modules() if type(m).__module__.startswith(own)]
+        converted = [m for m in model.modules() if type(m).__module__.startswith(own)]
         plain = [m for m in model.modules() if type(m) is torch.nn.Linear]
-        actual, how = f"{len(made)} {own} layers, {len(plain)} plain", "modules of the prepared model"
-        self.checks.add("fp8 layers", "> 0", actual, how, ok=bool(made), code=Exit.ENVIRONMENT)
+        actual, how = f"{len(converted)} {own} layers, {len(plain)} plain", "modules of the prepared model"
+        self.checks.add("fp8 layers", "> 0", actual, how, ok=bool(converted), code=Exit.ENVIRONMENT)
 
 
 # Optimizers that hold copies of the parameters, and step on these

@@ -46,19 +46,19 @@ def end(seconds: int) -> UserError:
     Args:
         seconds: how long the run waited.
     """
-    found = []
+    workers = []
     for worker in multiprocessing.active_children():
         if not worker.daemon or worker.pid is None:
             continue
         with suppress(psutil.NoSuchProcess):
-            found.append(f"worker process {worker.pid} ({psutil.Process(worker.pid).status()})")
-            standard_streams.say(f"data loader {found[-1]} is at:", error=True)
+            workers.append(f"worker process {worker.pid} ({psutil.Process(worker.pid).status()})")
+            standard_streams.say(f"data loader {workers[-1]} is at:", error=True)
             os.kill(worker.pid, ASK)
             time.sleep(ANSWER_SECONDS)
         worker.kill()
         worker.join()
     what = f"a data loader worker hangs: it returned no batch within {seconds} s"
-    said = f"{', '.join(found) or 'no worker is left'}; the stack of each worker is printed above"
+    said = f"{', '.join(workers) or 'no worker is left'}; the stack of each worker is printed above"
     fix = "resume with --resume; if reading is slow, set a larger `train.dataloader_timeout`"
     problem = Problem(what, "train.dataloader_timeout", found=said, fix=fix, code="launch-lost")
     return UserError(problem, code=Exit.TRAINING)

@@ -77,8 +77,8 @@ class NonFinite(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": self.in_a_row, "skipped": self.skipped}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.in_a_row, self.skipped = state["in_a_row"], state["skipped"]
 
     def on_train_begin(
         self,
@@ -188,9 +188,9 @@ class NonFinite(TrainerCallback):
         norm = next(norm for norm in collectives.gathered(self.norm.item()) if not math.isfinite(norm))
         findings = [f"rank {number}: {said}" for number, said in enumerate(collectives.gathered(finding))]
         if rank == 0:
-            told = {"step": step, "norm": str(norm), "first_not_finite": findings}
-            told["rows"] = {f"rank {number}": each for number, each in enumerate(rows)}
-            safe_files.write_text(place, "finding.json", json.dumps(told, indent=1) + "\n")
+            details = {"step": step, "norm": str(norm), "first_not_finite": findings}
+            details["rows"] = {f"rank {number}": micro_batch for number, micro_batch in enumerate(rows)}
+            safe_files.write_text(place, "finding.json", json.dumps(details, indent=1) + "\n")
         what = f"the gradients of step {step} are NaN or Inf"
         if self.in_a_row > 1:
             what += f", after {self.in_a_row - 1} such steps before it"
@@ -249,14 +249,14 @@ def sources(dataset: Dataset, batch: dict[str, Any]) -> list[str]:
     else:
         texts = list(ids[0].split(batch["cu_seq_lens_q"].diff().tolist()))
     wanted = {tuple(text.tolist()) for text in texts}
-    found = list[str]()
+    source_names = list[str]()
     for number in _of_lengths(dataset, {len(text) for text in wanted}):
         row, end = dataset[number], 0
         for length, where in zip(row.get("seq_lengths", [len(row["input_ids"])]), row["where"], strict=True):
             end += length
             if tuple(row["input_ids"][end - length : end]) in wanted:
-                found.append(where)
-    return found
+                source_names.append(where)
+    return source_names
 
 
 def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
@@ -280,10 +280,10 @@ def look_again(trainer: Steps, step: int) -> str:
         return "not looked for: processes meet in each of TransformerEngine's passes"
     parts = trainer.micro_batches.divided(batches, getattr(trainer.args, "pad_to_multiple_of", None))
     try:
-        found = [first_not_finite(model, partial(trainer.loss_of, part)) for part in parts]
+        reports = [first_not_finite(model, partial(trainer.loss_of, part)) for part in parts]
     except torch.OutOfMemoryError:
         return "not found: no memory to look again"
-    said = [f"{what} (micro-batch {n} of {len(found)})" for n, what in enumerate(found, start=1) if what]
+    said = [f"{what} (micro-batch {n} of {len(reports)})" for n, what in enumerate(reports, start=1) if what]
     return next(iter(said), "finite when the step was made again: what was not has passed")
 
 
@@ -297,12 +297,12 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
     if bad:
         return f"trained weights are NaN or Inf ({len(bad)} tensors, {bad[0]} the first)"
     model.zero_grad()
-    found: list[str] = []
+    names: list[str] = []
 
     def look(name: str, output: torch.Tensor) -> None:
         tensors = [t for t in (output if isinstance(output, (tuple, list)) else [output]) if _real(t)]
-        if not found and not all(torch.isfinite(t).all() for t in tensors):
-            found.append(name)
+        if not names and not all(torch.isfinite(t).all() for t in tensors):
+            names.append(name)
 
     hooks = [
         module.register_forward_hook(lambda _, inputs, output, name=name: look(name, output))
@@ -316,8 +316,8 @@ def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
     finally:
         for hook in hooks:
             hook.remove()
-    if found:
-        return f"the output of {found[0]}"
+    if names:
+        return f"the output of {names[0]}"
     if not torch.isfinite(value):
         return "the loss, of outputs that are finite"
     trained = trainable_parameters.trainable(model).items()
@@ -344,8 +344,8 @@ class Overflow(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"in_a_row": self.in_a_row, "skipped": self.skipped}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.in_a_row, self.skipped = kept["in_a_row"], kept["skipped"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.in_a_row, self.skipped = state["in_a_row"], state["skipped"]
 
     def on_step_end(
         self,
@@ -406,9 +406,9 @@ class Spikes(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"losses": list(self.losses), "said": self.said}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.losses.extend(kept["losses"])
-        self.said = kept["said"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses.extend(state["losses"])
+        self.said = state["said"]
 
     def on_log(
         self, args: TrainingArguments, state: Any, control: TrainerControl, logs: Any = None, **kwargs: object

@@ -55,12 +55,12 @@ class MicroBatches:
     def state_dict(self) -> dict[str, Any]:
         return {"parts": self.parts}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.parts = kept["parts"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts = state["parts"]
 
     def keep(self, step: int, inputs: dict[str, Any]) -> list[dict[str, Any]]:
         """Return all micro-batches of the step so far, including this one."""
-        self.kept = {number: found for number, found in self.kept.items() if number >= step - 1}
+        self.kept = {number: batches for number, batches in self.kept.items() if number >= step - 1}
         self.kept.setdefault(step, []).append(inputs)
         return self.kept[step]
 
@@ -74,18 +74,18 @@ class MicroBatches:
             else:
                 yield from documents_apart(batch, self.parts)
 
-    def too_large(self, step: int, said: str, held: str = "") -> UserError:
+    def too_large(self, step: int, said: str, memory_use: str = "") -> UserError:
         """Return the error of a step that can't run again or can't be divided further.
 
         Args:
-            held: the result of `held`, which describes the memory in use.
+            memory_use: the result of `memory_use`, which describes the memory in use.
         """
         rows = math.ceil(self.rows / self.parts)
         least = [n for n in range(1, rows) if self.rows % n == 0]  # sizes that divide a process's share
         fewer = [f"train.per_device_train_batch_size={least[-1]}"] if least else []
         what = f"step {step} ran out of memory with a micro-batch size of {rows}"
         fix = ", or ".join([*fewer, *self.fixes][:3]) + " (`finetune plan RECIPE` shows the memory of each)"
-        found = "; ".join(filter(None, [first_line(said), held]))
+        found = "; ".join(filter(None, [first_line(said), memory_use]))
         return UserError(Problem(what, found=found, fix=fix, code="out-of-memory"), code=Exit.TRAINING)
 
     def again(self, step: int, describe: Callable[[], str]) -> bool:
@@ -133,8 +133,8 @@ def needed(
     at_loss, at_backward = memory_estimate.at_once(memory, chosen["speed.activation_checkpointing"].value)
     at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, trained=spec.head)
     at_backward += memory_estimate.backward_gib(model.config, tokens, keeps)
-    held = sum(p.nbytes for p in model.parameters()) + (4 + beside) * spec.trained
-    total = held / memory_estimate.GIB + max(at_loss, at_backward)
+    allocated = sum(p.nbytes for p in model.parameters()) + (4 + beside) * spec.trained
+    total = allocated / memory_estimate.GIB + max(at_loss, at_backward)
     total += memory.graphs if chosen["CUDA graphs"].value == "on" else 0.0
     what = f"a micro-batch of {rows} x {length} tokens"
     return f"needed, estimated as by finetune plan: {total:.3g} GiB for {what}"
@@ -191,7 +191,7 @@ def fixes(
     codes = kind in ("lora", "dora", "rslora") and quantization in ("auto", "none", "fp8", "int8")
     further = {"all": (), "activations": ("all",)}.get(speed.offload, ("all", "activations"))
     offloads = [f"speed.offload={what}" for what in further if _gpu()]
-    found = {
+    settings = {
         "speed.compile=default": graphs,
         "speed.activation_checkpointing=full": speed.activation_checkpointing != "full",
         "model.quantization=nf4": codes,
@@ -201,7 +201,7 @@ def fixes(
         "a smaller adapter (adapter.r)": kind != "full",
         "several GPUs, or one with more memory: finetune plan says which": True,
     }
-    return [text for text, possible in found.items() if text and possible and allowed(text)]
+    return [text for text, possible in settings.items() if text and possible and allowed(text)]
 
 
 def rows_apart(batch: dict[str, Any], size: int, multiple: int) -> Iterator[dict[str, Any]]:

@@ -44,9 +44,11 @@ def choose(arguments: SFTConfig, adapted: Any, adapter: Adapter, speed: Speed) -
     Raises:
         UserError: the optimizer is not available (exit 3).
     """
-    found, ratio = kind_and_options(arguments, adapted, speed), adapter.ours("loraplus_lr_ratio")
-    made = loraplus_optimizer(adapted, found, ratio, arguments.weight_decay) if ratio else None
-    return OptimizerChoice(found, made)
+    kind_with_options, ratio = kind_and_options(arguments, adapted, speed), adapter.ours("loraplus_lr_ratio")
+    optimizer = (
+        loraplus_optimizer(adapted, kind_with_options, ratio, arguments.weight_decay) if ratio else None
+    )
+    return OptimizerChoice(kind_with_options, optimizer)
 
 
 def loraplus_optimizer(
@@ -64,7 +66,7 @@ def loraplus_optimizer(
 
     kind, options = made_by[0], dict(made_by[1])
     rate = options.pop("lr")
-    made = create_loraplus_optimizer(
+    optimizer = create_loraplus_optimizer(
         adapted,
         kind,
         lr=rate,
@@ -81,7 +83,7 @@ def loraplus_optimizer(
                 GlobalOptimManager.get_instance().register_module_override(
                     module, "weight", {"optim_bits": 32}
                 )
-    return made
+    return optimizer
 
 
 def add_loraplus_check(
@@ -114,12 +116,12 @@ def check_schedule(arguments: Any, steps: int) -> None:
     from transformers.trainer_utils import SchedulerType
 
     stand_in = optim.SGD([nn.Parameter()], lr=arguments.learning_rate)
-    name, given = SchedulerType(arguments.lr_scheduler_type).value, arguments.lr_scheduler_kwargs
-    warm_up, each = arguments.get_warmup_steps(steps), max(1, steps // 1000)
+    name, kwargs = SchedulerType(arguments.lr_scheduler_type).value, arguments.lr_scheduler_kwargs
+    warm_up, stride = arguments.get_warmup_steps(steps), max(1, steps // 1000)
     what = f"the schedule {name} gives learning rates below 0 or above the peak"
     try:
-        made: Any = get_scheduler(name, stand_in, warm_up, steps, scheduler_specific_kwargs=given)
-        rates = [of_peak(step) for of_peak in made.lr_lambdas for step in range(0, steps + 1, each)]
+        schedule: Any = get_scheduler(name, stand_in, warm_up, steps, scheduler_specific_kwargs=kwargs)
+        rates = [of_peak(step) for of_peak in schedule.lr_lambdas for step in range(0, steps + 1, stride)]
         found = f"{min(rates):g} to {max(rates):g} times train.learning_rate"
         wrong = min(rates) < 0 or max(rates) > 1 + 1e-6
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -129,7 +131,7 @@ def check_schedule(arguments: Any, steps: int) -> None:
             True,
         )
     if wrong:
-        key = "train.lr_scheduler_kwargs" if given else "train.lr_scheduler_type"
+        key = "train.lr_scheduler_kwargs" if kwargs else "train.lr_scheduler_type"
         expected, fix = "0 to 1 times train.learning_rate", "train.lr_scheduler_type: cosine"
         texts = {"found": found, "expected": expected, "fix": fix, "code": "value-range"}
         raise UserError(Problem(what, key, **texts))
@@ -176,20 +178,24 @@ def add_run_check(optimizer: Optimizer, optim: str, kind: object, checks: RunChe
         getattr(optimizer, "optim_dict", {}).values()
     )  # torchao's offloaded optimizers, one per tensor
     all_of_it = inner or [optimizer]
-    kinds, held, large = Counter(), Counter(), 0
+    kinds, bytes_by_device, large = Counter(), Counter(), 0
     for one in all_of_it:
         for parameter, state in one.state.items():
             large += parameter.numel() >= optimizer_choice.SMALLEST
             kinds[_kept_in(parameter, state)] += 1
             for tensor in _tensors(state):
-                held["GPU" if tensor.is_cuda else "CPU"] += tensor.nbytes
-    ran = type(all_of_it[0])
-    name = f"{ran.__module__.partition('.')[0]}'s {ran.__name__}"
-    theirs = ran.__module__.startswith("deepspeed")  # DeepSpeed wraps the optimizer
+                bytes_by_device["GPU" if tensor.is_cuda else "CPU"] += tensor.nbytes
+    optimizer_class = type(all_of_it[0])
+    name = f"{optimizer_class.__module__.partition('.')[0]}'s {optimizer_class.__name__}"
+    theirs = optimizer_class.__module__.startswith("deepspeed")  # DeepSpeed wraps the optimizer
     of = ", ".join(f"{kinds[dtype]} tensors in {dtype}" for dtype in sorted(kinds))
-    where = ", ".join(f"{formatting.size(held[place])} on the {place}" for place in sorted(held))
+    where = ", ".join(
+        f"{formatting.size(bytes_by_device[place])} on the {place}" for place in sorted(bytes_by_device)
+    )
     low = sum(count for dtype, count in kinds.items() if dtype.startswith(("uint8", "OptimState")))
-    ok = (theirs or ran is kind) and (not optimizer_choice.LOW_BITS.search(optim) or bool(low) or not large)
+    ok = (theirs or optimizer_class is kind) and (
+        not optimizer_choice.LOW_BITS.search(optim) or bool(low) or not large
+    )
     few = (
         f"; none has {optimizer_choice.SMALLEST} numbers, from which fewer bits are used"
         if not large and not low
@@ -202,7 +208,7 @@ def add_run_check(optimizer: Optimizer, optim: str, kind: object, checks: RunChe
     if inner:
         actual = f"{sum(map(len, (one.state for one in inner)))} tensors' state: {where}"
         how = "torchao's offloaded optimizer after step 1"
-        ok = set(held) == {"CPU"} and len(inner) == sum(len(one.state) for one in inner)
+        ok = set(bytes_by_device) == {"CPU"} and len(inner) == sum(len(one.state) for one in inner)
         checks.add("speed.offload: optimizer", f"{len(inner)} tensors' state on the CPU", actual, how, ok=ok)
 
 

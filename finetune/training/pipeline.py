@@ -187,9 +187,9 @@ def _run(
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
     run, data = _begin(recipe, where, requested, correction)
     loaded = _load(run, data, where)
-    again = run.found is not None or bool(correction.changes)
+    is_repeated = run.found is not None or bool(correction.changes)
     with (
-        recording(run.console, run.checks, run.folder, run.setup, again=again),
+        recording(run.console, run.checks, run.folder, run.setup, again=is_repeated),
         trackers.running(data.arguments, run.folder) as tracked,
     ):
         run = replace(run, correction=correction._replace(folder=str(run.folder.path)))
@@ -242,14 +242,14 @@ def _begin(
     with progress.phase(screen, "preparing the data"):
         tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
-    found = find_checkpoint(recipe.train, requested.resumes, setup)
-    run = RunContext(recipe, setup, RunChecks(), screen, folder, found, correction)
+    checkpoint = find_checkpoint(recipe.train, requested.resumes, setup)
+    run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
     batch = batch_setup.settle_batch(run, batch, arguments)
     rows = None if recipe.data.streaming else len(prepared.train)
     length = resume_facts.RunLength(batch, count_steps(recipe.train, rows, batch, setup.launch.rows_apart))
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
-    if found:
-        found.notes.extend(resume_contract.compare(found.contract, contract, found.path))
+    if checkpoint:
+        checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
     return run, _RunData(tokenizer, prepared, rows, arguments, length, contract)
 
 

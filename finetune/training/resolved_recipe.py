@@ -122,14 +122,14 @@ def library_defaults(recipe: Recipe, adapted: nn.Module, arguments: TrainingArgu
     values = {"train": arguments.to_sanitized_dict()}
     if configs := getattr(adapted, "peft_config", None):
         values["adapter"] = configs["default"].to_dict()
-    found: run_folder.Choices = {}
+    defaults: run_folder.Choices = {}
     for section, upstream in values.items():
         content = getattr(recipe, section)
         shown = content.model_fields_set | Train.model_fields.keys()
         for key in (type(content).model_fields.keys() & upstream.keys()) - shown:
             if upstream[key] is not None:
-                found[f"{section}.{key}"] = upstream[key], run_folder.LIBRARY
-    return dict(sorted(found.items()))
+                defaults[f"{section}.{key}"] = upstream[key], run_folder.LIBRARY
+    return dict(sorted(defaults.items()))
 
 
 def write_start(

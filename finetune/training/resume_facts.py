@@ -25,21 +25,23 @@ SPLIT = ("per_device", "accumulation")  # parts of the batch that the machine ma
 def recipe_facts(recipe: Recipe, *, finished: bool = False) -> dict[str, str]:
     """Return every value of the recipe, and whether the run is finished. All processes must agree on them."""
     own = ("output_dir", "cache_dir")  # paths of a machine
-    held = {"the run's state": "finished" if finished else "not finished"}
+    rank_facts = {"the run's state": "finished" if finished else "not finished"}
     for section in type(recipe).model_fields:
         values = getattr(recipe, section).model_dump()
-        held |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}
-    return held
+        rank_facts |= {f"{section}.{key}": str(value) for key, value in values.items() if key not in own}
+    return rank_facts
 
 
 def facts(recipe: Recipe, setup: Setup) -> dict[str, str]:
     """Return further facts: versions, precision, sharding, quantization and the date of the template."""
-    found = resolved_recipe.describe_environment(setup.hardware, setup.launch)
-    held = {name: str(found[name]) for name in ("python", "git")} | {"base": setup.storage.value}
-    held |= {name: str(number) for name, number in found["packages"].items()}
+    environment = resolved_recipe.describe_environment(setup.hardware, setup.launch)
+    rank_facts = {name: str(environment[name]) for name in ("python", "git")} | {"base": setup.storage.value}
+    rank_facts |= {name: str(number) for name, number in environment["packages"].items()}
     keys = ("precision", "sharded", "splitter", "sharing", "fp8")
-    held |= {f"launch.{key}": str(getattr(setup.launch, key)) for key in keys} | launch_environment.ways()
-    return held | {"data.template_date": str(recipe.data.template_date)}
+    rank_facts |= {
+        f"launch.{key}": str(getattr(setup.launch, key)) for key in keys
+    } | launch_environment.ways()
+    return rank_facts | {"data.template_date": str(recipe.data.template_date)}
 
 
 class RunLength(NamedTuple):
@@ -74,8 +76,8 @@ def contract_of(
             arguments.dataloader_num_workers
         )  # the number depends on the machine's cores
         counts["train.dataloader_num_workers"] = workers[0] if len({*workers}) == 1 else workers
-    made = resume_contract.contract(
+    contract = resume_contract.contract(
         recipe.model_dump(mode="json"), setup, counts, tokenizer, prepared.content
     )
-    collectives.agree({name: str(fact) for name, fact in made["facts"].items() if name != "hardware"})
-    return made
+    collectives.agree({name: str(fact) for name, fact in contract["facts"].items() if name != "hardware"})
+    return contract

@@ -36,23 +36,25 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Start
     Raises:
         UserError: a launch, a folder, a checkpoint, examples, or values of SFTConfig or of the schedule.
     """
-    setup, found = choice_checks.setup_of(recipe), resume.find_in(recipe.train.output_dir, resumes)
+    setup, checkpoint = choice_checks.setup_of(recipe), resume.find_in(recipe.train.output_dir, resumes)
     batch = split_batch(recipe.train, setup.launch.rows_apart)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
-    made = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
+    sft_config = (
+        training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
+    )
     tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
     tokenizer, prepared = load_data.prepare_data(recipe)
     token_checks.check_texts(recipe, tokenizer)
     rows = None if recipe.data.streaming else len(prepared.train)
     steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
-    if made:
-        optimizers.check_schedule(made, steps)
-    if made and not launches:
+    if sft_config:
+        optimizers.check_schedule(sft_config, steps)
+    if sft_config and not launches:
         stopping.check(recipe.train, resumes, setup.launch.keeper)
         length = resume_facts.RunLength(batch, steps)
-        contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, made)
-        if found:
-            resume_contract.compare(found.contract, contract, found.path)
-    later = found and not (made and not launches)
+        contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, sft_config)
+        if checkpoint:
+            resume_contract.compare(checkpoint.contract, contract, checkpoint.path)
+    later = checkpoint and not (sft_config and not launches)
     unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(later)
-    return Start(prepared, found, unseen)
+    return Start(prepared, checkpoint, unseen)

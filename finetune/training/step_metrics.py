@@ -54,9 +54,9 @@ class Metrics(TrainerCallback):
         elapsed = time.perf_counter() - self.logged_at
         return {"step": self.logged_step, "tokens": self.logged_tokens, "seconds": [elapsed, self.waited]}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.logged_step, self.logged_tokens = kept["step"], kept["tokens"]
-        self.elapsed, self.waited = kept["seconds"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.logged_step, self.logged_tokens = state["step"], state["tokens"]
+        self.elapsed, self.waited = state["seconds"]
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -107,10 +107,10 @@ class Metrics(TrainerCallback):
             "step_seconds": seconds,
             "mfu": self._mfu(rate),
             "data_wait": self.waited / (seconds * steps),
-            **(held := memory(self.hardware)),
+            **(memory_use := memory(self.hardware)),
         }
         record |= {name: logs[name] for name in OPTIONAL if name in logs}
-        ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *held)
+        ours = ("tokens_per_second", "samples_per_second", "step_seconds", "mfu", "data_wait", *memory_use)
         logs.update({name: record[name] for name in ours if record[name] is not None})  # for trackers
         self.all_waited, self.all_seconds = self.all_waited + self.waited, self.all_seconds + seconds * steps
         self.append(record)
@@ -153,7 +153,7 @@ def memory(hardware: Hardware) -> dict[str, float | None]:
     own = psutil.Process()
     host = own.memory_info().rss / 2**30
     if hardware.device != "cuda":
-        taken = sum(sum(each.cpu_times()[:2]) for each in (own, *own.children()))
+        taken = sum(sum(process.cpu_times()[:2]) for process in (own, *own.children()))
         absent = {"gpu_memory_gib": None, "gpu_utilisation": None}
         return {**absent, "host_memory_gib": host, "cpu_seconds": taken}
     try:

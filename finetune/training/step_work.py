@@ -53,7 +53,7 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         )
     host = training_state.available() / 2 / int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
-    each = 4 + parts * beside(recipe, setup)
+    bytes_per_parameter = 4 + parts * beside(recipe, setup)
     plain = hasattr(adapted, "peft_config") and setup.storage.value in mixed_precision.STORED
     eager = launch_environment.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
@@ -68,7 +68,7 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         parts=parts,
         awaited=awaited / memory_estimate.GIB,
         host=host / memory_estimate.GIB,
-        each=each,
+        each=bytes_per_parameter,
         differs=differs,
         once=transformer_engine_layers.used(),
     )
@@ -80,14 +80,16 @@ def beside(recipe: Recipe, setup: Setup) -> float:
     These are the optimizer state, DDP's copy of the gradient, DeepSpeed's fp32 copy of the weight, and
     AdaLoRA's averages. For a sharded state, only this process's shard counts.
     """
-    launch, held = (
+    launch, state_bytes = (
         setup.launch,
         optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed),
     )
-    held += 4 if launch.processes > 1 and not launch.splitter else 0
-    held += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
-    held += memory_estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
-    return held / (launch.processes if launch.splitter else 1)
+    state_bytes += 4 if launch.processes > 1 and not launch.splitter else 0
+    state_bytes += 4 if launch.splitter == "DeepSpeed" and launch.precision != "no" else 0
+    state_bytes += (
+        memory_estimate.AVERAGES if adapter_types.find(recipe.adapter.type).peft == "adalora" else 0
+    )
+    return state_bytes / (launch.processes if launch.splitter else 1)
 
 
 def tokens_of(recipe: Recipe, setup: Setup, batch: Batch, report: Report) -> tuple[int, float]:

@@ -153,8 +153,8 @@ class Schedule(TrainerCallback):
     ) -> None:
         self.saved_at, self.longest = time.monotonic(), 0.0
         self.stepped_at: float | None = None
-        given = self.train.save_steps or 500  # the default of transformers
-        self.every = given if given >= 1 else math.ceil(given * state.max_steps)
+        save_steps = self.train.save_steps or 500  # the default of transformers
+        self.every = save_steps if save_steps >= 1 else math.ceil(save_steps * state.max_steps)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -202,8 +202,8 @@ class Schedule(TrainerCallback):
     def state_dict(self) -> dict[str, Any]:
         return {"complete": self.complete}
 
-    def load_state_dict(self, kept: dict[str, Any]) -> None:
-        self.complete = kept["complete"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.complete = state["complete"]
 
 
 def add_steps_check(state: Any, planned: int, patience: int | None, checks: RunChecks) -> None:

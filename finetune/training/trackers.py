@@ -60,13 +60,13 @@ class Tracked(TrainerCallback):
 
     def tell_scores(self) -> None:
         """Log the scores of the base model and the fine-tuned model from eval.json."""
-        told = {name: self.trackers[name] for name in TOLD_LAST if name in self.trackers}
-        if not told or not self.where[1].is_world_process_zero:
+        trackers = {name: self.trackers[name] for name in TOLD_LAST if name in self.trackers}
+        if not trackers or not self.where[1].is_world_process_zero:
             return
         result = self.folder.read("eval.json")
         scores = {f"eval_{who}_{metric}": v for who in ("base", "tuned") for metric, v in result[who].items()}
         scores = {name: value for name, value in scores.items() if value is not None}
-        for name, callback in told.items() if scores else ():
+        for name, callback in trackers.items() if scores else ():
             callback.on_log(*self.where, logs=dict(scores))
             if name != "wandb":  # `running` ends it
                 callback.on_train_end(*self.where)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from finetune.training.trainer import Trainer
 
 
-def train(trainer: Trainer, section: Adapter, found: Found | None, checks: RunChecks) -> None:
+def train(trainer: Trainer, section: Adapter, checkpoint: Found | None, checks: RunChecks) -> None:
     """Train with run checks, and compare the weights before and after training."""
     checks.check()
     adapted: Any = trainer.model
@@ -24,7 +24,7 @@ def train(trainer: Trainer, section: Adapter, found: Found | None, checks: RunCh
     if deepspeed_zero.used() and section.type != "full":
         deepspeed_zero.cast(adapted, trainer.accelerator.mixed_precision)
     before = verify_saved.fingerprints(adapted)
-    trainer.train_from(found.path if found else None)
+    trainer.train_from(checkpoint.path if checkpoint else None)
     ended_by = next((one.patience for one in trainer.validations if one.ran_out), None)
     stopping.add_steps_check(trainer.state, trainer.first_step.planned.steps, ended_by, checks)
     launch_checks.add_repeated_check(trainer, checks)

@@ -74,7 +74,7 @@ class Trainer(SFTTrainer):
         self.remembered = {type(part).__name__: part for part in parts.remembered}
         self.sums: dict[str, Any] = defaultdict(int)
         """The sums of the loss since the last log, as tensors that are read only when logged."""
-        made = {name: weight.data for name, weight in trainable_parameters.trainable(adapted).items()}
+        weights = {name: weight.data for name, weight in trainable_parameters.trainable(adapted).items()}
         super().__init__(
             model=adapted,
             args=arguments,
@@ -85,7 +85,9 @@ class Trainer(SFTTrainer):
             optimizer_cls_and_kwargs=None if parts.optimizer.made else parts.optimizer.kind_and_options,
         )
         for name, weight in trainable_parameters.trainable(adapted).items():
-            weight.data = made[name]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
+            weight.data = weights[
+                name
+            ]  # TRL casts adapters on a 4-bit base to bf16, which loses small updates
         if (
             self.aux_loss_enabled
         ):  # TRL passes it in each forward pass; in a saved config it would break `generate`
@@ -223,46 +225,48 @@ class Trainer(SFTTrainer):
     ) -> Any:
         """Compute TRL's loss with the wrapped model, and sum the logged values on the device."""
         num_labels, num_tokens = chunked_cross_entropy.numbers(inputs) if None in counts else counts
-        found = model(**inputs, num_labels=num_labels)
+        output = model(**inputs, num_labels=num_labels)
         items = num_labels if num_items_in_batch is None else num_items_in_batch
-        value = found.nll / torch.as_tensor(items).clamp(min=1)
+        value = output.nll / torch.as_tensor(items).clamp(min=1)
         if self.args.average_tokens_across_devices and num_items_in_batch is not None:
             value = value * self.accelerator.num_processes
-        if found.aux_loss is not None:  # a mean of each micro-batch, as TRL adds it
+        if output.aux_loss is not None:  # a mean of each micro-batch, as TRL adds it
             parts = 1 if num_items_in_batch is None else self.current_gradient_accumulation_steps
-            value = value + self.router_aux_loss_coef * found.aux_loss / parts
-            self.sums["aux_loss"] += found.aux_loss.detach()
+            value = value + self.router_aux_loss_coef * output.aux_loss / parts
+            self.sums["aux_loss"] += output.aux_loss.detach()
             self.sums["passes"] += 1
         self.sums["labels"] += num_labels
         self.sums["tokens"] += num_tokens
-        self.sums["correct"] += found.correct
-        if found.entropy is not None:
-            self.sums["entropy"] += found.entropy
-        if found.router_rows is not None:
-            self.sums["router_entropy"] += found.router_entropy
-            self.sums["router_rows"] += found.router_rows
-            self.sums[expert_use.TOKENS] += found.expert_tokens
+        self.sums["correct"] += output.correct
+        if output.entropy is not None:
+            self.sums["entropy"] += output.entropy
+        if output.router_rows is not None:
+            self.sums["router_entropy"] += output.router_entropy
+            self.sums["router_rows"] += output.router_rows
+            self.sums[expert_use.TOKENS] += output.expert_tokens
         return value
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         metrics = self._metrics["train"]
         tokens = self.sums.pop(expert_use.TOKENS, None)  # a table, and of the whole run
         if self.loss.installed and self.sums:
-            given = [
+            sums = [
                 torch.as_tensor(n, dtype=torch.float64, device=self.args.device) for n in self.sums.values()
             ]
-            totals: Any = self.accelerator.reduce(torch.stack(given), "sum")
-            found = dict(zip(self.sums, totals.tolist(), strict=True))
+            totals: Any = self.accelerator.reduce(torch.stack(sums), "sum")
+            totals_by_name = dict(zip(self.sums, totals.tolist(), strict=True))
             self.sums.clear()
-            self._total_train_tokens += int(found["tokens"])
+            self._total_train_tokens += int(totals_by_name["tokens"])
             metrics["num_tokens"] = [self._total_train_tokens]
             for name, key in (("entropy", "entropy"), ("mean_token_accuracy", "correct")):
-                if key in found:
-                    metrics[name] = [found[key] / max(found["labels"], 1)]
-            if "aux_loss" in found:
-                metrics["aux_loss"] = [found["aux_loss"] / found["passes"]]
-            if "router_rows" in found:
-                metrics["router_entropy"] = [found["router_entropy"] / max(found["router_rows"], 1)]
+                if key in totals_by_name:
+                    metrics[name] = [totals_by_name[key] / max(totals_by_name["labels"], 1)]
+            if "aux_loss" in totals_by_name:
+                metrics["aux_loss"] = [totals_by_name["aux_loss"] / totals_by_name["passes"]]
+            if "router_rows" in totals_by_name:
+                metrics["router_entropy"] = [
+                    totals_by_name["router_entropy"] / max(totals_by_name["router_rows"], 1)
+                ]
         if tokens is not None:
             self.sums[expert_use.TOKENS] = tokens
             share = expert_use.utilization(self.accelerator, tokens)
@@ -278,9 +282,9 @@ class Trainer(SFTTrainer):
         metrics = {name: list(values) for name, values in self._metrics["train"].items()}
         return {"tokens": self._total_train_tokens, "metrics": metrics, "sums": dict(self.sums)}
 
-    def restore_totals(self, kept: dict[str, Any]) -> None:
-        self._total_train_tokens = kept["tokens"]
-        for live, values in ((self._metrics["train"], kept["metrics"]), (self.sums, kept["sums"])):
+    def restore_totals(self, saved: dict[str, Any]) -> None:
+        self._total_train_tokens = saved["tokens"]
+        for live, values in ((self._metrics["train"], saved["metrics"]), (self.sums, saved["sums"])):
             live.clear()
             live.update(send_to_device(values, self.args.device))
 
@@ -288,13 +292,13 @@ class Trainer(SFTTrainer):
         """Return all values of the next logged line. The tensors are not copies."""
         return {"loss": self._tr_loss.detach(), "step": self._globalstep_last_logged, **self.totals()}
 
-    def restore_log(self, kept: dict[str, Any]) -> None:
-        self._tr_loss = kept["loss"].to(self.args.device)
-        self._globalstep_last_logged = kept["step"]
-        self.restore_totals(kept)
+    def restore_log(self, saved: dict[str, Any]) -> None:
+        self._tr_loss = saved["loss"].to(self.args.device)
+        self._globalstep_last_logged = saved["step"]
+        self.restore_totals(saved)
 
-    def restore_batches(self, kept: object) -> None:
-        self.batches = torch.as_tensor(kept, device=self.args.device)
+    def restore_batches(self, saved: object) -> None:
+        self.batches = torch.as_tensor(saved, device=self.args.device)
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train from the beginning, or resume from a checkpoint.
@@ -334,11 +338,11 @@ class Trainer(SFTTrainer):
         apart = resume_from_checkpoint if self.is_deepspeed_enabled else None
         with transformer_engine_layers.head_kept(self.model):
             theirs = None if apart else resume_from_checkpoint
-            found = super()._prepare_for_training(max_steps, train_dataloader, theirs)
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, theirs)
         if apart:
             self._load_from_checkpoint(apart)
             self._load_optimizer_and_scheduler(apart)
-        return found
+        return prepared
 
     def get_train_dataloader(self) -> Any:
         loader: Any = super().get_train_dataloader()

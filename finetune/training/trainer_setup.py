@@ -60,11 +60,13 @@ def build(
     loss = lm_head_loss.HeadLoss(plan.choices["speed.loss"].value, compiled=compiled)
     optimizer = optimizers.choose(inputs.arguments, adapted, recipe.adapter, recipe.speed)
     micro_batches = batch_setup.micro_batches(run, plan.batch, plan.choices)
-    made = {"compiled": plan.choices["speed.compile"], "graphs": plan.choices["CUDA graphs"]}
+    compile_choices = {"compiled": plan.choices["speed.compile"], "graphs": plan.choices["CUDA graphs"]}
     decided = (plan.steps, plan.batch.effective, loss, optimizer, micro_batches)
-    first_step = first_step_checks.FirstStep(checks, setup, first_step_checks.Planned(*decided, **made))
-    given = {"batch": plan.batch.effective, "flops_per_token": plan.flops_per_token}
-    metrics = step_metrics.Metrics(run.folder, run.console, setup, **given)
+    first_step = first_step_checks.FirstStep(
+        checks, setup, first_step_checks.Planned(*decided, **compile_choices)
+    )
+    batch_facts = {"batch": plan.batch.effective, "flops_per_token": plan.flops_per_token}
+    metrics = step_metrics.Metrics(run.folder, run.console, setup, **batch_facts)
     validations = eval_callback.asked(recipe, inputs.tokenizer, adapted, metrics)
     writer = Writer(run.folder.checkpoints, recipe.train.save_total_limit)
     schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Data, Train
 
 
-def with_floats(given: dict[str, Any]) -> dict[str, Any]:
+def with_floats(train_keys: dict[str, Any]) -> dict[str, Any]:
     """The same values, an integer as a float where SFTConfig has one: configs of models check their types."""
     known = upstream_options.fields(upstream_options.SFT_CONFIG)
 
@@ -28,7 +28,7 @@ def with_floats(given: dict[str, Any]) -> dict[str, Any]:
 
     return {
         name: float(value) if type(value) is int and is_float(name) else value
-        for name, value in given.items()
+        for name, value in train_keys.items()
     }
 
 
@@ -39,7 +39,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         upstream_options.SFT_CONFIG
     )  # transformers >= 5.23
     checkpointing = "activation_checkpointing" if new_name else "gradient_checkpointing"
-    given = with_floats(train.passed_on())
+    train_keys = with_floats(train.passed_on())
     epochs = {"num_train_epochs": train.num_train_epochs or 3.0}
     length = {"max_steps": train.max_steps} if train.max_steps else epochs
     decided: dict[str, Any] = {
@@ -58,7 +58,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "dataset_kwargs": {"skip_prepare_dataset": True},  # rows come as input_ids and labels
         "max_length": None,
         "padding_free": data.packing or data.padding_free,  # packed rows hold their documents' lengths
-        **data_loader.loader_of_launch(setup.hardware, given),
+        **data_loader.loader_of_launch(setup.hardware, train_keys),
         "ddp_find_unused_parameters": False,  # True for every PeftModel otherwise
         "ddp_broadcast_buffers": False,  # an fp8 base's scales are the same everywhere from the start
         "ddp_timeout": launch_environment.timeout_seconds() + launch_environment.NCCL_LATER,
@@ -67,8 +67,8 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "save_strategy": "no",  # a whole run is saved at its end
     }
     try:
-        made = SFTConfig(**{**decided, **length, **given})
+        config = SFTConfig(**{**decided, **length, **train_keys})
     except (ValueError, ImportError) as error:
-        raise UserError(train_rules.refused("SFTConfig", error, given)) from error
-    upstream_private.keep_on_one_gpu(made)
-    return made
+        raise UserError(train_rules.refused("SFTConfig", error, train_keys)) from error
+    upstream_private.keep_on_one_gpu(config)
+    return config

@@ -33,9 +33,9 @@ def with_template_date(recipe: Recipe, folder: RunFolder, resumes: str | None) -
 
     def find_date() -> str | None:
         if resumes and (folder.checkpoints / checkpoints.CONTRACT).exists():
-            kept = checkpoints.read_contract(folder.checkpoints)["recipe"].get("data.template_date")
-            if kept and not recipe.data.template_date:
-                return kept
+            saved_date = checkpoints.read_contract(folder.checkpoints)["recipe"].get("data.template_date")
+            if saved_date and not recipe.data.template_date:
+                return saved_date
         return preparation.dated(recipe.data, token_checks.load_with_template(recipe)).template_date
 
     date = collectives.from_main(find_date)

@@ -126,12 +126,12 @@ def hashes(adapted: nn.Module, shapes: dict[str, torch.Size]) -> dict[str, str]:
     saved as [A | A0] and [B | -B0], which subtracts their initial values.
     """
     sharded_tensors.give_back(adapted)
-    named, found = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
+    named, digests = {**dict(adapted.named_parameters()), **_to_save(adapted)}, {}
     for name, shape in shapes.items():
         if name in named and len(sharded_tensors.shape(named[name])) == len(shape):
             tensor = sharded_tensors.whole(named[name]).detach().float()[tuple(slice(size) for size in shape)]
-            found[name] = fingerprint.fingerprint({name: tensor})
-    return found
+            digests[name] = fingerprint.fingerprint({name: tensor})
+    return digests
 
 
 def _to_save(adapted: nn.Module) -> dict[str, torch.Tensor]:
@@ -186,8 +186,8 @@ def add_saved_checks(live: Live, folder: RunFolder, checks: RunChecks) -> None:
     if folder.weights == folder.model and len(same) < len(names):
         unset_hf_deepspeed_config()  # as in reopen.open_base
         opened = model_class.open_folder(folder.model, dtype=torch.float32)
-        found, how = hashes(opened, live.shapes), f"{how}, as transformers reads them"
-        same = {name: live.tensors[name] == digest for name, digest in found.items()}
+        saved_hashes, how = hashes(opened, live.shapes), f"{how}, as transformers reads them"
+        same = {name: live.tensors[name] == digest for name, digest in saved_hashes.items()}
     equal = sum(same.values())
     checks.add("saved tensors", f"all {len(live.tensors)}", f"all {equal}", how, code=Exit.ARTIFACT)
 

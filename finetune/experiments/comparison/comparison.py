@@ -301,7 +301,7 @@ def kind(error: Exception) -> str:
 def why(error: Exception) -> str:
     """Return an error in one line."""
     if isinstance(error, UserError):
-        return in_one_line(error, found=True)
+        return in_one_line(error, with_found=True)
     return f"{type(error).__name__}: {first_line(error)}"
 
 

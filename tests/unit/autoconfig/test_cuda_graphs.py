@@ -36,7 +36,7 @@ ON, OFF = Choice("on", "asked for"), Choice("off", "asked for")
 def test_layers_are_graphs_where_it_pays(
     asked: str | bool, compile: Choice, differs: str, products: float, found: tuple[str, str]
 ) -> None:
-    chosen = cuda_graphs.choose(asked, compile, differs=differs, products=products, kind="fp8")
+    chosen = cuda_graphs.choose(asked, compile, differs=differs, gemm_seconds=products, kind="fp8")
     assert chosen.value == found[0] and found[1] in chosen.reason
 
 
