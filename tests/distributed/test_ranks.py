@@ -100,7 +100,13 @@ def test_all_ranks_end_and_the_first_ones_message_is_the_last(
 @pytest.mark.parametrize(
     ("fault", "code", "last", "seconds"),
     [
-        ("raise", 5, "rank 1 failed first:\nerror: transformers failed while finetune trained the model", 20),
+        pytest.param(
+            "raise",
+            5,
+            "rank 1 failed first:\nerror: transformers failed while finetune trained the model",
+            20,
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             "hang", 5, "rank 1 failed first:\nerror: this process hung in a step", 30, marks=pytest.mark.soak
         ),

@@ -167,7 +167,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(train, capsys) -> None:
 def test_a_preflight_lives_the_whole_life_of_a_run(small, two_layers, capsys, monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8", "eval.generate=false"]
+    given = [*small, f"model.name={two_layers}", "train.effective_batch_size=8"]
+    given += ["eval.generate=false", "eval.forgetting=false"]
     assert main.main(["check", str(QUICKSTART), *given, "--rehearse"]) == 0
     said = capsys.readouterr().out
     for phase in (
