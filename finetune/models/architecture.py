@@ -1,7 +1,8 @@
-"""A model's shapes from its config.json and the headers of its files: no weight is read, no torch imported.
+"""Read a model's shapes from config.json and the headers of its weight files, without weights or torch.
 
-transformers takes five seconds to read a config; what a config.json leaves out is read from the defaults in
-transformers' source. Families that this file does not know are built on the meta device, which takes longer.
+transformers takes five seconds to read a config. So finetune reads values that config.json lacks from the
+defaults in transformers' source. It builds families that this module does not know on the meta device, which
+takes longer.
 """
 
 from __future__ import annotations
@@ -37,28 +38,28 @@ class Architecture:
     """Shapes of a model."""
 
     config: Any
-    """Its config's values as attributes, with `get_text_config()`."""
+    """The values of the config as attributes, with `get_text_config()`."""
     names: Names
     """Modules and parameters, as in the model that a run trains."""
     source: str
     unknown: str = ""
-    """Why what it keeps for backward, and how long it takes, is not known; the empty string if it is."""
+    """Why the saved activations and the step time are unknown; the empty string if they are known."""
     note: str = ""
-    """How the names were found, where that took long."""
+    """How finetune found the names, if that took long."""
 
     @cached_property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight by its name; a tied head is not among them."""
+        """Return the shape of each weight by name, without a tied head."""
         return {**self.names.shapes, **self.names.tower_shapes}
 
     @property
     def linear(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of each linear layer that text runs through, without the head."""
+        """Return (outputs, inputs) of each linear layer of the text model, without the head."""
         return self.names.linear_shapes
 
     @cached_property
     def stored(self) -> dict[str, tuple[int, int]]:
-        """The same for all linear layers, also of a multimodal model's encoders."""
+        """Return the same for all linear layers, including those of a multimodal model's encoders."""
         return {**self.linear, **self.names.tower_linear_shapes}
 
     @cached_property
@@ -67,20 +68,20 @@ class Architecture:
 
     @cached_property
     def of_text(self) -> int:
-        """Parameters, without a multimodal model's encoders."""
+        """Return the number of parameters without a multimodal model's encoders."""
         return sum(map(prod, self.names.shapes.values()))
 
     @property
     def trained_by_full(self) -> int:
-        """Parameters of the text model that a gradient reaches."""
+        """Return the number of parameters of the text model that get a gradient."""
         return self.of_text - sum(prod(self.names.shapes[name]) for name in self.names.untrained)
 
 
 def read(model: Model) -> Architecture:
-    """The shapes of a local model, or of one on the Hub, of which only config.json is fetched.
+    """Return the shapes of a local model or of a model on the Hub. From the Hub, download only config.json.
 
     Raises:
-        UserError: the config.json is missing or no decoder's (exit 2). The Hub can't be reached (exit 3).
+        UserError: config.json is missing or is not of a decoder (exit 2). The Hub can't be reached (exit 3).
     """
     folder = Path(model.name)
     path = folder / "config.json" if folder.is_dir() or local_path(model.name) else _from_hub(model)
@@ -103,7 +104,7 @@ def read(model: Model) -> Architecture:
 
 
 def config_in(path: Path) -> Any:
-    """A model's config.json, by `as_config` (exit 2 if it can't be read, or has values of other types)."""
+    """Read a model's config.json with `as_config`. Damaged files and wrong types are errors (exit 2)."""
     try:
         raw = regular_files.read_json(path, "model.name")
         problems = list(untrusted_files.problems_of_config(raw, path, "model.name"))
@@ -117,7 +118,7 @@ def config_in(path: Path) -> Any:
 
 
 def as_config(raw: dict[str, Any]) -> Any:
-    """A config.json as attributes, completed with transformers' defaults for its family."""
+    """Return a config.json as attributes, completed with transformers' defaults for its family."""
     family = raw.get("model_type") or ""
     unknown = _class_of(family) is None  # transformers 5 asks a class that does not say it for False
     values: dict[str, Any] = {"tie_word_embeddings": unknown, **_defaults(family), **raw}
@@ -135,19 +136,19 @@ def as_config(raw: dict[str, Any]) -> Any:
 
 
 def _asks_text_config(family: str) -> bool:
-    """Whether a config class also ties the head if its text config says so, as files did before version 5."""
+    """Return whether a config class also reads the head's tying from its text config, as before version 5."""
     node = _class_of(family)
     return bool(node and re.search(r"self\.text_config(\.|, ')tie_word_embeddings", ast.unparse(node)))
 
 
 def _defaults(family: str) -> dict[str, Any]:
-    """Plain default values of a family's config class in the installed transformers."""
+    """Return the constant defaults of a family's config class in the installed transformers."""
     node = _class_of(family)
     return dict(_constants(node)) if node else {}
 
 
 def _other_names(family: str) -> dict[str, str]:
-    """A family's own names of what others call `hidden_size` and the like: its `attribute_map`."""
+    """Return the `attribute_map` of a family: its own names of values such as `hidden_size`."""
     node = _class_of(family)
     found = [
         one.value
@@ -159,7 +160,7 @@ def _other_names(family: str) -> dict[str, str]:
 
 @cache
 def _class_of(family: str) -> ast.ClassDef | None:
-    """A family's config class in the installed transformers, without an import."""
+    """Return the source of a family's config class in the installed transformers, without an import."""
     if file := upstream_options.of_family(family, "configuration"):
         path = packages.source_of("transformers", file)
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -169,7 +170,7 @@ def _class_of(family: str) -> ast.ClassDef | None:
 
 
 def _constants(node: ast.ClassDef) -> list[tuple[str, Any]]:
-    """Annotated fields and, of older classes, arguments of `__init__`, whose defaults are constants."""
+    """Return annotated fields, and in older classes arguments of `__init__`, that have constant defaults."""
     found = [(n.target, n.value) for n in node.body if isinstance(n, ast.AnnAssign)]
     pairs = [(target.id, value) for target, value in found if isinstance(target, ast.Name)]
     for function in (n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"):
@@ -179,7 +180,7 @@ def _constants(node: ast.ClassDef) -> list[tuple[str, Any]]:
 
 
 def _from_hub(model: Model) -> Path:
-    """config.json in the Hub's cache."""
+    """Return the path of config.json in the Hub's cache."""
     from huggingface_hub import hf_hub_download
 
     from finetune.hub import client
@@ -193,7 +194,7 @@ BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def weights(found: Architecture, storage: str, precision: str) -> float:
-    """Bytes of the base model: quantized weights with scales, other weights in the launch's dtype."""
+    """Return the bytes of the base model: quantized weights with scales, and others in the launch's dtype."""
     if storage in STORED:
         return found.parameters * BYTES[STORED[storage]]
     linear, other = found.stored, BYTES[DTYPES[precision]]
@@ -212,7 +213,10 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
 
 
 def scales(size: int) -> float:
-    """Bytes beside 4-bit codes of so many weights: a code for each 64, a scale for 256 of those, tables."""
+    """Return the bytes of the scales and tables of 4-bit weights with double quantization.
+
+    Each 64 weights have an 8-bit scale, and each 256 of these scales have an fp32 scale.
+    """
     return size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)
 
 
@@ -225,7 +229,7 @@ NORMS = {
     "gemma2": AROUND,
     "gemma3_text": AROUND,
 }
-# What families call the number of experts of a layer, and how many of them a token is sent to
+# Names of the number of experts per layer, and of the number of experts per token
 EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_OF_A_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k",
@@ -233,17 +237,17 @@ EXPERTS_OF_A_TOKEN = (
 
 
 def experts(config: ModelConfig) -> int:
-    """Of a layer of a text model, which transformers holds as tensors of three dimensions; 0: it has none."""
+    """Return the number of experts per layer of a text model; 0 without experts."""
     return _most(config, EXPERTS_OF_A_LAYER)
 
 
 def experts_of_a_token(config: ModelConfig) -> int:
-    """Experts that a token of a text model is sent to; 0: it has none."""
+    """Return the number of experts per token of a text model; 0 without experts."""
     return _most(config, EXPERTS_OF_A_TOKEN)
 
 
 def _most(config: ModelConfig, keys: tuple[str, ...]) -> int:
-    """The largest of these numbers in a config, or in its `ffn_config`; some give one for each layer."""
+    """Return the largest of these numbers in a config or its `ffn_config`. It may have one per layer."""
     inner = getattr(config, "ffn_config", None) or {}
     inner = inner if isinstance(inner, dict) else vars(inner)
     values = [getattr(config, key, None) or inner.get(key) or 0 for key in keys]

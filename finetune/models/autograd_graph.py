@@ -1,4 +1,4 @@
-"""Which functions and parameters an output depends on."""
+"""Find the functions and parameters that an output depends on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def functions(output: torch.Tensor) -> set[Any]:
-    """The functions that a tensor was computed by."""
+    """Return the autograd functions that computed a tensor."""
     found = set[Any]()
     stack: list[Any] = [output.grad_fn]
     while stack:
@@ -21,5 +21,5 @@ def functions(output: torch.Tensor) -> set[Any]:
 
 
 def parameters(of: set[Any]) -> set[int]:
-    """Ids of the parameters that such functions read."""
+    """Return the ids of the parameters that these functions read."""
     return {id(function.variable) for function in of if hasattr(function, "variable")}  # AccumulateGrad

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_DIMENSIONS = 16
-# Bits of a value by the format's names of dtypes
+# Bits per value, by dtype names of the safetensors format
 _BITS = {
     **dict.fromkeys(("F4",), 4),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
@@ -29,12 +29,12 @@ _LAYER = re.compile(r"\.\d+\.")
 
 
 def tensors(folder: Path) -> dict[str, list[int]]:
-    """The shape of each tensor in the weight files that transformers reads from a folder, by name.
+    """Return the shape of each tensor, by name, in the weight files that transformers reads from a folder.
 
-    Reads only the headers: milliseconds for any size, no torch.
+    This reads only the headers, which takes milliseconds for any size.
 
     Raises:
-        UserError: a file that is missing, is not safetensors or is cut off (exit 2).
+        UserError: a file is missing, truncated or not safetensors (exit 2).
     """
     found: dict[str, list[int]] = {}
     for path in find_weight_files(folder):
@@ -49,25 +49,25 @@ def tensors(folder: Path) -> dict[str, list[int]]:
 
 
 def missing_weights(missing: Collection[str]) -> Problem:
-    """The problem of files that lack weights, which transformers would make up."""
+    """Return the problem of missing weights, which transformers would initialize at random."""
     what, found = f"the files lack {len(missing)} of the model's weights", ", ".join(sorted(missing)[:6])
     why = "transformers would set these weights to random values"
     return Problem(what, "model.name", found=f"no {found}", fix=DOWNLOAD, why=why, code="model-files")
 
 
 def lacks(stored: Collection[str], parameters: Iterable[str]) -> list[str]:
-    """Parameters of a model that its files lack, where another layer has its own there.
+    """Return parameters that the files lack although they have the same parameter of another layer.
 
-    Files may have other names than the model, as those of experts do: such names are not compared.
+    Files may use other names than the model, for example for experts. Such names are not compared.
     """
     layered = {_LAYER.sub(".*.", name) for name in stored if _LAYER.search(name)}
     return [name for name in parameters if name not in stored and _LAYER.sub(".*.", name) in layered]
 
 
 def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Refuse weights that have other shapes than the config.json beside them gives (exit 2).
+    """Check that the weights have the shapes of config.json (exit 2).
 
-    Transformers may stack or turn tensors of three and more dimensions when it reads them.
+    Skip tensors of three and more dimensions, which transformers may stack or transpose.
     """
     differ = [
         (name, stored[name], shape)
@@ -83,9 +83,9 @@ def check_shapes(stored: Mapping[str, Sequence[int]], shapes: Mapping[str, Seque
 
 
 def _header(path: Path) -> dict[str, list[int]]:
-    """The shapes that one file's header gives (the format: https://huggingface.co/docs/safetensors).
+    """Return the shapes in the header of a file (format: https://huggingface.co/docs/safetensors).
 
-    `safe_open` of safetensors imports numpy before it opens a file, a fifth of what `finetune check` takes.
+    `safe_open` of safetensors would import numpy, which takes a fifth of the time of `finetune check`.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -103,7 +103,7 @@ def _header(path: Path) -> dict[str, list[int]]:
 
 
 def _check_entry(name: str, entry: dict[str, Any]) -> None:
-    """Refuse a tensor whose shape takes other bytes than its part of the file has (ValueError)."""
+    """Check that the shape of a tensor fits its bytes in the file (ValueError)."""
     start, end = entry["data_offsets"]
     bits, shape = _BITS.get(entry["dtype"]), entry["shape"]
     if bits is None:

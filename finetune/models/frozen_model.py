@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def load(section: Model, device: str | None = None) -> PreTrainedModel:
-    """The base model in the storage of `section`, with frozen weights.
+    """Load the base model with the quantization of `section` and frozen weights.
 
     Args:
-        device: such as "cuda:1"; `None`: the GPU of this process, or the CPU.
+        device: a device such as "cuda:1". By default, the GPU of this process, or the CPU.
     """
     config = model_files.read_config(section)
     setup = machine_setup.choose(

@@ -10,16 +10,16 @@ if TYPE_CHECKING:
 
 
 def declared_stops(generation: Any) -> set[int]:
-    """Token ids at which a model ends an answer by its own generation config."""
+    """Return the token ids that end an answer by the model's own generation config."""
     ids = generation.eos_token_id
     return set(ids if isinstance(ids, list) else [ids]) - {None}
 
 
 def settle_generation(generation: Any, stops: list[int]) -> list[str]:
-    """Make a base's generation config that of what is saved; returns what was changed.
+    """Adapt the base model's generation config for the saved model, and return the changes.
 
     Args:
-        stops: token ids that end an answer: `scoring.stop_ids`.
+        stops: token ids that end an answer, from `scoring.stop_ids`.
     """
     notes = []
     if declared_stops(generation) != set(stops):
@@ -30,7 +30,7 @@ def settle_generation(generation: Any, stops: list[int]) -> list[str]:
 
 
 def _storable(generation: GenerationConfig) -> list[str]:
-    """Change values with which transformers does not save a generation config, although it opens them."""
+    """Change values that transformers loads but refuses to save in a generation config."""
     refused, sampling = _refused(generation), generation.do_sample
     if not refused:
         return []
@@ -48,7 +48,7 @@ def _storable(generation: GenerationConfig) -> list[str]:
 
 
 def _refused(generation: GenerationConfig) -> list[str]:
-    """The values for which transformers does not save a generation config."""
+    """Return the values that transformers refuses to save in a generation config."""
     try:
         generation.validate(strict=True)
     except ValueError as error:

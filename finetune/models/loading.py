@@ -1,4 +1,4 @@
-"""Tokenizer and base model: dtype, attention and storage as they were chosen, read back after loading."""
+"""Load the base model with the chosen dtype, attention and quantization, and check them after loading."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ GROUPED_BYTES = 16
 
 
 def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = None) -> PreTrainedModel:
-    """The base model, stored and attending as `setup` chose.
+    """Load the base model with the quantization and attention of `setup`.
+
+    The attention of the model's own config.json is not used.
 
     Args:
-        device: `cpu`, `cuda:0`; `auto`: layer by layer over all GPUs.
-
-    Attention is always named here: what a model's own config.json says of it is not followed.
+        device: a device such as `cpu` or `cuda:0`, or `auto` to distribute the layers over all GPUs.
     """
     import torch
 
@@ -46,7 +46,8 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
     options: dict[str, Any] = {"config": config, "attn_implementation": setup.attn_implementation}
     options["dtype"] = getattr(torch, setup.weights_dtype)
     options |= quantized_loading.options(config, stored, storage, options["dtype"])
-    # Accelerate hands on what rank 0 read; DeepSpeed splits it while it is read, and takes no map
+    # Accelerate sends the weights of rank 0 to the other ranks. DeepSpeed shards them while it loads, and
+    # supports no device map.
     if device != "cpu" and not launch_environment.read_by_rank_0() and setup.launch.sharded != "DeepSpeed":
         options["device_map"] = device if device == "auto" else {"": device}
     if launch_environment.read_by_rank_0() and not setup.launch.main:
@@ -65,8 +66,8 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
 
         deepspeed_zero.own_buffers(loaded)
     for module in loaded.modules():
-        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation, and computes
-        # wrong gradients from then on (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward)
+        # On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights at the first evaluation, and its later
+        # gradients are wrong (bitsandbytes 0.50.2, nn/modules.py, Linear4bit.forward).
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     choose_experts(loaded, checks)
@@ -100,17 +101,16 @@ def choose_experts(model: PreTrainedModel, checks: RunChecks | None = None) -> N
 
 
 def _modules(config: ModelConfig) -> list[str]:
-    """The names of the modules of a quantized model."""
+    """Return the module names of a quantized model."""
     plain = stored_weights.forget(copy.deepcopy(config))
     return [name for name, _ in without_weights(plain, None).named_modules() if name]
 
 
 def without_weights(config: ModelConfig, dtype: torch.dtype | None) -> Any:
-    """A model of this config, for a process that gets its part of the weights from rank 0.
+    """Build a model from this config for a process that gets its shards of the weights from rank 0.
 
-    Names, shapes, dtypes and buffers are right; the weights' memory is never touched, so that it takes none.
-
-    transformers itself has every process read all files, and forget them.
+    Names, shapes, dtypes and buffers are correct. The memory of the weights is allocated but never touched,
+    so it uses no RAM. With transformers' own loading, every process would read all files.
     """
     import torch
     from accelerate import init_empty_weights
@@ -126,7 +126,7 @@ def without_weights(config: ModelConfig, dtype: torch.dtype | None) -> Any:
 
 
 def _add_rows(loaded: Any, tokens: list[int]) -> None:
-    """Rows for new tokens, in the embeddings and the head: the mean of the old ones, no random draw."""
+    """Add rows for new tokens to embeddings and head. Their value is the mean of the existing rows."""
     import torch
 
     old = len(loaded.get_input_embeddings().weight)

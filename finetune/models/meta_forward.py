@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 TOKENS = 16
-# Causal language models that read values of their tensors in a way that can't be guessed (transformers 5.22).
-# The other families of transformers run on the meta device with every valid config
+# Causal language models whose forward needs real tensor values (transformers 5.22). The other families run on
+# the meta device with every valid config.
 READ_VALUES = ("blt", "gemma3n_text", "jetmoe", "xlnet")
 
 
 def runs(family: str) -> bool:
-    """Whether the causal language models of a family run on the meta device with every valid config."""
+    """Return whether causal language models of a family run on the meta device with every valid config."""
     return family in upstream_options.model_classes("CAUSAL_LM") and family not in READ_VALUES
 
 
 def guessed_values() -> contextlib.AbstractContextManager[Any]:
-    """Inside it, a forward on the meta device runs to its end: values that it asks for are guessed."""
+    """Within the context, a forward pass on the meta device completes, with guesses for tensor values."""
     return upstream_private.operations_through(_answer)
 
 
@@ -53,7 +53,7 @@ def choose_computations(model: Any) -> None:
 
 
 def inputs(model: nn.Module) -> dict[str, Any] | None:
-    """The first inputs that a model takes on the meta device; `None`: its forward fails with all of them."""
+    """Return the first inputs with which a model runs on the meta device; `None` if all of them fail."""
     choose_computations(model)
     ids = tokens(model)
     mask = torch.ones_like(ids)
@@ -66,11 +66,11 @@ def inputs(model: nn.Module) -> dict[str, Any] | None:
 
 
 def logits(model: Any, given: dict[str, Any]) -> torch.Tensor:
-    """The output of training's forward on the meta device."""
+    """Return the output of the training forward pass on the meta device."""
     with torch.device("meta"), guessed_values():
         return model.train()(**given).logits
 
 
 def tokens(model: Any) -> torch.Tensor:
-    """Ids of some tokens of a model, on its device."""
+    """Return some token ids on the model's device."""
     return torch.arange(TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size

@@ -1,4 +1,4 @@
-"""Which checkpoints finetune trains: causal language models, and text models of multimodal models."""
+"""Decide whether finetune can train a checkpoint: a causal language model, alone or in a multimodal model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 GENERATES_TEXT = re.compile(
     r"(ForCausalLM|LMHeadModel|LMHead|ForConditionalGeneration|Decoder)$", re.IGNORECASE
 )
-# Their head or its input is not where the text model of the same family has it (transformers 5.22)
+# The head or its input is at another place than in the text model of the same family (transformers 5.22)
 OTHER_HEAD = ("aya_vision", "mllama")
-# The attention of these sees later tokens, whatever the config says (transformers 5.22)
+# Families whose attention always sees later tokens (transformers 5.22)
 NOT_CAUSAL = ("cpmant", "xlnet")
-# Their tokens are codes of sound (transformers 5.22)
+# Families whose tokens are audio codes (transformers 5.22)
 OF_SOUND = ("moshi", "musicgen", "musicgen_melody")
-# `base_model` is the whole model, so that no loss can be computed without all logits (transformers 5.22)
+# Families whose `base_model` is the whole model, so the loss needs all logits (transformers 5.22)
 NO_BASE_MODEL = ("llama4", "llama4_text")
 
 
 def check(config: ModelConfig) -> None:
-    """Refuse a checkpoint that is not a causal language model, by its config.json (exit 2)."""
+    """Stop if the config.json of a checkpoint is not of a causal language model (exit 2)."""
     known = {
         **upstream_options.model_classes("CAUSAL_LM"),
         **upstream_options.model_classes("IMAGE_TEXT_TO_TEXT"),
@@ -44,7 +44,7 @@ def check(config: ModelConfig) -> None:
 
 
 def unsupported(config: ModelConfig) -> str:
-    """Why finetune does not train a checkpoint; empty: it does."""
+    """Return why finetune can't train a checkpoint; the empty string if it can."""
     family, text = config.model_type, config.get_text_config()
     if family in OF_SOUND:
         return "it generates sound, and finetune trains models of text"
@@ -77,21 +77,21 @@ def unsupported(config: ModelConfig) -> str:
 
 
 def sees_later_tokens(text: Any) -> bool:
-    """Whether a text model predicts tokens that its attention has seen, by its config."""
+    """Return whether a text model's attention sees the tokens that it predicts, by its config."""
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
     return both_ways or getattr(text, "is_causal", None) is False or text.model_type in NOT_CAUSAL
 
 
 def has_tied_head(config: ModelConfig) -> bool:
-    """Whether the output head is the embedding, by the config of the whole model."""
+    """Return whether the output head is tied to the embeddings, by the config of the whole model."""
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def auto_class(config: ModelConfig) -> Any:
-    """The class of transformers that loads a checkpoint with this config.
+    """Return the class of transformers that loads a checkpoint with this config.
 
     Args:
-        config: as transformers has it.
+        config: a config object of transformers.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -100,7 +100,7 @@ def auto_class(config: ModelConfig) -> Any:
 
 
 def open_folder(folder: Path, **options: Any) -> Any:
-    """A model that finetune saved, as any user of transformers opens it."""
+    """Load a model that finetune saved with plain transformers."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)

@@ -23,7 +23,7 @@ TOKENIZER_FILES = (
 
 
 def check_exists(model: Model) -> None:
-    """A local folder that is not there, said before anything loads (exit 2)."""
+    """Stop if a local folder does not exist, before anything loads (exit 2)."""
     if local_path(model.name) and not Path(model.name).exists():
         what = f"the path {model.name} does not exist"
         found = f"looked in {Path.cwd()} and in the recipe's folder"
@@ -41,25 +41,25 @@ def check_folder(model: Model) -> None:
 
 
 def _check_old_quantization(folder: Path) -> None:
-    """Refuse weights that a file of AutoGPTQ or AutoAWQ declares quantized, and config.json does not."""
+    """Stop if a file of AutoGPTQ or AutoAWQ declares quantized weights, but config.json does not."""
     name = next((name for name in stored_weights.OLD_FILES if (folder / name).is_file()), None)
     if name and any(tensor.endswith(".qweight") for tensor in checkpoint_headers.tensors(folder)):
         config = folder / "config.json"
         if config.is_file() and '"quantization_config"' in config.read_text(encoding="utf-8"):
-            return  # whoever reads it says what it means
+            return  # the code that reads this file reports it
         what, found = "finetune can't train on these quantized weights", f"{folder / name}"
         fix, code = stored_weights.WHOLE, "quantization"
         raise UserError(Problem(what, "model.name", found=found, fix=fix, code=code))
 
 
 def check_weights(model: Model) -> None:
-    """Refuse a local model without weights that transformers reads (exit 2)."""
+    """Stop if a local model has no weights that transformers reads (exit 2)."""
     if (Path(model.name) / "config.json").is_file():
         check_weight_files(Path(model.name))
 
 
 def small_file(model: Model, name: str) -> Path | None:
-    """A file of a model that may lack it, here or on the Hub."""
+    """Return an optional file of a model, from its folder or the Hub."""
     if local_path(model.name):
         path = Path(model.name) / name
         return path if path.is_file() else None
@@ -68,7 +68,7 @@ def small_file(model: Model, name: str) -> Path | None:
 
 
 def file_on_disk(model: Model, name: str) -> Path | None:
-    """A file of a model that is on this machine: in its folder, or in the Hub's cache. Asks no network."""
+    """Return a file of a model in its folder or in the Hub's cache, without network access."""
     folder = Path(model.name)
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -77,18 +77,18 @@ def file_on_disk(model: Model, name: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(model.name, name, revision=model.revision)
-    except HFValidationError:  # a path where nothing is
+    except HFValidationError:  # a path that does not exist
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 def tokenizer_files(model: Model) -> list[Path]:
-    """The files on this machine that decide on a model's token ids and on the ends of its answers."""
+    """Return the local files that decide a model's token ids and the tokens that end answers."""
     return [path for name in TOKENIZER_FILES if (path := file_on_disk(model, name))]
 
 
 def read_config(model: Model) -> Any:
-    """The model's config, as transformers has it."""
+    """Return the model's config object of transformers."""
     from transformers import AutoConfig
 
     check_folder(model)
@@ -97,14 +97,14 @@ def read_config(model: Model) -> Any:
 
 
 def custom_code(reason: str) -> Problem:
-    """The problem of a model that brings its own code."""
+    """Return the problem of a model with its own code."""
     what = "the model brings its own Python code, and finetune does not run it"
     fix = "use a model whose architecture is part of transformers"
     return Problem(what, "model.name", found=reason, fix=fix, code="unsafe-file")
 
 
 def pinned(model: Model) -> Model:
-    """The same with the commit that its revision is now, where it is on the Hub."""
+    """Return the section with the current commit of its revision, if the model is on the Hub."""
     return model if local_path(model.name) else model.model_copy(update={"revision": commit(model)})
 
 
@@ -113,16 +113,16 @@ def commit(model: Model) -> str:
 
 
 def from_hub(load: Any, model: Model, **options: Any) -> Any:
-    """Call `from_pretrained`; its errors become ours, with the remedy. The model's own code never runs."""
+    """Call `from_pretrained`, and raise its errors as UserErrors with a fix. The model's code never runs."""
     from huggingface_hub.errors import StrictDataclassError
 
     revision = "main" if local_path(model.name) else commit(model)
     try:
         if not local_path(model.name):
             untrusted_files.check_hub(model.name, revision, "model.name")
-        # Without `trust_remote_code`, transformers asks at the terminal whether it may run the code
+        # Without `trust_remote_code`, transformers would ask at the terminal whether to run the model's code
         return load(model.name, revision=revision, trust_remote_code=False, **options)
-    except ImportError as error:  # of a tokenizer, or of a quantized checkpoint
+    except ImportError as error:  # a package of a tokenizer or a quantized checkpoint is missing
         what, fix = "the model needs a package that is not installed", "install the package"
         problem = Problem(what, "model.name", found=first_line(error), fix=fix, code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error

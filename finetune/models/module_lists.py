@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     from finetune.core.model_config import ModelConfig
 
-FORMAT = 6  # of the lists on disk: raise it if `Names` or what it is made of changes
+FORMAT = 6  # the format of the lists on disk; raise it if `Names` or its contents change
 SHIPPED = Path(__file__).parent / "module_lists.json"
 
 
 class ModuleList(NamedTuple):
-    """The names, and what to tell the user about how they were found."""
+    """Module names, and notes for the user on how finetune found them."""
 
     names: Names
     source: str
@@ -48,13 +48,13 @@ class ModuleList(NamedTuple):
 
 
 def read(path: Path, config: Any) -> ModuleList:
-    """The names of the model with the config.json at `path`.
+    """Return the names of the model with the config.json at `path`.
 
     Args:
-        config: its values, completed (`architecture.config_in`).
+        config: the completed config from `architecture.config_in`.
 
     Raises:
-        UserError: transformers cannot build the model (exit 2), or lacks a package (exit 3).
+        UserError: transformers can't build the model (exit 2), or a package is missing (exit 3).
     """
     raw = regular_files.read_json(path, "model.name")
     shipped = _shipped(raw, config)
@@ -70,7 +70,7 @@ def read(path: Path, config: Any) -> ModuleList:
         return ModuleList(names, "the cache")
     started = time.monotonic()
     names = _build(path.parent)
-    with contextlib.suppress(OSError):  # a home that cannot be written
+    with contextlib.suppress(OSError):  # the home folder may be read-only
         kept.parent.mkdir(parents=True, exist_ok=True)
         text = verified_files.signed({"of": kept.name, "names": asdict(names)})
         safe_files.write_text(kept.parent, kept.name, text)
@@ -83,7 +83,7 @@ def read(path: Path, config: Any) -> ModuleList:
 
 
 def _kept(path: Path) -> tuple[Names | None, str]:
-    """The names in a file of the cache, `None` if they are to be built; and the damage of the file."""
+    """Return the names from a cache file, or `None` if they must be built, and how the file is damaged."""
     if not path.exists():
         return None, ""
     try:
@@ -109,22 +109,22 @@ def _from_json(held: dict[str, Any]) -> Names:
 
 
 def _build(folder: Path) -> Names:
-    """The names of a model that transformers builds on the meta device, without memory."""
-    logging.disable(logging.WARNING)  # of packages that transformers imports, about themselves
+    """Return the names of a model that transformers builds on the meta device, without memory."""
+    logging.disable(logging.WARNING)  # packages that transformers imports log about themselves
     try:
         import torch
 
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter(
                 "ignore"
-            )  # loading the weights repeats what transformers says of the config
+            )  # transformers repeats its warnings about the config when it loads the weights
             return of_meta_model(build_without_weights(folder))
-    except ImportError as error:  # of a model whose images or sound another package reads
+    except ImportError as error:  # a package for images or audio is missing
         said = " ".join(str(error).split())
         what = "transformers needs another package to build this model"
         problem = Problem(what, "model.name", found=said, fix="install the package", code="package-missing")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
-    except Exception as error:  # of a config that no class of transformers takes, whatever it says
+    except Exception as error:  # transformers may raise any error for a wrong config
         said = first_line(error)
         if "trust_remote_code" in str(error):
             raise UserError(model_files.custom_code(said)) from error
@@ -135,29 +135,29 @@ def _build(folder: Path) -> Names:
 
 
 def build_without_weights(folder: Path) -> Any:
-    """The model of a folder's config.json on the meta device."""
+    """Build the model of a folder's config.json on the meta device."""
     import torch
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     loads = model_class.auto_class(config)
-    with torch.device("meta"):  # a run chooses the attention too, whatever the config says
+    with torch.device("meta"):  # a run chooses the attention, so the config's choice does not matter
         return loads.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
 
 def of_meta_model(model: nn.Module) -> Names:
-    """The names of a model on the meta device, with the modules that no gradient reaches."""
+    """Return the names of a model on the meta device, with the modules that get no gradient."""
     names = module_names.of_model(model)
     modules, parameters = _without_gradient(model, names)
     return replace(names, without_gradient=modules, untrained=parameters)
 
 
 def _without_gradient(model: nn.Module, names: Names) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Modules in which no gradient reaches an adapter, and parameters that no gradient reaches.
+    """Return modules whose adapter would get no gradient, and parameters that get no gradient.
 
-    One forward pass without memory shows them. The model reads a module's weight without a call to its
-    forward, or only chooses by its output. Both are empty if the model cannot run on the meta device. The run
-    looks at the real model once more before its first step (`preflight.gradient_probe`).
+    One forward pass on the meta device shows them. The model reads the weight of such a module without a call
+    of its forward, or uses its output only for a choice. Both lists are empty if the model can't run on the
+    meta device. The run checks the real model again before its first step (`preflight.gradient_probe`).
     """
     import torch
 
@@ -165,7 +165,7 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[tuple[str, ...], 
 
     inputs = meta_forward.inputs(model)
     if inputs is None:
-        if meta_forward.runs(names.family):  # so the config is at fault, and a run would end there too
+        if meta_forward.runs(names.family):  # the config is wrong, and a run would fail too
             meta_forward.logits(model, {"input_ids": meta_forward.tokens(model), "use_cache": False})
         return (), ()
     called = set[str]()
@@ -196,13 +196,13 @@ def _shipped_families() -> dict[str, Any]:
 
 @cache
 def usual_names() -> frozenset[str]:
-    """The last names of modules of the families that lists are shipped for, such as `q_proj`, `c_attn`."""
+    """Return the last parts of module names in the shipped lists, such as `q_proj` and `c_attn`."""
     kinds = (name for family in _shipped_families().values() for name in family["kinds"])
     return frozenset(map(module_names.short, kinds))
 
 
 def _shipped(raw: dict[str, Any], config: ModelConfig) -> Names | None:
-    """The shipped list with the sizes of a config; `None`: none is shipped for such a config."""
+    """Return the shipped list with the sizes of a config; `None` if there is no list for such a config."""
     family = _shipped_families().get(config.model_type)
     if family is None or config.get_text_config() is not config:
         return None
@@ -210,12 +210,12 @@ def _shipped(raw: dict[str, Any], config: ModelConfig) -> Names | None:
         return None
     try:
         return expand(family, config) if usual_configs.is_usual(raw, config, family) else None
-    except (AttributeError, TypeError):  # a size that the config lacks
+    except (AttributeError, TypeError):  # the config lacks a size
         return None
 
 
 def expand(family: dict[str, Any], config: ModelConfig) -> Names:
-    """A family's list with the sizes of a config: `*` stands for the number of a layer."""
+    """Fill in the sizes of a config in a family's list. In names, `*` means the number of a layer."""
     tied = bool(config.tie_word_embeddings)
     without = f"{family['head']}.weight" if tied else ""
     layers = config.num_hidden_layers
@@ -242,7 +242,7 @@ def _layer_by_layer(entries: dict[str, Any], layers: int) -> Iterator[tuple[str,
 
 
 def _size(config: ModelConfig, expression: str) -> int:
-    """`2*num_key_value_heads*head_dim+hidden_size` of a config."""
+    """Compute an expression such as `2*num_key_value_heads*head_dim+hidden_size` from a config."""
     return sum(prod(_value(config, part) for part in term.split("*")) for term in expression.split("+"))
 
 

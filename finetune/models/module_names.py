@@ -33,25 +33,27 @@ class Names:
     embedding: str = ""
     """The module that `get_input_embeddings()` returns."""
     head: str = ""
-    """The module that `get_output_embeddings()` returns; the empty string: it has none."""
+    """The module that `get_output_embeddings()` returns; empty without a head."""
     tied: bool = False
-    """The head has the embeddings' weight."""
+    """Whether the head shares the embeddings' weight."""
     without_gradient: tuple[str, ...] = ()
-    """Modules that the model does not call, or by whose output it only chooses. Known from a config only."""
+    """Modules that get no gradient, because the model does not call them or uses their output for a choice.
+    Known only if the names come from a config."""
     untrained: tuple[str, ...] = ()
-    """Parameters that no gradient reaches, so `full` leaves them as they are. Known from a config only."""
+    """Parameters that get no gradient, so `full` does not change them. Known only if the names come from a
+    config."""
     tower_kinds: dict[str, str] = field(default_factory=dict)
-    """The same as `kinds`, of the modules of a multimodal model that no text runs through."""
+    """The same as `kinds`, for the encoders of a multimodal model."""
     tower_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @cached_property
     def linear(self) -> list[str]:
-        """Linear layers without the head: what "all-linear" means."""
+        """Return the linear layers without the head, which "all-linear" means."""
         return [name for name, kind in self.kinds.items() if kind in LINEAR and name != self.head]
 
     @cached_property
     def modules(self) -> list[str]:
-        """Modules that hold a weight: linear layers, embeddings, norms, the head."""
+        """Return the modules with a weight: linear layers, embeddings, norms and the head."""
         return [name for name in self.kinds if f"{name}.weight" in self.shapes or name == self.head]
 
     @property
@@ -60,16 +62,16 @@ class Names:
 
     @cached_property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of each linear layer without the head."""
+        """Return (outputs, inputs) of each linear layer without the head."""
         return _linear_shapes(self.kinds, self.shapes, self.head)
 
     @cached_property
     def tower_linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """The same of the layers that no text runs through."""
+        """Return the same for the linear layers of a multimodal model's encoders."""
         return _linear_shapes(self.tower_kinds, self.tower_shapes, "")
 
     def with_rows(self, rows: int) -> Names:
-        """The names after the embeddings and the head have grown to this number of tokens."""
+        """Return the names with the shapes after embeddings and head are resized to this number of tokens."""
         ends = {f"{name}.weight" for name in (self.embedding, self.head)}
         grown = {
             name: (max(shape[0], rows), *shape[1:]) if name in ends else shape
@@ -85,16 +87,16 @@ class Names:
 
     @cached_property
     def layers(self) -> int:
-        """The number of layers: one more than the highest number in a name."""
+        """Return the number of layers: one more than the highest number in a name."""
         numbers = {int(found[1]) for name in self.modules if (found := re.search(r"\.(\d+)\.", name))}
         return max(numbers, default=-1) + 1
 
 
 def decoder_of(model: Any) -> Any:
-    """The module that calls the decoder layers of a transformers model.
+    """Return the module that calls the decoder layers of a transformers model.
 
-    Of some families `get_decoder()` returns the whole model or the head (transformers 5.22: Llama 4, Mllama,
-    ModernBERT decoder). There it is the base model.
+    In some families, `get_decoder()` returns the whole model or the head (transformers 5.22: Llama 4, Mllama,
+    ModernBERT decoder). For these, return the base model.
     """
     decoder = model.get_decoder()
     if hasattr(decoder, "layers"):
@@ -114,7 +116,7 @@ def _linear_shapes(
 
 
 def of_model(model: Any) -> Names:
-    """The names of a model in memory, or on the meta device, before an adapter is on it."""
+    """Return the names of a model in memory or on the meta device, before it gets an adapter."""
     text = {id(module) for module in of_text(model)}
     named = [(name, module) for name, module in model.named_modules() if name]
     kinds = {name: kind_of(module) for name, module in named if id(module) in text}
@@ -174,7 +176,7 @@ def of_experts(model: nn.Module) -> int:
 
 
 def stored_as(layer: nn.Module) -> str:
-    """The value of `model.quantization` that a module is stored with; empty: not quantized."""
+    """Return the value of `model.quantization` of a module; the empty string if it is not quantized."""
     weight: Any = getattr(layer, "weight", None)
     if type(weight).__module__.startswith("torchao."):
         return "torchao_int8"
@@ -194,5 +196,5 @@ def of_text(model: PreTrainedModel) -> list[Any]:
 
 
 def short(name: str) -> str:
-    """`model.layers.0.self_attn.q_proj` -> `q_proj`."""
+    """Return the last part of a name: `q_proj` for `model.layers.0.self_attn.q_proj`."""
     return name.rpartition(".")[2]

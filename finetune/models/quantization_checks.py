@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_quantized_weights_check(model: PreTrainedModel, storage: str, checks: RunChecks) -> None:
-    """Count the linear layers that bitsandbytes or torchao quantized, before an adapter is added."""
+    """Add a run check of the linear layers that bitsandbytes or torchao quantized, before an adapter."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
     coded = sum(module_names.stored_as(layer) == storage for layer in linear)
@@ -32,7 +32,7 @@ def add_quantized_weights_check(model: PreTrainedModel, storage: str, checks: Ru
 
 
 def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
-    """Layers in fp8 and what they weigh, counted on the live base, before an adapter is on it."""
+    """Add a run check of the fp8 layers and their bytes in the live base model, before it gets an adapter."""
     head = base.get_output_embeddings()
     linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
     layers = [m for m in linear if isinstance(m, Fp8Linear)]

@@ -21,22 +21,22 @@ if TYPE_CHECKING:
     from finetune.core.run_checks import RunChecks
     from finetune.quantization.stored_weights import Stored
 
-# In names of tensors that only quantized checkpoints hold: GPTQ and AWQ, compressed-tensors, fp8, mxfp4
+# Parts of tensor names in quantized checkpoints: GPTQ and AWQ, compressed-tensors, fp8, mxfp4
 CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_blocks", ".absmax")
 
 
 def options(config: ModelConfig, stored: Stored | None, storage: str, compute: torch.dtype) -> dict[str, Any]:
-    """The `quantization_config` argument of `from_pretrained`, if it needs one; `config` is completed.
+    """Return the `quantization_config` argument of `from_pretrained`, if it needs one. Complete `config`.
 
     Args:
-        stored: of a checkpoint that is quantized already.
-        storage: the choice for this model: fp8, nf4, ..., or fp32, bf16, fp16.
+        stored: the quantization of a checkpoint that is already quantized.
+        storage: the choice for this model: fp8, nf4 and so on, or fp32, bf16 or fp16.
     """
     if storage == "fp8" or (stored and stored.storage == "fp8"):
         from finetune.quantization.fp8_loading import Fp8BaseConfig, check_checkpoint
 
         check_checkpoint(config)
-        stored_weights.forget(config)  # Fp8Linear loads these weights like weights of a plain model
+        stored_weights.forget(config)  # Fp8Linear loads these weights like those of an unquantized model
         return {"quantization_config": Fp8BaseConfig()}
     if stored and not stored.trains:
         raise UserError(stored_weights.refusal(stored))
@@ -48,8 +48,11 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
 
 
 def _quantized(storage: str, compute: torch.dtype) -> Any:
-    """transformers' quantization config: NF4 and FP4 in blocks of 64 with double quantization (arXiv
-    2305.14314), LLM.int8() (arXiv 2208.07339), or torchao's int8 weights with a scale for each output."""
+    """Return transformers' quantization config.
+
+    It is NF4 or FP4 in blocks of 64 with double quantization (arXiv 2305.14314), LLM.int8() (arXiv
+    2208.07339), or torchao's int8 weights with one scale per output.
+    """
     if storage == "torchao_int8":
         from torchao.quantization import Int8WeightOnlyConfig
         from transformers import TorchAoConfig
@@ -92,7 +95,7 @@ def finish(
 
 
 def _kept_in_fp32(loaded: PreTrainedModel) -> set[str]:
-    """The weights that transformers keeps in float32 in this architecture, in any run."""
+    """Return the weights that transformers always keeps in float32 in this architecture."""
     parts = [*upstream_private.modules_in_fp32(loaded), *upstream_private.modules_always_in_fp32(loaded)]
     return {name for name, _ in loaded.named_parameters() if any(part in name for part in parts)}
 
@@ -100,7 +103,7 @@ def _kept_in_fp32(loaded: PreTrainedModel) -> set[str]:
 def _add_dequantized_check(
     loaded: PreTrainedModel, stored: Stored, dtype: torch.dtype, checks: RunChecks
 ) -> None:
-    """Count the weights that are numbers again."""
+    """Add a run check of the dequantized weights."""
     kept = _kept_in_fp32(loaded)
     weights = [one for name, one in loaded.named_parameters() if one.dim() > 1 and name not in kept]
     whole = sum(parameter.dtype == dtype for parameter in weights)
@@ -112,7 +115,7 @@ def _add_dequantized_check(
 
 
 def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
-    """Refuse a model whose files lack weights, which transformers would make up (exit 2)."""
+    """Stop if the files of a model lack weights, which transformers would initialize at random (exit 2)."""
     if not missing:
         return
     codes = [name for name in unexpected if name.endswith(CODES)]
@@ -127,7 +130,7 @@ def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
 def check_and_pack(
     loaded: PreTrainedModel, storage: str, checks: RunChecks | None, *, for_fsdp: bool
 ) -> None:
-    """Add the run check of the quantized weights, and pack them as FSDP shards them.
+    """Add the run check of the quantized weights, and pack them for FSDP's shards.
 
     Args:
         storage: one of QUANTIZED.

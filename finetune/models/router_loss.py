@@ -10,15 +10,15 @@ from finetune.models import architecture
 if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
 
-COEFFICIENT = "router_aux_loss_coef"  # of the model's config, and of `train:`
+COEFFICIENT = "router_aux_loss_coef"  # a key of the model's config and of `train:`
 SET = ("num_experts", "num_experts_per_tok", "output_router_logits", COEFFICIENT)
 
 
 def check(config: ModelConfig, requested: float | None) -> None:
-    """Refuse a router's loss of a model that has no router, or whose config does not count experts (exit 2).
+    """Check that a model with a router loss has a router, and a number of experts in its config (exit 2).
 
     Args:
-        requested: `train.router_aux_loss_coef`; `None`: the config's own.
+        requested: `train.router_aux_loss_coef`; `None` uses the value of the model's config.
     """
     text = config.get_text_config()
     has_router = hasattr(text, "output_router_logits")
@@ -35,13 +35,13 @@ def check(config: ModelConfig, requested: float | None) -> None:
 
 
 def count_experts(config: ModelConfig) -> dict[str, Any]:
-    """Give a live model's config the names by which TRL reads the number of experts.
+    """Add the keys by which TRL reads the number of experts to a live model's config.
 
-    TRL reads `num_experts` and `num_experts_per_tok`. GraniteMoE says `num_local_experts`, DeepSeek-V3
-    `n_routed_experts`. TRL itself sets the other two of SET.
+    TRL reads `num_experts` and `num_experts_per_tok`. GraniteMoE has `num_local_experts`, and DeepSeek-V3
+    `n_routed_experts`. TRL itself sets the other two keys of SET.
 
     Returns:
-        The values before, for `restore`.
+        The previous values, for `restore`.
     """
     text = config.get_text_config()
     before = {name: vars(text)[name] for name in SET if name in vars(text)}

@@ -1,4 +1,4 @@
-"""What tokens a model takes: how many of them in a row, and which ids. A config says so, without a weight."""
+"""Find the longest sequence and the largest token id of a model from its config."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Eval
 
-NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")  # what families call it
-UNSCALED = (None, "default", "mrope")  # rotary embeddings that end where they were trained to
+NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")  # names of the limit in configs
+UNSCALED = (None, "default", "mrope")  # types of rotary embeddings without scaling
 
 
 def positions(config: Any) -> int | None:
-    """How many tokens a model has positions for: of its table, or of rotary embeddings without scaling.
+    """Return the number of positions of a model: of its table, or of rotary embeddings without scaling.
 
-    `None`: its config names no such limit, or scales beyond it.
+    Return `None` if the config has no such limit, or scales the embeddings beyond it.
     """
     text = config.get_text_config()
     if getattr(text, "alibi", None) or _scaled(getattr(text, "rope_parameters", None)):
@@ -32,14 +32,14 @@ def positions(config: Any) -> int | None:
 
 
 def text_limit(config: Any) -> int | None:
-    """How many tokens of a text an evaluation reads at once: `positions`, or what scaled embeddings name."""
+    """Return how many tokens an evaluation reads at once: `positions`, or the limit of scaled embeddings."""
     return positions(config) or getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _scaled(rope: Any) -> bool:
-    """Whether rotary embeddings are scaled, in one of the layers' kinds at least.
+    """Return whether the rotary embeddings of at least one kind of layer are scaled.
 
-    Gemma 4's `proportional` ones rotate a part of each head, and extend nothing without a `factor`.
+    Gemma 4's `proportional` embeddings rotate a part of each head. They are scaled only with a `factor`.
     """
     if not isinstance(rope, dict):
         return False
@@ -49,17 +49,17 @@ def _scaled(rope: Any) -> bool:
 
 
 def apply(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, rows: int) -> str:
-    """Hold a tokenizer to the positions and the embedding of its model.
+    """Limit a tokenizer to the positions and the embeddings of its model.
 
     Args:
-        config: the model's.
-        rows: of its embedding.
+        config: the config of the model.
+        rows: the size of its embeddings.
 
     Returns:
         A note, if the padding token had to change.
 
     Raises:
-        UserError: the token that ends a turn has no row (exit 2).
+        UserError: the token that ends a turn has no embedding (exit 2).
     """
     tokenizer.model_max_length = positions(config) or tokenizer_setup.UNLIMITED
     eos: Any = tokenizer.eos_token_id
@@ -77,11 +77,11 @@ def apply(tokenizer: PreTrainedTokenizerBase, config: ModelConfig, rows: int) ->
 
 
 def room_for_answer(longest_prompt: int, longest: int | None, settings: Eval) -> None:
-    """Refuse answers that the model has no positions for (exit 2).
+    """Stop if prompts and answers need more positions than the model has (exit 2).
 
     Args:
-        longest_prompt: tokens of the longest prompt that is answered.
-        longest: positions of the model.
+        longest_prompt: number of tokens of the longest prompt.
+        longest: number of positions of the model.
     """
     new_tokens = settings.max_new_tokens or 1
     if not (settings.generate and longest and longest_prompt) or longest_prompt + new_tokens <= longest:

@@ -1,7 +1,7 @@
-"""A tokenizer as its files describe it, without transformers, which takes seconds to load one.
+"""Read a tokenizer from its files without transformers, which takes seconds to load one.
 
-transformers may build some tokenizers in another way than their files say. So `finetune check` refuses no
-example by this reading alone: what fails with it is tried again with `tokenizer_setup.load_tokenizer`.
+transformers may build some tokenizers differently from their files. So if an example fails with this
+tokenizer, `finetune check` tries it again with `tokenizer_setup.load_tokenizer`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Model
 
 
-# Classes of transformers that take the steps of tokenizer.json as they are (transformers 5.22)
+# Classes of transformers that use the steps of tokenizer.json unchanged (transformers 5.22)
 AS_WRITTEN = ("", "LlamaTokenizer", "PreTrainedTokenizer", "TokenizersBackend")
-# Classes that make steps of their own, which are those of a tokenizer.json at the level of bytes
+# Classes that build their own steps, which equal those of a byte-level tokenizer.json
 BYTE_LEVEL = (
     "CodeGenTokenizer", "CohereTokenizer", "GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer",
     "Qwen3_5Tokenizer",
@@ -27,7 +27,7 @@ BYTE_LEVEL = (
 
 @dataclass
 class TokenizerFiles:
-    """What `data.encoding` asks of a tokenizer, under the names of transformers."""
+    """The methods of a tokenizer that `data.encoding` uses, with the names of transformers."""
 
     backend_tokenizer: Any
     chat_template: str | dict[str, str] | None
@@ -67,7 +67,7 @@ class TokenizerFiles:
         return self._id("pad_token")
 
     def get_chat_template(self) -> str:
-        """The template of chats without tools."""
+        """Return the template of chats without tools."""
         named = self.chat_template
         return named["default"] if isinstance(named, dict) else str(named)
 
@@ -76,7 +76,7 @@ class TokenizerFiles:
 
 
 def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | None:
-    """Read the tokenizer of a local model; `None`: its files leave a doubt, so that it must be loaded.
+    """Read the tokenizer of a local model; `None` if only transformers can load it correctly.
 
     Args:
         chat_template: Jinja source that replaces the tokenizer's own.
@@ -100,13 +100,13 @@ def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | Non
         return None
     try:
         template = chat_template or tokenizer_setup.own_template(model)
-    except (OSError, ValueError, TypeError, KeyError):  # loading says what is wrong with it
+    except (OSError, ValueError, TypeError, KeyError):  # transformers will report the fault
         return None
     return TokenizerFiles(backend, template, special) if tokenizer_setup.is_template(template) else None
 
 
 def _is_read_as_written(tokenizer_class: str, backend: Any) -> bool:
-    """Whether transformers makes the same tokenizer from the files of this class."""
+    """Return whether transformers builds the same tokenizer from the files of this class."""
     name = tokenizer_class.removesuffix("Fast")
     if name == "GemmaTokenizer":
         return type(backend.normalizer).__name__ == "Replace"

@@ -1,7 +1,7 @@
-"""What a tokenizer may do with a text: patterns that end, and a limit for texts that grow.
+"""Check that a tokenizer's patterns are fast and that it does not expand texts without limit.
 
-The library of tokenizers runs in Rust and cannot be stopped. It gives up on a pattern after 10 million steps
-for each place of a text, and a text has thousands of places.
+The tokenizers library runs in Rust and can't be interrupted. It stops a pattern after 10 million steps at
+each position of a text, and a text has thousands of positions.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
-SECONDS = 0.5  # of the processor for each pattern; usual ones take 0.02 s
+SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.02 s
 MOST_PATTERNS, LONGEST_PATTERN = 50, 10_000
 MOST_GROWTH = 100  # characters that one character may become
-MOST_ADDED = 1000  # tokens beside those of the text
-# Patterns that need no trial: of the shipped model, and of Llama 3 and Qwen 2
+MOST_ADDED = 1000  # tokens in addition to those of the text
+# Patterns that are known to be fast: those of the shipped model, Llama 3 and Qwen 2
 _KNOWN = frozenset(
     {
         r"\n|\d| +|\p{L}+|[^\s\d\p{L}]+|\s",
@@ -50,11 +50,11 @@ print(len(patterns))
 
 
 def check(backend: Any, name: str) -> None:
-    """Refuse a tokenizer that takes too long or needs too much memory (exit 2).
+    """Stop if a tokenizer takes too long or needs too much memory (exit 2).
 
     Args:
-        backend: of the library of tokenizers.
-        name: of the model, for messages.
+        backend: a tokenizer of the tokenizers library.
+        name: the name of the model, for messages.
     """
     steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
     growth = prod(max(1, len(text)) for text in map(_inserted, steps))
@@ -76,17 +76,17 @@ def _refused(what: str, name: str, found: str, expected: str) -> UserError:
 
 
 def _state(part: Any) -> Any:
-    """A part of a tokenizer as JSON; `None` if there is none, or if it is Python code of transformers."""
+    """Return a part of a tokenizer as JSON; `None` if it is missing or is Python code of transformers."""
     if part is None:
         return None
     try:
         return json.loads(part.__getstate__())
-    except Exception:  # the library's one type for a part that it cannot write
+    except Exception:  # the library raises this type for a part that it can't serialize
         return None
 
 
 def _steps(state: Any) -> Iterator[dict[str, Any]]:
-    """Each object in nested JSON."""
+    """Yield each object in nested JSON."""
     if isinstance(state, dict):
         yield state
     for part in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
@@ -94,7 +94,7 @@ def _steps(state: Any) -> Iterator[dict[str, Any]]:
 
 
 def _inserted(step: dict[str, Any]) -> str:
-    """The text that a step inserts for a match, or before the text."""
+    """Return the text that a step inserts for a match or before the text."""
     name = {"Replace": "content", "Prepend": "prepend"}.get(str(step.get("type")), "")
     return str(step.get(name, ""))
 
@@ -106,9 +106,9 @@ def _regex(step: dict[str, Any]) -> str:
 
 @cache  # several parts of a command read the tokenizer
 def _find_slow(patterns: tuple[str, ...]) -> int | None:
-    """The index of the first pattern that takes too long on runs of characters, in a process of its own.
+    """Return the index of the first pattern that takes too long on runs of characters, tested in a process.
 
-    The library skips a text that lacks a letter of the pattern. So the patterns themselves end some texts.
+    The library skips a text that lacks a letter of the pattern. So some texts end with the pattern itself.
     """
     ends = ("", "!", "\n" + string.punctuation + "".join(patterns)[:1000])
     texts = [run * (length // len(run)) + end for run in _RUNS for length in (30, 2000) for end in ends]

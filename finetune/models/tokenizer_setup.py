@@ -29,11 +29,11 @@ UNLIMITED = int(1e30)  # transformers' own value for a tokenizer without a limit
 
 
 def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, with a padding token and, if given, another chat template (Jinja source)."""
+    """Load the model's tokenizer with a padding token and, if given, another chat template (Jinja source)."""
     from transformers import AutoTokenizer
 
     model_files.check_exists(model)
-    if Path(model.name).is_dir():  # of a model, or of an adapter with its tokenizer
+    if Path(model.name).is_dir():  # the folder of a model, or of an adapter with its tokenizer
         untrusted_files.check_files(Path(model.name), "model.name")
     with stage("loaded the tokenizer", "model.name"), _damage_named(Path(model.name)):
         tokenizer = model_files.from_hub(AutoTokenizer.from_pretrained, model)
@@ -47,12 +47,12 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     if not can_encode(backend):
         what, fix = "the tokenizer can't encode every text", "use the tokenizer of another checkpoint"
         raise UserError(Problem(what, "model.name", found=model.name, fix=fix, code="tokenizer"))
-    # What tokenizer.json says of them: examples are cut by `fit`, and padded by the collator
+    # Ignore truncation and padding of tokenizer.json: `fit` cuts examples, and the collator pads them.
     backend.no_truncation()
     backend.no_padding()
-    tokenizer.model_max_length = UNLIMITED  # `token_limits.apply` knows the model's, by its config
+    tokenizer.model_max_length = UNLIMITED  # `token_limits.apply` sets the model's limit
     if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token  # padding carries no label, so eos is still learnt
+        tokenizer.pad_token = tokenizer.eos_token  # padding has no labels, so the model still learns eos
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     elif not is_template(tokenizer.chat_template):
@@ -65,13 +65,13 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
 
 
 def is_template(template: Any) -> bool:
-    """Whether a chat template of a tokenizer is Jinja source, named sources, or nothing."""
+    """Return whether a tokenizer's chat template is Jinja source, a list of named sources, or missing."""
     sources = template.values() if isinstance(template, dict) else [template]
     return template is None or all(isinstance(source, str) for source in sources)
 
 
 def can_encode(backend: Any) -> bool:
-    """Whether a tokenizer of the tokenizers library has ids for usual and for rare characters."""
+    """Return whether a tokenizer of the tokenizers library has ids for usual and for rare characters."""
     try:
         with panics_as_errors():
             return bool(backend.encode("x", add_special_tokens=False).ids and backend.encode(PROBE))
@@ -81,7 +81,7 @@ def can_encode(backend: Any) -> bool:
 
 @contextlib.contextmanager
 def _damage_named(folder: Path) -> Iterator[None]:
-    """Say that a local tokenizer.json is damaged, if that is why loading fails (exit 2)."""
+    """Stop with an error if a local tokenizer.json is damaged (exit 2)."""
     try:
         with panics_as_errors():
             yield
@@ -93,27 +93,29 @@ def _damage_named(folder: Path) -> Iterator[None]:
 
 
 def _damage(path: Path) -> str | None:
-    """Why the library of tokenizers can't read a file; `None`: it can, or there is none."""
+    """Return why the tokenizers library can't read a file; `None` if it can, or if there is no file."""
     from tokenizers import Tokenizer
 
     try:
         if path.is_file():
             with panics_as_errors():
                 Tokenizer.from_file(str(path))
-    except Exception as error:  # the library's one type for every fault of the file
+    except Exception as error:  # the library raises this type for every fault of the file
         return str(error)
     return None
 
 
 def read_vocabulary(model: Model) -> dict[str, int] | None:
-    """The ids of a local model's tokens and of `model.add_tokens`, without transformers; `None`: the model is
-    on the Hub, or its tokenizer has no tokenizer.json."""
+    """Return the ids of a local model's tokens and of `model.add_tokens`, without transformers.
+
+    Return `None` if the model is on the Hub, or its tokenizer has no tokenizer.json.
+    """
     tokenizer = read_tokenizer(model)
     return tokenizer.get_vocab() if tokenizer else None
 
 
 def read_tokenizer(model: Model) -> Tokenizer | None:
-    """A local model's tokenizer with `model.add_tokens`; `None`: as `read_vocabulary`."""
+    """Return a local model's tokenizer with `model.add_tokens`; `None` as in `read_vocabulary`."""
     from tokenizers import AddedToken, Tokenizer
 
     path = Path(model.name) / "tokenizer.json"
@@ -123,7 +125,7 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
     try:
         with panics_as_errors():
             tokenizer = Tokenizer.from_file(str(path))
-    except Exception:  # the library's one type for every fault of the file; loading it says which
+    except Exception:  # the library raises this type for every fault; loading reports which one
         return None
     tokenizer_limits.check(tokenizer, model.name)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in model.add_tokens])
@@ -133,8 +135,10 @@ def read_tokenizer(model: Model) -> Tokenizer | None:
 
 
 def read_added_tokens(model: Model) -> list[int] | None:
-    """Ids of a local model's `model.add_tokens`, without transformers; `None`: as `read_vocabulary`, or the
-    tokenizer does not take one of them."""
+    """Return the ids of a local model's `model.add_tokens`, without transformers.
+
+    Return `None` as in `read_vocabulary`, or if the tokenizer does not accept one of the tokens.
+    """
     vocabulary = read_vocabulary(model) if model.add_tokens else {}
     if vocabulary is None or not vocabulary.keys() >= set(model.add_tokens):
         return None
@@ -142,10 +146,10 @@ def read_added_tokens(model: Model) -> list[int] | None:
 
 
 def check(model: Model) -> list[str]:
-    """Load the tokenizer of a local model, unless its files leave no doubt that it loads.
+    """Check that the tokenizer of a local model loads.
 
-    Loading takes seconds, as transformers does it. A `tokenizer.json` without a class of transformers' own
-    in Python, and with an end-of-text token, needs no doubt.
+    transformers takes seconds to load one. So finetune loads it only if its files do not show that it loads:
+    a `tokenizer.json` with an end-of-text token, and without a Python class of transformers.
 
     Returns:
         A note, if the tokenizer was loaded.
@@ -162,7 +166,7 @@ def check(model: Model) -> list[str]:
 
 
 def _check_new(added: list[str], vocabulary: Collection[str]) -> None:
-    """Refuse to add tokens that the tokenizer has (exit 2)."""
+    """Stop if the tokenizer already has a token of `model.add_tokens` (exit 2)."""
     if known := [token for token in added if token in vocabulary]:
         what, found = "the tokenizer has these tokens already", ", ".join(known)
         fix = f"remove {found} from model.add_tokens"
@@ -172,7 +176,7 @@ def _check_new(added: list[str], vocabulary: Collection[str]) -> None:
 def settings(folder: Path) -> dict[str, Any] | None:
     """Return the tokenizer's settings in a folder.
 
-    `None`: the tokenizer may run in Python, or it has no tokenizer.json or no eos token.
+    Return `None` if the tokenizer may run in Python, or if it has no tokenizer.json or no eos token.
     """
     said, config = (_json(folder / name) for name in ("tokenizer_config.json", "config.json"))
     older = _json(folder / "special_tokens_map.json")
@@ -189,7 +193,7 @@ def settings(folder: Path) -> dict[str, Any] | None:
 
 
 def _has_usual_values(said: dict[str, Any]) -> bool:
-    """Whether the values of a tokenizer_config.json have the types that transformers expects."""
+    """Return whether the values of a tokenizer_config.json have the types that transformers expects."""
     tokens = [said.get(name) for name in NAMED]
     decoder = said.get("added_tokens_decoder") or {}
     sides = [said.get(f"{kind}_side") or "right" for kind in ("padding", "truncation")]
@@ -210,7 +214,7 @@ def _is_token(value: Any) -> bool:
 
 
 def _json(path: Path) -> dict[str, Any] | None:
-    """The content of a JSON file, which may be missing; `None`: it is broken, as loading says."""
+    """Return the content of a JSON file that may be missing; `None` if it is damaged (loading reports it)."""
     try:
         found = regular_files.read_json(path, "model.name") if path.exists() else {}
     except (OSError, ValueError):
@@ -219,8 +223,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 
 def without_backend(name: str) -> Problem:
-    """A tokenizer that transformers runs in Python: it gives no positions in the text, by which turns are
-    found."""
+    """Return the problem of a tokenizer that runs in Python. It gives no text positions to find turns by."""
     what, fix = "the tokenizer has no tokenizer.json", "use a model with a tokenizer.json"
     found, why = f"{name}, a tokenizer in Python", "finetune needs the positions of tokens in the text"
     return Problem(what, "model.name", found=found, fix=fix, why=why, code="tokenizer")
@@ -230,7 +233,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
     """Add new tokens, and check that the tokenizer finds each of them inside a text."""
     from transformers import AddedToken
 
-    # found in the text as it stands: a normalizer, such as Llama 2's, may put a space before it
+    # Search the unchanged text, because a normalizer such as Llama 2's may put a space before it.
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     vocabulary = tokenizer.get_vocab()
     lost = [t for t in texts if vocabulary.get(t) not in tokenizer.encode(f"0{t}0", add_special_tokens=False)]
@@ -241,8 +244,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> None:
 
 
 def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A note where chats are not rendered as the base's repository says: a template is a program, and a place
-    to hide instructions."""
+    """Return a note if chats use another template than the base model's, which could hide instructions."""
     own, used = own_template(model), tokenizer.chat_template
     if used is None or (own and digest(used) == digest(own)):
         return []
@@ -252,8 +254,10 @@ def foreign_template(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[s
 
 
 def own_template(model: Model) -> str | dict[str, str] | None:
-    """The chat template in the files of a base, or those by name; a recipe, or an adapter's tokenizer, may
-    overrule it."""
+    """Return the chat template of the base model's files, or its named templates.
+
+    A recipe or an adapter's tokenizer may replace it.
+    """
     found = {
         name: model_files.small_file(model, name) for name in ("chat_template.jinja", "tokenizer_config.json")
     }
@@ -277,10 +281,10 @@ def digest(template: str | dict[str, str]) -> str:
 
 
 def declared_ends(model: Model, config: ModelConfig | None = None) -> set[int]:
-    """Return the ids that end an answer: of the generation config or, without one, of the config.
+    """Return the ids that end an answer, from the generation config or, without one, from the config.
 
     Args:
-        config: the model's, if it has been read.
+        config: the config of the model, if the caller has it.
     """
     path = model_files.small_file(model, "generation_config.json")
     if path:
@@ -291,11 +295,11 @@ def declared_ends(model: Model, config: ModelConfig | None = None) -> set[int]:
 
 
 def added_tokens(model: Model, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids of `model.add_tokens`."""
+    """Return the ids of `model.add_tokens`."""
     return [int(tokenizer.get_vocab()[token]) for token in model.add_tokens]
 
 
 def vocabulary(model: Model, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> int:
-    """Rows of the model's embedding, from its config and the tokens that are added to it."""
+    """Return the size of the model's embeddings, from its config and the added tokens."""
     rows = config.get_text_config().vocab_size
     return max([rows, *(token + 1 for token in added_tokens(model, tokenizer))])

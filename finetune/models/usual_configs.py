@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES = ("float32", "float16", "bfloat16")
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# The numbers that each type of rotary positions needs
+# The values that each type of rotary embeddings needs
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -38,11 +38,11 @@ _MISSING = object()
 
 
 def is_usual(raw: dict[str, Any], config: ModelConfig, family: dict[str, Any]) -> bool:
-    """Whether the model class of a family surely accepts all values of a config.json.
+    """Return whether the model class of a family certainly accepts all values of a config.json.
 
     Args:
         raw: the content of config.json.
-        config: the same, completed (`architecture.as_config`).
+        config: the same content, completed by `architecture.as_config`.
         family: the shipped list, with the defaults of the config class.
     """
     layers, words, defaults = config.num_hidden_layers, config.vocab_size, family["defaults"]
@@ -55,10 +55,10 @@ def is_usual(raw: dict[str, Any], config: ModelConfig, family: dict[str, Any]) -
 
 
 def has_no_effect(key: str, value: object, words: int) -> bool:
-    """Whether a value of config.json changes no module, and every model accepts the value.
+    """Return whether a value of config.json changes no module and is valid for every model.
 
     Args:
-        words: size of the vocabulary.
+        words: the size of the vocabulary.
     """
     if key in _NOT_READ:
         return True
@@ -76,7 +76,7 @@ def has_no_effect(key: str, value: object, words: int) -> bool:
 
 
 def _sizes_agree(config: ModelConfig) -> bool:
-    """Whether attention heads and experts can share the sizes of a config."""
+    """Return whether the sizes of a config are divisible by its attention heads and experts."""
     heads, width = config.num_attention_heads, config.hidden_size
     groups = getattr(config, "num_key_value_heads", None)
     head_width = getattr(config, "head_dim", None)
@@ -115,7 +115,7 @@ def _is_size(key: str, value: object) -> bool:
 
 
 def _is_usual_rope(value: object) -> bool:
-    """Whether transformers can build rotary positions from this section of a config."""
+    """Return whether transformers can build rotary embeddings from this section of a config."""
     if not isinstance(value, dict):
         return False
     if value and all(key in LAYER_TYPES for key in value):

@@ -13,9 +13,7 @@ from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
 
-SAME_BASE = (
-    1e-2  # relative, of the base's validation loss: kernels and dtypes move it less, other weights more
-)
+SAME_BASE = 1e-2  # relative difference of the base model's validation loss; kernels and dtypes change it less
 MISSING = "-"
 AT_MOST = 8  # rows of a table of differences
 OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache_dir")
@@ -31,7 +29,7 @@ class Found(NamedTuple):
 
 
 def recipes(a: RunFolder, b: RunFolder) -> Found:
-    """Key by key, with who set it. Where files and folders stand is not a difference."""
+    """Compare two recipes key by key, with who set each value. Paths of files and folders may differ."""
     left, right = resolved(a), resolved(b)
     rows = []
     for key in dict.fromkeys([*left, *right]):
@@ -43,13 +41,13 @@ def recipes(a: RunFolder, b: RunFolder) -> Found:
 
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
-    """Dotted key -> value as it is written in recipe.resolved.yaml, and who set it."""
+    """Return, for each dotted key, its value in recipe.resolved.yaml and who set it."""
     found = run_folder.settings(folder.read_recipe(), folder.format_version)
     return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
 
 
 def data(a: RunFolder, b: RunFolder) -> Found:
-    """The files' content, and what became of their rows."""
+    """Compare the content of the data files, and the counts of their examples."""
 
     def of(folder: RunFolder) -> dict[str, Any]:
         counted = ("rows", "kept", "tokens", "trained_tokens")
@@ -61,12 +59,12 @@ def data(a: RunFolder, b: RunFolder) -> Found:
 
 
 def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]:
-    """The leaves of two JSON values that are not the same, by dotted name."""
+    """Return the leaves that differ between two JSON values, by dotted name."""
     if isinstance(left, dict) and isinstance(right, dict):
         keys = dict.fromkeys([*left, *right])
         pairs = ((f"{name}.{key}" if name else key, left.get(key), right.get(key)) for key in keys)
         return [row for key, one, other in pairs for row in unequal(one, other, key)]
-    same = left == right or (left != left and right != right)  # NaN, which is a loss like any other here
+    same = left == right or (left != left and right != right)  # NaN equals NaN here
     return [] if same else [(name, shown(left), shown(right))]
 
 
@@ -78,7 +76,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
     beside = ("batch_size", "seconds", "notes", "storage")
     settings = {k: v for k, v in result.get("settings", {}).items() if k not in beside}
     settings["data"] = sorted(settings.get("data", {}).values())
-    if isinstance(settings.get("general"), str):  # a file, whose content is in `data`
+    if isinstance(settings.get("general"), str):  # a file; `data` has its content
         settings["general"] = Path(settings["general"]).name
     settings["max_new_tokens"] = recipe.eval.max_new_tokens
     left_out = {"name", "validation", "cache_dir", "expect", "chat_template"}
@@ -101,7 +99,7 @@ def facts(folder: RunFolder) -> dict[str, Any]:
 
 
 def base_name(folder: RunFolder) -> str:
-    """The base of a run, and its commit on the Hub."""
+    """Return the base model of a run, with its commit on the Hub."""
     recipe = load_recipe(folder.recipe, (), folder.format_version)
     saved = RunFolder(folder.adapter).found("adapter_config.json")
     return run_folder.named(recipe.model.name, saved.get("revision") or recipe.model.revision)
@@ -112,10 +110,10 @@ def last_step(folder: RunFolder) -> int:
 
 
 def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
-    """Why the figures of two runs can't be compared; empty if they can.
+    """Return why the figures of two runs can't be compared; an empty list if they can.
 
     Args:
-        steps: whether another number of steps is such a reason.
+        steps: whether a different number of steps is a reason.
     """
     left, right = facts(a), facts(b)
     keys = [key for key in dict.fromkeys([*left, *right]) if steps or key != "steps"]
@@ -125,7 +123,7 @@ def obstacles(a: RunFolder, b: RunFolder, *, steps: bool = True) -> list[str]:
 
 
 def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
-    """Bases of one name whose losses on the same held-out file are not the same."""
+    """Report base models of one name whose losses on the same validation set differ."""
     recipes = [load_recipe(folder.recipe, (), folder.format_version) for folder in (a, b)]
     losses = [folder.found("eval.json").get("base", {}).get("loss") for folder in (a, b)]
     storages = {adapter_types.find(r.adapter.type).storage or r.model.quantization for r in recipes}
@@ -138,12 +136,12 @@ def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
 
 
 def near(one: float, other: float) -> bool:
-    """Whether two losses on the same rows may well be of the same weights."""
+    """Return whether two losses on the same examples may come from the same weights."""
     return math.isclose(one, other, rel_tol=SAME_BASE) or math.isnan(one) or math.isnan(other)
 
 
 def shown(value: object) -> str:
-    """A value in a line: hashes and long texts shortened."""
+    """Format a value on one line, with shortened hashes and long texts."""
     if isinstance(value, list):
         return "[" + ", ".join(map(shown, value)) + "]"
     text = value if isinstance(value, str) else json.dumps(value, default=str)

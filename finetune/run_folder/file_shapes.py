@@ -23,7 +23,7 @@ from pydantic import (
 
 from finetune.core import strict_json
 
-LARGEST = 10**18  # of a whole number
+LARGEST = 10**18  # the largest integer
 Scores = dict[str, float | None]
 Nothing = Annotated[dict[str, float], Field(max_length=0)]
 
@@ -56,7 +56,7 @@ class RecipeTrain(Shape):
 
 
 class ResolvedRecipe(Shape):
-    """What a report reads of recipe.resolved.yaml. Other commands load it as a recipe."""
+    """The keys of recipe.resolved.yaml that a report reads. Other commands load the file as a recipe."""
 
     model: RecipeModel = RecipeModel()
     data: RecipeData = RecipeData()
@@ -481,14 +481,14 @@ def _adapter(name: str) -> TypeAdapter[Any]:
 
 
 def parse(text: str) -> Any:
-    """JSON with whole numbers that every reader can hold, text that can be written, and few levels.
+    """Parse JSON whose integers, texts and nesting every reader supports.
 
     Raises:
-        ValueError: it is not, with the reason.
+        ValueError: an integer is too large, a text can't be encoded, or the nesting is too deep.
     """
     try:
         found = json.loads(text, parse_int=_whole_number, object_pairs_hook=_object)
-        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair is no text: it becomes a question mark
+        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair becomes a question mark
             found = json.loads(json.dumps(found, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError:
         raise ValueError("the JSON has too many levels") from None
@@ -497,10 +497,10 @@ def parse(text: str) -> Any:
 
 
 def check(name: str, content: object) -> None:
-    """Hold the content of a file to its shape.
+    """Check that the content of a file has its shape.
 
     Raises:
-        ValueError: it does not fit, with the place of the first fault.
+        ValueError: it does not fit. The text names the place of the first fault.
     """
     try:
         _adapter(name).validate_python(content)
@@ -513,7 +513,7 @@ def check(name: str, content: object) -> None:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
-    if len(found) != len(pairs):  # readers differ in which of the two they take
+    if len(found) != len(pairs):  # readers choose different values of a repeated key
         raise ValueError("an object has a key twice")
     return found
 

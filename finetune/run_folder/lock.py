@@ -177,7 +177,7 @@ def _is_touched(path: Path, before: float) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(BEAT / 4)
-        with contextlib.suppress(OSError), path.open("rb") as again:  # NFS looks again when a file is opened
+        with contextlib.suppress(OSError), path.open("rb") as again:  # NFS updates the time at an open
             if os.fstat(again.fileno()).st_mtime != before:
                 return True
     return False
@@ -190,7 +190,7 @@ def _beating(path: Path) -> Iterator[None]:
 
     def beat() -> None:
         while not done.wait(BEAT):
-            with contextlib.suppress(OSError):  # a disk that is away for a while
+            with contextlib.suppress(OSError):  # the disk may be unavailable for a while
                 os.utime(path)
 
     thread = threading.Thread(target=beat, daemon=True)

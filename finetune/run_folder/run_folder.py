@@ -1,4 +1,4 @@
-"""The run folder: what a run leaves behind, and all that later commands read.
+"""Write and read the run folder, the only input of later commands.
 
 recipe.resolved.yaml  environment.json  data_report.json  checks.json  metrics.jsonl  eval.json  log.txt
 adapter/ (or model/ after full fine-tuning)
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Recipe
 
-FORMAT_VERSION = 2  # of the run folder, in environment.json; a folder that states none has format 1
+FORMAT_VERSION = 2  # the format of run folders, stored in environment.json; without it, the format is 1
 EVALUATED = "eval.json"
 EVALUATIONS = (EVALUATED, "eval.other.json")
-_REPAIR = {  # what to do about a damaged file
+_REPAIR = {  # how to repair a damaged file
     EVALUATED: "delete the file and run `finetune evaluate RUN`",
     "eval.other.json": "delete the file and run `finetune evaluate RUN`",
     "merge.json": "delete the file and merge again",
 }
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
-HELD_OUT = "validation.jsonl"  # the validation set itself, so that a run can be evaluated anywhere
-# What of a run is published beside its weights, so that it can be opened elsewhere
+HELD_OUT = "validation.jsonl"  # a copy of the validation set, so that the run can be evaluated anywhere
+# Files that are published with the weights, so that the run can be opened elsewhere
 PUBLISHED = (
     "recipe.resolved.yaml",
     "eval.json",
@@ -87,12 +87,12 @@ class RunFolder:
 
     @property
     def weights(self) -> Path:
-        """What was trained: `model/` after full fine-tuning, else `adapter/`."""
+        """Return the folder of the trained weights: `model/` after full fine-tuning, else `adapter/`."""
         return self.model if self.model.exists() else self.adapter
 
     @property
     def staging(self) -> Path:
-        """The Trainer's own output_dir."""
+        """Return the Trainer's own output_dir."""
         return self.path / "checkpoints" / ".staging"
 
     @property
@@ -105,10 +105,10 @@ class RunFolder:
 
     @property
     def format_version(self) -> int:
-        """The version of the names in this folder; 1 where none is stated.
+        """Return the format version of this folder; 1 if it has none.
 
         Raises:
-            UserError: the folder is newer than this program (exit 2).
+            UserError: a newer version of finetune wrote the folder (exit 2).
         """
         path = self.path / "environment.json"
         try:
@@ -126,37 +126,37 @@ class RunFolder:
         raise UserError(Problem(what, "", str(path), found, expected, fix, code="run-folder"))
 
     def file(self, name: str) -> Path:
-        """A file of this run by today's name; in a folder of format 1 it may have an older one."""
+        """Return the path of a file by its current name. In format 1 the file may have an older name."""
         path = self.path / name
         old = self.path / renames.FILES.get(name, name)
         return old if old.exists() and not path.exists() else path
 
     @property
     def finished(self) -> bool:
-        """Trained, saved and evaluated."""
+        """Return whether the run is trained, saved and evaluated."""
         return self.weights.exists() and (self.path / "eval.json").exists()
 
     def write(self, name: str, value: object) -> None:
-        """Write `value` as JSON, whole or not at all: without secrets, and with NaN and Inf as text."""
+        """Write `value` as JSON atomically, without secrets, and with NaN and Inf as text."""
         text = masked(json.dumps(strict_json.spelt(value), indent=1, allow_nan=False)) + "\n"
         try:
             _usable(name, text, name)
-        except ValueError as error:  # the run is worth more than one file of it
+        except ValueError as error:  # a wrong file must not end the run
             said = f"warning: later commands can't read {name} ({error}); please report this as a bug"
             standard_streams.say(said, error=True)
         self.write_text(name, text)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file whole or not at all."""
+        """Write a text file atomically."""
         safe_files.write_text(self.path, name, text)
 
     def read_text(self, name: str) -> str:
-        """The text of a file of this run.
+        """Return the text of a file of this run.
 
         Raises:
-            OSError: it is missing, or cannot be opened.
-            UserError: a link leads out of the folder, or it is not a regular file (exit 2).
-            ValueError: it is not UTF-8.
+            OSError: the file is missing or can't be opened.
+            UserError: a link leads out of the folder, or the path is not a regular file (exit 2).
+            ValueError: the text is not UTF-8.
         """
         path = self.file(name)
         below = path.relative_to(self.path)
@@ -165,7 +165,7 @@ class RunFolder:
         return safe_files.read_text(real.parent, real.name)
 
     def read_recipe(self) -> str:
-        """The text of recipe.resolved.yaml (exit 4 where it is no text)."""
+        """Return the text of recipe.resolved.yaml (exit 4 if it is not text)."""
         try:
             return self.read_text(self.recipe.name)
         except (OSError, ValueError) as error:
@@ -174,13 +174,13 @@ class RunFolder:
             raise UserError(Problem(what, where=str(self.recipe), **texts), code=Exit.ARTIFACT) from None
 
     def read(self, name: str, shape: str = "") -> Any:
-        """The content of a JSON file of this run, in the shape that `file_shapes` has for it.
+        """Return the content of a JSON file of this run, and check its shape with `file_shapes`.
 
         Args:
-            shape: a name of `file_shapes.SHAPES`, if it is not the name of the file.
+            shape: a name of `file_shapes.SHAPES`; by default the name of the file.
 
         Raises:
-            UserError: it is missing or damaged (exit 4); a link, or not a regular file (exit 2).
+            UserError: the file is missing or damaged (exit 4), or is a link or not a regular file (exit 2).
         """
         path = self.file(name)
         try:
@@ -195,16 +195,16 @@ class RunFolder:
         raise UserError(problem, code=Exit.ARTIFACT)
 
     def found(self, name: str) -> Any:
-        """What `read` gives; of a file that is not there an empty mapping."""
+        """Return the result of `read`, or an empty dict if the file does not exist."""
         return self.read(name) if self.file(name).exists() else {}
 
     def measured_steps(self) -> list[dict[str, Any]]:
-        """`steps` with numbers in place of their names, and with all that an experiment calculates with."""
+        """Return `steps` with NaN and Inf as numbers. Each step has every value that an experiment needs."""
         lines = self.steps("measured steps")
         return [{key: strict_json.number(value) for key, value in line.items()} for line in lines]
 
     def steps(self, shape: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl that are of training steps.
+        """Return the lines of metrics.jsonl for training steps.
 
         Raises:
             UserError: a line is damaged (exit 4).
@@ -223,10 +223,10 @@ class RunFolder:
 
 
 def read_step(line: str) -> dict[str, Any]:
-    """A line of metrics.jsonl as it is written there.
+    """Return the values of a line of metrics.jsonl.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the line is damaged.
     """
     from finetune.run_folder import file_shapes
 
@@ -245,19 +245,19 @@ def _check_steps(shape: str, records: list[dict[str, Any]]) -> None:
 
 
 def _parse(text: str) -> Any:
-    from finetune.run_folder import file_shapes  # it imports pydantic's machinery, which not all need
+    from finetune.run_folder import file_shapes  # it imports pydantic, which not all callers need
 
     return file_shapes.parse(text)
 
 
 def _usable(name: str, text: str, shape: str, *, old: bool = False) -> Any:
-    """The content of a JSON file with its numbers.
+    """Return the content of a JSON file, with NaN and Inf as numbers.
 
     Args:
-        old: of format 1.
+        old: whether the file has format 1.
 
     Raises:
-        ValueError: it is not in its shape.
+        ValueError: the content does not have its shape.
     """
     from finetune.run_folder import file_shapes
 
@@ -273,7 +273,7 @@ def _usable(name: str, text: str, shape: str, *, old: bool = False) -> Any:
 
 
 def _instead(run: RunFolder) -> str:
-    """What may have been meant by a path that is no finished run."""
+    """Suggest a run for a path that is not a finished run."""
     if run.recipe.exists():
         return "continue the run: repeat the `finetune train` command with --resume=auto"
     dated = [path for path in run.path.parent.glob(f"{run.path.name}-[0-9]*") if RunFolder(path).finished]
@@ -285,7 +285,7 @@ def _instead(run: RunFolder) -> str:
 
 
 def open_run(path: str | Path) -> RunFolder:
-    """An existing run: a folder, or a published one, `organization/name@revision` (exit 2 if it is none)."""
+    """Open a run folder, or a published run `organization/name@revision` (exit 2 if there is no run)."""
     run = RunFolder(Path(path))
     if "@" in str(path) and not run.path.exists():
         run = _fetch(str(path))
@@ -300,9 +300,9 @@ def open_run(path: str | Path) -> RunFolder:
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse links that leave a folder, and what is neither a file nor a folder (exit 2).
+    """Stop if a folder has links that leave it, or entries that are neither files nor folders (exit 2).
 
-    The one exception is the link to the Hub's cache that `_fetch` makes.
+    The link to the Hub's cache that `_fetch` makes is allowed.
     """
     root, problems = folder.resolve(), list[Problem]()
     for above, folders, files in os.walk(root):
@@ -320,7 +320,7 @@ def refuse_links(folder: Path) -> None:
 
 
 def _is_own_link(entry: Path) -> bool:
-    """Whether `_fetch` made a link: it leads to a snapshot in the Hub's cache that holds the same recipe."""
+    """Return whether `_fetch` made a link. It leads to a snapshot in the Hub's cache with the same recipe."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     snapshot, recipe = entry.resolve(), "recipe.resolved.yaml"
@@ -335,7 +335,7 @@ def _is_own_link(entry: Path) -> bool:
 
 
 def _fetch(name: str) -> RunFolder:
-    """A published run as runs/<name>-<commit>: its small files, and its weights in the Hub's cache."""
+    """Download a published run to runs/<name>-<commit>. The weights stay in the Hub's cache."""
     patterns = ["*.safetensors", "*.json", "*.jsonl", "*.yaml", "*.jinja", "*.model", "*.txt"]
     snapshot, commit = client.download(name, patterns)
     target = Path("runs") / f"{client.split(name)[0].rpartition('/')[2]}-{commit[:8]}"
@@ -349,16 +349,16 @@ def _fetch(name: str) -> RunFolder:
         (made / kind).symlink_to(snapshot.absolute())
         try:
             os.rename(made, target)
-        except OSError:  # another process was first
+        except OSError:  # another process made the folder first
             shutil.rmtree(made)
     return RunFolder(target)
 
 
 def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = True) -> Recipe:
-    """The recipe of a run, with `overrides`; a run that came from another machine needs some.
+    """Return the recipe of a run with `overrides`. A run of another machine may need overrides of its paths.
 
     Args:
-        files: the base and the validation examples are going to be read, so they must be here (exit 2).
+        files: whether to check that the base model and the validation examples exist (exit 2).
     """
     recipe = load_recipe(run.recipe, list(overrides), run.format_version)
     data, needed = recipe.data, [("model.name", recipe.model.name)]
@@ -391,10 +391,10 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = (), *, files: bool = Tr
 
 
 def _check_base(run: RunFolder, recipe: Recipe) -> None:
-    """Refuse an adapter whose config names another base model, or another commit of it (exit 2).
+    """Stop if the adapter's config names another base model or another commit than the recipe (exit 2).
 
     Args:
-        recipe: with the overrides of the command, one of which may name that base model.
+        recipe: the recipe with the overrides of the command, which may name the base model.
     """
     config = RunFolder(run.adapter).found("adapter_config.json")
     own = load_recipe(run.recipe, (), run.format_version)
@@ -408,14 +408,14 @@ def _check_base(run: RunFolder, recipe: Recipe) -> None:
 
 
 def named(base: str, commit: str | None) -> str:
-    """A base by its name alone, since its folder may stand elsewhere, and its commit."""
+    """Return the name of a base model with its commit, without its folder, which differs between machines."""
     name = Path(base).absolute().name if local_path(base) else base
     return f"{name} {commit or ''}".strip()
 
 
 @functools.cache
 def packages() -> dict[str, str | None]:
-    """The versions of what training goes through; `None`: not installed."""
+    """Return the versions of the packages that training uses; `None` for packages that are not installed."""
     found: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -426,10 +426,12 @@ def packages() -> dict[str, str | None]:
 
 
 def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
-    """The recipe with every value it had, and in a comment who set it. The result loads as a recipe.
+    """Return the recipe as YAML with every effective value, and a comment with who set it.
+
+    The result loads as a recipe.
 
     Args:
-        chosen: dotted key -> (value, who chose it and why). A key that recipes don't have becomes a comment.
+        chosen: dotted key -> (value, who chose it and why). Keys that recipes don't have become comments.
     """
     origin = visible(recipe.origin.path.name)
     lines = [f"# All settings of this run, from {origin}."]
@@ -452,7 +454,7 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-LIBRARY = "default of the library"  # of a line of recipe.resolved.yaml: SFTConfig's or PEFT's value
+LIBRARY = "default of the library"  # marks a default of SFTConfig or PEFT in recipe.resolved.yaml
 
 
 class Setting(NamedTuple):
@@ -461,13 +463,13 @@ class Setting(NamedTuple):
     section: str
     key: str
     value: str
-    """As it is written there."""
+    """The value as text."""
     who: str
-    """Who set it and why; "default" if nobody."""
+    """Who set the value and why; "default" if nobody did."""
 
 
 def settings(resolved: str, format_version: int = FORMAT_VERSION) -> list[Setting]:
-    """The lines of recipe.resolved.yaml under today's names, without defaults of SFTConfig and PEFT."""
+    """Return the lines of recipe.resolved.yaml with current key names, without library defaults."""
     found, section = list[Setting](), ""
     for line in resolved.split("\n"):
         if match := _SETTING.fullmatch(line):
@@ -483,7 +485,7 @@ def settings(resolved: str, format_version: int = FORMAT_VERSION) -> list[Settin
 
 
 def _current(line: Setting) -> Setting:
-    """A line of format 1 under today's names."""
+    """Return a line of format 1 with its current key name."""
     old = f"{line.section}.{line.key}"
     if old not in renames.KEYS and old not in renames.RECORDED:
         return line
@@ -493,7 +495,7 @@ def _current(line: Setting) -> Setting:
 
 
 def _shown(recipe: Recipe, section: str) -> list[str]:
-    """Keys with a value of ours or of the user's; environment.json has upstream's defaults."""
+    """Return the keys that finetune or the user set. environment.json has the defaults of libraries."""
     content = getattr(recipe, section)
     if section == "adapter":
         return [key for key in type(content).model_fields if key in content.model_fields_set]
@@ -507,8 +509,8 @@ def _shown(recipe: Recipe, section: str) -> list[str]:
 
 
 def flow(value: Any) -> str:
-    """A value on one line, such that strict YAML 1.2 reads the same value back."""
-    if isinstance(value, BaseModel):  # a null is left out where it is what a reader would fill in
+    """Format a value on one line of YAML 1.2, from which the same value is read back."""
+    if isinstance(value, BaseModel):  # skip a null that a reader would fill in
         fields = type(value).model_fields
         defaults = {key: field.default for key, field in fields.items()}
         return flow({key: one for key, one in value if one is not None or defaults.get(key) is not None})
@@ -517,7 +519,7 @@ def flow(value: Any) -> str:
     if isinstance(value, Enum):  # an option of PEFT or transformers
         return flow(value.value)
     if isinstance(value, str):
-        # the escapes of `visible` are YAML's own
+        # The escapes of `visible` are valid in YAML.
         return visible(
             yaml.safe_dump(value, default_style='"', allow_unicode=True, width=float("inf")).strip()
         )
@@ -532,7 +534,7 @@ Choices = dict[str, tuple[Any, str]]  # dotted key -> (value, who chose it and w
 
 
 def local_paths(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's files and folders on this machine, as absolute paths."""
+    """Return the recipe's files and folders on this machine as absolute paths."""
     named = {
         "model.name": recipe.model.name,
         "data.name": recipe.data.name,
@@ -550,7 +552,7 @@ def local_paths(recipe: Recipe) -> dict[str, Any]:
 
 
 def _is_pattern_of_files(name: str, key: str = "data.name") -> bool:
-    """Whether a name has wildcards and names files here."""
+    """Return whether a name has wildcards and matches local files."""
     return any(mark in name for mark in "*?[") and bool(match_paths(name, Path(), key))
 
 
