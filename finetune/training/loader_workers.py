@@ -65,9 +65,9 @@ def end(seconds: int) -> UserError:
 
 
 def keep_workers(prepare: Any) -> Any:
-    """What begins loader workers that signals to the whole group do not end: the run still reads from them.
+    """Return a worker start function that ignores signals to the process group, because the run still reads.
 
-    When this process ends they may: Python sends them SIGTERM and waits, without an end, until they are gone.
+    The workers end when this process ends: Python sends them SIGTERM and waits until they are gone.
     """
     over = multiprocessing.RawValue("b")
     atexit.register(setattr, over, "value", 1)

@@ -272,7 +272,7 @@ def _of_lengths(dataset: Any, lengths: set[int]) -> Iterator[int]:
 
 
 def look_again(trainer: Steps, step: int) -> str:
-    """What is not finite in a step that was not, when it is made again."""
+    """Run a step with NaN or Inf again. Return where the first ones appear, or why finetune can't look."""
     batches, model = trainer.micro_batches.kept.get(step, []), trainer.model
     if sharded_tensors.sharded(model) or hasattr(trainer.model_wrapped, "backward"):
         return "not looked for: the launch splits the weights or their state"

@@ -98,7 +98,7 @@ def run(
 
     Args:
         verbosity: quiet prints errors only; verbose also prints the table of run checks.
-        resumes: the checkpoint to go on from: newest, auto (which may also be none) or step-<n>. A finished
+        resumes: the checkpoint to resume from: newest, auto (which may also be none) or step-<n>. A finished
             run is left as it is.
         until: when to end before the last step.
         callbacks: more callbacks for the Trainer.
@@ -174,7 +174,7 @@ def release_memory() -> None:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a caller of `run` asks beside the recipe; the names are those of its arguments."""
+    """The arguments of `run` in addition to the recipe."""
 
     resumes: str | None
     verbosity: Verbosity
@@ -342,7 +342,7 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
 
 
 def find_checkpoint(section: Train, resumes: str | None, setup: Setup) -> Found | None:
-    """The checkpoint to go on from, verified by rank 0."""
+    """Return the checkpoint to resume from, which rank 0 verified."""
     stopping.check(section, resumes, setup.launch.keeper)
     folder = RunFolder(Path(section.output_dir or ""))
     return collectives.from_main(lambda: resume.find(folder, resumes))

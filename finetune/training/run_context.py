@@ -1,4 +1,4 @@
-"""What every stage of a run needs."""
+"""The recipe, machine and folder of a run, which every stage needs."""
 
 from __future__ import annotations
 

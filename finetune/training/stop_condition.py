@@ -12,7 +12,7 @@ class Until(NamedTuple):
     text: str
     step: int | None = None
     time: float | None = None
-    """A time of day, in seconds since 1970. The clock may be set while the run goes on."""
+    """A time of day, in seconds since 1970. The clock may change during the run."""
     deadline: float | None = None
     """A time of `time.monotonic()`: the end of a duration, which a change of the clock does not move."""
 

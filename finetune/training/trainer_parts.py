@@ -1,4 +1,4 @@
-"""What our Trainer is made of."""
+"""Build finetune's Trainer with its callbacks and arguments."""
 
 from __future__ import annotations
 
