@@ -19,7 +19,7 @@ from finetune.adapters import (
 from finetune.core import upstream_private
 from finetune.core.errors import UserError
 from finetune.models import module_names
-from finetune.quantization import qat
+from finetune.quantization import qat, stacked_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def attach(
             )
         peft_configs.fit(config, model, everything, added)
         init = adapter.options().get("init_lora_weights")
-        with continue_from.refusals("PEFT refuses it"):
+        with continue_from.refusals("PEFT refuses it"), stacked_experts.plain_parameters(model):
             adapted = initialization.attach(model, config, init, everything.linear, batches, checks)
     _settle(adapted, adapter, model)
     fp8_loading.refuse_merges(adapted)

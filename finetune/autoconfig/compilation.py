@@ -11,8 +11,6 @@ from finetune.core.formatting import as_yaml
 from finetune.core.run_checks import Choice
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
 
@@ -24,18 +22,6 @@ PAYS_FROM = 120
 PRODUCTS = 0.4
 # Largest total rank of the adapters in one fused GEMM.
 MAX_RANK = 256
-# Largest rank of an adapter on experts.
-MAX_EXPERTS_RANK = 128
-# Activations of fused MLPs and experts, by their names in a config.
-FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-# Weights of stacked experts, as transformers names them.
-STACKED = ("gate_up_proj", "down_proj")
-# Families whose experts have their own gate function, another weight layout or a norm
-# (transformers 5.22: `_apply_gate` and the arguments of `use_experts_implementation`).
-OTHER_EXPERTS = (
-    "aria_text", "beam", "deepseek_v4", "glm5_next", "gpt_oss", "hy_v4", "minimax_m3_vl_text", "muse_spark",
-    "openai_privacy_filter",
-)  # fmt: skip
 
 
 class Work(NamedTuple):
@@ -99,25 +85,6 @@ def fused_obstacle(config: ModelConfig) -> str:
     """Return why no linear layer of a model can run fused; the empty string if its config allows it."""
     clipped = getattr(config.get_text_config(), "clip_qkv", None) is not None
     return "the model clips q, k and v in place" if clipped else ""
-
-
-def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return why `speed.fused_experts` can't run stacked experts; the empty string if it can.
-
-    Args:
-        shapes: the shapes of the model's parameters, by name.
-    """
-    text = config.get_text_config()
-    holders = {
-        name.rpartition(".")[0] for name, size in shapes.items() if name.endswith(STACKED) and len(size) == 3
-    }
-    if not holders:
-        return "the model has no stacked experts"
-    others = [n for n in shapes if n.rpartition(".")[0] in holders and n.rpartition(".")[2] not in STACKED]
-    if others or text.model_type in OTHER_EXPERTS:
-        return f"the experts of {text.model_type} have their own forward pass"
-    act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-    return "" if act in FUSED_ACTIVATIONS else f"the experts' activation is {act}"
 
 
 def choose_compile(requested: str | bool, work: Work, hardware: Hardware) -> Choice:

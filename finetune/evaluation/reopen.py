@@ -15,9 +15,10 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.evaluation import gpu_room
 from finetune.launch.launcher import Start
 from finetune.models import checkpoint_headers, loading, model_files, tokenizer_setup
-from finetune.quantization import qat, stored_weights
+from finetune.quantization import qat, stacked_experts, stored_weights
 from finetune.recipe.schema import Model
 from finetune.run_folder import run_folder
+from finetune.speed import fused_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -103,10 +104,11 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
 
     base: Any = open_base(recipe)
     continue_from.check_patterns(folder.adapter, base)
-    with refused:
+    with refused, stacked_experts.plain_parameters(base):
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
     held = checkpoint_headers.tensors(folder.adapter)
     continue_from.check_whole(tuned, list(held), str(folder.adapter))
+    fused_experts.install_quantized(tuned)
     return qat.follow(tuned).eval()
 
 

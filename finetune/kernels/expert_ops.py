@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from finetune.kernels import ops
 from finetune.kernels.ops import act_of
 
 triton_experts: Any = None
@@ -153,6 +154,58 @@ def has_grouped_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and aligned
         and torch.cuda.get_device_capability(x.device) >= (9, 0)
     )
+
+
+@torch.library.custom_op(
+    "finetune::dequantize_experts",
+    mutates_args=(),
+    schema="(Tensor[] stored, Tensor? thin, bool below, ScalarType dtype, Tensor? after=None) -> Tensor",
+)
+def dequantize_experts(
+    stored: list[torch.Tensor],
+    thin: torch.Tensor | None,
+    below: bool,
+    dtype: torch.dtype,
+    after: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dequantize the stacked weights of experts [E, out, in], and write an adapter's matrices next to them.
+
+    Args:
+        stored: 4-bit: packed [E, out, in / 2] uint8, absmax and table (`four_bit`). 8-bit: values
+            [E, out, in] in e4m3 or int8, and one scale for each output [E, out, 1] in float32.
+        thin: Matrices of an adapter in `dtype`: [E, R, in] with `below`, otherwise [E, out, R]. Or `None`.
+        below: Whether `thin` goes below the rows of each weight. Otherwise it goes behind the columns.
+        after: A tensor that must be computed before. The backward pass gives its gradient. Otherwise a
+            compiler would save the weight of the forward pass for the backward pass.
+
+    Returns:
+        [E, out + R, in] or [E, out, in + R] in `dtype`.
+    """
+    if stored[0].is_cuda:
+        return triton_experts.dequantize(stored, thin, below, dtype)
+    if len(stored) == 2:
+        weight = (stored[0].float() * stored[1]).to(dtype)
+    else:
+        packed, absmax, table = stored
+        blocks = packed.reshape(absmax.numel(), -1)
+        flat = ops.dequantize([blocks, absmax, table], dtype)
+        weight = flat.view(*packed.shape[:2], 2 * packed.shape[2])
+    return weight if thin is None else torch.cat([weight, thin], dim=1 if below else 2)
+
+
+@dequantize_experts.register_fake
+def _(
+    stored: list[torch.Tensor],
+    thin: torch.Tensor | None,
+    below: bool,
+    dtype: torch.dtype,
+    after: object = None,
+) -> torch.Tensor:
+    experts, outputs, inputs = stored[0].shape
+    inputs *= 2 if len(stored) == 3 else 1
+    outputs += thin.shape[1] if thin is not None and below else 0
+    inputs += thin.shape[2] if thin is not None and not below else 0
+    return stored[0].new_empty(experts, outputs, inputs, dtype=dtype)
 
 
 @torch.library.custom_op(

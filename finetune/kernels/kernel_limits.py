@@ -1,6 +1,14 @@
-"""What each attention and fp8 kernel needs. This module does not import torch."""
+"""What the kernels of attention, fp8 and experts need. This module does not import torch."""
 
 from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from finetune.core.model_config import ModelConfig
 
 # Names that finetune registers with transformers for kernels without a mask (attention_functions.py). In each
 # layer, transformers' own flash_attention_* wait for the device to get the borders of the examples, which
@@ -38,3 +46,54 @@ LENGTH_MULTIPLES = {"cudnn": 64}
 
 FP8_CAPABILITY = (8, 9)  # the first GPUs with fp8 GEMMs: Ada, then Hopper
 FP8_MULTIPLE = 16  # fp8 GEMMs need both dimensions of a weight to be a multiple of this
+
+# Largest rank of an adapter on experts.
+MAX_EXPERTS_RANK = 128
+# Activations of fused MLPs and experts, by their names in a config.
+FUSED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+# Weights of stacked experts, as transformers names them.
+STACKED = ("gate_up_proj", "down_proj")
+# Families whose experts have a gate function of their own, another weight layout or a norm
+# (transformers 5.22: `_apply_gate` and the arguments of `use_experts_implementation`).
+OTHER_EXPERTS = (
+    "aria_text", "beam", "deepseek_v4", "glm5_next", "gpt_oss", "hy_v4", "minimax_m3_vl_text", "muse_spark",
+    "openai_privacy_filter",
+)  # fmt: skip
+# A quantized stack of experts: the weights of a 4-bit block, and the divisor of a row's length, because a
+# word holds 8 weights of 4 bits.
+EXPERTS_BLOCK, EXPERTS_ROW = 64, 8
+
+
+def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why stacked experts can't run by `speed.fused_experts`; the empty string if they can.
+
+    Args:
+        shapes: of the model's parameters by their names.
+    """
+    text = config.get_text_config()
+    holders = {
+        name.rpartition(".")[0] for name, size in shapes.items() if name.endswith(STACKED) and len(size) == 3
+    }
+    if not holders:
+        return "the model has no stacked experts"
+    others = [n for n in shapes if n.rpartition(".")[0] in holders and n.rpartition(".")[2] not in STACKED]
+    if others or text.model_type in OTHER_EXPERTS:
+        return f"the experts of {text.model_type} have their own forward pass"
+    act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    return "" if act in FUSED_ACTIVATIONS else f"the experts' activation is {act}"
+
+
+def quantized_experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Why stacked experts can't be quantized; the empty string if they can.
+
+    Only `speed.fused_experts` computes with quantized experts.
+
+    Args:
+        shapes: of the model's parameters by their names.
+    """
+    if reason := experts_obstacle(config, shapes):
+        return reason
+    sizes = [size for name, size in shapes.items() if name.endswith(STACKED) and len(size) == 3]
+    if any(size[2] % EXPERTS_ROW or prod(size) % EXPERTS_BLOCK for size in sizes):
+        return f"the experts' rows are not multiples of {EXPERTS_ROW}, or their sizes not of {EXPERTS_BLOCK}"
+    return ""

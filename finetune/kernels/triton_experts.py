@@ -183,6 +183,56 @@ def _product_of_experts(
     tl.store(out + at, total, here)
 
 
+@triton.jit
+def _dequantize(
+    stored, scales, table, out, WORDS, OUT: tl.constexpr, IN_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr,
+    EXPERT, ROW, FOUR_BIT: tl.constexpr, NESTED: tl.constexpr, B: tl.constexpr,
+):  # fmt: skip
+    """A word holds 8 weights of one row. EXPERT and ROW are the strides of `out`."""
+    words = tl.program_id(0).to(tl.int64) * B + tl.arange(0, B)
+    here = words < WORDS
+    row = words // IN_WORDS
+    place = tl.arange(0, 8)
+    if FOUR_BIT:
+        codes = tl.load(stored + words, here, 0)
+        block = words // BLOCK_WORDS
+        scale = tl.load(scales + block, here, 0)
+        if NESTED:
+            outer = tl.load(table + 273 + block // 256, here, 0.0)
+            scale = tl.load(table + 16 + scale.to(tl.int32)) * outer + tl.load(table + 272)
+        values = tl.load(table + ((codes[:, None] >> ((place ^ 1) * 4)[None, :]) & 15))
+    else:
+        scale = tl.load(scales + row, here, 0.0)
+        values = tl.load(stored + (words * 8)[:, None] + place[None, :], here[:, None], 0.0).to(tl.float32)
+    expert = row // OUT
+    at = expert * EXPERT + (row - expert * OUT) * ROW + (words - row * IN_WORDS) * 8
+    values = (values * scale[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] + place[None, :], values, here[:, None])
+
+
+@on_its_gpu
+def dequantize(stored, thin, below, dtype):
+    values, scales = stored[:2]
+    four_bit = len(stored) == 3
+    experts, outputs, inputs = values.shape
+    inputs *= 2 if four_bit else 1
+    rows, columns = outputs, inputs
+    if thin is not None:
+        rows, columns = (rows + thin.shape[1], columns) if below else (rows, columns + thin.shape[2])
+    out = torch.empty(experts, rows, columns, device=values.device, dtype=dtype)
+    words = experts * outputs * inputs // 8
+    flat = values.view(-1).view(torch.int32) if four_bit else values
+    table = stored[2] if four_bit else scales
+    _dequantize[(triton.cdiv(words, 512),)](
+        flat, scales, table, out, words, outputs, inputs // 8, words // scales.numel(), out.stride(0),
+        out.stride(1), four_bit, scales.dtype == torch.uint8, 512, num_warps=4,
+        enable_fp_fusion=False,  # bitsandbytes rounds a scale before it adds the offset
+    )  # fmt: skip
+    if thin is not None:
+        (out[:, outputs:] if below else out[:, :, inputs:]).copy_(thin)
+    return out
+
+
 @on_its_gpu
 def rows_of_experts(x, places):
     (tokens, width), each = x.shape, len(places) // len(x)

@@ -16,6 +16,8 @@ LINEAR = ("Linear", "Conv1D")  # what "all-linear" means; GPT-2's Conv1D is a li
 # The kinds of modules that some adapter changes; any other module's kind is the name of its class
 NO_WEIGHT = "no weight"
 KINDS = (*LINEAR, "Embedding", "Conv1d", "Conv2d", "Conv3d", "MultiheadAttention")
+# The end of a quantized expert parameter's name, with the name by which the model reads it
+_STORED = re.compile(r"\.parametrizations\.(\w+)\.original$")
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,13 @@ def of_model(model: Any) -> Names:
     """Return the names of a model in memory or on the meta device, before it gets an adapter."""
     text = {id(module) for module in of_text(model)}
     named = [(name, module) for name, module in model.named_modules() if name]
+    named = [(name, module) for name, module in named if ".parametrizations" not in name]
     kinds = {name: kind_of(module) for name, module in named if id(module) in text}
     towers = {name: kind_of(module) for name, module in named if id(module) not in text}
     of_text_model = {id(p) for module in of_text(model) for p in module.parameters(recurse=False)}
-    shapes = {name: (id(p), tuple(p.shape)) for name, p in model.named_parameters()}
+    shapes = {
+        _STORED.sub(r".\1", name): (id(p), _shape(model, name, p)) for name, p in model.named_parameters()
+    }
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     return Names(
         kinds=kinds,
@@ -134,6 +139,13 @@ def of_model(model: Any) -> Names:
         tower_kinds=towers,
         tower_shapes={name: shape for name, (at, shape) in shapes.items() if at not in of_text_model},
     )
+
+
+def _shape(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
+    """Return the shape of a parameter as the model reads it, which differs if experts are quantized."""
+    if not (found := _STORED.search(name)):
+        return tuple(parameter.shape)
+    return tuple(model.get_submodule(f"{name[: found.start()]}.parametrizations.{found[1]}.0").shape)
 
 
 def _name_of(named: list[tuple[str, Any]], module: nn.Module) -> str:
@@ -153,6 +165,8 @@ def kind_of(module: nn.Module) -> str:
     from transformers.pytorch_utils import Conv1D
 
     name = type(module).__name__
+    if hasattr(module, "parametrizations"):  # quantized experts: torch has given them a class of their own
+        name = type(module).__mro__[1].__name__
     if next(module.parameters(), None) is None:
         return NO_WEIGHT
     if isinstance(module, nn.Embedding):

@@ -8,7 +8,7 @@ import torch
 
 from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.models import checkpoint_headers, module_names
+from finetune.models import architecture, checkpoint_headers, module_names
 from finetune.quantization import stored_weights
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED
 
@@ -44,14 +44,20 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
         own = {"bnb_4bit_compute_dtype": str(compute).removeprefix("torch.")} if stored.stays else {}
         stored_weights.complete(config, **(own or {"dequantize": True}))
         return {}
-    return {"quantization_config": _quantized(storage, compute)} if storage in QUANTIZED else {}
+    if storage not in QUANTIZED:
+        return {}
+    experts = bool(architecture.experts(config.get_text_config()))
+    return {"quantization_config": _quantized(storage, compute, experts=experts)}
 
 
-def _quantized(storage: str, compute: torch.dtype) -> Any:
+def _quantized(storage: str, compute: torch.dtype, *, experts: bool) -> Any:
     """Return transformers' quantization config.
 
     It is NF4 or FP4 in blocks of 64 with double quantization (arXiv 2305.14314), LLM.int8() (arXiv
     2208.07339), or torchao's int8 weights with one scale per output.
+
+    Args:
+        experts: whether the model is a mixture of experts, whose stacks of experts are quantized, too.
     """
     if storage == "torchao_int8":
         from torchao.quantization import Int8WeightOnlyConfig
@@ -60,14 +66,18 @@ def _quantized(storage: str, compute: torch.dtype) -> Any:
         return TorchAoConfig(Int8WeightOnlyConfig())
     from transformers import BitsAndBytesConfig
 
-    if storage == "int8":
+    if storage == "int8" and not experts:
         return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=storage,
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
-    )
+    four_bit = {
+        "bnb_4bit_quant_type": storage,
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": compute,
+    }
+    if not experts:
+        return BitsAndBytesConfig(load_in_4bit=True, **four_bit)
+    from finetune.quantization.bnb_loading import EightBitConfig, FourBitConfig
+
+    return EightBitConfig() if storage == "int8" else FourBitConfig(**four_bit)
 
 
 def finish(

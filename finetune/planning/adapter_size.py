@@ -6,8 +6,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.adapters import expert_targets, target_modules
-from finetune.autoconfig import compilation
-from finetune.autoconfig.compilation import FUSED_ACTIVATIONS, MAX_RANK
+from finetune.autoconfig.compilation import MAX_RANK
+from finetune.kernels import kernel_limits
 from finetune.models import module_names
 from finetune.recipe import adapter_types
 
@@ -105,7 +105,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     if any(found.names.kinds[name] == "Conv1D" for name in names):
         obstacle = obstacle or "the base model is stored as Conv1D"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-    fits = largest * 3 <= MAX_RANK and act in FUSED_ACTIVATIONS
+    fits = largest * 3 <= MAX_RANK and act in kernel_limits.FUSED_ACTIVATIONS
     fits &= not any(name.endswith("experts") for name in found.names.kinds)
     fits &= not dropout or not any("down_proj" in name for name in names)
     fits &= not any(name.endswith(tuple(f"{one}.bias" for one in MLP)) for name in found.names.parameters)
@@ -146,6 +146,6 @@ def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
 
 def _fast_experts(found: Architecture, ranks: dict[str, int]) -> bool:
     """Return whether stacked experts and all adapted parameters run by `speed.fused_experts`."""
-    other = any(not name.endswith(compilation.STACKED) for name in ranks)
-    large = max(ranks.values(), default=0) > compilation.MAX_EXPERTS_RANK
-    return not (other or large or compilation.experts_obstacle(found.config, found.names.shapes))
+    other = any(not name.endswith(kernel_limits.STACKED) for name in ranks)
+    large = max(ranks.values(), default=0) > kernel_limits.MAX_EXPERTS_RANK
+    return not (other or large or kernel_limits.experts_obstacle(found.config, found.names.shapes))

@@ -23,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from finetune.core import upstream_private
 from finetune.core.errors import Problem, UserError
 from finetune.kernels.ops import E4M3, quantize_rows
-from finetune.quantization import stored_weights
+from finetune.quantization import stacked_experts, stored_weights
 from finetune.quantization.fp8_linear import Fp8Linear, fits
 
 if TYPE_CHECKING:
@@ -59,25 +59,35 @@ class Fp8BaseQuantizer(HfQuantizer):
             if (name in stored if stored else should_convert_module(name, not_converted)) and fits(module):
                 model.set_submodule(name, _unread(module, coded=name in stored))
         lost = [n for n in sorted(stored) if not isinstance(_module(model, n), Fp8Linear)]
+        self.experts = set[str]() if stored else stacked_experts.names(model)
         if lost:  # transformers would read the quantized values as weights
             raise ValueError(f"its fp8 weights have no fp8 layer here: {', '.join(lost[:6])}")
         return model
 
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        stacked_experts.parametrize_experts(model)
+        return model
+
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: object) -> bool:
+        if param_name in self.experts:
+            return True
         module, leaf = get_module_from_name(model, param_name)
         return isinstance(module, Fp8Linear) and leaf in ("weight", SCALE)
 
     def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
         """Return the bytes per element after quantization, which transformers uses to reserve GPU memory."""
         leaf = param_name.rpartition(".")[2]
-        coded = leaf == "weight" and self.param_needs_quantization(model, param_name)
+        coded = (leaf == "weight" or param_name in self.experts) and self.param_needs_quantization(
+            model, param_name
+        )
         return 1.0 if coded else float(param.element_size())
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize()
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
-        """Replace fp8 layers by plain linear layers with the dequantized weights."""
+        """Replace fp8 layers by plain linear layers with the dequantized weights, and dequantize experts."""
+        stacked_experts.dequantize(model, dtype)
         for name, module in list(model.named_modules()):
             if isinstance(module, Fp8Linear):
                 model.set_submodule(name, _plain(module, dtype))
@@ -107,6 +117,9 @@ class _Quantize(ConversionOps):
         converted: dict[str, Any] = {}
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
+            if name.endswith(stacked_experts.STACKED):
+                made[name] = stacked_experts.quantize(value, "fp8")
+                continue
             if name.endswith(SCALE):
                 layer = get_module_from_name(kwargs["model"], name)[0]
                 converted[name] = value.float().reshape(-1, 1).expand(layer.out_features, 1).contiguous()

@@ -16,18 +16,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 
-from finetune.autoconfig.compilation import MAX_EXPERTS_RANK, STACKED
 from finetune.core import upstream_private
+from finetune.core.errors import Exit, Problem, UserError
 from finetune.kernels import expert_ops as ops
+from finetune.kernels.kernel_limits import MAX_EXPERTS_RANK, STACKED
 from finetune.kernels.ops import ACTIVATIONS
+from finetune.models import module_names
+from finetune.quantization import stacked_experts
 from finetune.speed import lm_head_loss
 
 if TYPE_CHECKING:
@@ -46,8 +51,10 @@ class Experts:
     """The stacked experts of one layer, and the tensors that hold their weights. s is LoRA's scaling.
 
     Attributes:
-        first: W1 with the rows of A1 [E, 2 F + R, H], or W1 alone without an adapter.
-        last: W2 with the columns of s B2 [E, H, F + R], or W2 alone without an adapter.
+        first: W1 with the rows of A1 [E, 2 F + R, H], or W1 alone without an adapter. If W1 is quantized: A1
+            [E, R, H], or `None`.
+        last: W2 with the columns of s B2 [E, H, F + R], or W2 alone without an adapter. If W2 is quantized:
+            s B2 [E, H, R], or `None`.
         outer: s B1 [E, 2 F, R], or `None`.
         inner: A2 [E, R, F], or `None`.
     """
@@ -65,6 +72,8 @@ class Experts:
         self.adapters = [one.active_adapters for one in self.adapted]
         self.act = ACTIVATIONS[type(module.act_fn).__name__]
         self.proving = False
+        self.stored = [_stored(module, name) for name in (FIRST, LAST)]
+        self.quantized = self.stored[0][0] is not None
         self.hold()
         module.finetune_experts = self
         if wrappers:
@@ -73,10 +82,14 @@ class Experts:
     @torch.no_grad()
     def hold(self) -> None:
         """Allocate tensors for weights and adapters together. The weights become views of them."""
-        weights: list[Any] = [getattr(self.module, name) for name in (FIRST, LAST)]
         ranks = [self._padded(name) for name in (FIRST, LAST)]
+        if self.quantized:
+            self._hold_adapters(ranks)
+            return
+        weights: list[Any] = [getattr(self.module, name) for name in (FIRST, LAST)]
+        self.shape: Any = weights[0].shape
         experts, self.size = len(weights[0]), weights[0].shape[1] // 2
-        self.first, self.last = weights[0].detach(), weights[1].detach()
+        self.first, self.last, self.dtype = weights[0].detach(), weights[1].detach(), weights[0].dtype
         self.outer = self.inner = None
         if ranks[0]:
             self.first = nn.functional.pad(self.first, (0, 0, 0, ranks[0]))
@@ -89,9 +102,22 @@ class Experts:
         self.places = [weight.data_ptr() for weight in weights]
         self.refresh()
 
+    def _hold_adapters(self, ranks: list[int]) -> None:
+        """Allocate tensors for the adapters of quantized weights."""
+        held = [stacked_experts.of(self.module, name) for name in (FIRST, LAST)]
+        self.shape, self.dtype = held[0][1].shape, held[0][1].dtype
+        experts, both, width = self.shape
+        self.size, self.first, self.last, self.outer, self.inner = both // 2, None, None, None, None
+        empty = partial(torch.zeros, device=held[0][0].device, dtype=self.dtype)
+        if ranks[0]:
+            self.first, self.outer = empty(experts, ranks[0], width), empty(experts, both, ranks[0])
+        if ranks[1]:
+            self.inner, self.last = empty(experts, ranks[1], self.size), empty(experts, width, ranks[1])
+        self.refresh()
+
     def release(self) -> None:
         """Undo it: give the weights their own memory, and the wrapper its own forward."""
-        for name in (FIRST, LAST):
+        for name in () if self.quantized else (FIRST, LAST):
             weight = getattr(self.module, name)
             weight.data = weight.data.contiguous()
         vars(self.module).pop("finetune_experts", None)
@@ -105,21 +131,27 @@ class Experts:
         Fused optimizers do not count a new version of a parameter, so it copies in every pass. The copy does
         not count as a new version of the tensors either, since an earlier pass may still need its backward.
         """
-        if [getattr(self.module, name).data_ptr() for name in (FIRST, LAST)] != self.places:
+        if not self.quantized and [getattr(self.module, n).data_ptr() for n in (FIRST, LAST)] != self.places:
             self.hold()  # PEFT replaced the weights, to merge an adapter or to undo that
         if self.outer is not None:
             a, b, scale = self._factors(FIRST)
-            self.first.data[:, 2 * self.size :][:, : a.shape[1]].copy_(a)
+            rows = self.first.data if self.quantized else self.first.data[:, 2 * self.size :]
+            rows[:, : a.shape[1]].copy_(a)
             self.outer.data[..., : b.shape[2]].copy_(b * scale)
         if self.inner is not None:
             a, b, scale = self._factors(LAST)
             self.inner.data[:, : a.shape[1]].copy_(a)
-            self.last.data[..., self.size :][..., : b.shape[2]].copy_(b * scale)
+            columns = self.last.data if self.quantized else self.last.data[..., self.size :]
+            columns[..., : b.shape[2]].copy_(b * scale)
 
     def active(self) -> bool:
-        """Return whether the module trains with the same adapter, which is on and not merged."""
+        """Return whether the module trains with the same adapter, which is on and not merged.
+
+        Quantized experts need not train. PEFT's own forward would leave its changes on the module
+        (peft 0.21.2, ParamWrapper._remove_parametrizations).
+        """
         return self.proving or (
-            self.module.training
+            (self.module.training or (self.quantized and bool(self.wrappers)))
             and all(
                 layer.active_adapters == names and not layer.disable_adapters and not layer.merged
                 for layer, names in zip(self.adapted, self.adapters, strict=True)
@@ -128,7 +160,7 @@ class Experts:
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Compute the output for x [T, H], with each token's experts `ids` and routing `weights` [T, K]."""
-        flat = x.to(self.first.dtype)
+        flat = x.to(self.dtype)
         parameters = [p for name in (FIRST, LAST) for p in self._parameters(name)]
         y = _Experts.apply(
             flat,
@@ -139,6 +171,9 @@ class Experts:
             self.outer,
             self.inner,
             self.last,
+            *self.stored[0],
+            *self.stored[1],
+            self.size,
             self._scales(),
             self.act,
         )
@@ -163,7 +198,7 @@ class Experts:
         """
         a, b = self._parameters(name)
         wrapper: Any = self.by_name[name]
-        experts = len(getattr(self.module, name))
+        experts = wrapper.num_experts
         scale = wrapper.scaling[wrapper.active_adapters[0]]
         return a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts).permute(2, 0, 1), scale
 
@@ -188,28 +223,40 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Any, weights: Any, a1: Any, b1: Any, a2: Any, b2: Any, ids: Any, first: Any, outer: Any,
-        inner: Any, last: Any, scales: list[float], act: str,
+        inner: Any, last: Any, first_values: Any, first_scale: Any, first_table: Any, last_values: Any,
+        last_scale: Any, last_table: Any, size: int, scales: list[float], act: str,
     ) -> torch.Tensor:  # fmt: skip
-        size = last.shape[2] - (0 if inner is None else inner.shape[1])
-        order, places, ends, tiles = ops.sort_by_expert(ids, first.shape[0])
+        first_stored = first_values, first_scale, first_table
+        last_stored = last_values, last_scale, last_table
+        wide_first = _whole(first_stored, first, True, x)
+        order, places, ends, tiles = ops.sort_by_expert(ids, wide_first.shape[0])
         weights = weights.contiguous()
-        z = ops.grouped_mm(ops.rows_of_experts(x, places), first, ends, True)
+        z = ops.grouped_mm(ops.rows_of_experts(x, places), wide_first, ends, True)
+        del wide_first
         h = ops.activate_experts(z, outer, inner, tiles, size, act)
-        y = ops.sum_of_experts(ops.grouped_mm(h, last, ends, True), places, weights, x.shape[0])
+        wide_last = _whole(last_stored, last, False, x)
+        y = ops.sum_of_experts(ops.grouped_mm(h, wide_last, ends, True), places, weights, x.shape[0])
         ctx.size, ctx.act, ctx.scales = size, act, scales
         ctx.shapes = [None if one is None else (one.shape, one.dtype) for one in (a1, b1, a2, b2)]
-        ctx.save_for_backward(x, weights, z, order, places, ends, tiles, first, outer, inner, last)
+        held = first, outer, inner, last
+        ctx.save_for_backward(x, weights, z, order, places, ends, tiles, *held, *first_stored, *last_stored)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        x, weights, z, order, places, ends, tiles, first, outer, inner, last = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        x, weights, z, order, places, ends, tiles, first, outer, inner, last = saved[:11]
+        first_stored, last_stored = saved[11:14], saved[14:]
         dy, each, wide = grads[0].contiguous(), weights.shape[1], 2 * ctx.size
-        g = ops.grouped_mm(ops.rows_of_experts(dy, places), last, ends, False)
+        wide_last = _whole(last_stored, last, False, dy, after=dy)
+        g = ops.grouped_mm(ops.rows_of_experts(dy, places), wide_last, ends, False)
+        del wide_last
         dz, h, thin, dweights = ops.activate_experts_backward(
             z, outer, inner, g, weights, order, tiles, ctx.size, ctx.act
         )
-        dx = ops.sum_of_experts(ops.grouped_mm(dz, first, ends, False), places, None, x.shape[0])
+        wide_first = _whole(first_stored, first, True, dy, after=dz)
+        dx = ops.sum_of_experts(ops.grouped_mm(dz, wide_first, ends, False), places, None, x.shape[0])
+        del wide_first
         da1 = db1 = da2 = db2 = None
         if outer is not None:
             da1 = _inner(ops.product_of_experts(dz[:, wide:], x, ends, order, each), ctx.shapes[0])
@@ -220,7 +267,22 @@ class _Experts(torch.autograd.Function):
             da2 = _inner(ops.product_of_experts(thin[:, :rank], h, ends, None, each), ctx.shapes[2])
             db2 = ops.product_of_experts(thin[:, rank:], dy, ends, order, each)
             db2 = _outer(db2, ctx.scales[1], ctx.shapes[3])
-        return dx, dweights.to(weights.dtype), da1, db1, da2, db2, *[None] * 7
+        return dx, dweights.to(weights.dtype), da1, db1, da2, db2, *[None] * 14
+
+
+def _stored(module: Any, name: str) -> list[Any]:
+    """Return the tensors of a quantized weight, or three times `None`."""
+    held = stacked_experts.of(module, name)
+    tensors = held[1].stored(held[0].detach()) if held else []
+    return [*tensors, *[None] * (3 - len(tensors))]
+
+
+def _whole(stored: tuple[Any, ...], thin: Any, below: bool, like: torch.Tensor, after: Any = None) -> Any:
+    """Return the weights with the adapter's matrices: dequantized, or as they are held."""
+    if stored[0] is None:
+        return thin
+    tensors = [one for one in stored if one is not None]
+    return ops.dequantize_experts(tensors, thin, below, like.dtype, after)
 
 
 def _inner(gradient: torch.Tensor, like: tuple[Any, torch.dtype]) -> torch.Tensor:
@@ -261,6 +323,7 @@ class FusedExperts:
 
     Attributes:
         served: The experts that run fused, by layer.
+        installed: Experts that run fused already, because they are quantized.
         left: The number of layers whose experts keep their own forward, by the reason.
         worst: The largest relative difference between a fused forward and its module's own.
     """
@@ -272,10 +335,13 @@ class FusedExperts:
             adapted: Adapted layers whose state to follow if the experts have no adapter.
         """
         self.served, self.left, self.worst = list[Experts](), Counter[str](), 0.0
+        self.installed = list[Experts]()
         self.base, self.before = lm_head_loss.base_of(model), dict[str, Any]()
         found = [one for layer in layers for one in stacked(layer)]
         for module, wrappers in found:
-            if reason := obstacle(module, wrappers):
+            if installed := vars(module).get("finetune_experts"):
+                self.installed.append(installed)
+            elif reason := obstacle(module, wrappers):
                 self.left[reason] += 1
             else:
                 self.served.append(Experts(module, wrappers, adapted[:1]))
@@ -292,12 +358,13 @@ class FusedExperts:
     def summary(self) -> str:
         """Say how many layers have fused experts, and why others do not. It is empty without experts."""
         left = [f"{count} by transformers: {reason}" for reason, count in sorted(self.left.items())]
-        total = len(self.served) + sum(self.left.values())
-        return "; ".join([f"experts of {len(self.served)} of {total} layers", *left]) if total else ""
+        served = len(self.served) + len(self.installed)
+        total = served + sum(self.left.values())
+        return "; ".join([f"experts of {served} of {total} layers", *left]) if total else ""
 
     def wrappers(self) -> set[nn.Module]:
         """Return PEFT's wrappers around fused experts."""
-        return {wrapper for one in self.served for wrapper in one.wrappers}
+        return {wrapper for one in (*self.served, *self.installed) for wrapper in one.wrappers}
 
     def refresh(self) -> None:
         """Copy PEFT's parameters, before a forward pass."""
@@ -321,12 +388,38 @@ class FusedExperts:
                 error = difference(one)
             except Exception as failed:  # such as a kernel that does not fit this GPU
                 reason = f"their fused forward or backward fails here: {' '.join(str(failed).split())[:120]}"
-            if error <= ALLOWED.get(one.first.dtype, 2e-2):
+            if error <= ALLOWED.get(one.dtype, 2e-2):
                 self.worst = max(self.worst, error)
                 continue
             self.served.remove(one)
             self.left[reason] += 1
             one.release()
+
+
+def install_quantized(model: Any) -> None:
+    """Run the quantized experts of a PEFT model fused from now on, in training and outside of it.
+
+    Raises:
+        UserError: they can't run fused (exit 3).
+    """
+    if not stacked_experts.all_of(model):
+        return
+    adapted = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    fused = FusedExperts(model, [model], adapted)
+    if fused.left:
+        why = "; ".join(fused.left)
+        what, fix = "finetune can't train on quantized experts with this adapter", "model.quantization: none"
+        problem = Problem(what, "model.quantization", fix=fix, why=why, code="quantization")
+        raise UserError(problem, code=Exit.ENVIRONMENT)
+    for one in fused.served:
+        for wrapper in one.wrappers:
+            wrapper.merge = MethodType(_refuse_merge, wrapper)
+    decoder = module_names.decoder_of(lm_head_loss.base_of(model))
+    decoder.register_forward_pre_hook(lambda *_: fused.refresh())
+
+
+def _refuse_merge(*_: object, **__: object) -> None:
+    raise stacked_experts.refuse_merge()
 
 
 def stacked(layer: nn.Module) -> list[tuple[Any, list[Any]]]:
@@ -337,10 +430,16 @@ def stacked(layer: nn.Module) -> list[tuple[Any, list[Any]]]:
         while isinstance(inside, ParamWrapper):
             wrappers.append(inside)
             inside = inside.base_layer
-        if inside not in seen and getattr(getattr(inside, FIRST, None), "ndim", 0) == 3:
+        if inside not in seen and _is_stack(inside):
             found.append((inside, wrappers))
             seen.add(inside)
     return found
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Return whether a module holds stacked experts, without reading quantized ones."""
+    held = stacked_experts.of(module, FIRST)
+    return bool(held) or getattr(getattr(module, FIRST, None), "ndim", 0) == 3
 
 
 def obstacle(module: nn.Module, wrappers: list[Any]) -> str:
@@ -349,7 +448,7 @@ def obstacle(module: nn.Module, wrappers: list[Any]) -> str:
         return f"{type(module).__name__} has its own forward pass"
     if module.has_bias or not module.has_gate or module.is_transposed or not module.is_concatenated:
         return "the experts have a bias, no gate, or weights in another order"
-    if {name for name, _ in module.named_parameters()} != {FIRST, LAST}:
+    if {_read_name(name) for name, _ in module.named_parameters()} != {FIRST, LAST}:
         return "the experts have other parameters, too"
     if upstream_private.gate_of(type(module)).__module__ != ExpertsInterface.__module__:
         return "the experts have a gate of their own"
@@ -357,12 +456,19 @@ def obstacle(module: nn.Module, wrappers: list[Any]) -> str:
         return f"the experts' activation is {type(module.act_fn).__name__}"
     if upstream_private.is_expert_parallel(module):
         return "expert parallelism splits the experts"
+    if stacked_experts.of(module, FIRST):
+        return next(filter(None, map(_wrapper_obstacle, wrappers)), "")
     weights: list[Any] = [getattr(module, name) for name in (FIRST, LAST)]
     if any(type(one) is not nn.Parameter or not one.is_floating_point() for one in weights):
         return f"the experts are stored as {type(weights[0]).__name__}"
     if any(one.requires_grad for one in weights):
         return "the experts train"
     return next(filter(None, map(_wrapper_obstacle, wrappers)), "")
+
+
+def _read_name(name: str) -> str:
+    """Return the name by which a module reads a parameter, from the name of a quantized one."""
+    return name.removeprefix("parametrizations.").removesuffix(".original")
 
 
 def _wrapper_obstacle(wrapper: Any) -> str:
@@ -381,15 +487,18 @@ def difference(experts: Experts) -> float:
     """Return the relative difference of both forwards, with adapters that are not zero."""
     module, made = experts.module, torch.Generator().manual_seed(0)
     called = experts.wrappers[0] if experts.wrappers else module
-    count, width = experts.first.shape[0], experts.first.shape[2]
+    (count, _, width), device = experts.shape, next(module.parameters()).device
     each = min(count, EACH)
-    x = torch.randn(TOKENS, width, generator=made).to(experts.first)
-    weights = torch.rand(TOKENS, each, generator=made).to(experts.first)
+    x = torch.randn(TOKENS, width, generator=made).to(device, experts.dtype)
+    weights = torch.rand(TOKENS, each, generator=made).to(device, experts.dtype)
     ids = torch.rand(TOKENS, count, generator=made).topk(each).indices.to(x.device)
     with _stirred(experts, made):
         before, module.finetune_before = module.finetune_before, "eager"
         training = module.training
-        own = type(called).forward(called.eval(), x, ids, weights)
+        if experts.quantized:
+            own = _expert_by_expert(experts, x, ids, weights)
+        else:
+            own = type(called).forward(called.eval(), x, ids, weights)
         called.train(training)
         module.finetune_before, experts.proving = before, True
         try:
@@ -401,6 +510,24 @@ def difference(experts: Experts) -> float:
         finally:
             experts.proving = False
     return float((ours - own).float().norm() / own.float().norm())
+
+
+def _expert_by_expert(
+    experts: Experts, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """Compute the output with the dequantized weights, to which PEFT's change is added."""
+    first, last = (
+        getattr(experts.module, name)
+        + (experts.by_name[name].get_delta_weight(experts.adapters[0][0]) if name in experts.by_name else 0)
+        for name in (FIRST, LAST)
+    )
+    y = torch.zeros_like(x)
+    for expert in ids.unique().tolist():
+        token, place = torch.where(ids == expert)
+        gate, up = (x[token] @ first[expert].t()).chunk(2, dim=-1)
+        made = (experts.module.act_fn(gate) * up) @ last[expert].t()
+        y.index_add_(0, token, made * weights[token, place, None])
+    return y
 
 
 @contextlib.contextmanager

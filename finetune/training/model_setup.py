@@ -10,6 +10,7 @@ from finetune.core.errors import UserError, stage
 from finetune.models import loading, module_names, router_loss, tokenizer_setup
 from finetune.preflight import adapter_names, gradient_probe
 from finetune.quantization import qat
+from finetune.speed import fused_experts
 from finetune.training import optimizers
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def adapted_model(
     added = tokenizer_setup.added_tokens(recipe.model, tokenizer)
     with stage("attached the adapter", "adapter.type"):
         adapted = attach.attach(base, recipe.adapter, steps, checks, batches, added)
+        fused_experts.install_quantized(adapted)
     with setup.autocast():  # full fine-tuning has fp32 weights, which flash attention does not support
         gradient_probe.check(adapted, recipe.adapter, setup, checks)
     return adapted

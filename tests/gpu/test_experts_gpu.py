@@ -14,6 +14,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.kernels import expert_ops as ops
+from finetune.quantization import stacked_experts
+from finetune.speed import fused_experts
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
 from support.kernel_steps import apart, error, step
@@ -109,17 +111,60 @@ def test_adapter_gradients(route: str, shape: tuple[int, int, int, int], rank: i
         assert error(made, wanted) < 1e-3
 
 
-def mixture(parameters: Any, seed: int = 0) -> Any:
+STORAGES = ["nf4", "fp4", "fp8", "int8"]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("shape", [(3, 40, 64), (5, 1536, 2048), (2, 72, 768)], ids=str)
+def test_dequantized_experts_are_those_of_the_cpu(storage: str, shape: tuple[int, int, int]) -> None:
+    weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    values = stacked_experts.quantize(weight, storage)
+    stored = values.dequantize_by.stored(values)
+    below, behind = torch.randn(shape[0], 16, shape[2]), torch.randn(shape[0], shape[1], 32)
+    for thin, under in ((None, True), (below, True), (behind, False)):
+        there = None if thin is None else thin.cuda().bfloat16()
+        made = ops.dequantize_experts(stored, there, under, torch.bfloat16)
+        here = None if thin is None else thin.bfloat16()
+        wanted = ops.dequantize_experts([one.cpu() for one in stored], here, under, torch.bfloat16)
+        assert torch.equal(made.cpu(), wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_quantized_model_s_step_is_pefts(storage: str, compiled: bool) -> None:
+    """PEFT runs on the dequantized weights."""
+    model, own = mixture(BOTH, storage=storage), mixture(BOTH, storage=storage)
+    stacked_experts.dequantize(own)
+    fused_experts.install_quantized(model)
+    layers = decoder_layers(model)
+    Fused(model, layers)
+    torch._dynamo.reset()
+    for layer in layers if compiled else []:
+        layer.compile(fullgraph=True)
+    (loss, gradients), (right, theirs) = step(model), step(own)
+    assert abs(loss - right) < 5e-3 and apart(gradients, theirs) < 0.03
+    again, same = step(model)
+    assert again == loss and all(torch.equal(same[name], gradients[name]) for name in same)
+
+
+def mixture(parameters: Any, seed: int = 0, storage: str = "") -> Any:
+    """A PEFT model on the GPU, with quantized experts if `storage` is given."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         "qwen3_moe", hidden_size=256, moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2,
         head_dim=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=1000,
     )  # fmt: skip
-    whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    whole: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    model = get_peft_model(
-        whole, LoraConfig(r=8, target_modules=targets, target_parameters=parameters)
-    ).cuda()
+    whole.cuda()
+    for name in stacked_experts.names(whole) if storage else ():
+        owner, _, leaf = name.rpartition(".")
+        values = stacked_experts.quantize(whole.get_parameter(name).detach(), storage)
+        setattr(whole.get_submodule(owner), leaf, values)
+    stacked_experts.parametrize_experts(whole)
+    with stacked_experts.plain_parameters(whole):
+        lora = LoraConfig(r=8, target_modules=targets, target_parameters=parameters)
+        model = get_peft_model(whole, lora).cuda()
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data += 0.02 * torch.randn_like(parameter)

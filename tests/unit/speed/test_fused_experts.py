@@ -11,11 +11,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from finetune.autoconfig import compilation
 from finetune.autoconfig.decisions import decide_fused
 from finetune.core.run_checks import Choice, RunChecks
 from finetune.hardware.detection import Hardware
-from finetune.kernels import expert_ops
+from finetune.kernels import expert_ops, kernel_limits
 from finetune.models import module_names
 from finetune.speed import apply_to_model, fused_adapters, fused_experts, live_model_spec
 from finetune.speed.fused_layers import Fused
@@ -106,14 +105,14 @@ def test_a_plan_knows_which_experts_are_served(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
     found = [one for layer in decoder_layers(model) for one in fused_experts.stacked(layer)]
-    planned = compilation.experts_obstacle(config, module_names.of_model(model).shapes)
+    planned = kernel_limits.experts_obstacle(config, module_names.of_model(model).shapes)
     assert found and {bool(fused_experts.obstacle(*one)) for one in found} == {bool(planned)}
     assert bool(planned) == (family in ("gpt_oss", "deepseek_v4", "lfm2_moe"))
 
 
 def test_a_model_without_stacked_experts_has_none_to_serve() -> None:
     config = AutoConfig.for_model("llama", **CONFIGS["llama"])
-    assert compilation.experts_obstacle(config, {"model.layers.0.mlp.down_proj.weight": (4, 4)})
+    assert kernel_limits.experts_obstacle(config, {"model.layers.0.mlp.down_proj.weight": (4, 4)})
 
 
 ROUTES = {

@@ -1,0 +1,100 @@
+"""Load a mixture of experts with bitsandbytes: linear layers as transformers does, and the stacked experts.
+
+transformers quantizes only linear layers with bitsandbytes (transformers 5.22, quantizer_bnb_4bit.py and
+quantizer_bnb_8bit.py). Here each stack of experts is quantized when it is read, before the next one is read.
+So memory never holds all of them in 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from transformers import BitsAndBytesConfig
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+
+from finetune.quantization import stacked_experts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FOUR_BIT, EIGHT_BIT = "finetune_bnb_4bit", "finetune_bnb_8bit"
+
+
+class FourBitConfig(BitsAndBytesConfig):
+    """bitsandbytes' config, for a model whose stacked experts are quantized to 4 bits, too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(load_in_4bit=True, **options)
+        self.quant_method: Any = FOUR_BIT
+
+
+class EightBitConfig(BitsAndBytesConfig):
+    """bitsandbytes' config, for a model whose stacked experts are quantized to int8, too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(load_in_8bit=True, **options)
+        self.quant_method: Any = EIGHT_BIT
+
+
+class FourBitQuantizer(Bnb4BitHfQuantizer):
+    """transformers' quantizer for NF4 and FP4, for a model with stacked experts."""
+
+    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.experts = stacked_experts.names(model)
+        return super()._process_model_before_weight_loading(model, *args, **kwargs)
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
+
+    def get_quantize_ops(self) -> Any:
+        return _Quantize(super().get_quantize_ops(), self.quantization_config.bnb_4bit_quant_type)
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        stacked_experts.parametrize_experts(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+class EightBitQuantizer(Bnb8BitHfQuantizer):
+    """transformers' quantizer for LLM.int8(), for a model with stacked experts."""
+
+    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        self.experts = stacked_experts.names(model)
+        return super()._process_model_before_weight_loading(model, *args, **kwargs)
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
+
+    def get_quantize_ops(self) -> Any:
+        return _Quantize(super().get_quantize_ops(), "int8")
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        stacked_experts.parametrize_experts(model)
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
+
+class _Quantize(ConversionOps):
+    """Quantize a stack of experts, or a linear layer as transformers does."""
+
+    def __init__(self, linear: Any, storage: str) -> None:
+        self.linear, self.storage = linear, storage
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        made: dict[str, Any] = {}
+        for name, value in input_dict.items():
+            if name.endswith(stacked_experts.STACKED):
+                weight = value[0] if isinstance(value, list) else value
+                made[name] = stacked_experts.quantize(weight, self.storage)
+            else:
+                made |= self.linear.convert({name: value}, *args, **kwargs)
+        return made
+
+
+for _method, _config, _quantizer in (
+    (FOUR_BIT, FourBitConfig, FourBitQuantizer),
+    (EIGHT_BIT, EightBitConfig, EightBitQuantizer),
+):
+    register_quantization_config(_method)(_config)
+    register_quantizer(_method)(_quantizer)

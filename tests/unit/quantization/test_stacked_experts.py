@@ -1,0 +1,177 @@
+"""Quantized experts of a mixture: loading, dequantization, and steps against the dequantized model in PEFT."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from finetune.core.errors import UserError
+from finetune.kernels import expert_ops
+from finetune.models import module_names
+from finetune.quantization import stacked_experts
+from finetune.quantization.bnb_loading import EightBitConfig, FourBitConfig
+from finetune.quantization.fp8_loading import Fp8BaseConfig
+from finetune.speed import fused_experts
+from finetune.speed.live_model_spec import decoder_layers
+from support.fused_models import IDS, step, worst
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
+    "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "eos_token_id": 1, "router_aux_loss_coef": 0.0,
+}  # fmt: skip
+BOTH = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+CONFIGS: dict[str, Any] = {
+    "nf4": lambda: FourBitConfig(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+    "fp4": lambda: FourBitConfig(bnb_4bit_quant_type="fp4", bnb_4bit_use_double_quant=True),
+    "fp8": Fp8BaseConfig,
+    "int8": EightBitConfig,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: Any) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **SIZES))
+    path = tmp_path_factory.mktemp("mixture")
+    model.save_pretrained(path)
+    return path
+
+
+def load(folder: Path, storage: str) -> Any:
+    """Load the model quantized as `storage`. Linear layers of LLM.int8() can't compute in float64."""
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=CONFIGS[storage]()
+    )
+
+
+@pytest.mark.parametrize("storage", ["nf4", "fp4"])
+def test_four_bit_values_are_bitsandbytes_own(storage: str) -> None:
+    weight = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(0))
+    values = stacked_experts.quantize(weight, storage)
+    packed, state = quantize_4bit(weight.view(-1, 64), compress_statistics=True, quant_type=storage)
+    assert torch.equal(values.view(-1), packed.view(-1))
+    assert torch.equal(values.dequantize_by(values), dequantize_4bit(packed, state).view(weight.shape))
+
+
+@pytest.mark.parametrize(("storage", "error"), [("nf4", 0.11), ("fp4", 0.16), ("fp8", 0.03), ("int8", 0.01)])
+def test_dequantized_weights_are_close(storage: str, error: float) -> None:
+    weight = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(0))
+    values = stacked_experts.quantize(weight, storage)
+    again = values.dequantize_by(values)
+    assert again.shape == weight.shape and again.dtype == weight.dtype
+    assert float((again - weight).norm() / weight.norm()) < error
+    below, behind = torch.randn(3, 16, 64), torch.randn(3, 8, 16)
+    stored = values.dequantize_by.stored(values)
+    under = expert_ops.dequantize_experts(stored, below, True, torch.float32)
+    beside = expert_ops.dequantize_experts(stored, behind, False, torch.float32)
+    assert torch.equal(under, torch.cat([again, below], 1)) and torch.equal(
+        beside, torch.cat([again, behind], 2)
+    )
+
+
+@pytest.mark.parametrize("storage", CONFIGS)
+def test_loaded_experts_are_quantized(folder: Path, storage: str) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load(folder, storage)
+    assert len(stacked_experts.all_of(model)) == 4
+    held, whole = stacked_experts.sizes(model)
+    assert whole == 2 * 2 * 4 * 3 * 32 * 64 and held < whole * (0.4 if "4" in storage else 0.6)
+    own, live = module_names.of_model(plain), module_names.of_model(model)
+    assert own.shapes.keys() == live.shapes.keys() and own.kinds == live.kinds
+    experts = [name for name in own.shapes if ".experts." in name]
+    assert {name: own.shapes[name] for name in experts} == {name: live.shapes[name] for name in experts}
+    for name in experts:
+        right, read = plain.get_parameter(name).detach(), attribute(model, name)
+        assert float((read - right).norm() / right.norm()) < 0.16
+
+
+def attribute(model: Any, name: str) -> Any:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(owner), leaf)
+
+
+def adapted(base: Any, parameters: list[str] | None) -> Any:
+    config = LoraConfig(r=5, lora_alpha=7, target_modules=["q_proj", "v_proj"], target_parameters=parameters)
+    torch.manual_seed(1)
+    with stacked_experts.plain_parameters(base):
+        model = get_peft_model(base, config)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+    return model
+
+
+@pytest.mark.parametrize(
+    "parameters", [BOTH, BOTH[:1], BOTH[1:], None], ids=["both", "last", "first", "none"]
+)
+@pytest.mark.parametrize("storage", ["nf4", "fp8"])
+def test_step_is_that_of_the_dequantized_model(folder: Path, storage: str, parameters: Any) -> None:
+    """Loss and gradients of PEFT's own forward on the dequantized weights, and logits outside of training."""
+    plain = load(folder, storage)
+    stacked_experts.dequantize(plain)
+    assert not stacked_experts.all_of(plain)
+    right, ours = adapted(plain, parameters).train(), adapted(load(folder, storage), parameters).train()
+    fused_experts.install_quantized(ours)
+    wanted, gradients = step(right)
+    for _ in range(2):
+        loss, made = step(ours)
+        assert abs(float(loss - wanted)) < 1e-5
+        assert gradients.keys() == made.keys() and worst(made, gradients) < 1e-4
+    with torch.no_grad():
+        assert torch.allclose(ours.eval()(IDS).logits, right.eval()(IDS).logits, atol=1e-4)
+        with ours.disable_adapter(), right.disable_adapter():
+            assert torch.allclose(ours(IDS).logits, right(IDS).logits, atol=1e-4)
+        assert torch.allclose(ours(IDS).logits, right(IDS).logits, atol=1e-4)
+
+
+def test_saved_adapter_opens_on_the_plain_model_and_on_the_quantized_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = adapted(load(folder, "nf4"), BOTH)
+    fused_experts.install_quantized(model)
+    wanted = model.eval()(IDS).logits
+    model.save_pretrained(tmp_path)
+    quantized = load(folder, "nf4")
+    with stacked_experts.plain_parameters(quantized):
+        again = PeftModel.from_pretrained(quantized, str(tmp_path)).eval()
+    fused_experts.install_quantized(again)
+    assert torch.equal(again(IDS).logits, wanted)
+    plain = load(folder, "nf4")
+    stacked_experts.dequantize(plain)
+    whole = PeftModel.from_pretrained(plain, str(tmp_path)).eval()
+    assert torch.allclose(whole(IDS).logits, wanted, atol=1e-4)
+
+
+def experts_of(model: Any) -> Any:
+    return decoder_layers(model)[0].mlp.experts
+
+
+def test_merge_of_pefts_is_refused(folder: Path) -> None:
+    model = adapted(load(folder, "nf4"), BOTH)
+    fused_experts.install_quantized(model)
+    with pytest.raises(UserError, match="can't be merged into quantized experts"):
+        experts_of(model).merge()
+
+
+def test_compiled_layers_do_not_save_dequantized_weights(folder: Path) -> None:
+    """The partitioner of torch.compile would keep a weight that forward and backward compute alike."""
+    model = adapted(load(folder, "nf4"), BOTH).train()
+    fused_experts.install_quantized(model)
+    loss, gradients = step(model)
+    saved = list[torch.Size]()
+    layers = decoder_layers(model)
+    for layer in layers:
+        layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+        again, same = step(model)
+    assert abs(float(again - loss)) < 1e-5 and worst(same, gradients) < 1e-4
+    assert not [shape for shape in saved if shape[-2:] in ((80, 64), (64, 48))]
