@@ -3,11 +3,13 @@
     python benchmarks/experts.py                 # all rows
     python benchmarks/experts.py bf16 unsloth    # some rows
     python benchmarks/experts.py --profile nf4   # with the time of each kernel
+    python benchmarks/experts.py --layers 48 --cap 32 nf4-full
 
 The first call writes a checkpoint of 8 GB with random weights to the folder of `--model`. Each row loads it,
 and trains LoRA r=16 on attention and experts. A step has four sequences of 4,096 random tokens. No row uses
 activation checkpointing, apart from what Unsloth's kernels recompute. Three warm-up steps do not count.
-finetune's rows do not compute the routers' load-balancing loss.
+finetune's rows do not compute the routers' load-balancing loss. A model of more than six layers has no
+checkpoint: its weights are created and quantized one by one. `--cap` limits the memory to so many GiB.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-SEQUENCES, LENGTH, VOCABULARY, STEPS, WARM_UP = 4, 4096, 151_936, 10, 3
+LAYERS, SEQUENCES, LENGTH, VOCABULARY, STEPS, WARM_UP = 6, 4, 4096, 151_936, 10, 3
 TOKENS = SEQUENCES * LENGTH
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -39,6 +41,8 @@ class Row(NamedTuple):
     """Whether the experts have adapters."""
     compile: bool = True
     fused: bool = True
+    checkpointing: str = "none"
+    sequences: int = 4
 
 
 ROWS = {
@@ -49,30 +53,70 @@ ROWS = {
     "bf16-frozen": Row(experts=False),
     "bf16-eager": Row(compile=False),
     "peft": Row(compile=False, fused=False),
+    "bf16-full": Row(checkpointing="full"),
+    "fp8-full": Row("fp8", checkpointing="full"),
+    "nf4-full": Row("nf4", checkpointing="full"),
+    "nf4-full-attention": Row("nf4", experts=False, checkpointing="full"),
+    "nf4-full-attention-1": Row("nf4", experts=False, checkpointing="full", sequences=1),
+    "nf4-full-1": Row("nf4", checkpointing="full", sequences=1),
 }
 UNSLOTH = {"unsloth": False, "unsloth-nf4": True}  # whether it loads in 4 bits
 
 
-def write(folder: Path, layers: int) -> None:
-    """Write the checkpoint, with a tokenizer, which Unsloth wants."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def config_of(layers: int) -> Any:
+    from transformers import AutoConfig
 
-    torch.manual_seed(0)
     sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 32, "head_dim": 128}
     sizes |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
     sizes |= {"moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": VOCABULARY}
-    config = AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, max_position_embeddings=8192, **sizes)
+    return AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, max_position_embeddings=8192, **sizes)
+
+
+def write(folder: Path, layers: int) -> None:
+    """Write the checkpoint, with a tokenizer, which Unsloth wants."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config_of(layers), dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer = Path(__file__).parents[1] / "examples" / "tiny_llama" / "model"
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
-def ours(folder: Path, row: Row) -> tuple[Any, str]:
+def create(layers: int, options: dict[str, Any], attention: str) -> Any:
+    """Create a model on the GPU, and quantize each weight as soon as it exists."""
+    from transformers import AutoModelForCausalLM
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    config = config_of(layers)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+    quantizer: Any = None
+    if "quantization_config" in options:
+        quantizer = AutoHfQuantizer.from_config(options["quantization_config"], pre_quantized=False)
+        quantizer.preprocess_model(model=model, device_map={"": 0}, dtype=torch.bfloat16, checkpoint_files=[])
+    random = torch.Generator(device="cuda").manual_seed(0)
+    for name, parameter in list(model.named_parameters()):
+        shape = parameter.shape
+        norm = len(shape) == 1
+        value = torch.ones(shape, device="cuda") if norm else torch.empty(shape, device="cuda")
+        value = value.bfloat16() if norm else value.bfloat16().normal_(0, 0.02, generator=random)
+        made = {name: torch.nn.Parameter(value, requires_grad=False)}
+        if quantizer and quantizer.param_needs_quantization(model, name):
+            made = quantizer.get_quantize_ops().convert({name: [value]}, full_layer_name=name, model=model)
+        for target, weight in made.items():
+            owner, _, leaf = target.rpartition(".")
+            setattr(model.get_submodule(owner), leaf, weight)
+    rotary = model.model.rotary_emb
+    model.model.rotary_emb = type(rotary)(config).cuda()
+    return quantizer.postprocess_model(model) if quantizer else model
+
+
+def ours(folder: Path, row: Row, layers: int) -> tuple[Any, str]:
     """Return the model of a row of finetune or of plain PEFT, and what is fused."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from finetune.autoconfig.compilation import Work
     from finetune.core.run_checks import RunChecks
@@ -84,11 +128,13 @@ def ours(folder: Path, row: Row) -> tuple[Any, str]:
     from finetune.speed import apply_to_model, fused_experts, lm_head_loss
 
     attention_functions.register("cudnn")
-    options = quantized_loading.options(AutoConfig.from_pretrained(folder), None, row.storage, torch.bfloat16)
+    options = quantized_loading.options(config_of(layers), None, row.storage, torch.bfloat16)
     attention = kernel_limits.IMPLEMENTATIONS["cudnn"]
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, attn_implementation=attention, device_map={"": 0}, **options
-    )
+    if layers == LAYERS:
+        options |= {"dtype": torch.bfloat16, "attn_implementation": attention, "device_map": {"": 0}}
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    else:
+        model = create(layers, options, attention)
     loaded()
     lora = LoraConfig(
         r=16, lora_alpha=32, target_modules=ATTENTION, target_parameters=EXPERTS if row.experts else None
@@ -97,7 +143,9 @@ def ours(folder: Path, row: Row) -> tuple[Any, str]:
         model = get_peft_model(model, lora).train()
     fused_experts.install_quantized(model)
     fused = "auto" if row.fused else False
-    speed = Speed(activation_checkpointing="none", offload="none", fused=fused, compile=row.compile)
+    speed = Speed(
+        activation_checkpointing=row.checkpointing, offload="none", fused=fused, compile=row.compile
+    )
     with torch.autocast("cuda", torch.bfloat16):
         choices = apply_to_model.apply(model, speed, Work(TOKENS, 1e20), detect(), RunChecks())
     lm_head_loss.install(model, compiled=row.compile)
@@ -129,19 +177,19 @@ def loaded() -> None:
     LOADED["loading_peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 
-def measure(name: str, folder: Path, *, profile: bool) -> dict[str, Any]:
+def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str, Any]:
     """Train a row and return its figures."""
     begun = time.monotonic()
-    peer = name in UNSLOTH
-    model, fused = unsloth(folder, four_bit=UNSLOTH[name]) if peer else ours(folder, ROWS[name])
+    peer, sequences = name in UNSLOTH, SEQUENCES if name in UNSLOTH else ROWS[name].sequences
+    model, fused = unsloth(folder, four_bit=UNSLOTH[name]) if peer else ours(folder, ROWS[name], layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     random = torch.Generator(device="cuda").manual_seed(1)
     setup = time.monotonic() - begun
 
     def step() -> torch.Tensor:
-        ids = torch.randint(VOCABULARY, (SEQUENCES, LENGTH), device="cuda", generator=random)
-        count = SEQUENCES * (LENGTH - 1)
+        ids = torch.randint(VOCABULARY, (sequences, LENGTH), device="cuda", generator=random)
+        count = sequences * (LENGTH - 1)
         with torch.autocast("cuda", torch.bfloat16):
             if peer:
                 loss = model(input_ids=ids, labels=ids).loss
@@ -171,7 +219,9 @@ def measure(name: str, folder: Path, *, profile: bool) -> dict[str, Any]:
     return {
         "row": name,
         "fused": fused,
-        "tokens_per_second": round(TOKENS / milliseconds * 1000),
+        "layers": layers,
+        "sequences": sequences,
+        "tokens_per_second": round(sequences * LENGTH / milliseconds * 1000),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         **LOADED,
         "setup_s": round(setup, 1),
@@ -186,17 +236,25 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("/tmp/experts"))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--here", action="store_true", help="run the row in this process")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--cap", type=float, help="GiB of GPU memory")
     given = parser.parse_args()
-    if not (given.model / "config.json").exists():
-        write(given.model, layers=6)
+    if given.cap:
+        whole = torch.cuda.get_device_properties(0).total_memory / 2**30
+        torch.cuda.set_per_process_memory_fraction(given.cap / whole)
+    if given.layers == LAYERS and not (given.model / "config.json").exists():
+        write(given.model, LAYERS)
         gc.collect()
         torch.cuda.empty_cache()
     if given.here:
-        print(json.dumps(measure(given.rows[0], given.model, profile=given.profile)), flush=True)
+        row = measure(given.rows[0], given.model, given.layers, profile=given.profile)
+        print(json.dumps({**row, "cap_gib": given.cap}), flush=True)
         return
     print(json.dumps({"device": torch.cuda.get_device_name(), "torch": torch.__version__}), flush=True)
     for name in given.rows:  # each in a process of its own, because Unsloth changes transformers
         options = ["--profile"] if given.profile else []
+        options += ["--layers", str(given.layers)]
+        options += ["--cap", str(given.cap)] if given.cap else []
         call = [sys.executable, __file__, "--here", "--model", str(given.model), *options, name]
         subprocess.run(call, check=False)
 

@@ -61,7 +61,7 @@ def plan(recipe: Recipe, gpu: str | None = None, gpus: int | None = None) -> Pla
 
 @only_user_errors("loaded the base model")
 def load_model(
-    name: str,
+    name: str | Path,
     *,
     quantization: Quantization = "auto",
     revision: str | None = None,
@@ -70,8 +70,9 @@ def load_model(
     """Load a base model as `finetune train` does, for TRL's SFTTrainer or your own training loop.
 
     The weights have the dtype bf16 on a GPU that supports it, and fp32 on a CPU. `quantization` stores linear
-    layers in fewer bits. All weights are frozen: add an adapter with `peft.get_peft_model`. Attention is
-    `sdpa`, or `eager` for models that do not support `sdpa` in transformers.
+    layers and stacked experts in fewer bits. All weights are frozen: add an adapter with `peft.get_peft_model`. Attention is
+    `sdpa`, or `eager` for models that do not support `sdpa` in transformers. Plain PEFT can't
+    adapt quantized experts, but `finetune.train` can.
 
     Args:
         name: Hub id or local folder.
@@ -84,7 +85,7 @@ def load_model(
     """
     from finetune.models import frozen_model
 
-    return frozen_model.load(Model(name=name, revision=revision, quantization=quantization), device)
+    return frozen_model.load(Model(name=str(name), revision=revision, quantization=quantization), device)
 
 
 @only_user_errors("trained the model")

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.adapters import target_modules
 from finetune.core import formatting
+from finetune.kernels import kernel_limits
 from finetune.models import module_names
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from finetune.core.model_config import ModelConfig
     from finetune.models.module_names import Names
 
 WITH_EXPERTS = "all-linear-and-experts"
@@ -257,20 +259,30 @@ def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
     return said
 
 
-def storage_note(names: Names) -> str:
-    """Return a note on the parts of a quantized base model that stay unquantized; empty without experts."""
-    linear = sum(2 * prod(names.shapes.get(f"{one}.weight", (0,))) for one in names.linear)
-    said = unquantized(names)
-    return (
-        f"{formatting.size(linear)} of linear layers (in bf16) are quantized. {said} are not" if said else ""
-    )
+def storage_note(names: Names, config: ModelConfig, storage: str) -> str:
+    """Say what a quantized base model quantizes and what not, with sizes in bf16; empty without experts."""
+    linear = formatting.size(sum(2 * prod(names.shapes.get(f"{one}.weight", (0,))) for one in names.linear))
+    if not (experts := stacks_in_bf16(names)):
+        return ""
+    if reason := stays_in_bf16(names, config, storage):
+        return f"{linear} of linear layers (in bf16) are quantized. {experts} are not: {reason}"
+    return f"{linear} of linear layers and {experts} (in bf16) are quantized"
 
 
-def unquantized(names: Names) -> str:
-    """Return the size and names of stacked experts, which are never quantized; empty without experts."""
+def stacks_in_bf16(names: Names) -> str:
+    """Return the size in bf16 and the names of stacked experts; empty without them."""
     experts = [f"{holder}.{parameter}" for holder, parameter in stacked(names)]
     size = formatting.size(sum(2 * prod(names.shapes[one]) for one in experts))
     return f"{size} of {', '.join(_shortest(experts, names))}" if experts else ""
+
+
+def stays_in_bf16(names: Names, config: ModelConfig, storage: str) -> str:
+    """Return why a quantized base model does not quantize stacked experts; empty if it does."""
+    if not stacked(names):
+        return ""
+    if storage not in kernel_limits.EXPERTS_STORAGES:
+        return f"{storage} quantizes only nn.Linear layers"
+    return kernel_limits.quantized_experts_obstacle(config, names.shapes)
 
 
 def _count(resolved: Resolved, names: Names) -> int:

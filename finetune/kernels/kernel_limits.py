@@ -62,6 +62,8 @@ OTHER_EXPERTS = (
 # A quantized stack of experts: the weights of a 4-bit block, and the divisor of a row's length, because a
 # word holds 8 weights of 4 bits.
 EXPERTS_BLOCK, EXPERTS_ROW = 64, 8
+# Values of `model.quantization` that also quantize stacked experts.
+EXPERTS_STORAGES = ("nf4", "fp4", "fp8", "int8")
 
 
 def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:

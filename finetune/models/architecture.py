@@ -20,7 +20,12 @@ from finetune.autoconfig.mixed_precision import DTYPES, STORED
 from finetune.core import packages, regular_files, untrusted_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
-from finetune.kernels.kernel_limits import FP8_MULTIPLE
+from finetune.kernels.kernel_limits import (
+    EXPERTS_STORAGES,
+    FP8_MULTIPLE,
+    STACKED,
+    quantized_experts_obstacle,
+)
 from finetune.models import checkpoint_headers, module_lists
 from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
@@ -198,7 +203,10 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
     if storage in STORED:
         return found.parameters * BYTES[STORED[storage]]
     linear, other = found.stored, BYTES[DTYPES[precision]]
-    coded = 0.0
+    coded, stacks = 0.0, quantized_experts(found, storage)
+    for experts, outputs, inputs in stacks:
+        size = experts * outputs * inputs
+        coded += size / 2 + scales(size) if storage in FOUR_BIT else size + 4 * experts * outputs
     for outputs, inputs in linear.values():
         size = outputs * inputs
         if storage == "fp8" and (outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE):
@@ -209,7 +217,15 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
             coded += size / 2 + scales(size)
         else:
             coded += size + outputs * (4 if storage == "int8" else other)
-    return coded + (found.parameters - sum(map(prod, linear.values()))) * other
+    return coded + (found.parameters - sum(map(prod, [*linear.values(), *stacks]))) * other
+
+
+def quantized_experts(found: Architecture, storage: str) -> list[tuple[int, ...]]:
+    """Shapes of the stacked experts that a base model of this storage quantizes."""
+    shapes = found.names.shapes
+    if storage not in EXPERTS_STORAGES or quantized_experts_obstacle(found.config, shapes):
+        return []
+    return [shape for name, shape in shapes.items() if len(shape) == 3 and name.endswith(STACKED)]
 
 
 def scales(size: int) -> float:

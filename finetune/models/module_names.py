@@ -145,7 +145,8 @@ def _shape(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, .
     """Return the shape of a parameter as the model reads it, which differs if experts are quantized."""
     if not (found := _STORED.search(name)):
         return tuple(parameter.shape)
-    return tuple(model.get_submodule(f"{name[: found.start()]}.parametrizations.{found[1]}.0").shape)
+    by: Any = model.get_submodule(f"{name[: found.start()]}.parametrizations.{found[1]}.0")
+    return tuple(by.shape)
 
 
 def _name_of(named: list[tuple[str, Any]], module: nn.Module) -> str:
@@ -184,8 +185,8 @@ def kind_of(module: nn.Module) -> str:
 
 
 def of_experts(model: nn.Module) -> int:
-    """Return the bytes of experts' weights that are stacked in one parameter."""
-    named = model.named_parameters()
+    """Return the bytes of experts' weights that are stacked in one parameter and not quantized."""
+    named = [(name, p) for name, p in model.named_parameters() if not _STORED.search(name)]
     return sum(p.nbytes for name, p in named if p.dim() == 3 and ".experts." in name)
 
 

@@ -10,6 +10,7 @@ from finetune.core import formatting
 from finetune.core.errors import Exit
 from finetune.kernels.kernel_limits import FP8_MULTIPLE
 from finetune.models import module_names
+from finetune.quantization import stacked_experts
 from finetune.quantization.fp8_linear import Fp8Linear
 
 if TYPE_CHECKING:
@@ -23,12 +24,19 @@ def add_quantized_weights_check(model: PreTrainedModel, storage: str, checks: Ru
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
     coded = sum(module_names.stored_as(layer) == storage for layer in linear)
-    stacked = module_names.of_experts(model)
     actual = f"{coded} of {len(linear)} linear layers, {formatting.size(model.get_memory_footprint())} in all"
     actual += f"; {len(linear) - coded} are not quantized" if coded < len(linear) else ""
-    actual += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
+    actual += experts(model)
     how = "the layers of the live model"
     checks.add("model.quantization", storage, actual, how, ok=bool(coded), code=Exit.ENVIRONMENT)
+
+
+def experts(model: PreTrainedModel) -> str:
+    """Say how many bytes of stacked experts are quantized, and how many are not."""
+    held, whole = stacked_experts.sizes(model)
+    said = f"; experts: {formatting.size(whole)} (in bf16) in {formatting.size(held)}" if whole else ""
+    plain = module_names.of_experts(model)
+    return said + (f"; {formatting.size(plain)} of experts are not quantized" if plain else "")
 
 
 def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
@@ -44,7 +52,6 @@ def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
     actual = f"{len(layers)} of {len(linear)} linear layers, {held}"
     actual += f"; {narrow} have sides not divisible by {FP8_MULTIPLE}" if narrow else ""
     actual += f"; {plain} are not fp8 in the checkpoint" if plain else ""
-    stacked = module_names.of_experts(base)
-    actual += f"; {formatting.size(stacked)} of experts are not linear layers" if stacked else ""
+    actual += experts(base)
     how = "fp8 layers of the live model, and bytes of their weights and scales"
     checks.add("model.quantization", "fp8", actual, how, ok=bool(layers))

@@ -44,11 +44,10 @@ def of_process(found: Architecture, storage: str, precision: str, share: Share, 
 
     Sharding leaves 4-bit scales whole in each process, because they are not parameters.
     """
-    whole = (
-        sum(architecture.scales(prod(shape)) for shape in found.stored.values())
-        if storage in FOUR_BIT
-        else 0.0
-    )
+    whole = 0.0
+    if storage in FOUR_BIT:
+        stored = [*found.stored.values(), *architecture.quantized_experts(found, storage)]
+        whole = sum(architecture.scales(prod(shape)) for shape in stored)
     split = (architecture.weights(found, storage, precision) - whole) / share.weights
     return (whole + split / (2 if share.half and full else 1)) / GIB
 

@@ -30,7 +30,8 @@ def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
     said += [has.unknown] if has.unknown else []
     kind, adapter = adapter_types.find(run.recipe.adapter.type), run.recipe.adapter.options()
     said += expert_targets.notes({**adapter, **kind.sets}, found.names, kind.peft)
-    stays = expert_targets.storage_note(found.names) if run.storage in adapter_types.QUANTIZED else ""
+    quantized = run.storage in adapter_types.QUANTIZED
+    stays = expert_targets.storage_note(found.names, found.config, run.storage) if quantized else ""
     said += [f"model.quantization: {stays}"] if stays else []
     if optimizer_choice.known_bytes(optimizer_choice.asked(train)) is None:
         optimizer = optimizer_choice.asked(train)

@@ -28,7 +28,9 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     """
     model_checks.check_model(recipe)
     found = architecture.read(recipe.model)
-    if problems := adapter_names.against_names(recipe, found.names):
+    with launch_environment.under(dict(by.variables)):
+        problems = adapter_names.against_names(recipe, found.names, found.config)
+    if problems:
         raise UserError(*problems)
     if by.sharing > 1:
         launch_conflicts.against_window(found.config)

@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 from finetune.adapters import continue_from, expert_targets, name_problems
 from finetune.core.errors import Problem
+from finetune.distributed import launch_environment
+from finetune.kernels import kernel_limits
 from finetune.models import module_names, tokenizer_setup
 from finetune.recipe import adapter_rules, adapter_types
 
 if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
     from finetune.models.module_names import Names
     from finetune.recipe.schema import Recipe
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
 ONLY_LINEAR = ("fp8", "torchao_int8")  # bitsandbytes stores GPT-2's Conv1D layers too
 
 
-def against_names(recipe: Recipe, names: Names) -> list[Problem]:
+def against_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
     """Return the problems of a recipe's adapter with the names of a model's modules.
 
     An adapter to continue from has the names of the model that it was trained on.
@@ -34,25 +37,31 @@ def against_names(recipe: Recipe, names: Names) -> list[Problem]:
     elif added:
         names = names.with_rows(max(added) + 1)
     found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
-    stored = against_storage(recipe.model.quantization, names, recipe.adapter.type)
+    stored = against_storage(recipe.model.quantization, names, config, recipe.adapter.type)
     return found + against_rows(recipe, names) + stored
 
 
-def against_storage(storage: str, names: Names, adapter: str) -> list[Problem]:
-    """Return the problem of a model whose layers can't be quantized.
+def against_storage(storage: str, names: Names, config: ModelConfig, adapter: str) -> list[Problem]:
+    """Return the problem of a model whose layers can't be quantized, or not under this launch.
 
-    GPT-2 has no nn.Linear layers. Types such as qlora promise a 4-bit base model, which stacked experts are
-    not.
+    GPT-2 has no nn.Linear layers. Types such as qlora promise a 4-bit base model.
+
+    Args:
+        storage: `model.quantization`, or the storage that a run has chosen.
     """
-    if adapter_types.find(adapter).storage and (left := expert_targets.unquantized(names)):
-        what, why = (
-            f"{adapter} can't quantize all of {names.family}",
-            "stacked experts are no nn.Linear layers",
-        )
-        kind = adapter[1:]
-        fix = f"adapter.type: {kind} and model.quantization: nf4"
-        key = "adapter.type"
-        return [Problem(what, key, found=f"{left} would stay in bf16", fix=fix, why=why, code="quantization")]
+    meant = adapter_types.find(adapter).storage
+    storage = storage if storage in adapter_types.QUANTIZED else meant or storage
+    reason = expert_targets.stays_in_bf16(names, config, storage)
+    if meant and reason:
+        what, key = f"{adapter} can't quantize all of {names.family}", "adapter.type"
+        fix = f"adapter.type: {adapter[1:]} and model.quantization: nf4"
+        left = f"{expert_targets.stacks_in_bf16(names)} would stay in bf16"
+        return [Problem(what, key, found=left, fix=fix, why=reason, code="quantization")]
+    quantized = storage in kernel_limits.EXPERTS_STORAGES and expert_targets.stacked(names) and not reason
+    if quantized and (splitter := launch_environment.splitter()):
+        what, fix = f"{splitter} can't shard quantized experts", "accelerate_configs/ddp_8.yaml"
+        fix += ", or model.quantization: none"
+        return [Problem(what, "model.quantization", found=storage, fix=fix, code="launch-config")]
     stored = [name for name in names.linear if names.kinds[name] == "Linear"]
     if storage not in ONLY_LINEAR or stored:
         return []

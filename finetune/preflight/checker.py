@@ -359,14 +359,15 @@ def _adapter(recipe: Recipe) -> list[str]:
     if recipe.speed.qat:
         widths = {name: inputs for name, (_, inputs) in architecture.read(recipe.model).stored.items()}
         qat.check_group_size(recipe.speed.qat, widths)
-    if problems := adapter_names.against_names(recipe, listed.names):
+    if problems := adapter_names.against_names(recipe, listed.names, config):
         raise UserError(*problems)
     kind = adapter_types.find(recipe.adapter.type)
     options = {**recipe.adapter.options(), **kind.sets}
     resolved = expert_targets.resolve(options, listed.names, kind.peft)
     uneven = target_modules.uneven(resolved.modules, listed.names)
-    stored = recipe.model.quantization in adapter_types.QUANTIZED
-    stays = expert_targets.storage_note(listed.names) if stored else ""
+    storage = recipe.model.quantization
+    storage = storage if storage in adapter_types.QUANTIZED else kind.storage
+    stays = expert_targets.storage_note(listed.names, config, storage) if storage else ""
     return [
         *notes,
         *filter(None, (listed.note, uneven, stays and f"model.quantization: {stays}")),

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-# Values of `model.quantization` that also quantize stacked experts.
-STORAGES = (*FOUR_BIT, "fp8", "int8")
 LARGEST_INT8 = 127
 
 
@@ -68,11 +66,6 @@ def names(model: PreTrainedModel) -> set[str]:
     return {name for name, shape in shapes.items() if len(shape) == 3 and name.endswith(STACKED)}
 
 
-def element_size(storage: str) -> float:
-    """Return the bytes of a quantized weight, with its scales."""
-    return 0.53 if storage in FOUR_BIT else 1.0
-
-
 @torch.no_grad()
 def quantize(weight: torch.Tensor, storage: str) -> nn.Parameter:
     """Return the quantized values of a stacked weight, for `parametrize_experts`."""
@@ -95,9 +88,9 @@ def _four_bit(weight: torch.Tensor, storage: str) -> tuple[torch.Tensor, list[to
     packed, state = quantize_4bit(
         blocks, blocksize=EXPERTS_BLOCK, compress_statistics=True, quant_type=storage
     )
-    second = state.state2
-    assert second is not None and second.blocksize == ops.NESTED
-    parts = [state.code, second.code, state.offset.view(1), second.absmax]
+    second, offset = state.state2, state.offset
+    assert second is not None and offset is not None and second.blocksize == ops.NESTED
+    parts = [state.code, second.code, offset.view(1), second.absmax]
     table = torch.cat([part.float() for part in parts])
     return packed.view(*weight.shape[:2], weight.shape[2] // 2), [state.absmax, table]
 
@@ -113,7 +106,7 @@ def parametrize_experts(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if isinstance(by := getattr(parameter, "dequantize_by", None), Dequantize):
-                del parameter.dequantize_by
+                delattr(parameter, "dequantize_by")
                 parametrize.register_parametrization(module, name, by, unsafe=True)
 
 

@@ -72,6 +72,8 @@ class Experts:
         self.adapters = [one.active_adapters for one in self.adapted]
         self.act = ACTIVATIONS[type(module.act_fn).__name__]
         self.proving = False
+        self.first: Any = None
+        self.last: Any = None
         self.stored = [_stored(module, name) for name in (FIRST, LAST)]
         self.quantized = self.stored[0][0] is not None
         self.hold()
@@ -104,11 +106,12 @@ class Experts:
 
     def _hold_adapters(self, ranks: list[int]) -> None:
         """Allocate tensors for the adapters of quantized weights."""
-        held = [stacked_experts.of(self.module, name) for name in (FIRST, LAST)]
-        self.shape, self.dtype = held[0][1].shape, held[0][1].dtype
+        held: Any = stacked_experts.of(self.module, FIRST)
+        self.shape, self.dtype = held[1].shape, held[1].dtype
         experts, both, width = self.shape
-        self.size, self.first, self.last, self.outer, self.inner = both // 2, None, None, None, None
-        empty = partial(torch.zeros, device=held[0][0].device, dtype=self.dtype)
+        self.size = both // 2
+        self.first = self.last = self.outer = self.inner = None
+        empty = partial(torch.zeros, device=held[0].device, dtype=self.dtype)
         if ranks[0]:
             self.first, self.outer = empty(experts, ranks[0], width), empty(experts, both, ranks[0])
         if ranks[1]:

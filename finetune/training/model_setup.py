@@ -29,7 +29,8 @@ def adapted_model(
     optimizers.check_schedule(arguments, steps)
     base = loading.load(recipe.model, setup, str(arguments.device), checks)
     names = module_names.of_model(base)
-    if problems := adapter_names.against_storage(setup.storage.value, names, recipe.adapter.type):
+    storage, kind = setup.storage.value, recipe.adapter.type
+    if problems := adapter_names.against_storage(storage, names, base.config, kind):
         raise UserError(*problems)
     router_loss.check(base.config, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, checks)

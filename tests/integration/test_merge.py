@@ -261,7 +261,7 @@ def test_experts_that_stay_as_they_are_are_named(tmp_path) -> None:
     assert (
         found["option"] == "model.quantization" and found["passed"] and found["actual"].startswith("4 of 4 ")
     )
-    assert found["actual"].endswith("; 0.19 MiB of experts are not linear layers")
+    assert found["actual"].endswith("; experts: 0.09 MiB (in bf16) in 0.03 MiB")
 
 
 def test_a_base_that_is_none_of_codes_is_no_quantized_one(two_layers) -> None:

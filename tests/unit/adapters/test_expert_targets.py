@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +26,7 @@ from support.paths import ROOT
 from support.soak import soak_except
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from finetune.core.errors import Problem
 
 SHORT = ["o_proj", "gate_proj", "up_proj", "down_proj"]
 # What a recipe may say, and whether experts get an adapter; `None`: `check` and `train` refuse it
@@ -49,6 +50,12 @@ def names_of(model_type: str) -> Names:
         return module_lists.of_meta_model(model)
 
 
+def problems_of(recipe: Any, names: Any) -> list[Problem]:
+    """What `check` says of the adapter."""
+    config = architecture.config_in(Path(recipe.model.name) / "config.json")
+    return adapter_names.against_names(recipe, names, config)
+
+
 def recipe_of(folder: Path, model_type: str, **adapter: Any) -> Any:
     (folder / "config.json").write_text(config_of(model_type).to_json_string(use_diff=False))
     excluded = {"exclude_modules": ["dt_proj"]} if model_type == "jamba" else {}  # Mamba reads its weight
@@ -69,7 +76,7 @@ def test_names_of_experts_check_and_plan_say_what_train_does(model_type: str, tm
     names = names_of(model_type)
     for targets, adapts in SPELLINGS:
         recipe = recipe_of(tmp_path, model_type, target_modules=targets)
-        found, checks = adapter_names.against_names(recipe, names), RunChecks()
+        found, checks = problems_of(recipe, names), RunChecks()
         model = AutoModelForCausalLM.from_config(config_of(model_type))
         assert (adapts is None) == bool(found), (targets, found)
         if adapts is None:
@@ -102,7 +109,7 @@ def test_router_trains_only_if_it_is_named(model_type: str, tmp_path: Path) -> N
     names = names_of(model_type)
     routers = [name for name, kind in names.kinds.items() if "Router" in kind]
     recipe = recipe_of(tmp_path, model_type, target_modules=[short(names.linear[0]), short(routers[0])])
-    assert adapter_names.against_names(recipe, names) == []
+    assert problems_of(recipe, names) == []
     model = AutoModelForCausalLM.from_config(config_of(model_type))
     adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
     assert set(adapted.targeted_parameter_names) == {f"{name}.weight" for name in routers}
@@ -137,7 +144,7 @@ def test_types_without_experts_say_so_or_refuse_them(kind: str, tmp_path: Path) 
         raw["adapter"] = {**adapter, "target_modules": targets}
         (tmp_path / "recipe.yaml").write_text(json.dumps(raw))
         recipe = loader.load(tmp_path / "recipe.yaml", ["train.max_steps=20"])
-        found, checks = adapter_names.against_names(recipe, names), RunChecks()
+        found, checks = problems_of(recipe, names), RunChecks()
         assert bool(found) == refused
         model = AutoModelForCausalLM.from_config(config_of("qwen3_moe"))
         if refused:
@@ -158,7 +165,7 @@ def test_model_without_experts_refuses_all_linear_and_experts(tmp_path: Path) ->
         )
         names = module_lists.of_meta_model(LlamaForCausalLM(small))
     recipe = recipe_of(tmp_path, "qwen3_moe", target_modules="all-linear-and-experts")
-    (found,) = adapter_names.against_names(recipe, names)
+    (found,) = problems_of(recipe, names)
     assert found.what == "the model has no experts" and found.fix == "target_modules: all-linear"
 
 
@@ -169,7 +176,7 @@ def test_shared_expert_that_peft_would_take_for_experts_is_named(tmp_path: Path)
     assert "shared_experts.gate_proj, shared_experts.up_proj" in notes[1]
     offered = notes[1].rpartition("[")[2].partition("]")[0].split(", ")
     recipe = recipe_of(tmp_path, "deepseek_v3", target_modules="all-linear", target_parameters=offered)
-    assert adapter_names.against_names(recipe, names) == []
+    assert problems_of(recipe, names) == []
     model = AutoModelForCausalLM.from_config(config_of("deepseek_v3"))
     adapted: Any = attach.attach(model, recipe.adapter, 20, RunChecks())
     every = {
@@ -183,7 +190,7 @@ def test_rank_of_experts_can_be_set_by_a_pattern(tmp_path: Path) -> None:
     pattern = {"mlp.experts.gate_up_proj": 2}
     recipe = recipe_of(tmp_path, "qwen3_moe", target_modules="all-linear-and-experts", rank_pattern=pattern)
     names = names_of("qwen3_moe")
-    assert adapter_names.against_names(recipe, names) == []
+    assert problems_of(recipe, names) == []
     planned = adapter_size.adapted(recipe.adapter, recipe.model, architecture.read(recipe.model), 20)
     model = AutoModelForCausalLM.from_config(config_of("qwen3_moe"))
     with pytest.warns(RuntimeWarning, match="rank_pattern keys did not match"):

@@ -122,7 +122,8 @@ def test_what_trains_of_experts_is_counted(
     assert len(said) == bool(wrapped)
     if wrapped:
         dora = loaded.model_copy(update={"adapter": loaded.adapter.model_copy(update={"type": "dora"})})
-        (problem,) = adapter_names.against_names(dora, architecture.read(loaded.model).names)
+        found = architecture.read(loaded.model)
+        (problem,) = adapter_names.against_names(dora, found.names, found.config)
         assert problem.what == "PEFT has no use_dora for parameters such as the weights of experts"
         with pytest.raises(UserError, match=problem.what):
             attach.attach(AutoModelForCausalLM.from_config(config), dora.adapter, 100, RunChecks())

@@ -1,4 +1,4 @@
-"""Quantized experts of a mixture: loading, dequantization, and steps against the dequantized model in PEFT."""
+"""Quantized experts of a mixture: loading, values, and steps against the dequantized model in PEFT."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-    "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "head_dim": 16, "eos_token_id": 1, "router_aux_loss_coef": 0.0,
 }  # fmt: skip
 BOTH = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
