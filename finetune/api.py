@@ -70,9 +70,9 @@ def load_model(
     """Load a base model as `finetune train` does, for TRL's SFTTrainer or your own training loop.
 
     The weights have the dtype bf16 on a GPU that supports it, and fp32 on a CPU. `quantization` stores linear
-    layers and stacked experts in fewer bits. All weights are frozen: add an adapter with `peft.get_peft_model`. Attention is
-    `sdpa`, or `eager` for models that do not support `sdpa` in transformers. Plain PEFT can't
-    adapt quantized experts, but `finetune.train` can.
+    layers and stacked experts in fewer bits. All weights are frozen: add an adapter with
+    `peft.get_peft_model`. PEFT can't adapt quantized experts, but `finetune.train` can. Attention is `sdpa`,
+    or `eager` for models that do not support `sdpa` in transformers.
 
     Args:
         name: Hub id or local folder.

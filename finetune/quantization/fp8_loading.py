@@ -118,7 +118,7 @@ class _Quantize(ConversionOps):
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             if name.endswith(stacked_experts.STACKED):
-                made[name] = stacked_experts.quantize(value, "fp8")
+                converted[name] = stacked_experts.quantize(value, "fp8")
                 continue
             if name.endswith(SCALE):
                 layer = get_module_from_name(kwargs["model"], name)[0]
