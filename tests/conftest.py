@@ -77,10 +77,10 @@ def few_first_examples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Overrides for a short run: 96 rows to train on, 6 held out."""
+    """Overrides for a short run: 96 rows to train on, 3 held out."""
     folder = tmp_path_factory.mktemp("data")
     names = []
-    for name, rows in (("train", 96), ("test", 6)):
+    for name, rows in (("train", 96), ("test", 3)):
         lines = (DATA / f"{name}.jsonl").read_text().splitlines()[:rows]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         names.append(str(folder / f"{name}.jsonl"))

@@ -80,7 +80,7 @@ def test_export_to_ollama_writes_a_modelfile(trained: Callable[..., RunFolder]) 
     (name,) = report["files"]
     assert text.startswith(f'FROM ./{name}\nTEMPLATE """{{{{ range .Messages }}}}')
     assert 'PARAMETER stop "<|im_end|>"' in text
-    assert report["serving_check"]["template"] == {"chats": 6, "different": 0}
+    assert report["serving_check"]["template"] == {"chats": 3, "different": 0}
 
 
 @needs_gguf
@@ -98,7 +98,7 @@ def test_export_to_vllm_merges_and_prints_how_to_serve(
     assert "vllm serve ." in printed and "sglang.launch_server" in printed and "OpenAI(" in printed
     folder = run.path / "export-vllm-bf16"
     check = json.loads((folder / "export.json").read_text())["serving_check"]
-    assert check["token_ids"] == {"prompts": 6, "different": 0} and check["answers"]["agree"]
+    assert check["token_ids"] == {"prompts": 3, "different": 0} and check["answers"]["agree"]
     generation = json.loads((folder / "generation_config.json").read_text())
     stops = generation["eos_token_id"]
     assert set(check["stop_tokens"]["expected"]) <= set(stops if isinstance(stops, list) else [stops])
