@@ -139,7 +139,7 @@ def ours(folder: Path, row: Row, layers: int) -> tuple[Any, str]:
     lora = LoraConfig(
         r=16, lora_alpha=32, target_modules=ATTENTION, target_parameters=EXPERTS if row.experts else None
     )
-    with stacked_experts.plain_parameters(model):
+    with torch.device("cuda"), stacked_experts.plain_parameters(model):  # created there, which is faster
         model = get_peft_model(model, lora).train()
     fused_experts.install_quantized(model)
     fused = "auto" if row.fused else False
@@ -228,6 +228,37 @@ def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str,
         "trainable_parameters": sum(parameter.numel() for parameter in trained),
         "losses": [round(float(loss), 4) for loss in losses],
     }
+
+
+NAMES = {
+    "bf16": "finetune, bf16",
+    "fp8": "finetune, fp8",
+    "nf4": "finetune, NF4",
+    "int8": "finetune, int8",
+    "unsloth": "Unsloth 2026.10.9, bf16",
+    "peft": "PEFT, bf16",
+}
+
+
+def table(measured: dict[str, dict[str, Any]]) -> str:
+    """Return the table of docs/reference/benchmarks.md."""
+    lines = ["| | call | tokens/s | peak GiB | base model GiB | peak while loading GiB | last loss |"]
+    lines.append("|" + "---|" * 7)
+    for name, row in measured.items():
+        what = NAMES.get(name.removesuffix(" again"), name)
+        cells = [what, row["call"], f"{row['tokens_per_second']:,}", row["peak_gib"], row["loaded_gib"]]
+        lines.append("| " + " | ".join(map(str, [*cells, row["loading_peak_gib"], row["last_loss"]])) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def short_table(measured: dict[str, dict[str, Any]]) -> str:
+    """Return the table of the README: finetune next to Unsloth, from one call, and PEFT."""
+    title = "six layers with the sizes of Qwen3-30B-A3B, LoRA on attention and experts"
+    lines = [f"| {title}, {measured['bf16']['gpu']} | tokens/s | peak GiB |", "|---|---|---|"]
+    for name in ("bf16", "fp8", "nf4", "unsloth", "peft"):
+        row = measured[name]
+        lines.append(f"| {NAMES[name]} | {row['tokens_per_second']:,} | {row['peak_gib']:.1f} |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -43,6 +43,8 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "data": ("data:table", "data"),
     "evaluation": ("evaluation:real_table", "evaluation"),
     "evaluation_speed": ("evaluation:speed_table", "evaluation"),
+    "experts": ("experts:table", "experts"),
+    "experts_short": ("experts:short_table", "experts"),
     "gpu": ("gpu:table", "gpu"),
     "loss_parity": ("loss_parity:table", "loss_parity"),
     "multi_gpu": ("multi_gpu:table", "multi_gpu"),
