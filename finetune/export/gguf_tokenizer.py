@@ -121,7 +121,7 @@ def is_inert(content: dict[str, Any]) -> bool:
     """
     whole = Tokenizer.from_str(json.dumps(content))
     unsplit = Tokenizer.from_str(json.dumps(content))
-    unsplit.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # type: ignore[reportAttributeAccessIssue] (a setter)
+    unsplit.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     texts = [whole.decode([index], skip_special_tokens=False) for index in range(whole.get_vocab_size())]
     texts = [text for text in texts if text and "�" not in text]
     if any(len(text) > 1 and any(unicodedata.category(sign)[0] == "N" for sign in text) for text in texts):

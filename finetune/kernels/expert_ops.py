@@ -1,4 +1,4 @@
-"""The operators of a mixture of experts: sorting, grouped products, a gated activation, a weighted sum.
+"""The operators of a mixture of experts: sorting, grouped GEMMs, a gated activation, a weighted sum.
 
 Each operator is registered with torch, so that torch.compile does not look into it. On a GPU it is a Triton
 kernel of `triton_experts`. On a CPU it is plain torch, and the tests compare the kernels with it. No operator
@@ -123,7 +123,7 @@ def _(rows: torch.Tensor, places: torch.Tensor, weights: object, tokens: int) ->
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, transposed: bool) -> torch.Tensor:
     """Multiply the rows of each expert by its weight: x [N, in] weight^T, with weight [E, out, in].
 
-    torch's kernel needs bf16 and compute capability 9.0. Without it each expert is one GEMM, and the function
+    torch's kernel needs bf16 and compute capability 9.0. Elsewhere, each expert is one GEMM, and the function
     waits once for the GPU to learn the number of rows of each expert.
 
     Args:
@@ -171,8 +171,9 @@ def dequantize_experts(
     """Dequantize the stacked weights of experts [E, out, in], and write an adapter's matrices next to them.
 
     Args:
-        stored: 4-bit: packed [E, out, in / 2] uint8, absmax and table (`four_bit`). 8-bit: values
-            [E, out, in] in e4m3 or int8, and one scale for each output [E, out, 1] in float32.
+        stored: The tensors of a quantized weight. 4 bits have three tensors, as `four_bit` describes them:
+            packed [E, out, in / 2] uint8, absmax and table. 8 bits have two tensors: values [E, out, in] in
+            e4m3 or int8, and one scale for each output [E, out, 1] in float32.
         thin: Matrices of an adapter in `dtype`: [E, R, in] with `below`, otherwise [E, out, R]. Or `None`.
         below: Whether `thin` goes below the rows of each weight. Otherwise it goes behind the columns.
         after: A tensor that must be computed before. The backward pass gives its gradient. Otherwise a
