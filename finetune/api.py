@@ -71,7 +71,7 @@ def load_model(
 
     The weights have the dtype bf16 on a GPU that supports it, and fp32 on a CPU. `quantization` stores linear
     layers and stacked experts in fewer bits. All weights are frozen: add an adapter with
-    `peft.get_peft_model`. PEFT can't adapt quantized experts, but `finetune.train` can. Attention is `sdpa`,
+    `peft.get_peft_model`. `finetune.train` also adapts quantized experts. Attention is `sdpa`,
     or `eager` for models that do not support `sdpa` in transformers.
 
     Args:
@@ -84,8 +84,11 @@ def load_model(
         UserError: the model can't be read, or this machine does not support the quantization.
     """
     from finetune.models import frozen_model
+    from finetune.speed import fused_experts
 
-    return frozen_model.load(Model(name=str(name), revision=revision, quantization=quantization), device)
+    loaded = frozen_model.load(Model(name=str(name), revision=revision, quantization=quantization), device)
+    fused_experts.install_quantized(loaded)
+    return loaded
 
 
 @only_user_errors("trained the model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import expert_targets, target_modules, trainable_parameters
@@ -114,6 +115,7 @@ def _counts(counter: Counter[str]) -> str:
 
 def count_trainable(model: torch.nn.Module, checks: RunChecks) -> None:
     from finetune.distributed import sharded_tensors  # imports torch
+    from finetune.quantization import stacked_experts
 
     count = sum(
         sharded_tensors.shape(parameter).numel()
@@ -122,6 +124,7 @@ def count_trainable(model: torch.nn.Module, checks: RunChecks) -> None:
     total = sum(sharded_tensors.shape(parameter).numel() for parameter in model.parameters())
     if hasattr(model, "get_nb_trainable_parameters"):  # it counts two weights per byte of a 4-bit tensor
         count, total = model.get_nb_trainable_parameters()  # type: ignore[operator]  (a PeftModel's method)
+    total += sum(prod(by.shape) - values.numel() for values, by in stacked_experts.all_of(model))
     share = f"{count:,} of {total:,} ({count / total:.2%})"
     how = "parameters with requires_grad"
     checks.add("trainable parameters", "> 0", share, how, ok=count > 0, code=Exit.TRAINING)

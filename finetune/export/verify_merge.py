@@ -17,7 +17,7 @@ from finetune.distributed import collectives
 from finetune.evaluation import reopen
 from finetune.export import torchao_quantization
 from finetune.models import model_class
-from finetune.quantization import fp8_loading
+from finetune.quantization import fp8_loading, stacked_experts
 from finetune.speed.lm_head_loss import base_of
 from finetune.training import load_data
 
@@ -116,6 +116,8 @@ def in_fp32(opened: Any) -> None:
     for parameter in opened.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.float()
+    for _, by in stacked_experts.all_of(opened):
+        by.dtype = torch.float32  # `Experts.refresh` notices it
     for module in opened.modules():
         packed = getattr(getattr(module, "weight", None), "quant_state", None)
         if packed is not None:  # a 4-bit layer of bitsandbytes

@@ -57,7 +57,7 @@ STACKED = ("gate_up_proj", "down_proj")
 # (transformers 5.22: `_apply_gate` and the arguments of `use_experts_implementation`).
 OTHER_EXPERTS = (
     "aria_text", "beam", "deepseek_v4", "glm5_next", "gpt_oss", "hy_v4", "minimax_m3_vl_text", "muse_spark",
-    "openai_privacy_filter",
+    "openai_privacy_filter", "llama4_text", "longcat_flash", "step3p5",
 )  # fmt: skip
 # A quantized stack of experts: the weights of a 4-bit block, and the divisor of a row's length, because a
 # word holds 8 weights of 4 bits.
@@ -86,15 +86,19 @@ def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
 
 
 def quantized_experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Why stacked experts can't be quantized; the empty string if they can.
-
-    Only `speed.fused_experts` computes with quantized experts.
+    """Return why a base model does not quantize its stacked experts; the empty string if it does.
 
     Args:
-        shapes: of the model's parameters by their names.
+        config: the config of the checkpoint.
+        shapes: the shapes of the model's parameters, by name.
     """
-    if reason := experts_obstacle(config, shapes):
-        return reason
+    if getattr(config, "quantization_config", None):
+        return "the checkpoint is quantized already, and holds the experts as they are"
+    return experts_obstacle(config, shapes) or stacks_obstacle(shapes)
+
+
+def stacks_obstacle(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return why stacks of these shapes can't be quantized; the empty string if they can."""
     sizes = [size for name, size in shapes.items() if name.endswith(STACKED) and len(size) == 3]
     if any(size[2] % EXPERTS_ROW or prod(size) % EXPERTS_BLOCK for size in sizes):
         return f"the experts' rows are not multiples of {EXPERTS_ROW}, or their sizes not of {EXPERTS_BLOCK}"

@@ -72,7 +72,8 @@ def load(model: Model, setup: Setup, device: str, checks: RunChecks | None = Non
             module.support_avx512bf16_for_cpu = False
     choose_experts(loaded, checks)
     if storage in quantized_loading.QUANTIZED:
-        quantized_loading.check_and_pack(loaded, storage, checks, for_fsdp=setup.launch.sharded == "FSDP")
+        by_fsdp = setup.launch.sharded == "FSDP"
+        quantized_loading.check_and_pack(loaded, storage, checks, for_fsdp=by_fsdp, stored=bool(stored))
     if not local_path(model.name):
         upstream_private.set_commit_hash(loaded.config, model_files.commit(model))
     if model.add_tokens:

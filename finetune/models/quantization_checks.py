@@ -8,7 +8,7 @@ import torch
 
 from finetune.core import formatting
 from finetune.core.errors import Exit
-from finetune.kernels.kernel_limits import FP8_MULTIPLE
+from finetune.kernels.kernel_limits import EXPERTS_STORAGES, FP8_MULTIPLE
 from finetune.models import module_names
 from finetune.quantization import stacked_experts
 from finetune.quantization.fp8_linear import Fp8Linear
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from finetune.core.run_checks import RunChecks
 
 
-def add_quantized_weights_check(model: PreTrainedModel, storage: str, checks: RunChecks) -> None:
+def add_quantized_weights_check(
+    model: PreTrainedModel, storage: str, checks: RunChecks, *, stored: bool = False
+) -> None:
     """Add a run check of the linear layers that bitsandbytes or torchao quantized, before an adapter."""
     head = model.get_output_embeddings()
     linear = [m for m in model.modules() if hasattr(m, "in_features") and m is not head]
@@ -28,7 +30,8 @@ def add_quantized_weights_check(model: PreTrainedModel, storage: str, checks: Ru
     actual += f"; {len(linear) - coded} are not quantized" if coded < len(linear) else ""
     actual += experts(model)
     how = "the layers of the live model"
-    checks.add("model.quantization", storage, actual, how, ok=bool(coded), code=Exit.ENVIRONMENT)
+    ok = bool(coded) and not _missed(model, storage, stored=stored)
+    checks.add("model.quantization", storage, actual, how, ok=ok, code=Exit.ENVIRONMENT)
 
 
 def experts(model: PreTrainedModel) -> str:
@@ -39,7 +42,16 @@ def experts(model: PreTrainedModel) -> str:
     return said + (f"; {formatting.size(plain)} of experts are not quantized" if plain else "")
 
 
-def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
+def _missed(model: PreTrainedModel, storage: str, *, stored: bool) -> bool:
+    """Return whether stacks of experts are not quantized, although this storage quantizes them.
+
+    Args:
+        stored: whether the checkpoint is quantized already.
+    """
+    return storage in EXPERTS_STORAGES and not stored and bool(stacked_experts.names(model))
+
+
+def add_run_check(base: PreTrainedModel, checks: RunChecks, *, stored: bool = False) -> None:
     """Add a run check of the fp8 layers and their bytes in the live base model, before it gets an adapter."""
     head = base.get_output_embeddings()
     linear = [m for m in base.modules() if isinstance(m, torch.nn.Linear) and m is not head]
@@ -54,4 +66,5 @@ def add_run_check(base: PreTrainedModel, checks: RunChecks) -> None:
     actual += f"; {plain} are not fp8 in the checkpoint" if plain else ""
     actual += experts(base)
     how = "fp8 layers of the live model, and bytes of their weights and scales"
-    checks.add("model.quantization", "fp8", actual, how, ok=bool(layers))
+    ok = bool(layers) and not _missed(base, "fp8", stored=stored)
+    checks.add("model.quantization", "fp8", actual, how, ok=ok)

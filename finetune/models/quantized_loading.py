@@ -138,20 +138,21 @@ def check_missing(missing: Sequence[str], unexpected: Sequence[str]) -> None:
 
 
 def check_and_pack(
-    loaded: PreTrainedModel, storage: str, checks: RunChecks | None, *, for_fsdp: bool
+    loaded: PreTrainedModel, storage: str, checks: RunChecks | None, *, for_fsdp: bool, stored: bool
 ) -> None:
     """Add the run check of the quantized weights, and pack them for FSDP's shards.
 
     Args:
         storage: one of QUANTIZED.
+        stored: whether the checkpoint is quantized already.
     """
     from finetune.models import quantization_checks
     from finetune.quantization import four_bit, fp8_loading
 
     if checks and storage == "fp8":
-        quantization_checks.add_run_check(loaded, checks)
+        quantization_checks.add_run_check(loaded, checks, stored=stored)
     elif checks:
-        quantization_checks.add_quantized_weights_check(loaded, storage, checks)
+        quantization_checks.add_quantized_weights_check(loaded, storage, checks, stored=stored)
     if for_fsdp and storage == "fp8":
         fp8_loading.pack(loaded)
     if for_fsdp and storage in FOUR_BIT:

@@ -8,6 +8,7 @@ from finetune.autoconfig import compilation, cuda_graphs, memory_estimate, mixed
 from finetune.autoconfig.compilation import Work
 from finetune.autoconfig.decisions import ModelSpec
 from finetune.distributed import launch_environment
+from finetune.models import architecture
 from finetune.planning import step_time
 from finetune.recipe import adapter_types
 
@@ -104,5 +105,6 @@ def _breaks(run: PlannedRun, *, fused: bool) -> frozenset[str]:
     has, kind = run.adapter, adapter_types.find(run.recipe.adapter.type).peft
     found = {kind} & set(adapter_types.BREAKING)
     found |= {"DoRA"} if has.columns and has.rank > 0 and not fused else set()
+    fused |= bool(architecture.quantized_experts(run.model, run.storage))  # they always run fused
     found |= {"experts' adapters"} if has.experts and not (fused and has.fast_experts) else set()
     return frozenset(found)

@@ -38,7 +38,7 @@ def against_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Pro
         names = names.with_rows(max(added) + 1)
     found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
     stored = against_storage(recipe.model.quantization, names, config, recipe.adapter.type)
-    return found + against_rows(recipe, names) + stored
+    return found + against_rows(recipe, names) + (stored or against_quantized_experts(recipe, names, config))
 
 
 def against_storage(storage: str, names: Names, config: ModelConfig, adapter: str) -> list[Problem]:
@@ -68,6 +68,35 @@ def against_storage(storage: str, names: Names, config: ModelConfig, adapter: st
     what = f"{storage} quantizes only nn.Linear layers, and the layers of {names.family} are Conv1D"
     fix = "set `model.quantization: nf4`, or none"
     return [Problem(what, "model.quantization", found=storage, fix=fix, code="quantization")]
+
+
+def against_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
+    """Return the problems of adapter options that quantized experts don't support."""
+    kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
+    storage = recipe.model.quantization
+    storage = storage if storage in adapter_types.QUANTIZED else kind.storage
+    if not storage or not expert_targets.stacked(names):
+        return []
+    if expert_targets.stays_in_bf16(names, config, storage):
+        return []
+    init = options.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(adapter_types.PREPARED_INITS):
+        what = f"init_lora_weights: {init} can't read a model with quantized experts"
+        fix, key = "init_lora_weights: true", "adapter.init_lora_weights"
+        return [Problem(what, key, found=init, fix=fix, code="quantization")]
+    resolved = expert_targets.resolve({**kind.defaults, **options, **kind.sets}, names, kind.peft)
+    ranks = expert_targets.parameter_ranks(resolved.options, names) if kind.peft == "lora" else {}
+    largest = max(ranks.values(), default=0)
+    if largest <= kernel_limits.MAX_EXPERTS_RANK:
+        return []
+    what, why = (
+        "the rank on quantized experts is too large",
+        "gate_up_proj holds two layers, and can get twice r",
+    )
+    expected = f"at most {kernel_limits.MAX_EXPERTS_RANK}"
+    times = max(1, largest // resolved.options.get("r", largest))
+    fix = f"adapter.r: {kernel_limits.MAX_EXPERTS_RANK // times}"
+    return [Problem(what, "adapter.r", "", str(largest), expected, fix, why=why, code="quantization")]
 
 
 def against_rows(recipe: Recipe, names: Names) -> list[Problem]:

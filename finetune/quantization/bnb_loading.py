@@ -27,7 +27,7 @@ class FourBitConfig(BitsAndBytesConfig):
     """bitsandbytes' config, for a model whose stacked experts are quantized to 4 bits, too."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(load_in_4bit=True, **options)
+        super().__init__(**{**options, "load_in_4bit": True})
         self.quant_method: Any = FOUR_BIT
 
 
@@ -35,7 +35,7 @@ class EightBitConfig(BitsAndBytesConfig):
     """bitsandbytes' config, for a model whose stacked experts are quantized to int8, too."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(load_in_8bit=True, **options)
+        super().__init__(**{**options, "load_in_8bit": True})
         self.quant_method: Any = EIGHT_BIT
 
 
@@ -56,6 +56,13 @@ class FourBitQuantizer(Bnb4BitHfQuantizer):
         stacked_experts.parametrize_experts(model)
         return super()._process_model_after_weight_loading(model, **kwargs)
 
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        stacked_experts.dequantize(model, dtype)
+        return super()._dequantize(model, dtype)
+
+    def is_serializable(self) -> Any:
+        return False  # only the adapter is saved
+
 
 class EightBitQuantizer(Bnb8BitHfQuantizer):
     """transformers' quantizer for LLM.int8(), for a model with stacked experts."""
@@ -73,6 +80,13 @@ class EightBitQuantizer(Bnb8BitHfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         stacked_experts.parametrize_experts(model)
         return super()._process_model_after_weight_loading(model, **kwargs)
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        stacked_experts.dequantize(model, dtype)
+        return super()._dequantize(model, dtype)
+
+    def is_serializable(self) -> Any:
+        return False  # only the adapter is saved
 
 
 class _Quantize(ConversionOps):

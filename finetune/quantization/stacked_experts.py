@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 LARGEST_INT8 = 127
+# Rows that are quantized to int8 at once.
+ROWS = 2**14
 
 
 class Dequantize(nn.Module):
@@ -53,6 +55,18 @@ class Dequantize(nn.Module):
         """Return the tensors for `expert_ops.dequantize_experts`."""
         return [values, *self.buffers()]
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Dequantize:
+        """Move the scales between devices.
+
+        Raises:
+            TypeError: the call was `.to(dtype)`, which would round the scales.
+        """
+        before = [scale.dtype for scale in self.buffers()]
+        super()._apply(fn, recurse)
+        if [scale.dtype for scale in self.buffers()] != before:
+            raise TypeError("quantized experts can't be cast: load the base model without quantization")
+        return self
+
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             return expert_ops.dequantize_experts(self.stored(values), None, True, self.dtype)
@@ -61,9 +75,13 @@ class Dequantize(nn.Module):
 def names(model: PreTrainedModel) -> set[str]:
     """Return the full names of the parameters that can be quantized."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if kernel_limits.quantized_experts_obstacle(model.config, shapes):
+    if kernel_limits.experts_obstacle(model.config, shapes) or kernel_limits.stacks_obstacle(shapes):
         return set()
-    return {name for name, shape in shapes.items() if len(shape) == 3 and name.endswith(STACKED)}
+    stacks = {name for name, shape in shapes.items() if len(shape) == 3 and name.endswith(STACKED)}
+    # Set by transformers' decorator of experts, whose forward can be chosen
+    return {
+        name for name in stacks if hasattr(model.get_submodule(name.rpartition(".")[0]), "is_concatenated")
+    }
 
 
 @torch.no_grad()
@@ -96,9 +114,14 @@ def _four_bit(weight: torch.Tensor, storage: str) -> tuple[torch.Tensor, list[to
 
 
 def _int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    values = rows.float()
-    scale = (values.abs().amax(1, keepdim=True) / LARGEST_INT8).clamp(min=torch.finfo(torch.float32).tiny)
-    return (values / scale).round().to(torch.int8), scale
+    scale = (rows.abs().amax(1, keepdim=True).float() / LARGEST_INT8).clamp(
+        min=torch.finfo(torch.float32).tiny
+    )
+    values = torch.empty_like(rows, dtype=torch.int8)
+    for start in range(0, len(rows), ROWS):  # a float32 copy of the whole stack would be large
+        part = slice(start, start + ROWS)
+        values[part] = (rows[part].float() / scale[part]).round().to(torch.int8)
+    return values, scale
 
 
 def parametrize_experts(model: nn.Module) -> None:
@@ -163,7 +186,7 @@ def dequantize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
                 setattr(module, name, nn.Parameter(weight, requires_grad=False))
 
 
-def refuse_merge() -> UserError:
+def merge_refusal() -> UserError:
     """Return the error of PEFT's `merge`, which would add the adapter to a temporary copy of the weights."""
     what, fix = "an adapter can't be merged into quantized experts", "finetune merge RUN"
     return UserError(Problem(what, "model.quantization", fix=fix, code="merge"))

@@ -274,7 +274,7 @@ def _on_fp8(adapter: Mapping[str, Any]) -> Found:
 def _coded(adapter: Mapping[str, Any], base: str, quantized: str = "") -> Found:
     """Refuse names of layers that the base model quantizes, in `modules_to_save` and `target_parameters`.
 
-    Stacked experts and routers are no linear layers, so no base model quantizes them.
+    Routers are no linear layers, so no base model quantizes them. Quantized stacks of experts take adapters.
     """
     whole, parameters = adapter.get("modules_to_save"), adapter.get("target_parameters")
     names = map(str, whole) if isinstance(whole, list) else ()

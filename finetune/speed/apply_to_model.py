@@ -119,7 +119,7 @@ def add_fused(model: nn.Module, chosen: Choice, checks: RunChecks) -> tuple[Choi
     from finetune.speed.fused_layers import Fused
 
     fused = Fused(model, decoder_layers(model))
-    served = bool(fused.served or fused.experts.served)
+    served = bool(fused.served or fused.experts.served or fused.experts.installed)
     if chosen.reason == "asked for" and not served:
         raise none_fused(fused.left_out())
     how = f"fused layers of the model; largest relative difference from PEFT's own forward {fused.worst:.1g}"

@@ -47,7 +47,7 @@ def apply(model: PeftModel) -> PeftModel:
         raise UserError(problem, code=Exit.ENVIRONMENT)
     fused = Fused(model, layers, every_pass=True)
     reasons = fused.left_out()
-    if not (fused.served or fused.experts.served):
+    if not (fused.served or fused.experts.served or fused.experts.installed):
         remove(model)
         what, found = "none of the adapter's layers can be fused", reasons or "no layer with an adapter"
         problem = Problem(what, found=found, fix=WITHOUT, code="speed-option")

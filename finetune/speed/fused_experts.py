@@ -9,7 +9,7 @@ adapters are thin GEMMs. One tensor holds W1 and A1, and another holds W2 and B2
 the output of the base and of the adapter. PEFT's parameters stay in their modules and get the gradients.
 
 The model's former implementation runs outside of training, with the adapter off or merged, and with several
-adapters.
+adapters. Quantized experts with an adapter run here outside of training, too, and take one adapter at a time.
 """
 
 from __future__ import annotations
@@ -74,8 +74,6 @@ class Experts:
         self.proving = False
         self.first: Any = None
         self.last: Any = None
-        self.stored = [_stored(module, name) for name in (FIRST, LAST)]
-        self.quantized = self.stored[0][0] is not None
         self.hold()
         module.finetune_experts = self
         if wrappers:
@@ -84,6 +82,8 @@ class Experts:
     @torch.no_grad()
     def hold(self) -> None:
         """Allocate tensors for weights and adapters together. The weights become views of them."""
+        self.stored = [_stored(self.module, name) for name in (FIRST, LAST)]
+        self.quantized = self.stored[0][0] is not None
         ranks = [self._padded(name) for name in (FIRST, LAST)]
         if self.quantized:
             self._hold_adapters(ranks)
@@ -134,6 +134,8 @@ class Experts:
         Fused optimizers do not count a new version of a parameter, so it copies in every pass. The copy does
         not count as a new version of the tensors either, since an earlier pass may still need its backward.
         """
+        if self.quantized and self._replaced():
+            self.hold()
         if not self.quantized and [getattr(self.module, n).data_ptr() for n in (FIRST, LAST)] != self.places:
             self.hold()  # PEFT replaced the weights, to merge an adapter or to undo that
         if self.outer is not None:
@@ -146,6 +148,13 @@ class Experts:
             self.inner.data[:, : a.shape[1]].copy_(a)
             columns = self.last.data if self.quantized else self.last.data[..., self.size :]
             columns[..., : b.shape[2]].copy_(b * scale)
+
+    def _replaced(self) -> bool:
+        """Return whether quantized weights were dequantized, moved or given another dtype."""
+        held = stacked_experts.of(self.module, FIRST)
+        return (
+            held is None or held[0].data_ptr() != self.stored[0][0].data_ptr() or held[1].dtype != self.dtype
+        )
 
     def active(self) -> bool:
         """Return whether the module trains with the same adapter, which is on and not merged.
@@ -318,6 +327,10 @@ def _unwrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     module = self.get_base_layer()
     if module.finetune_experts.active():
         return module(*args, **kwargs)
+    if module.finetune_experts.quantized and not self.disable_adapters:
+        what, fix = "quantized experts run one adapter at a time", "model.set_adapter(NAME)"
+        found = ", ".join(self.active_adapters)
+        raise UserError(Problem(what, found=found, fix=fix, code="quantization"), code=Exit.ENVIRONMENT)
     return type(self).forward(self, *args, **kwargs)
 
 
@@ -378,8 +391,9 @@ class FusedExperts:
         """Undo it in every layer."""
         for one in self.served:
             one.release()
-        if self.before:
-            self.base.set_experts_implementation(self.before)
+        if not self.before:
+            return
+        self.base.set_experts_implementation(self.before)
         for module in self.base.modules():
             vars(module).pop("finetune_before", None)
 
@@ -389,6 +403,8 @@ class FusedExperts:
             error, reason = float("nan"), "their fused forward differs from their own"
             try:
                 error = difference(one)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as failed:  # such as a kernel that does not fit this GPU
                 reason = f"their fused forward or backward fails here: {' '.join(str(failed).split())[:120]}"
             if error <= ALLOWED.get(one.dtype, 2e-2):
@@ -421,8 +437,10 @@ def install_quantized(model: Any) -> None:
     decoder.register_forward_pre_hook(lambda *_: fused.refresh())
 
 
-def _refuse_merge(*_: object, **__: object) -> None:
-    raise stacked_experts.refuse_merge()
+def _refuse_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if stacked_experts.of(self.get_base_layer(), self.parameter_name) is None:  # dequantized since
+        return type(self).merge(self, *args, **kwargs)
+    raise stacked_experts.merge_refusal()
 
 
 def stacked(layer: nn.Module) -> list[tuple[Any, list[Any]]]:

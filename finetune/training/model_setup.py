@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import attach, initialization
 from finetune.core.errors import UserError, stage
-from finetune.models import loading, module_names, router_loss, tokenizer_setup
+from finetune.models import loading, model_files, module_names, router_loss, tokenizer_setup
 from finetune.preflight import adapter_names, gradient_probe
 from finetune.quantization import qat
 from finetune.speed import fused_experts
@@ -30,7 +30,7 @@ def adapted_model(
     base = loading.load(recipe.model, setup, str(arguments.device), checks)
     names = module_names.of_model(base)
     storage, kind = setup.storage.value, recipe.adapter.type
-    if problems := adapter_names.against_storage(storage, names, base.config, kind):
+    if problems := adapter_names.against_storage(storage, names, model_files.read_config(recipe.model), kind):
         raise UserError(*problems)
     router_loss.check(base.config, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, checks)

@@ -111,3 +111,19 @@ def test_sharding_of_quantized_experts_is_refused(trained: Path, monkeypatch: An
     assert main.main(["check", str(trained / "recipe.yaml")]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "can't shard quantized experts" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("adapter.r=129",), "help: adapter.r: 128"),
+        (("adapter.r=65", "adapter.target_modules=[q_proj, gate_proj, up_proj]"), "help: adapter.r: 64"),
+        (("adapter.init_lora_weights=eva",), "can't read a model with quantized experts"),
+    ],
+)
+def test_options_that_quantized_experts_do_not_support(
+    trained: Path, capsys: Any, change: tuple[str, ...], said: str
+) -> None:
+    for command in ("check", "train", "plan"):
+        assert main.main([command, str(trained / "recipe.yaml"), *change]) == 2, command
+        assert said in " ".join(capsys.readouterr().err.split()), command

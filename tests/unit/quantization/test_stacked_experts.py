@@ -10,14 +10,17 @@ from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune import api
 from finetune.core.errors import UserError
-from finetune.kernels import expert_ops
+from finetune.kernels import expert_ops, kernel_limits
 from finetune.models import module_names
 from finetune.quantization import stacked_experts
 from finetune.quantization.bnb_loading import EightBitConfig, FourBitConfig
 from finetune.quantization.fp8_loading import Fp8BaseConfig
 from finetune.speed import fused_experts
 from finetune.speed.live_model_spec import decoder_layers
+from support.architectures import CONFIGS as TINY
+from support.expert_families import BY_TYPE, config_of
 from support.fused_models import IDS, step, worst
 
 if TYPE_CHECKING:
@@ -176,3 +179,73 @@ def test_compiled_layers_do_not_save_dequantized_weights(folder: Path) -> None:
         again, same = step(model)
     assert abs(float(again - loss)) < 1e-5 and worst(same, gradients) < 1e-4
     assert not [shape for shape in saved if shape[-2:] in ((80, 64), (64, 48))]
+
+
+def test_adapter_of_a_model_that_was_dequantized_merges(folder: Path) -> None:
+    """As the error of a merge into fp8 weights advises."""
+    model = adapted(load(folder, "fp8"), BOTH).eval()
+    fused_experts.install_quantized(model)
+    model.get_base_model().dequantize(torch.float32)
+    assert not stacked_experts.all_of(model)
+    wanted = model(IDS).logits
+    right = load(folder, "fp8").dequantize(torch.float32)
+    assert torch.allclose(adapted(right, BOTH).eval()(IDS).logits, wanted, atol=1e-4)
+    assert torch.allclose(model.merge_and_unload()(IDS).logits, wanted, atol=1e-4)
+
+
+def test_second_active_adapter_is_refused(folder: Path) -> None:
+    model = adapted(load(folder, "nf4"), BOTH)
+    with stacked_experts.plain_parameters(model):
+        model.add_adapter("second", model.peft_config["default"])
+    fused_experts.install_quantized(model)
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(UserError, match="one adapter at a time"):
+        model.eval()(IDS)
+
+
+def test_cast_and_save_of_a_quantized_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    model = load(folder, "nf4")
+    with pytest.raises(TypeError, match="can't be cast"):
+        model.model.layers[0].mlp.experts.bfloat16()
+    with pytest.raises(ValueError, match="serializable"):
+        model.save_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("storage", ["nf4", "int8"])
+def test_dequantized_model_has_no_quantized_experts(folder: Path, storage: str) -> None:
+    model = load(folder, storage).dequantize(torch.float32)
+    assert not stacked_experts.all_of(model)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    config = CONFIGS[storage]()
+    assert type(config).from_dict(config.to_dict()).to_dict() == config.to_dict()
+
+
+def test_training_loop_of_ones_own_saves_no_dequantized_stack(folder: Path) -> None:
+    """`finetune.load_model` runs quantized experts fused, also with an adapter of plain PEFT."""
+    model = api.load_model(folder, quantization="nf4")
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"])).train()
+    saved = list[Any]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model(IDS, labels=IDS).loss.backward()
+    stacks = [t for t in saved if t.dim() == 3 and t.shape[0] == 4 and 64 in t.shape[1:]]
+    assert stacks and not any(one.is_floating_point() for one in stacks)
+
+
+MIXTURES = [name for name, values in TINY.items() if any("experts" in key for key in values)]
+
+
+@pytest.mark.parametrize("family", [*MIXTURES, "llama4_text"])
+def test_only_experts_that_run_fused_are_quantized(family: str) -> None:
+    """The rule for a config, which `check` and `plan` use, against the rule for a live model."""
+    config = config_of(family) if family in BY_TYPE else AutoConfig.for_model(family, **TINY[family])
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    stacks = fused_experts.stacked(model)
+    live = {fused_experts.obstacle(module, wrappers) for module, wrappers in stacks}
+    if stacks and not kernel_limits.experts_obstacle(config, shapes):
+        assert live <= {"", "the experts train"}
+        fits = not kernel_limits.stacks_obstacle(shapes)
+        assert len(stacked_experts.names(model)) == 2 * len(stacks) * fits
+    else:
+        assert not stacked_experts.names(model)
