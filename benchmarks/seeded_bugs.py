@@ -48,7 +48,7 @@ BUGS = (
     Bug(
         "optimizer dropped: a resumed run starts with an empty one",
         "finetune/checkpointing/training_state.py",
-        "    trainer.optimizer.load_state_dict(kept)",
+        "    trainer.optimizer.load_state_dict(saved)",
         "    pass",
         "tests/integration/test_resume.py::test_every_kind_goes_on_bit_for_bit[lora]",
     ),
@@ -163,8 +163,8 @@ BUGS = (
     Bug(
         "fp8: the weights' scale dropped in the gradient",
         "finetune/quantization/fp8_linear.py",
-        "made = input_gradient(grads[0], weight, weight_scale)",
-        "made = input_gradient(grads[0], weight, torch.ones_like(weight_scale))",
+        "gradient = input_gradient(grads[0], weight, weight_scale)",
+        "gradient = input_gradient(grads[0], weight, torch.ones_like(weight_scale))",
         "tests/unit/quantization/test_fp8_linear.py::test_forward_and_gradient_against_the_dequantized_weight",
     ),
     Bug(

@@ -83,12 +83,9 @@ def load_model(
     Raises:
         UserError: the model can't be read, or this machine does not support the quantization.
     """
-    from finetune.models import frozen_model
-    from finetune.speed import fused_experts
+    from finetune.speed import frozen_model
 
-    loaded = frozen_model.load(Model(name=str(name), revision=revision, quantization=quantization), device)
-    fused_experts.install_quantized(loaded)
-    return loaded
+    return frozen_model.load(Model(name=str(name), revision=revision, quantization=quantization), device)
 
 
 @only_user_errors("trained the model")

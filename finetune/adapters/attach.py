@@ -59,7 +59,8 @@ def attach(
         return model
     everything = module_names.of_model(model)
     if adapter.source:
-        adapted: Any = continue_from.load(model, adapter, added, checks)
+        with stacked_experts.plain_parameters(model):
+            adapted: Any = continue_from.load(model, adapter, added, checks)
     else:
         name_problems.check(model, adapter, everything)
         with continue_from.refusals("PEFT refuses it"):

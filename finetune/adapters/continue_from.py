@@ -14,7 +14,6 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
 from finetune.hub import client
 from finetune.models import checkpoint_headers, module_names
-from finetune.quantization import stacked_experts
 from finetune.recipe import adapter_types
 from finetune.recipe.adapter_rules import EMBEDDINGS, HEADS
 
@@ -312,8 +311,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], checks:
         folder, module_names.of_model(model), adapter_types.find(adapter.type).peft
     ):
         raise UserError(*problems)
-    refused = refusals(f"the adapter of {source} does not fit this model")
-    with refused, stacked_experts.plain_parameters(model):
+    with refusals(f"the adapter of {source} does not fit this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     config: Any = adapted.peft_config["default"]
     # From now on, this model is the adapter's base model.

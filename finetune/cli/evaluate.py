@@ -62,6 +62,6 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> Start:
     """Return how a run is evaluated on a machine with several GPUs."""
-    from finetune.evaluation import reopen
+    from finetune.evaluation import evaluation_launch
 
-    return reopen.launch_of(run, overrides, machine)
+    return evaluation_launch.launch_of(run, overrides, machine)

@@ -13,18 +13,15 @@ from finetune.adapters import continue_from
 from finetune.autoconfig import attention_choice, machine_setup
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.evaluation import gpu_room
-from finetune.launch.launcher import Start
 from finetune.models import checkpoint_headers, loading, model_files, tokenizer_setup
 from finetune.quantization import qat, stacked_experts, stored_weights
 from finetune.recipe.schema import Model
-from finetune.run_folder import run_folder
 from finetune.speed import fused_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.hardware.detection import Hardware
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
@@ -115,18 +112,3 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
 def tokenizer_of(folder: RunFolder) -> PreTrainedTokenizerBase:
     """Load the tokenizer that is saved with the weights."""
     return tokenizer_setup.load_tokenizer(Model(name=str(folder.weights)))
-
-
-def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
-    """Return the shipped config that distributes the examples over all GPUs.
-
-    There is no config if one process needs all GPUs for the model.
-    """
-    recipe = run_folder.recipe_of(run, overrides)
-    if gpu_room.too_large(recipe.model, setup_of(recipe)):
-        reason = f"the base model does not fit on one GPU, so one process uses all {machine.count} GPUs"
-        return Start("", reason, 1)
-    if recipe.eval.engine == "vllm" and recipe.eval.tasks:
-        return Start("", "vLLM runs in one process", 1)
-    reason = f"each of {machine.count} GPUs has the whole base model and a part of the examples"
-    return Start("ddp_8", reason, machine.count)

@@ -22,8 +22,8 @@ def test_the_run_check_allows_what_the_audit_allows() -> None:
             loaded, SimpleNamespace(chat_template=None), report, SimpleNamespace(), checks
         )
     assert [(one["actual"], one["passed"]) for one in checks.as_json()] == [
-        ("3 rows", True),
-        ("2 rows", False),
+        ("3 examples", True),
+        ("2 examples", False),
     ]
 
 

@@ -120,8 +120,8 @@ def test_a_model_that_needs_another_package_is_refused(tmp_path, monkeypatch) ->
     assert caught.value.code == Exit.ENVIRONMENT
 
 
-def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:
-    """In a checkpoint each is a matrix; in the model all of them are one parameter, which fp8 passes by."""
+def test_experts_are_no_linear_layers_and_are_quantized(tmp_path) -> None:
+    """In a checkpoint each is a matrix. In the model all of them are one parameter."""
     from safetensors.torch import save_file
 
     config = {
@@ -146,7 +146,12 @@ def test_experts_are_no_linear_layers_and_never_in_codes(tmp_path) -> None:
     assert apart.linear == whole.linear and not [name for name in apart.linear if "experts" in name]
     found = [architecture.weights(one, "fp8", "bf16") for one in (whole, apart)]
     linear = sum(outputs * inputs - 4 * outputs for outputs, inputs in apart.linear.values())
-    assert found[0] == found[1] == 2 * whole.parameters - linear
+    stacks = [shape for name, shape in whole.tensors.items() if ".experts." in name]
+    assert len(stacks) == 4
+    stacked = sum(experts * (outputs * inputs - 4 * outputs) for experts, outputs, inputs in stacks)
+    assert found[0] == found[1] == 2 * whole.parameters - linear - stacked
+    plain = [architecture.weights(one, "torchao_int8", "bf16") for one in (whole, apart)]
+    assert plain[0] == plain[1] > found[0] + stacked / 2
 
 
 def test_adapters_that_are_not_counted_are_taken_for_what_is_said(large) -> None:

@@ -8,6 +8,7 @@ from finetune.autoconfig import attention_choice, machine_setup
 from finetune.distributed import launch_environment
 from finetune.models import fp8_support, loading, model_files
 from finetune.quantization import stored_weights
+from finetune.speed import fused_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,4 +34,5 @@ def load(section: Model, device: str | None = None) -> PreTrainedModel:
     )
     gpu = f"cuda:{launch_environment.said('LOCAL_RANK', '0')}"
     loaded = loading.load(section, setup, device or ("cpu" if setup.hardware.device == "cpu" else gpu))
+    fused_experts.install_quantized(loaded)  # transformers' forward would save each dequantized weight
     return loaded.requires_grad_(False)
