@@ -1,14 +1,14 @@
-"""Which adapter when: what each type learns on two small tasks, and its time and memory on a larger shape.
+"""Measure the quality of each adapter type on two small tasks, and its time and memory on a larger model.
 
     python benchmarks/adapters.py                      # all parts -> benchmarks/adapters.json
-    python benchmarks/adapters.py --part rates         # the search for each type's learning rate
-    python benchmarks/adapters.py --part quality       # three seeds of each type at the rate found
+    python benchmarks/adapters.py --part rates         # the search for the learning rate of each type
+    python benchmarks/adapters.py --part quality       # three seeds of each type, at the best rate
     python benchmarks/adapters.py --part shape         # seconds a step and peak memory, one run at a time
     python benchmarks/adapters.py --types lora dora --seeds 1 --jobs 16
 
-Each cell is one ordinary `finetune train`, in process, of `recipes/adapters/TYPE.yaml`, or of
-`recipes/quickstart.yaml` with `adapter.type=TYPE` where there is none. The JSON is written after each cell,
-and what it holds is not run again.
+Each cell is one `finetune train` in this process. It uses `recipes/adapters/TYPE.yaml` if that exists, and
+otherwise `recipes/quickstart.yaml` with `adapter.type=TYPE`. The script writes the JSON file after each cell.
+It does not run a cell again that the file already has.
 """
 
 from __future__ import annotations

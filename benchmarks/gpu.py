@@ -1,34 +1,37 @@
-"""Speed on one GPU: `finetune train` and its peers on LLaMA's shapes, side by side, into gpu.json.
+"""Measure the speed of `finetune train` and of its peers on one GPU, with the sizes of LLaMA models.
 
     python benchmarks/gpu.py --rows lora-bf16,lora-fp8,dora-fp8,trl,trl+liger [--layers 32] [--out FOLDER]
 
-Random weights of Llama-3.1-8B's shape, made once in --work, and random words; unless a row says otherwise
-16,384 tokens a step in rows of 4,096, LoRA r=16 on all linear layers, AdamW. Each row is a process of its
-own: the whole `finetune train` with the Trainer's loop; TRL's SFTTrainer, or that on Unsloth's model, as
-documented. Reported are real tokens (neither padding nor what packing leaves empty) by the median of the
-steps after warm-up, the allocator's peak, and the loss of the last step. Rows of their own kind:
+The models have random weights, which the script creates once in --work. The text is random words. By default,
+a row trains LoRA r=16 on all linear layers of Llama-3.1-8B's sizes with AdamW. A step has 16,384 tokens, in
+sequences of 4,096. Each row runs in a process of its own: `finetune train`, TRL's SFTTrainer, or SFTTrainer
+on Unsloth's model, as their documentation shows them.
 
-*-packed       documents of real lengths: log-normal, 400 tokens in the mean (median 245), clipped at 4,096
-*-recomputed   every layer recomputed, for little memory
-*-small        and their inputs kept in the CPU's memory
-*-mlp          norms and gate and up made again
-*-int8         norms made again, gate and up kept in int8
-*-mlp-small    and all else that layers keep in the CPU's memory
-*-graphs       the compiled layers as CUDA graphs, which passes of so many tokens don't choose by themselves
-*-no-graphs    and without, where passes are so small that they do
-*-fa4, -fa3    attention by that kernel, or by cuDNN (*-cudnn)
-1b-*           Llama-3.2-1B's shape: are layers of width 2,048 large enough for fp8?
-135m-*         SmolLM2-135M's, as the smallest that plans are held against
-lora-auto      no speed key at all, in a run that is long enough for `auto` to compile
-full-bf16      8 layers, every weight trained: kept in fp32, products in bf16 (trl-full: kept in bf16)
-70b-fp8        Llama-3-70B's shape from an fp8 checkpoint (68 GiB in --work), rows of 8,192, attention alone
-70b-fp8-half   gate and up in int8, what else half of the layers keep in the CPU's memory (-int8: all of them)
-cap-24         8B LoRA, rows of 2,048, in 24 GiB of the allocator
-cap-48         70B qLoRA from an NF4 checkpoint (37 GiB in --work), rows of 2,048, in 48 GiB
-24gb_fastest   and each other recipe of recipes/gpus, in the memory of such a GPU: packed rows of 2,048
+The script reports tokens/s without padding, from the median of the steps after warm-up. It also reports the
+peak memory of the allocator and the loss of the last step. The names of rows mean:
 
-A 70B checkpoint is removed after the last row that reads it; --work may be a tmpfs. A row that fails is
-written down with what its log says, and the others go on. Rows that OUT/gpu.json has already stay in it.
+*-packed       documents of real lengths: log-normal, with a mean of 400 and a median of 245 tokens
+*-recomputed   full activation checkpointing
+*-small        full activation checkpointing, with the inputs of the layers in CPU memory
+*-mlp          recomputed norms, gate and up
+*-int8         recomputed norms; gate and up are kept in int8
+*-mlp-small    as *-mlp, with the other saved activations in CPU memory
+*-graphs       CUDA graphs, which `auto` does not choose for passes of this size
+*-no-graphs    no CUDA graphs, where `auto` chooses them
+*-fa4, -fa3    FlashAttention 4 or 3
+*-cudnn        attention by cuDNN
+1b-*           the sizes of Llama-3.2-1B, to see whether fp8 helps layers of width 2,048
+135m-*         the sizes of SmolLM2-135M, the smallest model of the comparison with plans
+lora-auto      no key of `speed`, in a run that is long enough for `auto` to compile
+full-bf16      full fine-tuning of 8 layers: fp32 weights, GEMMs in bf16 (trl-full: bf16 weights)
+70b-fp8        the sizes of Llama-3-70B: an fp8 checkpoint (68 GiB), sequences of 8,192, LoRA on attention
+70b-fp8-half   gate and up in int8, and the other activations of half of the layers in CPU memory
+cap-24         8B LoRA on sequences of 2,048, with 24 GiB for the allocator
+cap-48         70B QLoRA on an NF4 checkpoint (37 GiB), sequences of 2,048, with 48 GiB
+24gb_fastest   a recipe of recipes/gpus in the memory of its GPU, with packed sequences of 2,048
+
+The script removes a 70B checkpoint after the last row that reads it, so --work may be a tmpfs. If a row
+fails, the script records the error from its log and continues. Rows that OUT/gpu.json already has stay there.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def slow_patterns(options: Mapping[str, Any], names: Collection[str], key: str =
 
 
 def with_targets(options: Mapping[str, Any], peft: str, names: Names) -> dict[str, Any]:
-    """Return PEFT's options. Without targets in the recipe, add those that PEFT chooses for the family."""
+    """Return PEFT's options. Add PEFT's targets for the family if the recipe names no targets."""
     if options.get("target_modules") is not None or peft not in adapter_types.OWN_TARGETS:
         return dict(options)
     own = adapter_types.own_targets(peft, names.family)

@@ -39,54 +39,35 @@ class EightBitConfig(BitsAndBytesConfig):
         self.quant_method: Any = EIGHT_BIT
 
 
-class FourBitQuantizer(Bnb4BitHfQuantizer):
-    """transformers' quantizer for NF4 and FP4, for a model with stacked experts."""
+def with_experts(quantizer: Any) -> Any:
+    """Return a subclass of transformers' quantizer of linear layers that also quantizes stacked experts."""
 
-    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.experts = stacked_experts.names(model)
-        return super()._process_model_before_weight_loading(model, *args, **kwargs)
+    class WithExperts(quantizer):
+        def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.experts = stacked_experts.names(model)
+            return super()._process_model_before_weight_loading(model, *args, **kwargs)
 
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
+        def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+            return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
 
-    def get_quantize_ops(self) -> Any:
-        return _Quantize(super().get_quantize_ops(), self.quantization_config.bnb_4bit_quant_type)
+        def get_quantize_ops(self) -> Any:
+            config = self.quantization_config
+            return _Quantize(
+                super().get_quantize_ops(), config.bnb_4bit_quant_type if config.load_in_4bit else "int8"
+            )
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        stacked_experts.parametrize_experts(model)
-        return super()._process_model_after_weight_loading(model, **kwargs)
+        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+            stacked_experts.parametrize_experts(model)
+            return super()._process_model_after_weight_loading(model, **kwargs)
 
-    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        stacked_experts.dequantize(model, dtype)
-        return super()._dequantize(model, dtype)
+        def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+            stacked_experts.dequantize(model, dtype)
+            return super()._dequantize(model, dtype)
 
-    def is_serializable(self) -> Any:
-        return False  # only the adapter is saved
+        def is_serializable(self) -> Any:
+            return False  # only the adapter is saved
 
-
-class EightBitQuantizer(Bnb8BitHfQuantizer):
-    """transformers' quantizer for LLM.int8(), for a model with stacked experts."""
-
-    def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        self.experts = stacked_experts.names(model)
-        return super()._process_model_before_weight_loading(model, *args, **kwargs)
-
-    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
-
-    def get_quantize_ops(self) -> Any:
-        return _Quantize(super().get_quantize_ops(), "int8")
-
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        stacked_experts.parametrize_experts(model)
-        return super()._process_model_after_weight_loading(model, **kwargs)
-
-    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        stacked_experts.dequantize(model, dtype)
-        return super()._dequantize(model, dtype)
-
-    def is_serializable(self) -> Any:
-        return False  # only the adapter is saved
+    return WithExperts
 
 
 class _Quantize(ConversionOps):
@@ -107,8 +88,8 @@ class _Quantize(ConversionOps):
 
 
 for _method, _config, _quantizer in (
-    (FOUR_BIT, FourBitConfig, FourBitQuantizer),
-    (EIGHT_BIT, EightBitConfig, EightBitQuantizer),
+    (FOUR_BIT, FourBitConfig, Bnb4BitHfQuantizer),
+    (EIGHT_BIT, EightBitConfig, Bnb8BitHfQuantizer),
 ):
     register_quantization_config(_method)(_config)
-    register_quantizer(_method)(_quantizer)
+    register_quantizer(_method)(with_experts(_quantizer))

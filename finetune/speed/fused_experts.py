@@ -170,15 +170,16 @@ class Experts:
             )
         )
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Compute the output for x [T, H], with each token's experts `ids` and routing `weights` [T, K]."""
-        flat = x.to(self.dtype)
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the output for `hidden_states` [T, H], with experts and routing weights [T, K]."""
         parameters = [p for name in (FIRST, LAST) for p in self._parameters(name)]
         y = _Experts.apply(
-            flat,
-            weights,
+            hidden_states.to(self.dtype),
+            top_k_weights,
             *parameters,
-            ids,
+            top_k_index,
             self.first,
             self.outer,
             self.inner,
@@ -189,7 +190,7 @@ class Experts:
             self._scales(),
             self.act,
         )
-        return y.to(x.dtype)
+        return y.to(hidden_states.dtype)
 
     def _parameters(self, name: str) -> list[Any]:
         if name not in self.by_name:
@@ -315,7 +316,8 @@ def experts_forward(
 ) -> torch.Tensor:
     """Run an experts module. transformers calls it instead of the module's own forward."""
     experts: Experts | None = getattr(self, "finetune_experts", None)
-    if experts is not None and experts.active():
+    # PEFT's wrappers call adapted experts themselves, so a module without its wrappers has no adapter
+    if experts is not None and not experts.wrappers and experts.active():
         return experts.forward(hidden_states, top_k_index, top_k_weights)
     own = type(self).forward.__wrapped__  # the forward under transformers' decorator, which `eager` means
     before = getattr(self, "finetune_before", "eager")
@@ -324,10 +326,10 @@ def experts_forward(
 
 def _unwrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace the forward of PEFT's outermost wrapper, which would add B A to the weights."""
-    module = self.get_base_layer()
-    if module.finetune_experts.active():
-        return module(*args, **kwargs)
-    if module.finetune_experts.quantized and not self.disable_adapters:
+    experts: Experts = self.get_base_layer().finetune_experts
+    if experts.active():
+        return experts.forward(*args, **kwargs)
+    if experts.quantized and not self.disable_adapters:
         what, fix = "quantized experts run one adapter at a time", "model.set_adapter(NAME)"
         found = ", ".join(self.active_adapters)
         raise UserError(Problem(what, found=found, fix=fix, code="quantization"), code=Exit.ENVIRONMENT)

@@ -136,10 +136,14 @@ def test_a_quantized_model_s_step_is_pefts(storage: str, compiled: bool) -> None
     model, own = mixture(BOTH, storage=storage), mixture(BOTH, storage=storage)
     stacked_experts.dequantize(own)
     fused_experts.install_quantized(model)
-    layers = decoder_layers(model)
-    Fused(model, layers)
+    Fused(model, decoder_layers(model))
+    assert_same_step(model, own, compiled)
+
+
+def assert_same_step(model: Any, own: Any, compiled: bool) -> None:
+    """The step is that of PEFT's own forward, and the same twice, to the last bit."""
     torch._dynamo.reset()
-    for layer in layers if compiled else []:
+    for layer in decoder_layers(model) if compiled else []:
         layer.compile(fullgraph=True)
     (loss, gradients), (right, theirs) = step(model), step(own)
     assert abs(loss - right) < 5e-3 and apart(gradients, theirs) < 0.03
@@ -177,18 +181,11 @@ BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("parameters", [BOTH, None], ids=["both", "frozen"])
 def test_a_model_s_step_is_pefts(parameters: Any, compiled: bool) -> None:
-    """And the same twice, to the last bit; compiled as one graph."""
+    """Compiled as one graph, too."""
     model, own = mixture(parameters), mixture(parameters)
-    layers = decoder_layers(model)
-    fused = Fused(model, layers)
+    fused = Fused(model, decoder_layers(model))
     assert len(fused.experts.served) == 2 and 0 < fused.experts.worst < 1e-2
-    torch._dynamo.reset()
-    for layer in layers if compiled else []:
-        layer.compile(fullgraph=True)
-    (loss, gradients), (right, theirs) = step(model), step(own)
-    assert abs(loss - right) < 5e-3 and apart(gradients, theirs) < 0.03
-    again, same = step(model)
-    assert again == loss and all(torch.equal(same[name], gradients[name]) for name in same)
+    assert_same_step(model, own, compiled)
 
 
 # torch says that its mode does not find every wait (torch/csrc/cuda/Module.cpp)

@@ -193,6 +193,16 @@ def test_adapter_of_a_model_that_was_dequantized_merges(folder: Path) -> None:
     assert torch.allclose(model.merge_and_unload()(IDS).logits, wanted, atol=1e-4)
 
 
+def test_unloaded_adapter_is_gone(folder: Path) -> None:
+    """Also while the model trains."""
+    model = adapted(load(folder, "nf4"), BOTH)
+    fused_experts.install_quantized(model)
+    base = model.unload()
+    wanted = load(folder, "nf4").eval()(IDS).logits
+    assert torch.allclose(base.eval()(IDS).logits, wanted, atol=1e-5)
+    assert torch.allclose(base.train()(IDS).logits, wanted, atol=1e-5)
+
+
 def test_second_active_adapter_is_refused(folder: Path) -> None:
     model = adapted(load(folder, "nf4"), BOTH)
     with stacked_experts.plain_parameters(model):
