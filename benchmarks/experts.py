@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import torch
 
 LAYERS, SEQUENCES, LENGTH, VOCABULARY, STEPS, WARM_UP = 6, 4, 4096, 151_936, 10, 3
-TOKENS = SEQUENCES * LENGTH
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
@@ -39,10 +38,11 @@ class Row(NamedTuple):
     """The value of `model.quantization`."""
     experts: bool = True
     """Whether the experts have adapters."""
-    compile: bool = True
+    compile: bool | str = True
     fused: bool = True
     checkpointing: str = "none"
     sequences: int = 4
+    length: int = LENGTH
 
 
 ROWS = {
@@ -59,6 +59,13 @@ ROWS = {
     "nf4-full-attention": Row("nf4", experts=False, checkpointing="full"),
     "nf4-full-attention-1": Row("nf4", experts=False, checkpointing="full", sequences=1),
     "nf4-full-1": Row("nf4", checkpointing="full", sequences=1),
+    "bf16-graphs": Row(compile="reduce-overhead"),
+    "bf16-2048": Row(sequences=1, length=2048),
+    "bf16-2048-graphs": Row(compile="reduce-overhead", sequences=1, length=2048),
+    "nf4-2048": Row("nf4", sequences=1, length=2048),
+    "nf4-2048-graphs": Row("nf4", compile="reduce-overhead", sequences=1, length=2048),
+    "fp8-2048": Row("fp8", sequences=1, length=2048),
+    "fp8-2048-graphs": Row("fp8", compile="reduce-overhead", sequences=1, length=2048),
 }
 UNSLOTH = {"unsloth": False, "unsloth-nf4": True}  # whether it loads in 4 bits
 
@@ -147,7 +154,9 @@ def ours(folder: Path, row: Row, layers: int) -> tuple[Any, str]:
         activation_checkpointing=row.checkpointing, offload="none", fused=fused, compile=row.compile
     )
     with torch.autocast("cuda", torch.bfloat16):
-        choices = apply_to_model.apply(model, speed, Work(TOKENS, 1e20), detect(), RunChecks())
+        choices = apply_to_model.apply(
+            model, speed, Work(row.sequences * row.length, 1e20), detect(), RunChecks()
+        )
     lm_head_loss.install(model, compiled=row.compile)
     return model, choices.fused.value
 
@@ -180,16 +189,19 @@ def loaded() -> None:
 def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str, Any]:
     """Train a row and return its figures."""
     begun = time.monotonic()
-    peer, sequences = name in UNSLOTH, SEQUENCES if name in UNSLOTH else ROWS[name].sequences
-    model, fused = unsloth(folder, four_bit=UNSLOTH[name]) if peer else ours(folder, ROWS[name], layers)
+    peer = name in UNSLOTH
+    row = Row() if peer else ROWS[name]
+    sequences, length = row.sequences, row.length
+    model, fused = unsloth(folder, four_bit=UNSLOTH[name]) if peer else ours(folder, row, layers)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     random = torch.Generator(device="cuda").manual_seed(1)
     setup = time.monotonic() - begun
 
     def step() -> torch.Tensor:
-        ids = torch.randint(VOCABULARY, (sequences, LENGTH), device="cuda", generator=random)
-        count = sequences * (LENGTH - 1)
+        torch.compiler.cudagraph_mark_step_begin()
+        ids = torch.randint(VOCABULARY, (sequences, length), device="cuda", generator=random)
+        count = sequences * (length - 1)
         with torch.autocast("cuda", torch.bfloat16):
             if peer:
                 loss = model(input_ids=ids, labels=ids).loss
@@ -221,7 +233,8 @@ def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str,
         "fused": fused,
         "layers": layers,
         "sequences": sequences,
-        "tokens_per_second": round(sequences * LENGTH / milliseconds * 1000),
+        "length": length,
+        "tokens_per_second": round(sequences * length / milliseconds * 1000),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         **LOADED,
         "setup_s": round(setup, 1),

@@ -189,6 +189,13 @@ def allow_graphs(count: int) -> None:
     config.recompile_limit = max(config.recompile_limit, count)
 
 
+def mark_static_address(tensor: Tensor) -> None:
+    """Tell CUDA graphs to read a tensor where it is. They copy each other input that is no parameter."""
+    import torch
+
+    torch._dynamo.mark_static_address(tensor)
+
+
 def recorded_cuda_graphs() -> int:
     """Return how many CUDA graphs were recorded on the current device."""
     import torch

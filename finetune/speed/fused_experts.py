@@ -102,7 +102,7 @@ class Experts:
             weights[1].data = self.last[..., : self.size]
             self.inner = self.last.new_zeros(experts, ranks[1], self.size)
         self.places = [weight.data_ptr() for weight in weights]
-        self.refresh()
+        self._keep()
 
     def _hold_adapters(self, ranks: list[int]) -> None:
         """Allocate tensors for the adapters of quantized weights."""
@@ -116,6 +116,13 @@ class Experts:
             self.first, self.outer = empty(experts, ranks[0], width), empty(experts, both, ranks[0])
         if ranks[1]:
             self.inner, self.last = empty(experts, ranks[1], self.size), empty(experts, width, ranks[1])
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep the tensors where they are, and copy the adapter's parameters into them."""
+        for tensor in (self.first, self.outer, self.inner, self.last, *self.stored[0], *self.stored[1]):
+            if tensor is not None:
+                upstream_private.mark_static_address(tensor)
         self.refresh()
 
     def release(self) -> None:
