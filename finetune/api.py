@@ -165,11 +165,12 @@ def export_model(
     quantize: str | None = None,
     adapter: bool = False,
 ) -> dict[str, Any]:
-    """Export a run for a server, and return a report.
+    """Export a run or an adapter for a server, and return a report.
 
     finetune checks that the exported model reads and answers prompts as the trained model does.
 
     Args:
+        run: a run, a run folder, a folder of PEFT, or the name of a run or an adapter on the Hub.
         to: gguf, ollama, vllm or mlx.
         output: the new folder. By default, a folder such as `export-gguf-f16` in the run folder.
         quantize: the quantization of the weights. By default, the target's own default.

@@ -1,14 +1,21 @@
-"""`finetune export`: write a run in the form that a server reads."""
+"""`finetune export`: write a run or an adapter in the form that a server reads."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
+from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
-from finetune.cli.inputs import opened
 
 TARGETS = ("gguf", "ollama", "vllm", "mlx")
+SOURCE = (
+    "run",
+    {
+        "metavar": "RUN|ADAPTER",
+        "help": "a run folder, a folder of PEFT, or a run or adapter on the Hub: organization/name@revision",
+    },
+)
 EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--to", {"choices": TARGETS, "required": True, "help": "the program that will serve the model"}),
     (
@@ -26,15 +33,15 @@ EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def export_model(options: argparse.Namespace) -> dict[str, Any]:
-    """Export a run for llama.cpp and other servers, and check that its answers are the same."""
+    """Export a run or an adapter for llama.cpp and other servers, and check that its answers are the same."""
     from finetune.core.console import Console, quieten_libraries
 
-    run = opened(options)
+    arguments.check_read("export", options.overrides)
     quieten_libraries()
     with fast_imports():
         from finetune.export import export_report, exporting
 
     given = {"quantize": options.quantize, "output": options.output, "adapter": options.adapter}
-    report = exporting.run(run.path, options.to, options.overrides, **given)
+    report = exporting.run(options.run, options.to, options.overrides, **given)
     export_report.show(Console(quiet=options.quiet), report)
     return report

@@ -147,7 +147,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     add(ablate.ablate, arguments.RECIPE, arguments.OVERRIDES, *ablate.ABLATE)
     add(evaluate.evaluate, arguments.RUN, arguments.OF_RUN, *evaluate.EVALUATE)
     add(merge.merge, arguments.RUN, arguments.OF_RUN, *merge.MERGE)
-    add(export_model.export_model, arguments.RUN, arguments.OF_RUN, *export_model.EXPORT)
+    add(export_model.export_model, export_model.SOURCE, arguments.OF_RUN, *export_model.EXPORT)
     add(publish.publish, arguments.RUN, arguments.OF_RUN, *publish.PUBLISH)
     add(
         report.report,

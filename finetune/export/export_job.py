@@ -26,5 +26,7 @@ class Job:
     quantize: str
     base: str
     """Name or folder of the base model."""
+    revision: str | None = None
+    """Branch, tag or commit of a base model on the Hub."""
     stored: str = ""
     """The quantization of the base model in training, if there was one."""

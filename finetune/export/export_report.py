@@ -28,12 +28,24 @@ def check_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the lines of the serving check, each with what was compared or why it was not."""
     if not found.get("reader"):
         return [("not run", found.get("not_run", ""))]
-    ids, stops, said = found["token_ids"], found["stop_tokens"], found["answers"]
+    ids, stops = found["token_ids"], found["stop_tokens"]
     lines = [("reader", found["reader"])]
     equal = f"{ids.get('prompts')} prompts, {ids.get('different')} differ"
     lines += [("token ids", f"not run: {ids['not_run']}" if "not_run" in ids else equal)]
     lines += [("stop tokens", f"not run: {stops['not_run']}" if "not_run" in stops else "all present")]
+    lines += [("answers", _answers(found["answers"])), ("validation loss", _losses(found["loss"]))]
+    return lines
+
+
+def _answers(said: dict[str, Any]) -> str:
     if "not_run" in said:
-        return [*lines, ("answers", f"not run: {said['not_run']}")]
+        return f"not run: {said['not_run']}"
     shift = f"largest difference {said['largest_difference']:.2g}, allowed {said['tolerance']:.2g}"
-    return [*lines, ("answers", f"{said['prompts']} prompts, {said['tokens']} tokens: {shift} (log-prob)")]
+    return f"{said['prompts']} prompts, {said['tokens']} tokens: {shift} (log-prob)"
+
+
+def _losses(said: dict[str, Any]) -> str:
+    if "not_run" in said:
+        return f"not run: {said['not_run']}"
+    both = f"{said['runtime']:.4f}, in finetune {said['finetune']:.4f}, allowed ±{said['tolerance']:.2g}"
+    return f"{both} (nats per token, {said['tokens']:,} tokens)"

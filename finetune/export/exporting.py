@@ -1,4 +1,4 @@
-"""Export a run for a server: `finetune export RUN --to gguf`.
+"""Export a run or an adapter for a server: `finetune export RUN --to gguf`.
 
 finetune merges the adapter and verifies the merge, as in `finetune merge`. Then the target writes its files.
 Each export ends with the serving check.
@@ -17,16 +17,24 @@ from transformers import AutoConfig
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import safe_files
-from finetune.evaluation import reopen, validation_set
-from finetune.export import merged_files, merging, plain_base, serving_check, targets, verify_merge
+from finetune.evaluation import reopen
+from finetune.export import (
+    export_source,
+    merged_files,
+    merging,
+    plain_base,
+    serving_check,
+    targets,
+    verify_merge,
+)
 from finetune.export.export_job import Job
-from finetune.run_folder import run_folder
+from finetune.models import model_files
+from finetune.recipe.schema import Model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from finetune.export.serving_check import Expected
-    from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
 
 REPORT = "export.json"
@@ -44,11 +52,12 @@ def run(
     """Export a run, check the exported files, and publish the folder with its report in export.json.
 
     Args:
-        path: the run folder.
+        path: the run folder, a folder of PEFT, or the name of a run or an adapter on the Hub.
         to: the target: a key of `targets.MODULES`.
         overrides: overrides of the run's recipe, such as `model.name=...` on another machine.
         quantize: how the weights are stored. `None` means the target's default.
-        output: the new folder. `None` means `export-gguf-f16` and so on in the run folder.
+        output: the new folder. `None` means `export-gguf-f16` and so on in the run folder. For an adapter
+            without a run, it means `NAME-export-gguf-f16` in the working directory.
         adapter: export the adapter alone instead of merged weights.
 
     Returns:
@@ -60,48 +69,50 @@ def run(
     """
     started = time.monotonic()
     kind = targets.choose_kind(to, quantize)
-    folder = run_folder.open_run(path)
-    folder.found(REPORT)  # a damaged file ends the command before a model is loaded
-    recipe = run_folder.recipe_of(folder, overrides)
+    opened = export_source.open_source(path)
+    folder = opened.folder
+    if opened.has_run:
+        folder.found(REPORT)  # a damaged file ends the command before a model is loaded
+    recipe = export_source.recipe_of(opened, overrides)
     setup = reopen.setup_of(recipe)
     has_adapter = folder.weights == folder.adapter
     merged_files.check_one_process(setup, "export", folder)
-    config = AutoConfig.from_pretrained(_config_of(folder, recipe), trust_remote_code=False)
+    config = model_files.read_config(recipe.model if has_adapter else Model(name=str(folder.model)))
     targets.MODULES[to].check(config, kind)
     if adapter:
         targets.check_adapter(folder, to)
     part = "adapter" if adapter else kind
-    target = merging.free_target(folder.path, f"export-{to}-{part}", output)
-    left = merged_files.note_interrupted(target, "export")
-    tokenizer = reopen.tokenizer_of(folder)
-    held_out, _ = validation_set.held_out(folder, recipe, tokenizer)
+    where, start = opened.output
+    target = merging.free_target(where, f"{start}-{to}-{part}", output)
+    left = [*opened.notes, *merged_files.note_interrupted(target, "export")]
+    tokenizer = export_source.tokenizer_of(opened, recipe)
+    texts = export_source.texts_of(opened, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)
-    rows, _ = verify_merge.probes(recipe, tokenizer, held_out)
-    examples = [row.example for row in held_out if row.example.asks][: serving_check.CHATS]
     report: dict[str, Any] = {"target": to, "quantize": kind, "path": str(target)}
     with merging.staging(target) as (whole, packed), merging.located(folder):
         expected: list[Expected] = []
 
         def observe(model: Any) -> None:
             verify_merge.in_fp32(model.eval())
-            expected.append(serving_check.expected_of(model, tokenizer, recipe, examples))
+            expected.append(serving_check.expected_of(model, tokenizer, recipe, texts))
 
         source = folder.weights
         if not has_adapter or adapter:
             observe(reopen.reopen(folder, plain))
         else:
-            tuned, base, _ = verify_merge.trained(folder, plain, rows, observe)
+            tuned, base, _ = verify_merge.trained(folder, plain, texts.rows, observe)
             source, dtype = whole, "bfloat16" if kind == "bf16" else "float32"
             report["dtype"] = dtype
             report |= merged_files.write_merged(folder, plain, setup, getattr(torch, dtype), tokenizer, whole)
-            merged, _ = verify_merge.reopened(whole, setup, rows, lambda _: None)
+            merged, _ = verify_merge.reopened(whole, setup, texts.rows, lambda _: None)
             report["against_tuned"] = verify_merge.agreement(tuned, base, merged)
             verify_merge.refuse_lost(report, folder)
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.path.absolute().name)
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", opened.name)
         if source == whole:
             config = AutoConfig.from_pretrained(str(whole), trust_remote_code=False)
         stored = "" if setup.storage.value in mixed_precision.STORED else setup.storage.value
-        job = Job(name, source, config, tokenizer, expected[0], kind, recipe.model.name, stored)
+        base = (recipe.model.name, recipe.model.revision)
+        job = Job(name, source, config, tokenizer, expected[0], kind, *base, stored)
         packed = safe_files.make_folder(packed.parent, packed.name)
         report |= (targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write)(job, packed)
         if notes := [*left, *report.get("notes", [])]:
@@ -112,14 +123,10 @@ def run(
     return report
 
 
-def _config_of(folder: RunFolder, recipe: Recipe) -> str:
-    """Return the folder or name of the model whose config the exported model has."""
-    return str(folder.model) if folder.weights == folder.model else recipe.model.name
-
-
 def publish(staged: Path, target: Path, folder: RunFolder, report: dict[str, Any]) -> None:
-    """Rename the checked folder to its final name, and add its report to the run's export.json."""
+    """Rename the checked folder to its final name, and add its report to the export.json of a run."""
     where = target.absolute().parent
     name = target.name if where == folder.path.absolute() else str(target.absolute())
-    folder.write(REPORT, {**folder.found(REPORT), name: report})
+    if not folder.is_plain_adapter:
+        folder.write(REPORT, {**folder.found(REPORT), name: report})
     safe_files.rename(where, str(staged.relative_to(where)), target.name)

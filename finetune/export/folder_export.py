@@ -47,14 +47,17 @@ def _reader(folder: Path, job: Job, without_answers: str) -> Reader:
     import transformers
     from transformers import AutoTokenizer, GenerationConfig
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+    has_tokenizer = (folder / "tokenizer_config.json").exists()
+    base = {} if has_tokenizer else {"revision": job.revision}
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder) if has_tokenizer else job.base, **base)
     model = None if without_answers else _model(folder, job)
     answer = model and partial(_answer, model, job.expected.stops)
+    losses = model and partial(serving_check.losses_of, model)
     stops = None
     if (folder / "generation_config.json").exists():
         stops = partial(declared_stops, GenerationConfig.from_pretrained(str(folder)))
     name = f"transformers {transformers.__version__}"
-    return Reader(name, partial(_ids, tokenizer), answer, stops, without_answers=without_answers)
+    return Reader(name, partial(_ids, tokenizer), answer, stops, losses, without_answers=without_answers)
 
 
 def _model(folder: Path, job: Job) -> Any:
@@ -66,7 +69,7 @@ def _model(folder: Path, job: Job) -> Any:
         return AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
     from peft import PeftModel
 
-    base: Any = AutoModelForCausalLM.from_pretrained(job.base, **options)
+    base: Any = AutoModelForCausalLM.from_pretrained(job.base, revision=job.revision, **options)
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
 

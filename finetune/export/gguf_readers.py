@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from finetune.data.encoding import Encoded
     from finetune.data.examples import Example
     from finetune.export.export_job import Job
 
@@ -37,7 +38,8 @@ STARTUP = 600  # seconds to load a model
 @contextlib.contextmanager
 def reader_of(path: Path, job: Job) -> Iterator[Reader | None]:
     """Open a GGUF file with the best program that is installed, or give `None`."""
-    context = max(map(len, job.expected.prompts), default=0) + serving_check.ROOM + 8
+    longest = max((len(document.ids) for document in job.expected.documents), default=0)
+    context = max([longest, *map(len, job.expected.prompts)]) + serving_check.ROOM + 8
     if packages.installed("xllamacpp"):
         yield from _xllamacpp(path, context)
     elif program := shutil.which("llama-server"):
@@ -92,6 +94,7 @@ def _server_reader(name: str, address: str, path: Path) -> Reader:
         prompt_ids=lambda examples: [_prompt_of_server(address, example) for example in examples],
         answer=partial(_answer_of_server, address),
         stop_ids=partial(_stops_of, _keys_of(path)),
+        losses=lambda documents: [_loss_of_server(address, document) for document in documents],
     )
 
 
@@ -132,6 +135,25 @@ def _answer_of_server(address: str, prompt: list[int], room: int) -> list[Step]:
     return found
 
 
+def _loss_of_server(address: str, document: Encoded) -> tuple[float, int]:
+    """Return the sum of the losses of a document's tokens, and their number.
+
+    The server gives the probability of the token that it chooses, before any bias. So a bias makes it choose
+    the document's own token.
+    """
+    loss, count = 0.0, 0
+    for place, label in enumerate(document.labels()):
+        if label == -100 or place == 0:
+            continue
+        request = {"prompt": document.ids[:place], "n_predict": 1, "temperature": 0, "n_probs": 1}
+        request |= {"logit_bias": [[label, 1e6]], "cache_prompt": True}
+        (chosen,) = _ask(f"{address}/completion", request)["completion_probabilities"]
+        if chosen["id"] != label:
+            raise ValueError(f"llama.cpp chose token {chosen['id']} in place of token {label}")
+        loss, count = loss - chosen["logprob"], count + 1
+    return loss, count
+
+
 def _ask(address: str, body: dict[str, Any] | None = None) -> Any:
     """Send a request to a server on this machine."""
     content = None if body is None else json.dumps(body).encode()
@@ -159,8 +181,9 @@ def transformers_reader(path: Path, job: Job) -> Reader:
     kind = job.config.get_text_config().model_type
     if architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         why = f"{name} does not read the architecture {architecture}"
-        return Reader(name, None, None, partial(_stops_of, held), why, why)
-    ids = answer = None
+        stops = partial(_stops_of, held)
+        return Reader(name, None, None, stops, without_ids=why, without_answers=why)
+    ids = answer = losses = None
     why = lacks = ""
     if spaced and architecture != "phi3":
         why = f"{name} does not read tokenizer.ggml.add_space_prefix"
@@ -173,7 +196,9 @@ def transformers_reader(path: Path, job: Job) -> Reader:
     else:
         model = _model_of_transformers(path, job.config, architecture)
         answer = partial(_answer_of_transformers, model, job.expected.stops)
-    return Reader(name, ids, answer, partial(_stops_of, held), without_ids=why, without_answers=lacks)
+        losses = partial(serving_check.losses_of, model)
+    stops = partial(_stops_of, held)
+    return Reader(name, ids, answer, stops, losses, without_ids=why, without_answers=lacks)
 
 
 def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Example]) -> list[list[int]]:

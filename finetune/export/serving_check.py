@@ -1,7 +1,8 @@
 """The serving check: an exported model must read and answer prompts as finetune's evaluation does.
 
 The exported files are read by a program that is not part of finetune. It turns up to 50 validation chats into
-token ids, and answers 5 of them with greedy search. Both are compared with the fine-tuned model.
+token ids, answers 5 of them with greedy search, and computes the loss of validation examples. Each result is
+compared with the fine-tuned model.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from finetune.data.encoding import Encoded
     from finetune.data.examples import Example
     from finetune.recipe.schema import Recipe
 
 CHATS, ANSWERS, ROOM = 50, 5, 24
+LOSS_TOKENS = 512
+"""Tokens whose loss is compared. A server computes one token for each request."""
 LIKELIEST = 10
 """Tokens of each step whose log-probabilities are compared."""
 TOLERANCES = {
@@ -41,6 +45,8 @@ TOLERANCES = {
     "q2_k": 4.0,
 }
 """Allowed difference of a log-probability, in standard deviations of the logits."""
+LOSS_SHARE = 0.25
+"""Allowed difference of the loss, as a share of the allowed difference of a log-probability."""
 
 
 class Step(NamedTuple):
@@ -62,8 +68,21 @@ class Reader:
     """Return the greedy answer to a prompt. `None`: it can't run it, and `without_answers` says why."""
     stop_ids: Callable[[], set[int]] | None = None
     """Return the tokens at which it ends an answer."""
+    losses: Callable[[Sequence[Encoded]], list[tuple[float, int]]] | None = None
+    """Return the sum of the losses of each document's tokens, and their number."""
     without_ids: str = ""
     without_answers: str = ""
+
+
+class Texts(NamedTuple):
+    """The texts on which finetune compares the exported model with the fine-tuned model."""
+
+    rows: list[list[int]]
+    """Token ids, to verify the merge."""
+    examples: list[Example]
+    """Examples with a prompt."""
+    documents: list[Encoded]
+    """Examples with the tokens that contribute to the loss."""
 
 
 class Expected(NamedTuple):
@@ -74,24 +93,47 @@ class Expected(NamedTuple):
     answers: list[list[int]]
     """The greedy answers to the first prompts, each up to its end-of-turn token."""
     logits: list[torch.Tensor]
-    """(tokens of the answer, vocabulary) for each answer."""
+    """(tokens of the answer, vocabulary) for each answer. Without prompts, the logits of one text."""
     stops: list[int]
+    documents: Sequence[Encoded] = ()
+    """Examples with the tokens that contribute to the loss."""
+    loss: float | None = None
+    """Loss per token of the fine-tuned model on `documents`."""
 
     def spread(self) -> float:
         """Return the standard deviation of the logits, which sets the scale of a tolerance."""
         return float(torch.stack([row.std() for answer in self.logits for row in answer]).mean())
 
 
-def expected_of(model: Any, tokenizer: Any, recipe: Recipe, examples: list[Example]) -> Expected:
+def expected_of(model: Any, tokenizer: Any, recipe: Recipe, texts: Texts) -> Expected:
     """Return the prompts and answers of the evaluation. A template that asks for the date gets today's."""
     stops = scoring.stop_ids(model, tokenizer)
-    if not examples:
-        return Expected([], [], [], [], stops)
+    loss = mean(losses_of(model, texts.documents)) if texts.documents else None
+    if not texts.examples:
+        first = [text_logits(model, document.ids) for document in texts.documents[:1]]
+        return Expected([], [], [], first, stops, texts.documents, loss)
     data = recipe.data.model_copy(update={"template_date": None})
-    encoder = encoding.make_encoder(tokenizer, data, any(example.messages for example in examples))
-    prompts = encoder.prompts(examples)
+    encoder = encoding.make_encoder(tokenizer, data, any(example.messages for example in texts.examples))
+    prompts = encoder.prompts(texts.examples)
     answered, logits = answers(model, prompts[:ANSWERS], stops)
-    return Expected(examples, prompts, answered, logits, stops)
+    return Expected(texts.examples, prompts, answered, logits, stops, texts.documents, loss)
+
+
+def text_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    """Return the logits of a text: (tokens, vocabulary)."""
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float().cpu()
+
+
+def losses_of(model: Any, documents: Sequence[Encoded]) -> list[tuple[float, int]]:
+    """Return the sum of a transformers model's losses on each document, and the number of tokens."""
+    with torch.no_grad():
+        return scoring.token_losses(model, list(documents), 0, 1)
+
+
+def mean(losses: list[tuple[float, int]]) -> float:
+    """Return the loss per token."""
+    return sum(loss for loss, _ in losses) / max(sum(count for _, count in losses), 1)
 
 
 def answers(
@@ -122,7 +164,7 @@ def steps(tokens: list[int], logits: torch.Tensor) -> list[Step]:
 
 
 def run(reader: Reader | None, expected: Expected, kind: str, why: str = "") -> dict[str, Any]:
-    """Return the result of the serving check: the three comparisons, or why one was not run.
+    """Return the result of the serving check: each comparison, or why it was not run.
 
     Args:
         kind: how the weights are stored, which sets the tolerance.
@@ -150,7 +192,23 @@ def run(reader: Reader | None, expected: Expected, kind: str, why: str = "") -> 
         pairs = zip(expected.prompts, expected.answers, strict=False)
         got = [reader.answer(prompt, len(answer) + 1) for prompt, answer in pairs]
         found["answers"] = compare_answers(expected, got, kind)
+    found["loss"] = compare_losses(reader, expected, kind)
     return found
+
+
+def compare_losses(reader: Reader, expected: Expected, kind: str) -> dict[str, Any]:
+    """Return the loss of the reader next to the loss of the fine-tuned model, both in nats per token."""
+    if reader.losses is None or expected.loss is None or not expected.logits:
+        return {"not_run": reader.without_answers or "there are no texts to compare the loss on"}
+    losses = reader.losses(expected.documents)
+    found, tolerance = mean(losses), LOSS_SHARE * TOLERANCES[kind] * expected.spread()
+    return {
+        "tokens": sum(count for _, count in losses),
+        "finetune": expected.loss,
+        "runtime": found,
+        "tolerance": tolerance,
+        "agree": abs(found - expected.loss) <= tolerance,
+    }
 
 
 def compare_ids(wanted: list[list[int]], got: list[list[int]]) -> dict[str, Any]:
@@ -221,7 +279,8 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
     """Raise a UserError if the exported model reads or answers a prompt differently (exit 4)."""
     problems = []
     where = str(path)
-    ids, stops, said = (found.get(key) or {} for key in ("token_ids", "stop_tokens", "answers"))
+    parts = ("token_ids", "stop_tokens", "answers", "loss")
+    ids, stops, said, loss = (found.get(key) or {} for key in parts)
     if ids.get("different"):
         what = f"{ids['different']} of {ids['prompts']} prompts have other token ids after the export"
         first = ids["first"]
@@ -240,5 +299,10 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
             texts["found"] += f" in place of {first['expected']}"
         texts |= {"expected": f"at most {said['tolerance']:.3g}", "fix": "--quantize f16"}
         problems.append(Problem(what, where=where, code="export", **texts))
+    if loss.get("agree") is False:
+        what = "the exported model has another loss"
+        texts = {"found": f"{loss['runtime']:.4f} nats per token"}
+        texts |= {"expected": f"{loss['finetune']:.4f}, at most {loss['tolerance']:.3g} away"}
+        problems.append(Problem(what, where=where, fix="--quantize f16", code="export", **texts))
     if problems:
         raise UserError(*problems, code=Exit.ARTIFACT)

@@ -53,6 +53,31 @@ def load(
             tuple(renames.KEYS.get(".".join(key), ".".join(key)).split(".")) if len(key) == 2 else key: place
             for key, place in document.where.items()
         }
+    return _build(raw, origin, overrides, problems)
+
+
+def from_values(
+    values: dict[str, Any], where: str | Path, overrides: tuple[str, ...] | list[str] = ()
+) -> Recipe:
+    """Return the recipe of values that are in no recipe file.
+
+    Args:
+        where: the file or folder that the values are from, for errors.
+
+    Raises:
+        UserError: the values or the overrides are wrong (exit 2).
+    """
+    return _build(values, Origin(Path(where)), overrides, [])
+
+
+def _build(
+    raw: dict[str, Any], origin: Origin, overrides: tuple[str, ...] | list[str], problems: list[Problem]
+) -> Recipe:
+    """Apply overrides to parsed values, check everything, and return the recipe.
+
+    Args:
+        problems: what is already wrong.
+    """
     origin.set_by = {".".join(key): "recipe" for key in origin.where if len(key) == 2}
     for section in [name for name, content in raw.items() if content is None]:
         raw[section] = {}  # `train:` with every line commented out

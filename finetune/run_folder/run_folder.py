@@ -78,8 +78,14 @@ class RunFolder:
     path: Path
 
     @property
+    def is_plain_adapter(self) -> bool:
+        """Return whether this is a folder of PEFT, which no run of finetune has."""
+        return (self.path / "adapter_config.json").exists() and not self.recipe.exists()
+
+    @property
     def adapter(self) -> Path:
-        return self.path / "adapter"
+        """Return the folder of the adapter: `adapter/`. A folder of PEFT is its own adapter."""
+        return self.path if self.is_plain_adapter else self.path / "adapter"
 
     @property
     def model(self) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,12 +12,14 @@ import torch
 
 from finetune.cli import main
 from finetune.core import packages
+from finetune.export import export_source
+from support.paths import MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from finetune.run_folder.run_folder import RunFolder
+    from support.hub_server import Hub
 
 needs_gguf = pytest.mark.skipif(
     not packages.installed("gguf"), reason="needs the package gguf (extra `export`)"
@@ -128,6 +132,68 @@ def test_export_to_mlx_writes_a_folder_that_mlx_lm_loads(trained: Callable[..., 
     report = export(trained(), "--to", "mlx")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(report["files"])
     assert report["serving_check"]["answers"]["agree"] and "mlx_lm.server" in report["serve"][0]
+
+
+def test_export_of_a_plain_adapter_leaves_out_the_evaluation_and_says_so(
+    trained: Callable[..., RunFolder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = Path(shutil.copytree(trained().adapter, tmp_path / "plain"))
+    before = sorted(plain.iterdir())
+    monkeypatch.chdir(tmp_path)
+    base = f"model.name={MODEL}"
+    assert main.main(["export", "plain", base, "--to", "vllm"]) == 0
+    assert export_source.WITHOUT_RUN in " ".join(capsys.readouterr().out.split())
+    folder = tmp_path / "plain-export-vllm-bf16"
+    report = json.loads((folder / "export.json").read_text())
+    check = report["serving_check"]
+    assert check["token_ids"] == {"prompts": 50, "different": 0} and check["answers"]["agree"]
+    assert check["loss"]["agree"] and report["against_tuned"]["relative"] < 0.5
+    assert sorted(plain.iterdir()) == before
+    for file in plain.glob("*token*"):
+        file.unlink()  # as PEFT saves an adapter
+    assert main.main(["export", "plain", base, "--to", "vllm", "--adapter", "--quiet"]) == 0
+    files = {path.name for path in (tmp_path / "plain-export-vllm-adapter").iterdir()}
+    assert "adapter_model.safetensors" in files and "tokenizer.json" not in files
+
+
+def test_export_of_a_plain_adapter_names_what_it_lacks(
+    trained: Callable[..., RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = Path(shutil.copytree(trained().adapter, tmp_path / "plain"))
+    config = json.loads((plain / "adapter_config.json").read_text())
+    (plain / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone"}))
+    assert main.main(["export", str(plain), "--to", "vllm"]) == 2
+    assert "add model.name=PATH" in capsys.readouterr().err
+    (plain / "adapter_model.safetensors").unlink()
+    assert main.main(["export", str(plain), "--to", "vllm"]) == 2
+    assert "no adapter_model.safetensors" in capsys.readouterr().err
+
+
+def test_export_of_an_adapter_on_the_hub(
+    hub: Hub,
+    trained: Callable[..., RunFolder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    adapter = trained().adapter
+    files = {file.name: file.read_bytes() for file in adapter.iterdir() if file.name != "README.md"}
+    hub.add("other/notes", private=False, **files)
+    monkeypatch.chdir(tmp_path)
+    base = f"model.name={MODEL}"
+    assert main.main(["export", "other/notes", base, "--to", "vllm", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["result"]
+    assert (tmp_path / "notes-export-vllm-bf16" / "model.safetensors").exists()
+    commit = next(iter(hub.repos["other/notes"].commits))
+    assert report["notes"][:2] == [
+        f"other/notes is the adapter of commit {commit}",
+        export_source.WITHOUT_RUN,
+    ]
+    assert main.main(["export", "other/none", base, "--to", "vllm"]) == 3
+    assert "no such repository" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

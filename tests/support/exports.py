@@ -11,6 +11,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from finetune.data.encoding import Encoded
 from finetune.data.examples import Example
 from finetune.export import gguf_tokenizer, serving_check
 from finetune.export.export_job import Job
@@ -256,5 +257,7 @@ def job_of(folder: Path, quantize: str = "f16", name: str = "tiny") -> Job:
     prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     stops = [tokenizer.eos_token_id]
     answers, logits = serving_check.answers(model, prompts[: serving_check.ANSWERS], stops, 8)
-    expected = Expected(chats(), prompts, answers, logits, stops)
+    documents = [Encoded(ids, [(len(ids) - 8, len(ids))]) for ids in prompts]
+    loss = serving_check.mean(serving_check.losses_of(model, documents))
+    expected = Expected(chats(), prompts, answers, logits, stops, documents, loss)
     return Job(name, folder, model.config, tokenizer, expected, quantize, str(folder))

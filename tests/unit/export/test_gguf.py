@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig
 
 from finetune.core.errors import UserError
+from finetune.data.encoding import Encoded
 from finetune.export import gguf_families, gguf_tokenizer, serving_check
 from finetune.export.serving_check import Expected, Reader, Step
 from support import exports
@@ -46,7 +47,7 @@ def test_export_of_a_family_reads_and_answers_prompts_as_transformers_does(
     report = exported(saved(family), tmp_path / "out")
     check = report["serving_check"]
     assert check["reader"] and check["token_ids"].get("different", 0) == 0
-    assert check["answers"].get("agree", True) is True
+    assert check["answers"].get("agree", True) is True and check["loss"].get("agree", True) is True
     assert check["stop_tokens"]["missing"] == []
 
 
@@ -128,6 +129,20 @@ def test_check_fails_if_a_reader_goes_on_after_the_end_of_a_turn() -> None:
     assert found["answers"]["first_difference"]["expected"] is None
     with pytest.raises(UserError, match="answers differently"):
         serving_check.refuse_different(found, Path("x"))
+
+
+def test_check_compares_the_loss_of_a_reader_with_its_tolerance() -> None:
+    document = Encoded([1, 2, 0], [(1, 3)])
+    wanted = expected([[9.0, 0.0, 0.0]], [0], [])._replace(documents=[document], loss=1.5)
+    for loss, agrees in ((3.005, True), (4.0, False)):
+        reader = Reader("a reader", None, lambda *_: [Step(0, {})], losses=lambda _, loss=loss: [(loss, 2)])
+        found = serving_check.run(reader, wanted, "f16")
+        assert found["loss"]["runtime"] == loss / 2 and found["loss"]["tokens"] == 2
+        assert found["loss"]["agree"] is agrees
+    with pytest.raises(UserError, match="has another loss"):
+        serving_check.refuse_different(found, Path("x"))
+    without = serving_check.run(reader, wanted._replace(documents=[], loss=None), "f16")
+    assert without["loss"] == {"not_run": "there are no texts to compare the loss on"}
 
 
 def test_check_shows_the_first_token_that_differs() -> None:
