@@ -195,7 +195,7 @@ def matrix() -> str:
     return text
 
 
-FIELDS_OF = ("environment.json", "data_report.json", "checks.json", "eval.json", "merge.json")
+FIELDS_OF = ("environment.json", "data_report.json", "checks.json", "eval.json", "merge.json", "export.json")
 WRITERS = {"Report": "Split"}  # class of data/audit.py -> its model in file_shapes.py
 
 

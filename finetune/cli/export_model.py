@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from finetune.cli import arguments
@@ -40,8 +41,12 @@ def export_model(options: argparse.Namespace) -> dict[str, Any]:
     quieten_libraries()
     with fast_imports():
         from finetune.export import export_report, exporting
+    from finetune.reporting import html_report
 
     given = {"quantize": options.quantize, "output": options.output, "adapter": options.adapter}
     report = exporting.run(options.run, options.to, options.overrides, **given)
-    export_report.show(Console(quiet=options.quiet), report)
+    screen = Console(quiet=options.quiet)
+    export_report.show(screen, report)
+    if (Path(options.run) / "report.html").exists():
+        html_report.after(Path(options.run), screen)
     return report

@@ -20,6 +20,7 @@ from finetune.core.visible_text import visible
 from finetune.evaluation import verdicts
 from finetune.export import vllm_rules
 from finetune.recipe import adapter_types
+from finetune.reporting import exports
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def make(
         "## Results",
         scores_of_stored(stored, of),
         scores(results, report, of),
+        *exported(run.found("export.json")),
         "## Training",
         training(run, recipe, report),
         "## Run checks",
@@ -291,6 +293,17 @@ def scores(results: dict[str, Any], report: dict[str, Any], of_merged: str) -> s
     said += [f"Note: {markdown.plain(note)}." for note in settings.get("notes", [])]
     columns = ("", "base", of_merged or "fine-tuned", "difference (95% CI)")
     return "\n\n".join([*filter(None, [" ".join(said)]), markdown.table(columns, rows)])
+
+
+def exported(reports: dict[str, Any]) -> list[str]:
+    """Return a section with the serving check of each export, or nothing if there is none."""
+    if not reports:
+        return []
+    parts = ["## Exports", "A program that is not part of finetune read each exported model."]
+    for name, report in reports.items():
+        parts.append(f"### {markdown.plain(exports.title(name, report))}")
+        parts.append(markdown.table(("", ""), exports.lines(report)))
+    return parts
 
 
 def training(run: RunFolder, recipe: Recipe, report: dict[str, Any]) -> str:

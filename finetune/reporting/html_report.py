@@ -19,7 +19,7 @@ from finetune.core.visible_text import CONTINUED, visible_lines
 from finetune.data import preview
 from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
-from finetune.reporting import run_files, scores
+from finetune.reporting import exports, run_files, scores
 from finetune.reporting.plots import Curve, curves, smoothed
 from finetune.reporting.scores import Verdict
 
@@ -276,6 +276,7 @@ def render(run: Run, verdict: Verdict) -> str:
     command, needs = reproduce(run)
     given |= {"command": command, "needs": needs, "environment": environment(run)}
     given |= {"run_checks": sorted(run.run_checks, key=lambda r: bool(r["passed"]))}
+    given["exports"] = [(exports.title(name, one), exports.lines(one)) for name, one in run.exports.items()]
     given |= {"facts": [], "remarks": [], "mix": []}
     if run.data:
         given |= {"facts": preview.described(run.data), "remarks": preview.remarks(run.data)}

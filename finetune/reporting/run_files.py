@@ -43,6 +43,8 @@ class Run:
     checks: list[dict[str, Any]] = field(default_factory=list)
     """Evaluations during training."""
     evaluation: dict[str, Any] = field(default_factory=dict)
+    exports: dict[str, Any] = field(default_factory=dict)
+    """Folder of an export -> its report."""
     saved: bool = True
     kept: int = 0
     """Step of the newest checkpoint, or 0 if there is none."""
@@ -72,15 +74,18 @@ def read(path: Path) -> Run:
         "metrics.jsonl": _read_metrics,
         "checks.json": lambda run, folder: run.run_checks.extend(folder.read("checks.json")),
         "eval.json": lambda run, folder: run.evaluation.update(folder.read("eval.json")),
+        "export.json": lambda run, folder: run.exports.update(folder.read("export.json")),
     }
     for name, reader in readers.items():
         if not os.path.lexists(folder.file(name)):
+            if name not in FILES:
+                continue
             found.missing.append(f"{name} is missing, so the report can't show {FILES[name]}")
             continue
         try:
             reader(found, folder)
         except (OSError, ValueError, UserError) as error:
-            lost = f"so the report can't show {FILES[name]}"
+            lost = f"so the report can't show {FILES.get(name, 'the exports')}"
             found.missing.append(f"finetune can't read {name} ({_one_line(error)}), {lost}")
     found.saved = (path / "adapter").exists() or (path / "model").exists()
     if not found.saved:

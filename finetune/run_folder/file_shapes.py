@@ -377,6 +377,77 @@ class Merge(Shape):
     """Scores of the merged model."""
 
 
+class ComparedIds(Shape):
+    """Token ids of prompts: how many prompts differ, or why they were not compared."""
+
+    not_run: str | None = None
+    prompts: int = 0
+    different: int = 0
+
+
+class ComparedStops(Shape):
+    not_run: str | None = None
+    expected: list[int] = []
+    missing: list[int] = []
+
+
+class ComparedAnswers(Shape):
+    """Greedy answers: tokens, and the largest difference of a log-probability."""
+
+    not_run: str | None = None
+    prompts: int = 0
+    tokens: int = 0
+    largest_difference: float = 0.0
+    tolerance: float = 0.0
+    agree: bool = False
+
+
+class ComparedLosses(Shape):
+    """Losses in nats per token: of the fine-tuned model, and of the program that read the export."""
+
+    not_run: str | None = None
+    tokens: int = 0
+    finetune: float = 0.0
+    runtime: float = 0.0
+    tolerance: float = 0.0
+    agree: bool = False
+
+
+class ComparedTemplate(Shape):
+    """Ollama's template and the tokenizer's: how many chats they write differently."""
+
+    chats: int = 0
+    different: int = 0
+
+
+class ServingCheck(Shape):
+    """The serving check of an export. Without a `reader`, `not_run` says why."""
+
+    reader: str | None = None
+    not_run: str | None = None
+    token_ids: ComparedIds | None = None
+    stop_tokens: ComparedStops | None = None
+    answers: ComparedAnswers | None = None
+    loss: ComparedLosses | None = None
+    template: ComparedTemplate | None = None
+
+
+class Export(Shape):
+    """One of export.json: what `finetune export` reported of a folder."""
+
+    target: str = ""
+    """gguf, ollama, vllm, mlx or compressed-tensors."""
+    quantize: str = ""
+    """How the weights are stored."""
+    path: str = ""
+    files: dict[str, int] = {}
+    """The size of each file in bytes."""
+    notes: list[str] = []
+    serve: list[str] = []
+    """Commands that serve the model."""
+    serving_check: ServingCheck = ServingCheck()
+
+
 class Chosen(Shape):
     """What `auto` became in the run of a checkpoint."""
 
@@ -463,6 +534,7 @@ SHAPES: dict[str, Any] = {
     "eval.json": Evaluation,
     "eval.other.json": Evaluation,
     "merge.json": dict[str, Merge],
+    "export.json": dict[str, Export],
     "checkpoints/contract.json": Contract,
     "contract.json": Contract,
     "manifest.json": Manifest,

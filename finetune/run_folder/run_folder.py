@@ -45,6 +45,7 @@ _REPAIR = {  # how to repair a damaged file
     EVALUATED: "delete the file and run `finetune evaluate RUN`",
     "eval.other.json": "delete the file and run `finetune evaluate RUN`",
     "merge.json": "delete the file and merge again",
+    "export.json": "delete the file and export again",
 }
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "validation.jsonl"  # a copy of the validation set, so that the run can be evaluated anywhere
@@ -57,6 +58,7 @@ PUBLISHED = (
     "environment.json",
     "metrics.jsonl",
     "merge.json",
+    "export.json",
 )
 PACKAGES = [
     "finetune-toolkit",

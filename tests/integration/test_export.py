@@ -48,6 +48,9 @@ def test_export_to_gguf_of_a_run_compares_ids_and_answers(
     assert check["token_ids"].get("different", 0) == 0
     assert json.loads((folder / "export.json").read_text())["path"] == str(folder)
     assert report["against_tuned"]["relative"] < 0.01
+    assert (
+        check["loss"]["agree"] and "gguf, q8_0 (export-gguf-q8_0)" in (run.path / "report.html").read_text()
+    )
 
 
 @needs_gguf

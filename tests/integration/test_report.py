@@ -198,6 +198,19 @@ def test_the_same_run_gives_the_same_bytes_wherever_it_lies(folder: RunFolder, t
     assert first == again == page_of(moved).source
 
 
+def test_the_page_has_the_serving_check_of_each_export(folder: RunFolder) -> None:
+    assert "Exports" not in Page(html_report.run(folder.path)[0]).said()
+    check = {"reader": "llama.cpp", "token_ids": {"prompts": 50, "different": 0}}
+    check["loss"] = {"tokens": 512, "finetune": 0.3142, "runtime": 0.3151, "tolerance": 0.1, "agree": True}
+    shown = {"target": "gguf", "quantize": "q8_0", "serving_check": check}
+    folder.write("export.json", {"export-gguf-q8_0": shown, NASTY: {"target": "mlx"}})
+    said = Page(html_report.run(folder.path)[0]).said()
+    assert "gguf, q8_0 (export-gguf-q8_0)" in said and "50 prompts, 0 differ" in said
+    assert "0.3151, in finetune 0.3142, allowed ±0.1" in said and "<script>" in said
+    (folder.path / "export.json").write_text("{")
+    assert "the report can't show the exports" in Page(html_report.run(folder.path)[0]).said()
+
+
 def test_what_the_data_holds_is_shown_as_text(folder: RunFolder) -> None:
     sample = {"prompt": NASTY, "reference": NASTY, "base": NASTY * 400, "tuned": "\ud800"}
     chat = [{"role": "system", "content": NASTY}, {"role": "user", "content": NASTY}]

@@ -44,7 +44,14 @@ def made(recipe_file, tmp_path):
     """`made(kind, results, **publish)`: the card of a run whose base is a folder, or `base=` on the Hub."""
 
     def make(
-        kind: str = "adapter", results=None, config=None, base="{model}", merge=None, add_tokens=(), **publish
+        kind: str = "adapter",
+        results=None,
+        config=None,
+        base="{model}",
+        merge=None,
+        add_tokens=(),
+        exports=None,
+        **publish,
     ) -> ModelCard:
         text = f"model: {{name: '{base}', add_tokens: {json.dumps(add_tokens)}}}\n"
         text += "data: {name: '{data}'}\nadapter: {type: lora}\n"
@@ -53,6 +60,7 @@ def made(recipe_file, tmp_path):
         staged.mkdir()
         for name, content in {
             "eval.json": results or {},
+            "export.json": exports or {},
             "adapter_config.json": config or LORA,
             "checks.json": [
                 {"option": "a|b", "expected": "1", "actual": "2\n3", "how": "x", "passed": False}
@@ -206,3 +214,27 @@ def test_vllm_takes_some_ranks_only(rank: int, most: int) -> None:
 
 def test_publish_is_private_unless_said() -> None:
     assert Publish().private and Publish().repo is None
+
+
+def test_the_serving_check_of_each_export_is_on_the_card(made) -> None:
+    check = {
+        "reader": "llama.cpp",
+        "token_ids": {"prompts": 50, "different": 0},
+        "stop_tokens": {"expected": [2], "missing": []},
+        "answers": {"prompts": 5, "tokens": 60, "largest_difference": 0.012, "tolerance": 0.3, "agree": True},
+        "loss": {"tokens": 512, "finetune": 0.3142, "runtime": 0.3151, "tolerance": 0.1, "agree": True},
+    }
+    reports = {"export-gguf-q8_0": {"target": "gguf", "quantize": "q8_0", "serving_check": check}}
+    reports["b"] = {
+        "target": "mlx",
+        "quantize": "bf16",
+        "serving_check": {"reader": None, "not_run": "a | b"},
+    }
+    text = made(exports=reports).text
+    assert "### gguf, q8_0 (export-gguf-q8_0)" in text and "| token ids | 50 prompts, 0 differ |" in text
+    assert "60 tokens: largest difference 0.012, allowed 0.3" in text and "0.3151, in finetune 0.3142" in text
+    assert "| not run | a \\| b |" in text
+
+
+def test_a_card_without_exports_has_no_section_of_them(made) -> None:
+    assert "## Exports" not in made().text
