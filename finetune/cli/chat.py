@@ -44,7 +44,7 @@ def chat(options: argparse.Namespace) -> dict[str, Any]:
         raise UserError(Problem("--json needs a prompt", fix=fix, code="command-line"))
     run = opened(options)
     quieten_libraries()
-    with fast_imports():
+    with fast_imports(quiet=options.quiet):
         from finetune.evaluation import chat_session
 
     given = {"max_new_tokens": options.max_new_tokens, "temperature": options.temperature}

@@ -57,7 +57,7 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.data import template_sandbox
 
     template_sandbox.start()  # it starts during the imports and the other checks
-    with fast_imports():
+    with fast_imports(quiet=options.quiet):
         from finetune.preflight import checker
 
         recipe = load(options)

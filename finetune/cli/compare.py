@@ -124,7 +124,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         again = ["compare", *compare_again(options), *arguments.flags(options)]
         launcher.if_needed(again, functools.partial(launcher.data_parallel, recipe.train))
         quieten_libraries()
-        with fast_imports():
+        with fast_imports(quiet=options.quiet):
             from finetune.experiments.comparison import comparison
 
         folder = Path(options.output or f"runs/compare-{Path(options.what).stem}")

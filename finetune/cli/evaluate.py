@@ -46,7 +46,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     again = ["evaluate", str(run.path), *options.overrides, *arguments.flags(options)]
     launcher.if_needed(again, functools.partial(processes_of, run, options.overrides))
     quieten_libraries()
-    with fast_imports():
+    with fast_imports(quiet=options.quiet):
         from finetune.evaluation import evaluator
         from finetune.evaluation.scoring import memory_errors
     from finetune.reporting import html_report, terminal

@@ -35,17 +35,19 @@ EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def export_model(options: argparse.Namespace) -> dict[str, Any]:
     """Export a run or an adapter for llama.cpp and other servers, and check that its answers are the same."""
+    from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
 
     arguments.check_read("export", options.overrides)
     quieten_libraries()
-    with fast_imports():
+    with fast_imports(quiet=options.quiet):
         from finetune.export import export_report, exporting
     from finetune.reporting import html_report
 
     given = {"quantize": options.quantize, "output": options.output, "adapter": options.adapter}
-    report = exporting.run(options.run, options.to, options.overrides, **given)
     screen = Console(quiet=options.quiet)
+    with progress.phase(screen, "export"):
+        report = exporting.run(options.run, options.to, options.overrides, **given)
     export_report.show(screen, report)
     if (Path(options.run) / "report.html").exists():
         html_report.after(Path(options.run), screen)

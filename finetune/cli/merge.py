@@ -38,16 +38,19 @@ MERGE: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def merge(options: argparse.Namespace) -> dict[str, Any]:
     """Merge a run's adapter into its base model, verify the result, and quantize it if asked."""
+    from finetune.core import progress
     from finetune.core.console import Console, quieten_libraries
 
     if options.quantize:
         packages.require("torchao", "quantize", "--quantize needs torchao")
     run = opened(options)
     quieten_libraries()
-    with fast_imports():
+    with fast_imports(quiet=options.quiet):
         from finetune.export import merging
 
     given = {"dtype": options.dtype, "quantized": options.quantize, "output": options.output}
-    merged = merging.run(run.path, options.overrides, **given)
-    merging.show(Console(quiet=options.quiet), merged)
+    screen = Console(quiet=options.quiet)
+    with progress.phase(screen, "merge"):
+        merged = merging.run(run.path, options.overrides, **given)
+    merging.show(screen, merged)
     return merged

@@ -22,7 +22,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     with located(recipe := load(options)):
         checker.run(recipe)
         quieten_libraries()
-        with fast_imports():
+        with fast_imports(quiet=options.quiet):
             from finetune.profiling import profiler
 
         found = profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)

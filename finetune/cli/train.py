@@ -74,7 +74,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             Console().note(*(note for note in notes if note not in said_later))
         quieten_libraries()
 
-        with fast_imports():
+        with fast_imports(quiet=options.quiet):
             from finetune.training import pipeline
 
         where = recipe.train.output_dir

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from finetune.core import safe_files, upstream_private
+from finetune.core import progress, safe_files, upstream_private
 from finetune.core.formatting import labelled
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
 from finetune.core.visible_text import continued, visible
@@ -160,7 +160,7 @@ def _cell(value: object, known: list[str]) -> Text:
 
 
 def quieten_libraries() -> None:
-    """Send warnings and log records of libraries to the root logger, and their progress bars nowhere."""
+    """Send warnings and log records of libraries to the root logger, and replace their progress bars."""
     switch_off_telemetry()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's own prints
     logging.captureWarnings(True)
@@ -185,4 +185,5 @@ def quieten_libraries() -> None:
         library.propagate = True
     logging.getLogger(upstream_private.LOGS_ENUMS).setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_tqdm_hook(progress.library_bar)
     datasets.disable_progress_bars()

@@ -17,6 +17,8 @@ from rich.table import Table
 from rich.text import Text
 from transformers import GenerationConfig
 
+from finetune.core import progress
+from finetune.core.console import Console as Screen
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.visible_text import visible, visible_lines
 from finetune.data import encoding
@@ -97,9 +99,10 @@ def run(
     speakers = folder.read("data_report.json")["train"]["trained_by"]
     chats = bool(CHATS & set(speakers))
     with scoring.memory_errors(LESS_MEMORY, Exit.ENVIRONMENT):
-        tuned: Any = reopen.reopen(folder, recipe)
-        stands = reopen.base_stands(tuned)
-        base = tuned if stands else reopen.open_base(recipe)
+        with progress.phase(Screen(), "loading the model"):
+            tuned: Any = reopen.reopen(folder, recipe)
+            stands = reopen.base_stands(tuned)
+            base = tuned if stands else reopen.open_base(recipe)
         tokenizer = reopen.tokenizer_of(folder)
         encoder = encoding.make_encoder(tokenizer, recipe.data, chats)
         voices = [Voice("base", base, off=stands), Voice("tuned", tuned)]

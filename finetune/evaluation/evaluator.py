@@ -72,7 +72,8 @@ def run(
     collectives.joined(detection.detect().device)
     lm_eval_harness.check(recipe.eval, recipe.model)
     texts = tasks.general_texts(recipe.eval)
-    tuned: Any = reopen.reopen(folder, recipe)
+    with measurement.show_progress(screen, "loading the fine-tuned model"):
+        tuned: Any = reopen.reopen(folder, recipe)
     if inspect:
         inspect(tuned)
     tokenizer = reopen.tokenizer_of(folder)
@@ -99,10 +100,14 @@ def run(
     tuned = None
     clear_device_cache(garbage_collection=True)
     if not before:
-        before = measured(reopen.open_base(recipe), "base model")
+        with measurement.show_progress(screen, "loading the base model"):
+            base = reopen.open_base(recipe)
+        before = measured(base, "base model")
+        del base
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
         say(f"fine-tuned and base model: tasks {', '.join(recipe.eval.tasks)}")
-        before.tasks, after.tasks = measurement.by_vllm(folder, recipe, tokenizer)
+        with measurement.show_progress(screen, "tasks with vLLM"):
+            before.tasks, after.tasks = measurement.by_vllm(folder, recipe, tokenizer)
     result = results.content(rows, before, after, recipe.eval, notes, texts)
     result["settings"]["stops"] = stops
     result["settings"]["model"] = run_folder.named(recipe.model.name, recipe.model.revision)

@@ -71,5 +71,5 @@ def by_vllm(
 
 
 def show_progress(screen: Console | None, what: str) -> AbstractContextManager[None]:
-    """Show the progress of one part on the screen of the main process."""
+    """Show the progress of one part on the screen of the main process, or of the surrounding phase."""
     return progress.phase(screen if PartialState().is_main_process else None, what)

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig
 
 from finetune.autoconfig import mixed_precision
-from finetune.core import safe_files
+from finetune.core import progress, safe_files
 from finetune.evaluation import reopen
 from finetune.export import (
     export_source,
@@ -96,15 +96,23 @@ def run(
             verify_merge.in_fp32(model.eval())
             expected.append(serving_check.expected_of(model, tokenizer, recipe, texts))
 
-        source = folder.weights
-        if not has_adapter or adapter:
-            observe(reopen.reopen(folder, plain))
+        source, merges = folder.weights, has_adapter and not adapter
+        progress.expect(4 if merges else 2)
+        running = progress.part("running the fine-tuned model")
+        if not merges:
+            with running:
+                observe(reopen.reopen(folder, plain))
         else:
-            tuned, base, _ = verify_merge.trained(folder, plain, texts.rows, observe)
+            with running:
+                tuned, base, _ = verify_merge.trained(folder, plain, texts.rows, observe)
             source, dtype = whole, "bfloat16" if kind == "bf16" else "float32"
             report["dtype"] = dtype
-            report |= merged_files.write_merged(folder, plain, setup, getattr(torch, dtype), tokenizer, whole)
-            merged, _ = verify_merge.reopened(whole, setup, texts.rows, lambda _: None)
+            with progress.part("merging the adapter"):
+                report |= merged_files.write_merged(
+                    folder, plain, setup, getattr(torch, dtype), tokenizer, whole
+                )
+            with progress.part("verifying the merged weights"):
+                merged, _ = verify_merge.reopened(whole, setup, texts.rows, lambda _: None)
             report["against_tuned"] = verify_merge.agreement(tuned, base, merged)
             verify_merge.refuse_lost(report, folder)
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", opened.name)
@@ -114,7 +122,9 @@ def run(
         base = (recipe.model.name, recipe.model.revision)
         job = Job(name, source, config, tokenizer, expected[0], kind, *base, stored)
         packed = safe_files.make_folder(packed.parent, packed.name)
-        report |= (targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write)(job, packed)
+        write = targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write
+        with progress.part("writing the files and checking their answers"):
+            report |= write(job, packed)
         if notes := [*left, *report.get("notes", [])]:
             report["notes"] = notes
         report["seconds"] = round(time.monotonic() - started, 1)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from finetune.core import progress
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.weight_files import find_weight_files
 from finetune.export.gguf_families import load_gguf
@@ -71,7 +72,7 @@ def write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for tensor in tensors:
+    for tensor in progress.track(tensors, len(tensors), lambda _: 1):
         array = computed(tensor, source)
         stored = stored_type(tensor.name, list(array.shape), kind)
         writer.write_tensor_data(gguf.quants.quantize(array, stored))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.autoconfig import mixed_precision
-from finetune.core import command_lines, safe_files
+from finetune.core import command_lines, progress, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import writing
 from finetune.evaluation import reopen, scoring, validation_set
@@ -79,26 +79,35 @@ def run(
     with staging(target) as (whole, packed), located(folder):
         # Apply the rounding of QAT if the weights will be stored in that format
         opened_recipe = recipe if quantized else plain
-        tuned, base, report["scores"]["tuned"] = verify_merge.trained(folder, opened_recipe, rows, score)
+        is_adapter, again = folder.weights == folder.adapter, bool(trained_for and quantized)
+        progress.expect(1 + again + 2 * is_adapter + 2 * bool(quantized))
+        with progress.part("running the fine-tuned model"):
+            tuned, base, report["scores"]["tuned"] = verify_merge.trained(folder, opened_recipe, rows, score)
         merged, base_merged = tuned, base
-        if trained_for and quantized:
-            adapter = folder.weights == folder.adapter
-            again = verify_merge.trained(folder, plain, rows, (lambda _: None) if adapter else score)
-            merged, base_merged, report["scores"]["unrounded"] = again
+        if again:
+            with progress.part("running the fine-tuned model without rounding"):
+                unrounded = verify_merge.trained(
+                    folder, plain, rows, (lambda _: None) if is_adapter else score
+                )
+            merged, base_merged, report["scores"]["unrounded"] = unrounded
         source = folder.model
-        if folder.weights == folder.adapter:
-            source = whole
-            report |= merged_files.write_merged(folder, plain, setup, getattr(torch, dtype), tokenizer, whole)
+        if is_adapter:
+            source, to = whole, getattr(torch, dtype)
+            with progress.part("merging the adapter"):
+                report |= merged_files.write_merged(folder, plain, setup, to, tokenizer, whole)
             wanted = merged
-            merged, report["scores"]["merged"] = verify_merge.reopened(whole, setup, rows, score)
+            with progress.part("verifying the merged weights"):
+                merged, report["scores"]["merged"] = verify_merge.reopened(whole, setup, rows, score)
             report["against_tuned"] = verify_merge.agreement(wanted, base_merged, merged)
             verify_merge.refuse_lost(report, folder)
         report["bytes"] = merged_files.size(source)
         if quantized:
             report |= {"bytes_before": merged_files.size(source)}
             wanted_form = merged_files.Target(quantized, getattr(torch, dtype), trained_for)
-            report |= merged_files.write_quantized(source, wanted_form, setup, tokenizer, packed)
-            logits, report["scores"]["quantized"] = verify_merge.reopened(packed, setup, rows, score)
+            with progress.part("quantizing the weights"):
+                report |= merged_files.write_quantized(source, wanted_form, setup, tokenizer, packed)
+            with progress.part("verifying the quantized weights"):
+                logits, report["scores"]["quantized"] = verify_merge.reopened(packed, setup, rows, score)
             report["against_tuned"] = verify_merge.agreement(tuned, base, logits)
             report["against_merged"] = verify_merge.agreement(merged, base, logits)
             report["bytes"] = merged_files.size(packed)

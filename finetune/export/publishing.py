@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import progress
 from finetune.core.command_lines import command
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError
@@ -118,7 +119,8 @@ def push(
 ) -> dict[str, Any]:
     """Upload the missing files, verify them with the Hub's file list, and write publish.json."""
     section, checks = recipe.publish, RunChecks()
-    done = client.upload(repo, files, f"finetune: {folder.path.absolute().name}", section.revision)
+    with progress.phase(screen, f"uploading {len(files)} files"):
+        done = client.upload(repo, files, f"finetune: {folder.path.absolute().name}", section.revision)
     right = [name for name, path in files.items() if client.same(path, done.listed.get(name))]
     how, code = f"sizes and hashes in the Hub's listing of {done.commit}", Exit.ARTIFACT
     checks.add("published files", f"all {len(files)}", f"all {len(right)}", how, code=code)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils.memory import clear_device_cache
 
+from finetune.core import progress
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.distributed import collectives
 from finetune.evaluation import reopen
@@ -99,7 +100,10 @@ def logits(opened: PreTrainedModel | PeftModel, rows: list[list[int]]) -> list[t
     in_fp32(opened.eval())
     device = opened.device
     with torch.inference_mode():
-        return [opened(input_ids=torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in rows]
+        return [
+            opened(input_ids=torch.tensor([ids], device=device)).logits[0].float().cpu()
+            for ids in progress.track(rows, sum(map(len, rows)))
+        ]
 
 
 def in_fp32(opened: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import progress
 from finetune.core.formatting import WARNING, duration
 from finetune.data import template_sandbox
 from finetune.hardware import gpus
@@ -46,8 +47,9 @@ def run(
     rate = measured_rates.cpu_rate(recipe) / processes if machine.device == "cpu" else None
     if imported:
         template_sandbox.start()
-    made = planner.make(recipe, machine, processes, rate, by)
-    found = suggestions.changes(recipe, overrides, made, rate, by)
+    with progress.phase(screen, "planning"):
+        made = planner.make(recipe, machine, processes, rate, by)
+        found = suggestions.changes(recipe, overrides, made, rate, by)
     show(screen, recipe, made, found, requested.price)
     return made, found
 

@@ -259,6 +259,11 @@ def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     Args:
         where: the run folder on this rank; `None` on other ranks than 0.
     """
+    with progress.phase(run.console, "loading the model"):
+        return _load_model(run, data, where)
+
+
+def _load_model(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     recipe, setup, train = run.recipe, run.setup, data.prepared.train
     batch, steps = data.length
     adapted = model_setup.adapted_model(run, data.arguments, train, data.tokenizer, steps)
@@ -334,7 +339,8 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
     run.console.say(
         "", "loading the saved weights, and evaluating the base model and the fine-tuned model ..."
     )
-    with stage("evaluated the model", "eval", code=Exit.TRAINING):
+    evaluating = progress.phase(run.console, "loading the saved weights")
+    with evaluating, stage("evaluated the model", "eval", code=Exit.TRAINING):
         result = saved_evaluation.reopen_and_evaluate(
             run.folder, live, validations, run.checks, run.recipe, run.setup
         )

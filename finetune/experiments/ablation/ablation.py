@@ -24,12 +24,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import safe_files
+from finetune.core import progress, safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, in_one_line
 from finetune.experiments.ablation import ablation_report, optimizations, verdict
 from finetune.experiments.ablation.optimizations import Variant
-from finetune.experiments.runner import kept_runs, measured_run, varied_keys
+from finetune.experiments.runner import kept_runs, measured_run, run_progress, varied_keys
 from finetune.experiments.runner.varied_keys import values_of
 from finetune.hardware import detection
 from finetune.launch import launcher
@@ -142,9 +142,11 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     bench.short = measured_run.length(steps.measure.steps, steps.measure.warm_up, own.adapter)
     bench.screen.say(*[f"note: the runs set {one}" for one in bench.short if one.startswith("adapter.")])
     started, rows = time.monotonic(), begin(bench)
-    alone(bench, rows)
-    variant, kept = stack(bench, rows)
-    repeat_recipe(bench)
+    with progress.phase(bench.screen, "each optimization alone"):
+        alone(bench, rows)
+    with progress.phase(bench.screen, "optimizations combined"):
+        variant, kept = stack(bench, rows)
+        repeat_recipe(bench)
     found = collect(bench, rows, variant, kept, time.monotonic() - started)
     best = load_recipe(
         request.path,
@@ -240,7 +242,11 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     named = variant.accelerate or setup.accelerate
     config = str(launcher.find(named)) if named else None
     job = measured_run.Job(bench.request.path, values, folder, variant.mixed_precision, config)
-    fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
+    run = folder.relative_to(bench.request.folder)
+    with progress.part(str(run), run_progress.share_of_steps(folder, setup.steps, None)):
+        fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
+    if not fresh:
+        progress.exclude_last()
     found = measured_run.figures(folder, setup.warm_up)
     group.append(found)
     bench.latest = key(variant)
@@ -253,7 +259,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
         if apart:
             bench.strange[name] = "; ".join(apart)
     said = f"FAILED: {found['failed']}" if found["failed"] else f"{found['tokens_per_second']:,.0f} tokens/s"
-    bench.screen.say(f"{folder.relative_to(bench.request.folder)}: {'' if fresh else 'kept: '}{said}")
+    bench.screen.say(f"{run}: {'' if fresh else 'kept: '}{said}")
 
 
 def not_comparable(bench: Bench, found: str, expected: str) -> UserError:
@@ -301,8 +307,11 @@ def alone(bench: Bench, rows: list[dict[str, Any]]) -> None:
                 )
             )
             standing[key(under)].append((optimization.name, optimization.kind))
-    for number in range(1, bench.file.measure.repeats + 1):
-        for name, kind, stage, variant in jobs:
+    repeats = bench.file.measure.repeats
+    progress.expect(repeats * len(jobs))  # at most
+    for number in range(1, repeats + 1):
+        for place, (name, kind, stage, variant) in enumerate(jobs, start=(number - 1) * len(jobs)):
+            progress.reach(place)
             those = [(name, kind), *standing[key(variant)]]
             if len(bench.of(variant)) < number and (
                 number == 1 or any(open_yet(bench, *one) for one in those)
@@ -355,7 +364,10 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
     base = optimizations.baseline(bench.file)
     current, kept, last = base, list[str](), ("baseline", "baseline")
     others = False  # whether the stack's batches hold other examples than the baseline's
-    for row in rows:
+    most = 2 * bench.file.measure.repeats  # runs of one optimization
+    progress.expect(most * (len(rows) + 1))
+    for number, row in enumerate(rows):
+        progress.reach(most * number)
         optimization = bench.file.optimization(row["name"])
         if row["status"] or settled(bench, row, optimization, kept):
             continue

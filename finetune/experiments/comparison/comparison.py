@@ -32,14 +32,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
 
-from finetune.core import safe_files
+from finetune.core import progress, safe_files
 from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, first_line, in_one_line, nearest
 from finetune.data import source_loading
 from finetune.distributed import collectives
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.comparison.comparison_report import MARK
-from finetune.experiments.runner import kept_runs
+from finetune.experiments.runner import kept_runs, run_progress
 from finetune.hardware import detection
 from finetune.preflight import checker
 from finetune.recipe import adapter_types
@@ -121,19 +121,15 @@ def run(requested: Asked, *, quiet: bool = False) -> dict[str, Any]:
         "entrants": {job.entrant.type: job.entrant._asdict() for job in jobs},
         "runs": [job.name for job in jobs],
     }
-    for number, job in enumerate(jobs, start=1):
-        head = f"{number}/{len(jobs)}  {job.name}:"
-        if job.name not in failed and make_way(job, screen, head):
-            screen.say(f"{head} running; its log is {job.folder.path}/log.txt")
-            reason = run_one(job)
-            failed |= {job.name: reason} if reason else {}
+    with progress.phase(screen, "compare", parts=len(jobs)):
+        for number, job in enumerate(jobs, start=1):
+            head = f"{number}/{len(jobs)}  {job.name}:"
+            if job.name not in failed and make_way(job, screen, head):
+                failed |= run_and_report(job, screen, head)
+            progress.reach(number)
             if state.is_main_process:
-                screen.say(
-                    f"{head} " + (f"FAILED: {reason}" if reason else comparison_report.line(job.folder))
-                )
-        if state.is_main_process:
-            comparison_report.write(requested.folder, settings, failed)
-        state.wait_for_everyone()
+                comparison_report.write(requested.folder, settings, failed)
+            state.wait_for_everyone()
     found = collectives.from_main(lambda: comparison_report.collect(requested.folder, settings, failed))
     if not found["runs"]:
         problems = [
@@ -265,6 +261,18 @@ def make_way(job: Job, screen: Console, head: str) -> bool:
     return collectives.from_main(cleared)
 
 
+def run_and_report(job: Job, screen: Console, head: str) -> dict[str, str]:
+    """Run a job and print its result. Return the reason by the name of the job if it fails."""
+    path, train = job.folder.path, job.recipe.train
+    screen.say(f"{head} running; its log is {path}/log.txt")
+    share = run_progress.share_of_steps(path, train.max_steps, train.num_train_epochs)
+    with progress.part(job.name, share):
+        reason = run_one(job)
+    if PartialState().is_main_process:
+        screen.say(f"{head} " + (f"FAILED: {reason}" if reason else comparison_report.line(job.folder)))
+    return {job.name: reason} if reason else {}
+
+
 def run_one(job: Job) -> str:
     """Train and evaluate. Return the reason if it fails, else an empty string.
 
@@ -375,7 +383,9 @@ def measure(
         ]
         overrides += NO_EVALUATION if besides is not None else []
         pilot = job._replace(recipe=load_recipe(requested.path, overrides), folder=RunFolder(place))
-        reason = run_one(pilot)
+        share = run_progress.share_of_steps(place, PILOT_STEPS, None)
+        with progress.phase(screen, f"measuring {job.entrant.type}", parts=1), progress.part("", share):
+            reason = run_one(pilot)
         if reason:
             failed[job.entrant.type] = reason
             continue

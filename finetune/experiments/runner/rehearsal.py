@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from finetune.checkpointing import checkpoints
-from finetune.core import command_lines, formatting
+from finetune.core import command_lines, formatting, progress
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.experiments.runner import verify_resume
 from finetune.preflight import choice_checks
@@ -78,16 +78,19 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     short = [*own, *LITTLE, f"train.max_steps={steps}", "train.num_train_epochs=null"]
     train = ["train", *command, *short, "--quiet"]
     try:
-        phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=steps // 2)
+        with progress.phase(screen, "training until the run is killed"):
+            phases = _live([*train, f"train.output_dir={lived}"], lived, kill_after=steps // 2)
         newest, *older = checkpoints.published(lived / "checkpoints")
         if checkpoints.step_of(newest) == steps and older:  # leave at least one step for the new process
             shutil.rmtree(newest)
         screen.say(f"killed the run after step {steps // 2}; resuming it in a new process ...")
-        phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
+        with progress.phase(screen, "training the resumed run"):
+            phases += _live([*train, f"train.output_dir={lived}", "--resume"], lived, said="resume: ")
         screen.say("training the same steps without a stop, for comparison ...")
         until = [f"train.output_dir={straight}", f"--until={steps}"]
         ends = (Exit.STOPPED, Exit.DONE)
-        phases += _live([*train, *until], straight, expected=ends, said="without a stop: ")
+        with progress.phase(screen, "training without a stop"):
+            phases += _live([*train, *until], straight, expected=ends, said="without a stop: ")
         parts = verify_resume.compare(straight, lived, steps)
         phases += _live(["publish", str(lived), "--dry-run", "--quiet"], lived)
         size = checkpoints.size_of(lived / "checkpoints" / f"step-{steps}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig.batch_size import most_processes, split_batch
 from finetune.checkpointing import checkpoints
-from finetune.core import command_lines
+from finetune.core import command_lines, progress
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.hardware import detection
 from finetune.preflight import choice_checks
@@ -74,7 +74,8 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
         straight, resumed = folder / "straight", folder / "resumed"
         shorter = shortened(recipe)
         until = f"--until={2 * HALF}"
-        _train([*command, *shorter, f"train.output_dir={straight}", until])
+        with progress.phase(screen, "training without a stop"):
+            _train([*command, *shorter, f"train.output_dir={straight}", until])
         last = max(map(checkpoints.step_of, checkpoints.published(straight / "checkpoints")))
         if last <= HALF:
             what, found = "the run is too short for a stop and a resume", f"{last} steps"
@@ -85,7 +86,8 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
             source, target = straight / name, resumed / name
             target.parent.mkdir(parents=True, exist_ok=True)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-        _train([*command, *shorter, f"train.output_dir={resumed}", "--resume", until])
+        with progress.phase(screen, "training the resumed run"):
+            _train([*command, *shorter, f"train.output_dir={resumed}", "--resume", until])
         parts = compare(straight, resumed, last)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

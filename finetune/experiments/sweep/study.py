@@ -28,10 +28,10 @@ import optuna
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from finetune.core import safe_files, signals
+from finetune.core import progress, safe_files, signals
 from finetune.core.console import Console, quieten_libraries
 from finetune.core.errors import Exit, Problem, Stopped, UserError, in_one_line
-from finetune.experiments.runner import kept_runs, worker_process
+from finetune.experiments.runner import kept_runs, run_progress, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.preflight import choice_checks
@@ -39,6 +39,8 @@ from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import lock
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
@@ -91,7 +93,8 @@ def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
         Stopped: a signal arrived. The same command resumes.
     """
     screen = Console(quiet=quiet)
-    recipe, found = prepare(requested)
+    with progress.phase(screen, "checking the search space"):
+        recipe, found = prepare(requested)
     choice_checks.pinned(recipe)
     kept_runs.make_folder(requested.folder, "sweep")
     safe_files.make_folder(requested.folder, "logs")
@@ -173,11 +176,30 @@ def _look(path: str, overrides: list[str], space: Space, refused: bool) -> searc
 def search(job: Job) -> dict[str, Any]:
     """Run all remaining trials, and return the content of trials.json."""
     introduce(job)
-    with signals.listening(job.told.heard):
+    with signals.listening(job.told.heard), show_progress(job):
         while begin_another(job):
             one(job)
             sweep_report.write_trials(job.asked.folder, job.study)
+            progress.reach(finished(job.study))
     return sweep_report.write(job.asked, job.study, job.recipe, job.space, job.found.rows)
+
+
+@contextlib.contextmanager
+def show_progress(job: Job) -> Iterator[None]:
+    """Show the share of the trials that are finished, or the share of `--hours` that has passed."""
+    if not (seconds := job.asked.seconds):
+        with progress.phase(job.screen, "sweep", parts=round(job.most)):
+            progress.reach(finished(job.study))
+            yield
+        return
+    whole = progress.phase(job.screen, "sweep", parts=1)
+    with whole, progress.part("", lambda: 1 - (job.deadline - time.monotonic()) / seconds):
+        yield
+
+
+def finished(study: Study) -> int:
+    """Return the number of finished trials that count."""
+    return sum(one.state.is_finished() for one in counted(study))
 
 
 def hold(study: Study, folder: Path, own: dict[str, str]) -> list[str]:
@@ -246,10 +268,8 @@ def introduce(job: Job) -> None:
     what = {"loss": "validation loss", "exact_match": "exact match"}[best]
     screen.say(f"metric: {what}, {often} per trial; sampler {search.sampler}; pruner {search.pruner}", "")
     if known:
-        count = sum(one.state.is_finished() for one in counted(study))
-        screen.say(
-            f"continuing the study {study_storage.shown(request.url)} after {count} finished trials", ""
-        )
+        shown = study_storage.shown(request.url)
+        screen.say(f"continuing the study {shown} after {finished(study)} finished trials", "")
 
 
 def begin_another(job: Job) -> bool:
@@ -310,7 +330,10 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         judge, waiting = judges(job, drawn)
         log = request.folder / "logs" / f"{folder.name}.txt"
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
-        ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
+        steps = values.get("train.max_steps", job.recipe.train.max_steps)
+        epochs = values.get("train.num_train_epochs", job.recipe.train.num_train_epochs)
+        with progress.part(f"trial {drawn.number}", run_progress.share_of_steps(folder, steps, epochs)):
+            ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
         if ended.state != "lost":
             failed = _failed(f"trial {drawn.number} failed", ended.reason, folder.name)
             job.ran.append(failed if ended.state == "failed" else None)
@@ -376,7 +399,7 @@ def record(job: Job, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
         study_storage.take_over(study)
         job.screen.say(f"trial {number}: {ended.reason}; the study runs it again later")
         return
-    done = sum(one.state.is_finished() for one in counted(study))
+    done = finished(study)
     of = f"/{job.most:.0f}" if job.most != float("inf") else ""
     head = f"{done}{of}  trial {number}:"
     if ended.value is None:
