@@ -37,7 +37,7 @@ from finetune.run_folder.run_folder import RunFolder
 from support import hub_server, small_tasks, warning_filters
 from support.paths import DATA, MODEL, QUICKSTART, ROOT
 from support.plans import LLAMA_8B
-from support.runs import keep_what_is_imported
+from support.runs import keep_what_is_imported, show_progress_at_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,6 +73,12 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_first_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """`check` in process reads 40 examples of a source, not 200: most tests check those of the quickstart."""
     monkeypatch.setattr("finetune.data.example_errors.FIRST", 40)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phases print their progress at once and often, not after 3 s and each 30 s."""
+    show_progress_at_once(monkeypatch)
 
 
 @pytest.fixture(scope="session")

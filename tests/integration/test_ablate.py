@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import multiprocessing
@@ -27,6 +29,7 @@ from finetune.recipe import loader
 from finetune.reporting import plots
 from finetune.run_folder.run_folder import RunFolder
 from support.paths import QUICKSTART, ROOT
+from support.runs import show_progress_at_once
 from support.scripts import module_of
 
 if TYPE_CHECKING:
@@ -53,7 +56,7 @@ class Climbed:
     """An ablation that was measured once for all tests."""
 
     def __init__(self, folder: Path, words: list[str]) -> None:
-        self.folder, self.words = folder, words
+        self.folder, self.words, self.printed = folder, words, io.StringIO()
 
     def again(self, folder: Path) -> int:
         return main.main([*self.words, "--output", str(folder)])
@@ -71,7 +74,9 @@ def climbed(tmp_path_factory: pytest.TempPathFactory, small, two_layers) -> Iter
     made = Climbed(folder / "results", [*words, "--optimizations", str(folder / "ablation.yaml")])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        assert made.again(made.folder) == 0
+        show_progress_at_once(patch)
+        with contextlib.redirect_stdout(io.StringIO()) as made.printed:
+            assert made.again(made.folder) == 0
     yield made
     shutil.rmtree(folder)
 
@@ -97,6 +102,11 @@ def test_an_ablation_is_measured_and_what_fails_is_named(climbed: Climbed) -> No
     assert found["baseline"]["held_out"] is not None and found["as_is"]["tokens_per_second"] > 0
     text = (climbed.folder / "quickstart" / "ablation.md").read_text()
     assert "| no_recompute |" in text and "nothing no-op: there is nothing to switch" in text
+
+
+def test_an_ablation_shows_its_progress(climbed: Climbed) -> None:
+    printed = climbed.printed.getvalue()
+    assert re.search(r"^each optimization alone, memory/no_recompute\S*: \d+%", printed, re.MULTILINE)
 
 
 def test_runs_are_ordinary_run_folders_by_kind_name_and_rank(climbed: Climbed) -> None:

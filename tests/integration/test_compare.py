@@ -1,6 +1,7 @@
 """Comparing: adapter types on one recipe, and two runs with each other."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from xml.etree import ElementTree
@@ -93,7 +94,7 @@ def test_a_run_among_others_is_the_run_alone(done, train, short) -> None:
     assert main.main(["compare", str(alone.path), str(done / "lora-seed43"), "--assert-equal"]) == 0
 
 
-def test_what_is_finished_is_kept_and_the_rest_made_again(done, run, capsys) -> None:
+def test_what_is_finished_is_kept_and_the_rest_made_again(done, run, impatient) -> None:
     (done / "ia3-seed43" / comparison_report.MARK).unlink()  # as if it was stopped in the middle
     before = (done / "lora-seed42" / "eval.json").stat().st_mtime_ns
     said = run(done, *AGAIN)
@@ -102,6 +103,7 @@ def test_what_is_finished_is_kept_and_the_rest_made_again(done, run, capsys) -> 
         said.count("the earlier run is not finished; finetune moved it to") == 1
         and said.count("running") == 1
     )
+    assert re.search(r"^compare, ia3-seed43: \d+%", said, re.MULTILINE)
     assert len(list((done / "aside").iterdir())) == 1
     assert (done / "lora-seed42" / "eval.json").stat().st_mtime_ns == before
 

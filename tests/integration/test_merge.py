@@ -1,6 +1,7 @@
 """Merging: what transformers opens alone is what was trained, and what lost it is refused."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -102,13 +103,15 @@ def test_in_float32_the_merge_is_exact(kind: str, run) -> None:
     assert figures["largest"] < 1e-5 * figures["scale"] and 0 <= figures["kl"] < 1e-9
 
 
-def test_in_bfloat16_it_says_how_near_it_is(run, capsys) -> None:
+def test_in_bfloat16_it_says_how_near_it_is(run, impatient, capsys) -> None:
     from transformers import AutoTokenizer
 
     folder = run("lora")
     assert main.main(["merge", str(folder.path)]) == 0
     said = capsys.readouterr().out
     assert "nats per token" in said and "3 validation examples" in said and "next:" in said
+    assert re.search(r"^merge, running the fine-tuned model: \d+%, .* left$", said, re.MULTILINE)
+    assert "merge, merging the adapter: " in said and "merge, verifying the merged weights: " in said
     report = folder.read("merge.json")["merged"]
     assert report["dtype"] == "bfloat16" and report["merged_onto"] == "fp32" and report["scores"] == {}
     assert report["rows"]["from"] == "held-out" and report["rows"]["rows"] == 3

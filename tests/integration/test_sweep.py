@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import math
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +31,7 @@ from finetune.experiments.sweep import study as sweep_study
 from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.recipe import loader
 from support.paths import QUICKSTART, ROOT
+from support.runs import show_progress_at_once
 from support.soak import soak_except
 
 SPACE = """
@@ -68,7 +72,10 @@ def study(tmp_path_factory, small, two_layers) -> Path:
     words = ["sweep", str(QUICKSTART), *small, f"model.name={two_layers}", "train.max_steps=4"]
     words += ["train.warmup_steps=0", "train.effective_batch_size=8", "train.logging_steps=1"]
     words += ["train.weight_decay=0.0", "--space", str(folder.parent / "space.yaml")]
-    assert main.main([*words, "--trials", "2", "--output", str(folder)]) == 0
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        show_progress_at_once(patch)
+        assert main.main([*words, "--trials", "2", "--output", str(folder)]) == 0
+    (folder.parent / "printed.txt").write_text(printed.getvalue())
     return folder
 
 
@@ -87,6 +94,12 @@ def test_a_trial_whose_worker_was_killed_is_run_again_with_the_same_values(found
     assert again["values"] == {"train.learning_rate": 5e-3, "train.weight_decay": 1e38, "adapter.r": 5}
     assert again["state"] == "pruned" and "NaN or Inf" in again["reason"]
     assert sum(found["counts"].values()) - found["counts"]["lost"] == 2
+
+
+def test_a_sweep_shows_its_progress(study: Path) -> None:
+    printed = (study.parent / "printed.txt").read_text()
+    assert re.search(r"^checking the search space: [\d.]+ s$", printed, re.MULTILINE)
+    assert re.search(r"^sweep, trial \d: \d+%, .* left$", printed, re.MULTILINE)
 
 
 def test_a_trial_is_an_ordinary_run(study, found) -> None:

@@ -6,8 +6,12 @@ import gc
 import json
 from typing import TYPE_CHECKING
 
+from finetune.core import progress
+
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
     from finetune.run_folder.run_folder import RunFolder
 
@@ -34,3 +38,9 @@ def keep_what_is_imported() -> None:
     """Once a run has imported the libraries: every collection would look at all of their objects."""
     gc.collect()
     gc.freeze()
+
+
+def show_progress_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Print the progress of each phase at once and often, not after 3 s and each 30 s."""
+    for name, seconds in (("FIRST", 0.0), ("BETWEEN", 0.0), ("REFRESH", 0.2)):
+        patch.setattr(progress, name, seconds)
