@@ -70,13 +70,23 @@ ROWS = {
 UNSLOTH = {"unsloth": False, "unsloth-nf4": True}  # whether it loads in 4 bits
 
 
+def sizes_of(layers: int) -> dict[str, Any]:
+    """Return the sizes of Qwen3-30B-A3B with another number of layers."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 2048,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+    }
+    sizes |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+    sizes |= {"moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": VOCABULARY}
+    return {**sizes, "norm_topk_prob": True, "max_position_embeddings": 8192, "tie_word_embeddings": False}
+
+
 def config_of(layers: int) -> Any:
     from transformers import AutoConfig
 
-    sizes = {"hidden_size": 2048, "num_hidden_layers": layers, "num_attention_heads": 32, "head_dim": 128}
-    sizes |= {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-    sizes |= {"moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": VOCABULARY}
-    return AutoConfig.for_model("qwen3_moe", norm_topk_prob=True, max_position_embeddings=8192, **sizes)
+    return AutoConfig.for_model("qwen3_moe", **sizes_of(layers))
 
 
 def write(folder: Path, layers: int) -> None:

@@ -1,4 +1,4 @@
-"""Compare `finetune plan` with the measurements in gpu.json, multi_gpu.json and adapters.json (1.1B rows).
+"""Compare `finetune plan` with the measurements in gpu.json, multi_gpu.json, adapters.json and experts.json.
 
     python benchmarks/plan.py             # plan each row, write plan.json, print the table
 
@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import experts
 import gpu
 import multi_gpu
 from gpu_inputs import SHAPES, document_lengths
@@ -91,6 +92,11 @@ def compare() -> dict[str, dict[str, Any]]:
                 found = planned_shape(row, place)
                 name = f"1.1b-{row['type']}, {row['task']}"
                 made[name] = compared(found, row["step_seconds"], row["gpu_memory_gib"], row["device"])
+        for name, row in json.loads((HERE / "experts.json").read_text()).items():
+            if name in experts.ROWS:
+                seconds = row["sequences"] * row["length"] / row["tokens_per_second"]
+                found = planned_experts(name, row, place)
+                made[f"experts-{name}"] = compared(found, seconds, row["peak_gib"], row["gpu"])
     return made
 
 
@@ -156,6 +162,23 @@ def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
     given = [text for text in given if row["type"] != "full" or not text.startswith("speed.fused")]
     own = HERE.parent / "recipes" / "adapters" / f"{row['type']}.yaml"
     return make(loader.load(own if own.exists() else QUICKSTART, given), row["device"], None)
+
+
+def planned_experts(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
+    """Plan a row of experts.py."""
+    row, model = experts.ROWS[name], place / f"experts-{measured['layers']}"
+    model.mkdir(exist_ok=True)
+    sizes = experts.sizes_of(measured["layers"])
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "hidden_act": "silu", **sizes}))
+    targets = "all-linear-and-experts" if row.experts else experts.ATTENTION
+    given = [f"model.name={model}", f"adapter.target_modules={targets}", "adapter.r=16", "data.format=text"]
+    given += [f"model.quantization={row.storage}", f"data.max_length={row.length}", "model.attention=cudnn"]
+    given += [f"train.per_device_train_batch_size={row.sequences}", "data.validation=null"]
+    given += [f"train.effective_batch_size={row.sequences}", "train.max_steps=15", "data.train_on=all"]
+    given += [f"data.name={place}/rows.jsonl", "data.too_long=split", f"speed.fused={str(row.fused).lower()}"]
+    given += [f"speed.compile={str(row.compile).lower()}", "speed.offload=none", "train.warmup_steps=0"]
+    given += [f"speed.activation_checkpointing={row.checkpointing}"]
+    return make(loader.load(QUICKSTART, given), measured["gpu"], measured.get("cap_gib"))
 
 
 def make(

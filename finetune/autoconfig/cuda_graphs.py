@@ -24,18 +24,27 @@ if TYPE_CHECKING:
 # Seconds that Python needs to launch the kernels of a compiled layer, forward and backward. Machines differ:
 # 4.0 to 6.3 ms in 135m-bf16, 2.8 to 3.2 ms in 135m-full, and 6.2 to 7.9 ms in 24gb_fastest on fp8
 # (benchmarks/LOG.md).
-LAUNCHED = {"adapter": 4.8e-3, "full": 3.2e-3, "fp8": 7.0e-3}
+LAUNCHED = {
+    "adapter": 4.8e-3,
+    "full": 3.2e-3,
+    "fp8": 7.0e-3,
+    # bf16-2048 and nf4-2048 of benchmarks/experts.py on an H100
+    "experts": 6.8e-3,
+    "quantized experts": 11.8e-3,
+}
 # Seconds to launch a layer's two graphs and to copy its gradients (135m-bf16-packed on a slow machine).
 REPLAYED = 2.4e-3
 # Share of the GPU's peak bf16 FLOP/s that GEMMs with frozen weights reach on an H200.
 SHARE = 0.70
+# The same for layers with experts, whose other kernels take twice as long as their GEMMs (benchmarks/LOG.md).
+EXPERTS_SHARE = 0.25
 # Settings for which runs with and without CUDA graphs were equal (tests/gpu/test_gpu.py).
 # These attention kernels need no mask. The address of a mask would change between steps.
 ATTENTION = ("flash_attention_3", "flash_attention_4", "varlen")
 # PEFT's types. The empty string is full fine-tuning.
 ADAPTERS = ("", "lora", "adalora", "ia3")
 STORED = ("fp32", "bf16", "fp8", "nf4")
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "qwen3_moe")
 RECOMPUTED = "layers are recomputed or offload their activations, which CUDA graphs do not support"
 
 
@@ -143,5 +152,5 @@ def products(config: ModelConfig, tokens: int, peak: float | None, *, kind: str)
     """
     shape = memory_estimate.widths(config)
     size = shape.hidden * (shape.qkv + shape.queries + 3 * shape.intermediate)
-    rate = SHARE * (peak or 100e12) * (2 if kind == "fp8" else 1)
+    rate = (EXPERTS_SHARE if shape.routed else SHARE) * (peak or 100e12) * (2 if kind == "fp8" else 1)
     return (6 if kind == "full" else 4) * size * tokens / rate

@@ -55,6 +55,10 @@ class ModelSpec:
     """GiB that quantization-aware training keeps until backward."""
     fused_mlps: bool = False
     """The MLP of every layer runs fused as a whole if adapters are fused."""
+    experts: str = ""
+    """How experts run, as in `memory_estimate.Keeps`."""
+    dequantized: bool = False
+    """The experts' weights are quantized."""
     unfused: str = ""
     """Why some layers or MLPs do not run fused."""
     obstacle: str = ""
@@ -65,6 +69,8 @@ class ModelSpec:
     @property
     def kind(self) -> str:
         """The key in `cuda_graphs.LAUNCHED`."""
+        if self.experts == "fused":
+            return "quantized experts" if self.dequantized else "experts"
         return ("fp8" if self.codes == "fp8" else "adapter") if self.adapted else "full"
 
 
@@ -189,6 +195,8 @@ def keeps_of(spec: ModelSpec, parts: int, *, fused: bool, compiled: bool) -> Kee
         uncast=spec.adapted and parts > 1,
         fp8=spec.codes == "fp8",
         head=spec.head,
+        experts=spec.experts,
+        dequantized=spec.dequantized,
     )
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from finetune.core import model_config
+
 if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
 
@@ -45,6 +47,8 @@ AVERAGES = 12
 EVALUATED_TOKENS = 16384
 # The first batch size that `eval.batch_size: auto` tries.
 LARGEST_BATCH = 64
+# Weights of experts plus B A, which PEFT's forward keeps until backward, relative to gate and up.
+STACKS_KEPT = 1.5
 # Rows of a chunk are a multiple of this number, so that the tiles of the GEMMs are full.
 WHOLE_TILES = 256
 
@@ -85,10 +89,15 @@ class Widths(NamedTuple):
 
     hidden: int
     intermediate: int
+    """Intermediate size of the MLP. With experts: of all experts of a token together."""
     queries: int
     qkv: int
     layers: int
     vocabulary: int
+    routed: int = 0
+    """Experts of a token; 0 in a dense model."""
+    stack: int = 0
+    """Values of gate and up of all experts of a layer. `down_proj` has half as many."""
 
 
 class Keeps(NamedTuple):
@@ -118,6 +127,10 @@ class Keeps(NamedTuple):
     """The GEMMs of the base model run in fp8."""
     head: bool = False
     """The output head trains (`modules_to_save`)."""
+    experts: str = ""
+    """How experts run: `fused`, `peft` (PEFT adds B A to the weights), or empty without an adapter."""
+    dequantized: bool = False
+    """The experts' weights are quantized, and each layer dequantizes them."""
 
 
 def split(checkpointing: str, layers: int) -> tuple[int, int]:
@@ -142,8 +155,19 @@ def widths(config: ModelConfig) -> Widths:
     size = largest(config, "head_dim") or hidden // heads
     all_heads = heads + 2 * (largest(config, "num_key_value_heads") or heads)
     intermediate = largest(config, "intermediate_size") or 4 * hidden
-    sizes = hidden, intermediate, heads * size, all_heads * size
-    return Widths(*sizes, largest(config, "num_hidden_layers"), largest(config, "vocab_size") or 1)
+    layers, vocabulary = largest(config, "num_hidden_layers"), largest(config, "vocab_size") or 1
+    one = Widths(hidden, intermediate, heads * size, all_heads * size, layers, vocabulary)
+    experts = model_config.expert_sizes(config)
+    if experts is None:
+        return one
+    stack = 2 * experts.number * experts.width * hidden
+    return one._replace(intermediate=experts.active, routed=experts.each, stack=stack)
+
+
+def routed_size(config: ModelConfig) -> int:
+    """Return the parameters of the experts that one token passes in all layers, without shared experts."""
+    one, sizes = widths(config), model_config.expert_sizes(config.get_text_config())
+    return 3 * sizes.each * sizes.width * one.hidden * one.layers if sizes else 0
 
 
 def largest(config: ModelConfig, key: str) -> int:
@@ -163,21 +187,25 @@ def kept_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
     - 1.1B model, full fine-tuning: 38.3, measured 38.4.
     """
     one = widths(config)
-    return tokens * one.layers * 2 * _kept(one, keeps) / GIB
+    changed = STACKS_KEPT * one.stack if keeps.experts == "peft" else 0
+    return one.layers * 2 * (tokens * _kept(one, keeps) + changed) / GIB
 
 
 def _kept(one: Widths, keeps: Keeps) -> float:
     """Return the 2-byte values that backward keeps per token and layer."""
     hidden, wide, queries, qkv = one.hidden, one.intermediate, one.queries, one.qkv
     dropped = 1.5 * keeps.dropped  # the output of dropout and its mask
+    if one.routed and keeps.experts != "fused":  # rows of each expert, before its outputs are weighted
+        dropped += one.routed * hidden + (one.routed * hidden + wide) * (keeps.experts == "peft")
     heads = 3 * queries if keeps.repeated else qkv
     if not keeps.adapted:  # the residual in fp32, and each layer's input for its weight's gradient
         return 7 * hidden + qkv + 3 * wide if keeps.compiled else 13 * hidden + heads + 2 * queries + 4 * wide
     outputs = qkv + 2 * hidden if keeps.multiplied else qkv - queries  # DoRA: all layers; IA3: k and v
     outputs = outputs if keeps.columns else 0
+    fused = keeps.fused or keeps.experts == "fused"
     if keeps.compiled:
-        return 5 * hidden + (qkv + 2 * wide if keeps.fused else 3 * wide) + outputs + dropped
-    if keeps.fused:  # eager norms keep their input in fp32
+        return 5 * hidden + (qkv + 2 * wide if fused else 3 * wide) + outputs + dropped
+    if fused:  # eager norms keep their input in fp32
         return 6 * hidden + queries + qkv + 2 * wide + outputs + dropped
     # Each adapter keeps its own copy of its input if PEFT casts it. PEFT's DoRA keeps each output twice, or
     # four times on a 4-bit base model (measured 2.2 and 4.2; IA3 1.8). The output of attention without a mask
@@ -196,7 +224,14 @@ def backward_gib(config: ModelConfig, tokens: int, keeps: Keeps) -> float:
     """
     one = widths(config)
     wide = 3 if keeps.fused or keeps.compiled else 4
-    return tokens * 2 * (wide * one.intermediate + one.hidden // 4) / GIB
+    values = tokens * (wide * one.intermediate + one.hidden // 4)
+    if one.routed:  # the gradient of gate, up and both products, and of each expert's input
+        values += tokens * (one.intermediate + one.routed * one.hidden)
+    if keeps.dequantized:
+        values += one.stack
+    if keeps.experts == "peft":  # the gradients of B A and of its sum with the weights
+        values += 2 * one.stack
+    return 2 * values / GIB
 
 
 def loss_gib(config: ModelConfig, tokens: int, *, compiled: bool = True, trained: bool = False) -> float:

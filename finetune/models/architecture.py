@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig.mixed_precision import DTYPES, STORED
-from finetune.core import packages, regular_files, untrusted_files
+from finetune.core import model_config, packages, regular_files, untrusted_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.kernels.kernel_limits import (
@@ -31,7 +31,6 @@ from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
 
 if TYPE_CHECKING:
-    from finetune.core.model_config import ModelConfig
     from finetune.models.module_names import Names
     from finetune.recipe.schema import Model
 
@@ -97,11 +96,8 @@ def read(model: Model) -> Architecture:
         found = f"{text.model_type}: no {', '.join(missing)}"
         what, fix = "the config is not the config of a decoder", "model.name: a causal language model"
         raise UserError(Problem(what, "model.name", found=found, fix=fix, code="model-unsupported"))
-    unknown = ""
-    if experts(text):
-        unknown = f"finetune does not know how many tokens each expert of {text.model_type} gets"
-    elif text.model_type not in NORMS:
-        unknown = f"finetune does not know the layers of {text.model_type}"
+    known = text.model_type in KNOWN and (not model_config.experts(text) or model_config.expert_sizes(text))
+    unknown = "" if known else f"finetune does not know the layers of {text.model_type}"
     if folder.is_dir():
         checkpoint_headers.tensors(folder)  # refuses damaged files
     names, source, note = module_lists.read(path, config)
@@ -236,35 +232,8 @@ def scales(size: int) -> float:
     return size / 64 + 4 * size / (64 * 256) + 4 * (16 + 256)
 
 
-# Decoders of Llama's layers: q, k, v, o; gate, up, down. Norms of a layer
-BEFORE = ("input_layernorm", "post_attention_layernorm")
-AROUND = (*BEFORE, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-NORMS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite"), BEFORE),
-    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    "gemma2": AROUND,
-    "gemma3_text": AROUND,
-}
-# Names of the number of experts per layer, and of the number of experts per token
-EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_OF_A_TOKEN = (
-    "num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_top_k", "moe_k",
-)  # fmt: skip
-
-
-def experts(config: ModelConfig) -> int:
-    """Return the number of experts per layer of a text model; 0 without experts."""
-    return _most(config, EXPERTS_OF_A_LAYER)
-
-
-def experts_of_a_token(config: ModelConfig) -> int:
-    """Return the number of experts per token of a text model; 0 without experts."""
-    return _most(config, EXPERTS_OF_A_TOKEN)
-
-
-def _most(config: ModelConfig, keys: tuple[str, ...]) -> int:
-    """Return the largest of these numbers in a config or its `ffn_config`. It may have one per layer."""
-    inner = getattr(config, "ffn_config", None) or {}
-    inner = inner if isinstance(inner, dict) else vars(inner)
-    values = [getattr(config, key, None) or inner.get(key) or 0 for key in keys]
-    return max(int(max(value) if isinstance(value, list | tuple) else value) for value in values)
+# Decoders with the layers of Llama (q, k, v, o; gate, up, down), and with experts in place of the MLP
+KNOWN = frozenset((
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "smollm3", "granite", "olmo2", "gemma2", "gemma3_text",
+    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "phimoe", "glm4_moe", "dots1", "ernie4_5_moe",
+))  # fmt: skip

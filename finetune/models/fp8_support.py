@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from finetune.models import architecture, model_files
+from finetune.core import model_config
+from finetune.models import model_files
 from finetune.quantization import stored_weights
 from finetune.recipe import adapter_rules
 from finetune.recipe.schema import Model
@@ -27,7 +28,7 @@ def config_against_fp8(config: ModelConfig) -> str:
     width = getattr(config.get_text_config(), "hidden_size", 0)
     if width < FP8_WIDTH:
         return f"layers of width {width} are too small to be faster in fp8 (the smallest is {FP8_WIDTH})"
-    if count := architecture.experts(config.get_text_config()):
+    if count := model_config.experts(config.get_text_config()):
         return f"a mixture of {count} experts is not faster in fp8; `model.quantization: fp8` saves memory"
     stored = stored_weights.read(config)
     if stored and stored.storage != "fp8":

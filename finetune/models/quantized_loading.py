@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.core import formatting, upstream_private
+from finetune.core import formatting, model_config, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.models import architecture, checkpoint_headers, module_names
+from finetune.models import checkpoint_headers, module_names
 from finetune.quantization import stored_weights
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED
 
@@ -46,7 +46,7 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
         return {}
     if storage not in QUANTIZED:
         return {}
-    experts = bool(architecture.experts(config.get_text_config()))
+    experts = bool(model_config.experts(config.get_text_config()))
     return {"quantization_config": _quantized(storage, compute, experts=experts)}
 
 

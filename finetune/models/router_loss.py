@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import model_config
 from finetune.core.errors import Problem, UserError
-from finetune.models import architecture
 
 if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
@@ -27,7 +27,7 @@ def check(config: ModelConfig, requested: float | None) -> None:
         key, fix, code = f"train.{COEFFICIENT}", f"remove `{COEFFICIENT}`", "recipe-conflict"
         raise UserError(Problem(what, key, found=f"{requested:g}", fix=fix, why=why, code=code))
     coefficient = getattr(text, COEFFICIENT, None) if requested is None else requested
-    counted = architecture.experts(text) and architecture.experts_of_a_token(text)
+    counted = model_config.experts(text) and model_config.experts_of_a_token(text)
     if has_router and coefficient and not counted:
         what = f"the config of {text.model_type} lacks the number of experts that the router loss needs"
         key, found = f"train.{COEFFICIENT}", f"{coefficient:g}"
@@ -45,7 +45,7 @@ def count_experts(config: ModelConfig) -> dict[str, Any]:
     """
     text = config.get_text_config()
     before = {name: vars(text)[name] for name in SET if name in vars(text)}
-    counts = architecture.experts(text), architecture.experts_of_a_token(text)
+    counts = model_config.experts(text), model_config.experts_of_a_token(text)
     for name, count in zip(SET, counts, strict=False):
         if count and getattr(text, name, None) is None:
             setattr(text, name, count)

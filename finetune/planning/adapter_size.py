@@ -96,11 +96,6 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     sides = {name: expert_targets.parameters_of_rank_1(found.names.shapes[name]) for name in ranks}
     experts = sum(rank * sides[name] for name, rank in ranks.items())
     unknown = f"the plan does not know the size of {adapter.type}, and assumes LoRA with r {RANK}"
-    if experts:
-        unknown = (
-            f"PEFT also adapts the experts ({experts:,} of the trainable parameters), and the plan does "
-        )
-        unknown += "not know the memory of their forward pass"
     obstacle = _obstacle(kind.peft, options, largest)
     if any(found.names.kinds[name] == "Conv1D" for name in names):
         obstacle = obstacle or "the base model is stored as Conv1D"
@@ -120,7 +115,7 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         fusable=fits and not obstacle,
         mlps=len(inside) == text.num_hidden_layers,
         allocates=kind.peft == "adalora",
-        unknown="" if counted and not experts else unknown,
+        unknown="" if counted else unknown,
         obstacle=obstacle,
         saved=saved,
         head=head,

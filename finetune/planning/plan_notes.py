@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.adapters import expert_targets
-from finetune.autoconfig import optimizer_choice
+from finetune.autoconfig import memory_estimate, optimizer_choice
 from finetune.autoconfig.batch_size import short_of_peak
 from finetune.planning import dataset_estimate, step_time
 from finetune.recipe import adapter_types
@@ -28,6 +28,8 @@ def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
     what = f"{found.unknown}, so the plan assumes the saved activations of a Llama"
     said = [what] if found.unknown else []
     said += [has.unknown] if has.unknown else []
+    if memory_estimate.widths(found.config).routed:
+        said.append("the plan assumes that each expert gets the same number of tokens")
     kind, adapter = adapter_types.find(run.recipe.adapter.type), run.recipe.adapter.options()
     said += expert_targets.notes({**adapter, **kind.sets}, found.names, kind.peft)
     quantized = run.storage in adapter_types.QUANTIZED

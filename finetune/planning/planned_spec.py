@@ -47,6 +47,8 @@ def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:
         fused_mlps=has.fusable and (has.mlps or storage == "fp8"),
         obstacle=_obstacle(run),
         breaks=_breaks(run, fused=fused) if layers else frozenset(),
+        experts=_experts(run, fused=fused),
+        dequantized=_quantized_experts(run),
     )
 
 
@@ -100,11 +102,21 @@ def _obstacle(run: PlannedRun) -> str:
     return run.adapter.obstacle or compilation.fused_obstacle(run.model.config)
 
 
+def _quantized_experts(run: PlannedRun) -> bool:
+    return bool(architecture.quantized_experts(run.model, run.storage))
+
+
+def _experts(run: PlannedRun, *, fused: bool) -> str:
+    """Return how stacked experts run. Quantized experts always run fused."""
+    if run.adapter.fast_experts and (fused or _quantized_experts(run)):
+        return "fused"
+    return "peft" if run.adapter.experts else ""
+
+
 def _breaks(run: PlannedRun, *, fused: bool) -> frozenset[str]:
     """Return the adapters whose forward in PEFT breaks the graph of torch.compile."""
     has, kind = run.adapter, adapter_types.find(run.recipe.adapter.type).peft
     found = {kind} & set(adapter_types.BREAKING)
-    found |= {"DoRA"} if has.columns and has.rank > 0 and not fused else set()
-    fused |= bool(architecture.quantized_experts(run.model, run.storage))  # they always run fused
-    found |= {"experts' adapters"} if has.experts and not (fused and has.fast_experts) else set()
+    found |= {"DoRA"} if has.columns and has.rank > 0 and (not fused or has.obstacle) else set()
+    found |= {"experts' adapters"} if _experts(run, fused=fused) == "peft" else set()
     return frozenset(found)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.autoconfig import attention_choice, cuda_graphs, memory_estimate
+from finetune.core import model_config
 from finetune.hardware import gpus
 from finetune.planning import measured_rates, sharding_cost
 
@@ -30,6 +31,8 @@ FP8_PRODUCT = 0.707
 COPY = 0.88
 # Share of a wide GEMM's rate that a GEMM with an adapter's rank reaches. A guess: the tiles are not full.
 THIN = 0.5
+# Share of a GEMM's rate that grouped GEMMs reach at 1,024 tokens for each expert (benchmarks/LOG.md).
+GROUPED = 0.79
 # Share of a copy's rate that PyTorch's element-wise kernels reach (adapters.json, 16 rows of the 1.1B model).
 EAGER = 0.60
 # TFLOP/s: the peak of the GPU on which `attention_choice.SPEED` was measured.
@@ -57,6 +60,8 @@ LAUNCH = {
     "compiled": cuda_graphs.LAUNCHED["adapter"],
     "compiled full": cuda_graphs.LAUNCHED["full"],  # no adapter's kernels
     "compiled fp8": cuda_graphs.LAUNCHED["fp8"],
+    "compiled experts": cuda_graphs.LAUNCHED["experts"],
+    "compiled quantized experts": cuda_graphs.LAUNCHED["quantized experts"],
     "graphs": cuda_graphs.REPLAYED,
     "fused": 4.0e-3,
     "lora": 7.0e-3,
@@ -198,9 +203,32 @@ def flops(found: Architecture, has: Adapted, full: bool) -> float:
     """
     one = memory_estimate.widths(found.config)
     head = one.vocabulary * one.hidden
-    frozen = sum(outputs * inputs for outputs, inputs in found.linear.values()) + head
-    trained = (has.trained - has.saved) * (has.rank > 0) + head * has.head
+    frozen = _linear_size(found.linear) + memory_estimate.routed_size(found.config) + head
+    trained = _adapter_size(found.config, has) + head * has.head
     return 6.0 * frozen if full else 4.0 * frozen + 6.0 * trained
+
+
+def _linear_size(linear: dict[str, tuple[int, int]]) -> int:
+    """Return the parameters of the linear layers that every token passes."""
+    return sum(outputs * inputs for name, (outputs, inputs) in linear.items() if ".experts." not in name)
+
+
+def _adapter_size(config: PreTrainedConfig, has: Adapted) -> float:
+    """Return the parameters of adapters that one token passes; 0 for IA3."""
+    sizes = model_config.expert_sizes(config.get_text_config())
+    routed = has.experts * sizes.each / sizes.number if sizes else has.experts
+    return (has.trained - has.saved - has.experts) * (has.rank > 0) + routed
+
+
+def _experts_seconds(config: PreTrainedConfig, kept: Keeps, step: Step, rates: Rates) -> tuple[float, float]:
+    """Return seconds of the experts' GEMMs in a pass, and of the copies of all their weights."""
+    one, size = memory_estimate.widths(config), memory_estimate.routed_size(config)
+    stacks, peft = 1.5 * one.stack * one.layers, kept.experts == "peft"
+    once = max(2 * size * step.tokens / (GROUPED * rates.product), 2 * stacks / rates.bandwidth)
+    products = once * ((3 if step.full or peft else 2) + step.recomputed)
+    moved = weight_passes(int(stacks), step, step.recomputed, dequantized=True) if kept.dequantized else 0.0
+    moved += 60 * stacks if peft else 0.0  # B A, its sum with the weights, and their gradients (row `peft`)
+    return products, moved / rates.bandwidth
 
 
 def seconds(
@@ -213,16 +241,16 @@ def seconds(
 ) -> dict[str, float]:
     """Return seconds of an optimizer step by kind of work. Their sum is the time of the step."""
     one, tokens = memory_estimate.widths(config), step.tokens
-    size = sum(outputs * inputs for outputs, inputs in linear.values())
-    again = step.recomputed
+    size, again = _linear_size(linear), step.recomputed
     rate = rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
     # The share of a forward pass that gate and up take.
     gate_and_up = 2 * one.intermediate / (one.qkv + one.queries + 3 * one.intermediate)
+    grouped, of_weights = _experts_seconds(config, kept, step, rates)
     base = 2 * size * tokens / rate * ((3 if step.full else 2) + again + step.halves * gate_and_up)
     thin = (
         0.0
         if step.full or not has.rank
-        else 6 * (has.trained - has.saved) * tokens / (THIN * rates.product) * (1 + again / 3)
+        else 6 * _adapter_size(config, has) * tokens / (THIN * rates.product) * (1 + again / 3)
     )
     head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full or has.head else 2)
     causal = 2 * tokens * step.length * one.queries * one.layers
@@ -231,18 +259,20 @@ def seconds(
     copies = tokens * one.layers * (forward * (1 + again) + backward)
     copies += tokens * one.vocabulary * (6 if kept.compiled else 24)
     memory = copies / (rates.bandwidth * (1 if kept.compiled else EAGER))
-    memory += weight_passes(size, step, again) / rates.bandwidth
+    memory += weight_passes(size, step, again) / rates.bandwidth + of_weights
     optimizer = 0.0 if step.stepped else has.trained * 37 / rates.bandwidth / step.passes
     lora = "qlora" if kept.four_bit else "lora"
     kind = "full" if step.full else "dora" if has.columns and has.rank else lora if has.rank else "ia3"
     how = "compiled" if kept.compiled else "fused" if kept.fused else kind
     if kept.compiled:
-        how += " full" if step.full else " fp8" if step.storage == "fp8" else ""
+        quantized = " quantized" if kept.dequantized else ""
+        how += f"{quantized} experts" if kept.experts == "fused" else ""
+        how += " full" if step.full else " fp8" if step.storage == "fp8" and how == "compiled" else ""
     how = "graphs" if step.graphs else how
     launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * one.layers * (1 + again / 3)
     rest = REST * one.layers
     parts = {
-        "products": base + head + thin,
+        "products": base + grouped + head + thin,
         "attention": attention,
         "memory-bound": memory + optimizer + rest,
     }
@@ -325,23 +355,28 @@ def passes(
     inputs = sum(linear[name][1] for name in has.names) / one.layers
     outputs = sum(linear[name][0] for name in has.names) / one.layers
     outside = qkv + 2 * hidden  # outputs of all linear layers but gate and up
+    rows = 2 * one.routed * hidden  # bytes of one token's inputs or outputs of all its experts
+    mlp = (
+        0 if one.routed else wide
+    )  # intermediate values that adapters of linear layers and casts to fp8 read
     if kept.fused or kept.compiled:
-        forward, backward = 24.0 * hidden + 6 * wide, 48.0 * hidden + 16.8 * wide
-        every = 2 * hidden + one.queries + wide  # q, k and v share one input, as do gate and up
+        forward, backward = 24.0 * hidden + 6 * wide + 2 * rows, 48.0 * hidden + 16.8 * wide + 2 * rows
+        backward += 6 * wide + 2 * rows if has.experts else 0.0
+        every = 2 * hidden + one.queries + mlp  # q, k and v share one input, as do gate and up
         share = min(1.0, len(has.names) / max(1, len(linear)))
         if has.rank:
             forward += share * (2 * every + 4 * outside)
             backward += share * 4 * every + 2 * outputs
         if step.storage == "fp8":
-            forward, backward = forward + 3 * every, backward + 3 * (outside + 2 * wide)
+            forward, backward = forward + 3 * every, backward + 3 * (outside + 2 * mlp)
         forward += 9 * wide * step.rounded  # int8: measured, as its bytes alone predict no time
         if kept.columns:
             forward, backward = forward + 4 * outside, backward + 8 * outside
         if not kept.compiled:  # norms, rope and residuals run as many kernels
             forward, backward = forward + 60 * hidden + 16 * qkv, backward + 60 * hidden + 32 * qkv
         return forward + 3 * kept.dropped, backward + 2 * kept.dropped
-    forward = 76.0 * hidden + 16 * qkv + 12 * wide
-    backward = 116.0 * hidden + 32 * qkv + 24 * wide
+    forward = 76.0 * hidden + 16 * qkv + 12 * wide + 3 * rows
+    backward = 116.0 * hidden + 32 * qkv + 24 * wide + 3 * rows
     if step.full:
         return 1.3 * forward, 1.3 * backward
     if not has.rank:  # IA3 multiplies by a vector in fp32
@@ -354,17 +389,18 @@ def passes(
     return forward, backward
 
 
-def weight_passes(size: int, step: Step, again: float) -> float:
+def weight_passes(size: int, step: Step, again: float, *, dequantized: bool = False) -> float:
     """Return bytes that kernels move to transpose, dequantize or cast the weights in a pass.
 
     Args:
         size: parameters of the linear layers.
         again: share of the layers that are recomputed.
+        dequantized: fp8 weights are dequantized, as experts are, and do not go through fp8 GEMMs.
     """
-    if step.storage == "fp8":
+    if step.storage == "fp8" and not dequantized:
         return 2.0 * size
     if step.storage in ("nf4", "fp4"):
         return 2.5 * size * (2 + again)
-    if step.storage in ("int8", "torchao_int8"):
+    if step.storage in ("fp8", "int8", "torchao_int8"):
         return 3.0 * size * (2 + again)
     return 6.0 * size if step.full else 0.0

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from finetune.autoconfig import compilation, memory_estimate
 from finetune.autoconfig.decisions import Decisions, ModelSpec, decide, decide_fused, none_fused
-from finetune.core import upstream_private
+from finetune.core import model_config, upstream_private
 from finetune.core.run_checks import Choice
 from finetune.distributed import collectives
 from finetune.models import module_names
@@ -203,5 +203,12 @@ def flops_per_token(adapted: torch.nn.Module) -> float:
     """
     base = base_of(adapted)
     beside = set(base.modules()) - set(module_names.of_text(base))
-    linear = [m for m in adapted.modules() if isinstance(m, torch.nn.Linear) and m not in beside]
-    return sum(m.in_features * m.out_features * (6.0 if m.weight.requires_grad else 4.0) for m in linear)
+    config = base.config.get_text_config()
+    sizes = model_config.expert_sizes(config)
+    used, total = sizes.each / sizes.number if sizes else 1.0, 0.0
+    for name, module in adapted.named_modules():
+        if isinstance(module, torch.nn.Linear) and module not in beside:
+            each = module.in_features * module.out_features * (used if ".experts." in name else 1.0)
+            total += each * (6 if module.weight.requires_grad else 4)
+    lists = any(isinstance(m, torch.nn.ModuleList) and n.endswith("experts") for n, m in base.named_modules())
+    return total + (0 if lists else 4 * memory_estimate.routed_size(config))

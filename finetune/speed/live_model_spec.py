@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from finetune.autoconfig.decisions import ModelSpec
 from finetune.core import upstream_private
 from finetune.distributed import launch_environment, sharded_tensors
 from finetune.models import module_names
-from finetune.quantization import qat
+from finetune.quantization import qat, stacked_experts
 from finetune.quantization.fp8_linear import Fp8Linear
 from finetune.recipe import adapter_types
 from finetune.speed.lm_head_loss import base_of
@@ -43,7 +44,16 @@ def live_model_spec(model: Any) -> ModelSpec:
         rounded_gib=qat.kept_gib(model),
         fused_mlps=bool(layers) and all(fused_mlps(layer) and not experts_of(layer) for layer in layers),
         breaks=breaking(model),
+        **_of_experts(model),
     )
+
+
+def _of_experts(model: nn.Module) -> dict[str, Any]:
+    """Return how stacked experts run, and whether each layer dequantizes them."""
+    fused = any(hasattr(module, "finetune_experts") for module in model.modules())
+    adapted = any(isinstance(module, ParamWrapper) for module in model.modules())
+    kind = "fused" if fused else "peft" if adapted else ""
+    return {"experts": kind, "dequantized": bool(stacked_experts.all_of(model))}
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:

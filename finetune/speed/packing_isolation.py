@@ -19,10 +19,9 @@ from accelerate.utils.memory import should_reduce_batch_size
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from finetune.autoconfig import attention_choice, packing_support
-from finetune.core import upstream_private
+from finetune.core import model_config, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.kernels.kernel_limits import IMPLEMENTATIONS
-from finetune.models import architecture
 from finetune.speed.apply_to_model import decoder_layers
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def prove_apart(
             found, code = f"{type(error).__name__}: {first_line(error)}", "model-unsupported"
             problem = Problem(what, "model.name", found=found, fix=switch_off, code=code)
             raise UserError(problem, code=Exit.ENVIRONMENT) from error
-    routed = model.device.type == "cpu" and architecture.experts(model.config.get_text_config())
+    routed = model.device.type == "cpu" and model_config.experts(model.config.get_text_config())
     logits, gradients = ALLOWED["experts" if routed else model.device.type]
     ok = moved.logits <= max(logits, NOISE * same.logits)
     ok = ok and moved.gradients <= max(gradients, NOISE * same.gradients)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers.utils.output_capturing import OutputRecorder
 
-from finetune.models import architecture, module_names
+from finetune.core import model_config
+from finetune.models import module_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +65,7 @@ class RouterBalance:
     def __init__(self, base: Any, *, balanced: bool = True) -> None:
         """Args: balanced: whether the loss is computed, which keeps the graph of the logits."""
         text = base.config.get_text_config()
-        self.experts, self.each = architecture.experts(text), architecture.experts_of_a_token(text)
+        self.experts, self.each = model_config.experts(text), model_config.experts_of_a_token(text)
         self.routers, self.balanced = routers_of(base), balanced
         for router, index in self.routers:
             router.finetune_router_index, router.finetune_router_balanced = index, balanced

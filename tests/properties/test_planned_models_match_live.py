@@ -16,9 +16,11 @@ from finetune.adapters import attach
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.hardware import detection
-from finetune.planning import planned_facts, planned_spec, sharding_cost
+from finetune.models import architecture
+from finetune.planning import planned_facts, planned_spec, sharding_cost, step_time
 from finetune.preflight import gradient_probe
 from finetune.recipe import loader
+from finetune.speed import apply_to_model
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers, live_model_spec
 from support.adapter_cells import SETUP, TYPES
@@ -35,9 +37,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "dropout": {"type": "lora", "r": 4, "lora_dropout": 0.1},
     "dora with dropout": {"type": "dora", "r": 4, "lora_dropout": 0.1},
     "attention only": {"type": "lora", "r": 4, "target_modules": r".*self_attn\.(q_proj|v_proj)"},
+    "experts": {"type": "lora", "r": 4, "target_modules": "all-linear-and-experts"},
     "head": {"type": "lora", "r": 4, "modules_to_save": ["lm_head"]},
 }
 SAMPLE = 40
+COUNTED = architecture.KNOWN  # families whose FLOPs a plan counts
 CELLS = [(family, adapter) for family in CONFIGS for adapter in ADAPTERS]
 
 
@@ -68,11 +72,14 @@ def both(family: str, adapter: str, folder: Path) -> tuple[ModelSpec, ModelSpec,
             gradient_probe.check(adapted, recipe.adapter, SETUP, RunChecks())
     except UserError:
         return None
-    served, left = 0, ""
+    served, left = False, ""
+    flops = step_time.flops(run.model, run.adapter, run.full), apply_to_model.flops_per_token(adapted)
+    if family in COUNTED and not run.adapter.unknown:
+        assert flops[0] == pytest.approx(flops[1], rel=0.1), (family, adapter)  # DoRA has vectors
     if hasattr(adapted, "peft_config") and (layers := decoder_layers(adapted)):
         fused = Fused(adapted, layers)
-        served, left = fused.served, fused.left_out()
-    planned, live = planned_spec.model_spec(run, fused=bool(served)), live_model_spec(adapted)
+        served, left = bool(fused.served or fused.experts.served), fused.left_out()
+    planned, live = planned_spec.model_spec(run, fused=served), live_model_spec(adapted)
     counted = not run.adapter.unknown or bool(run.adapter.experts)
     return planned if counted else replace(planned, trained=live.trained), live, left
 
@@ -107,6 +114,12 @@ def test_planned_models_match_live_ones_in_sampled_cells(tmp_path: Path) -> None
 def test_planned_models_match_live_ones(family: str, tmp_path: Path) -> None:
     found = [text for adapter in ADAPTERS for text in differences(family, adapter, tmp_path)]
     assert "\n".join(found) == ""
+
+
+@pytest.mark.parametrize("adapter", ["experts", "attention only"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_planned_experts_match_live_ones(family: str, adapter: str, tmp_path: Path) -> None:
+    assert "\n".join(differences(family, adapter, tmp_path)) == ""
 
 
 @pytest.mark.parametrize("family", ["hrm_text", "deepseek_v32", "llama"])

@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from finetune.autoconfig import memory_estimate
+from finetune.core import model_config
 from finetune.core.errors import UserError
 from finetune.evaluation.scoring import batches
 from finetune.models import architecture, model_class, router_loss, token_limits
@@ -76,8 +77,8 @@ def test_experts_of_each_spelling_are_counted() -> None:
         {"ffn_config": {"moe_num_experts": 4}},
         {"num_experts": 4},
     ]
-    assert [architecture.experts(SimpleNamespace(**values)) for values in spelled] == [4] * 5
-    assert architecture.experts(SimpleNamespace(num_experts=None)) == 0
+    assert [model_config.experts(SimpleNamespace(**values)) for values in spelled] == [4] * 5
+    assert model_config.experts(SimpleNamespace(num_experts=None)) == 0
 
 
 def test_router_loss_config_without_a_count_names_the_way_out() -> None:
