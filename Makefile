@@ -78,6 +78,7 @@ schema: .venv/installed
 	$(BIN)/python scripts/make_tables.py
 	$(BIN)/python scripts/make_reference.py
 	$(BIN)/python scripts/make_diagrams.py
+	$(BIN)/python scripts/make_terminal_pictures.py
 
 # The documentation as pages to open from the disk: build/docs/index.html. No network is needed
 docs: .venv/installed-docs

@@ -10,6 +10,8 @@ from typing import Any
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
+from docutils import nodes  # noqa: E402 (after the path is set)
+
 import finetune  # noqa: E402 (after the path is set)
 
 project = "finetune"
@@ -49,14 +51,16 @@ html_show_sourcelink = False
 html_use_opensearch = ""
 
 nitpicky = True
-# Names of other packages, which the documentation does not describe. One line per name: no pattern
-nitpick_ignore = [
-    ("py:class", "pathlib.Path"),
-    ("py:class", "Path"),
-    ("py:class", "PreTrainedModel"),
-    ("py:class", "TrainerCallback"),
-    ("py:class", "PeftModel"),
-]
+# Pages of other projects for the names in annotations. intersphinx would need the network for its inventories
+_PATH = "https://docs.python.org/3/library/pathlib.html#pathlib.Path"
+_TRANSFORMERS = "https://huggingface.co/docs/transformers/main_classes"
+LINKS = {
+    "pathlib.Path": _PATH,
+    "Path": _PATH,
+    "PreTrainedModel": f"{_TRANSFORMERS}/model#transformers.PreTrainedModel",
+    "TrainerCallback": f"{_TRANSFORMERS}/callback#transformers.TrainerCallback",
+    "PeftModel": "https://huggingface.co/docs/peft/package_reference/peft_model#peft.PeftModel",
+}
 # Names in annotations, and the names under which the documentation describes them
 ALIASES = {
     "finetune.recipe.schema.Recipe": "finetune.Recipe",
@@ -70,7 +74,9 @@ ALIASES = {
 
 
 def resolve_alias(app: Any, env: Any, node: Any, content: Any) -> Any:
-    """Resolve a name in an annotation that the documentation has under another name."""
+    """Resolve a name in an annotation that another project describes, or our pages under another name."""
+    if link := LINKS.get(node.get("reftarget", "")):
+        return nodes.reference("", "", content, refuri=link, internal=False)
     name = ALIASES.get(node.get("reftarget"))
     if not name:
         return None

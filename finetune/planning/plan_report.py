@@ -90,12 +90,11 @@ def _figures(plan: Plan) -> dict[str, Any]:
 def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price: float | None) -> None:
     """Print the headline, the tables of memory, time and choices, the suggestions and the notes."""
     screen.say("", headline(recipe, now))
-    taken = [kind for kind in KINDS if any(kind in phase for phase in now.phases.values())]
-    rows = [
-        [name, *(_gib(kinds.get(kind)) for kind in taken), _gib(sum(kinds.values()))]
-        for name, kinds in now.phases.items()
-    ]
-    screen.table("memory per device, GiB", ("phase", *taken, "all"), rows)
+    phases = now.phases.values()
+    taken = [kind for kind in KINDS if any(kind in phase for phase in phases)]
+    rows = [[kind, *(_gib(phase.get(kind)) for phase in phases)] for kind in taken]
+    rows.append(["all", *(_gib(sum(phase.values())) for phase in phases)])
+    screen.table("memory per device, GiB", ("", *now.phases), rows)
     screen.table("time", ("what", "planned"), list(times(now, price)))
     chosen = [(name, choice.value, choice.reason) for name, choice in now.choices.items()]
     screen.table("choices", ("what", "choice", "why"), chosen)

@@ -24,7 +24,7 @@ def _cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
 def _shortened(cell: dict[str, Any]) -> str:
     """The code of a cell, with further overrides in each recipe that has some."""
     code = "".join(cell["source"])
-    return re.sub(r"(load_recipe\(.*?),?\s*\]\)", r"\1, *SHORT])", code, flags=re.DOTALL)
+    return re.sub(r"(load_recipe\(.*?),?\s*\],?\s*\)", r"\1, *SHORT])", code, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize("name", soak_except(["quickstart"], [path.stem for path in NOTEBOOKS]))

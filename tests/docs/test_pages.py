@@ -198,3 +198,14 @@ def test_the_diagrams_are_current() -> None:
     diagrams = module_of("scripts", "make_diagrams")
     for name, text in diagrams.diagrams().items():
         assert (diagrams.IMAGES / name).read_text(encoding="utf-8") == text, f"make_diagrams.py: {name}"
+
+
+def test_the_pictures_of_the_terminal_show_what_the_commands_print() -> None:
+    """Numbers may differ: a plan is estimated from measured rates."""
+    made = module_of("scripts", "make_terminal_pictures")
+    for name, picture in made.pictures().items():
+        stored, printed = (
+            [re.sub(r"\d[\d.,]*", "0", line) for line in made.text_of(text)]
+            for text in ((made.IMAGES / name).read_text(encoding="utf-8"), picture)
+        )
+        assert len(stored) > 8 and stored == printed, f"scripts/make_terminal_pictures.py: {name}"
