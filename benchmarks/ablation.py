@@ -1,13 +1,14 @@
-"""The ablation of optimizations (`finetune ablate`), into ablation.json, ablation.md and ablation.svg.
+"""Measure the optimizations of a recipe with `finetune ablate`, into ablation.json, .md and .svg.
 
     python benchmarks/ablation.py                                           # the quickstart
-    python benchmarks/ablation.py --shape 8b --layers 2 --repeats 1         # Llama-3.1-8B's widths, on a GPU
+    python benchmarks/ablation.py --shape 8b --layers 2 --repeats 1         # Llama-3.1-8B's sizes, on a GPU
     python benchmarks/ablation.py --shape 8b --repeats 3 --steps 12         # all 32 layers
 
-With --shape: random weights, and documents of real lengths (those of gpu.py: log-normal, 400 tokens in the
-mean; longer ones than 2,048 are split), 16 rows a step in one pass, or as many as --rows says: enough for
-a GPU not to wait for Python.
-Written beside this file as ablation.* on a CPU, ablation_gpu.* on a GPU. Started again, it goes on.
+With --shape, the model has random weights. The documents have the lengths of gpu.py: log-normal, with a mean
+of 400 tokens. Documents with more than 2,048 tokens are split. A step has 16 sequences in one micro-batch, or
+`--rows`, so that the GPU does not wait for Python.
+
+The files are named ablation.* on a CPU and ablation_gpu.* on a GPU. The same command resumes.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def main() -> None:
 
 
 def publish(made: dict[str, Any], place: Path, command: str) -> None:
-    """The table and picture beside this file, with the command that measured it."""
+    """Write the table and the picture next to this file, with the command that measured them."""
     name = "ablation_gpu" if torch.cuda.is_available() else "ablation"
     for ending in ("json", "md", "svg"):
         text = (
@@ -80,7 +81,7 @@ def publish(made: dict[str, Any], place: Path, command: str) -> None:
 
 
 def prepare(shape: str, layers: int | None, work: Path, rows: int) -> Path:
-    """A recipe on a model of this shape and on documents, made once."""
+    """Write a recipe with a model of this shape and documents, unless it exists, and return its path."""
     layers = min(layers or 99, gpu_inputs.SHAPES[shape][2])
     model = gpu_inputs.make_model(work / f"{shape}-bf16-{layers}", shape, "bf16", layers)
     data = gpu_inputs.make_data(work / "ablation.jsonl", 200_000, documents=True)
@@ -92,7 +93,7 @@ def prepare(shape: str, layers: int | None, work: Path, rows: int) -> Path:
 
 
 def changed(optimizations: Path, work: Path, without: list[str], measure: dict[str, int | None]) -> Path:
-    """The ablation file without some optimizations, and with the given number of steps or repeats."""
+    """Return the ablation file without some optimizations, and with the given number of steps or repeats."""
     given = {name: value for name, value in measure.items() if value}
     if not given and without == [""]:
         return optimizations

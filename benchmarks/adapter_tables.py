@@ -60,7 +60,8 @@ def spread(good: list[dict[str, Any]], name: str, runs: int) -> str:
 
 
 def shape_table(rows: list[dict[str, Any]]) -> str:
-    """Time and memory of a step on the 1.1B shape, with few rows and with many, and time beside LoRA's."""
+    """Return time and memory of a step of the 1.1B model, with small and large batches, and the time relative
+    to LoRA."""
     names = ["type", "trained", "saved"]
     names += [f"{task}: {name}" for task in SHAPES for name in ("seconds", "beside lora", "peak GPU memory")]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
@@ -78,7 +79,7 @@ def shape_table(rows: list[dict[str, Any]]) -> str:
 
 
 def shape_cells(rows: list[dict[str, Any]], kind: str, task: str) -> tuple[str, str, str, str]:
-    """Seconds, beside LoRA's, peak memory and size of the file; empty where there is no such run."""
+    """Return seconds, seconds relative to LoRA, peak memory and file size. They are empty without a run."""
     found = {row["type"]: row for row in rows if (row["part"], row["task"]) == ("shape", task)}
     row = found.get(kind, {})
     if "trainable" not in row:

@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "adapters.json"
 ASSETS = Path(os.environ.get("FINETUNE_TEST_ASSETS", ROOT.parent / "shared" / "assets"))
 
-# The search begins at a quarter, once and four times this rate, and goes on beyond an end that is the best.
+# The search starts at a quarter of this rate, the rate itself and four times the rate. It continues beyond
+# the best end.
 FIRST_RATES = {
     "lora": 4e-3,
     "rslora": 1e-3,
@@ -88,7 +89,7 @@ SHAPE_STEPS, SHAPE_WARM_UP, SHAPE_LENGTH = 15, 5, 1024
 
 
 class Cell(NamedTuple):
-    """One run; its fields say which, and stand in its row."""
+    """One run. Its fields identify it and are in its row."""
 
     part: str
     task: str
@@ -136,12 +137,12 @@ def is_search(row: dict[str, Any], task: str, kind: str) -> bool:
 
 
 def loss(row: dict[str, Any]) -> float:
-    """What the search compares; a run that failed is worst."""
+    """Return the value that the search compares. A failed run is the worst."""
     return row["tuned"]["loss"] if "tuned" in row else math.inf
 
 
 def overrides(cell: Cell, large: Path | None) -> list[str]:
-    """What the cell changes of its recipe."""
+    """Return the overrides of the cell."""
     given = [f"train.learning_rate={cell.learning_rate}", f"train.seed={cell.seed}"]
     if cell.part == "shape":
         given += [f"model.name={large}/model", f"data.name={large}/rows.jsonl", "data.validation=null"]
@@ -179,7 +180,7 @@ def run(cell: Cell, large: Path | None, short: list[str]) -> dict[str, Any]:
         try:
             with contextlib.redirect_stderr(said):
                 code = cli_main.main(command)
-        except Exception as error:  # a bug of ours or of a library: the row says which
+        except Exception as error:  # a bug of finetune or of a library; the row has the message
             code = f"{type(error).__name__}: {error}"
         row = cell._asdict() | ({"overrides": short} if short else {})
         if code == 0:
@@ -191,7 +192,7 @@ def run(cell: Cell, large: Path | None, short: list[str]) -> dict[str, Any]:
 
 
 def read(place: Path, timed: bool) -> dict[str, Any]:
-    """What a run folder says of size and quality, and of time and memory if it ran alone."""
+    """Return size and quality from a run folder, and time and memory if it ran alone."""
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     scores = json.loads((place / "eval.json").read_text())
     environment = json.loads((place / "environment.json").read_text())
@@ -281,7 +282,7 @@ def one_by_one(rows: list[dict[str, Any]], options: argparse.Namespace, large: P
 
 
 def side_by_side(rows: list[dict[str, Any]], options: argparse.Namespace, large: Path | None) -> Any:
-    """Cells in processes beside each other; each that ends may make others possible."""
+    """Run cells in parallel processes. The end of a cell can make other cells possible."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
         running: dict[Any, Cell] = {}
@@ -315,7 +316,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--types", nargs="*", choices=TYPES, default=TYPES)
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=3, help="how many, up to six")
-    parser.add_argument("--jobs", type=int, default=1, help="runs beside each other; 1 for time and memory")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel runs; use 1 for time and memory")
     parser.add_argument("--short", nargs="*", default=[], help="overrides, to try this script out")
     parser.add_argument("--again", action="store_true", help="run what failed once more")
     parser.add_argument("--out", type=Path, default=RESULTS)

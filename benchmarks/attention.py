@@ -1,16 +1,19 @@
-"""Attention kernels of a Hopper GPU beside each other, alone and in training, into attention.json.
+"""Compare the attention kernels of a Hopper GPU, alone and in training. The results are in attention.json.
 
-    python benchmarks/attention.py                          # speed and error of every kernel that is here
-    python benchmarks/attention.py --loss --assets FOLDER   # what an fp8 forward does to a loss
+    python benchmarks/attention.py                          # speed and error of every available kernel
+    python benchmarks/attention.py --loss --assets FOLDER   # the effect of an fp8 forward pass on the loss
 
-Llama-3.1-8B's attention: 32 heads of 128, 8 for keys and values, bf16, 16,384 tokens. Causal rows of 4,096,
-or documents of 512 and 2,048 end to end. TFLOP/s count what a causal kernel has to compute (half of the
-square; backward 2.5 times forward), by the median of Triton's do_bench; errors are relative, in norm,
-against plain operations in float32, on one row of 1,024 tokens.
+The attention is that of Llama-3.1-8B in bf16: 32 heads of 128, and 8 heads for keys and values. A batch has
+16,384 tokens, in causal sequences of 4,096 or in packed documents of 512 and 2,048.
 
-`fp8 forward` is no option of the product: FlashAttention 3 rounds queries, keys and values to e4m3, a scale
-for each head of keys, and has no backward for it; here bf16's backward follows, with what that forward made.
-`--loss` trains loss_parity.py's model on its questions with either forward, in eager mode, the same seed.
+TFLOP/s count the work of a causal kernel: half of the square, and 2.5 times as much in the backward pass.
+They are the median of Triton's do_bench. Errors are relative norms on one sequence of 1,024 tokens, compared
+with plain operations in float32.
+
+`fp8 forward` is not an option of finetune. FlashAttention 3 quantizes queries, keys and values to e4m3, with
+one scale for each head of keys. It has no backward pass for fp8, so the script uses the bf16 backward pass
+with the outputs of the fp8 forward pass. `--loss` trains the model of loss_parity.py on its questions with
+both forward passes, in eager mode and with the same seed.
 """
 
 from __future__ import annotations
@@ -65,8 +68,8 @@ def machine() -> dict[str, str]:
 
 
 def not_shared() -> None:
-    """End where another process would take part of the time."""
-    torch.zeros(1, device="cuda")  # so that this process is among those that are listed
+    """End if another process uses the GPU, because it would take part of the time."""
+    torch.zeros(1, device="cuda")  # so that the list of processes includes this process
     listed = torch.cuda.list_gpu_processes()
     if "\nprocess" not in listed:
         print(f"note: not known whether other processes are on this GPU: {listed}")
@@ -75,7 +78,7 @@ def not_shared() -> None:
 
 
 def measured(name: str, kernel: Callable[..., Any]) -> dict[str, Any]:
-    """Errors and TFLOP/s of a kernel."""
+    """Return the errors and TFLOP/s of a kernel."""
     made: dict[str, Any] = {"error": error(kernel)}
     for rows, length in ROWS.items():
         if name != "cudnn" or not rows.startswith("documents"):
@@ -85,7 +88,7 @@ def measured(name: str, kernel: Callable[..., Any]) -> dict[str, Any]:
 
 
 def here() -> dict[str, Callable[..., Any]]:
-    """Every kernel that this machine has, and FlashAttention 3's fp8 forward."""
+    """Return every kernel that this machine has, and FlashAttention 3's fp8 forward pass."""
     from finetune.autoconfig.attention_choice import missing
     from finetune.hardware import detection
     from finetune.kernels.attention_functions import KERNELS
@@ -98,7 +101,7 @@ def here() -> dict[str, Callable[..., Any]]:
 
 
 class _Fp8Forward(torch.autograd.Function):
-    """FlashAttention 3's forward on e4m3, and its backward on bf16."""
+    """FlashAttention 3's forward pass in e4m3, with its backward pass in bf16."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, scale: float, borders: Any, longest: int) -> Any:
@@ -135,7 +138,7 @@ class _Fp8Forward(torch.autograd.Function):
 def fp8_forward(
     query: Any, key: Any, value: Any, *, scale: float, borders: Any, longest: int, **_: Any
 ) -> Any:
-    """As the kernels of `attention_kernels`."""
+    """Run the attention with the arguments of the kernels in `attention_kernels`."""
     rows, tokens = query.shape[:2]
     if borders is not None:
         query, key, value = [t.reshape(rows * tokens, *t.shape[2:]) for t in (query, key, value)]
@@ -150,7 +153,7 @@ def inputs(rows: int, tokens: int) -> list[torch.Tensor]:
 
 
 def error(kernel: Callable[..., Any]) -> list[float]:
-    """Of the output and the gradients of queries, keys and values."""
+    """Return the errors of the output and of the gradients of queries, keys and values."""
     given = inputs(1, 1024)
     wide = [tensor.detach().float().requires_grad_() for tensor in given]
     gradient = torch.randn(1, 1024, HEADS, SIZE, device="cuda")
@@ -164,27 +167,28 @@ def error(kernel: Callable[..., Any]) -> list[float]:
 
 
 def speed(kernel: Callable[..., Any], length: int, *, packed: bool) -> dict[str, float]:
-    """TFLOP/s forward and backward."""
+    """Return TFLOP/s of the forward pass and of the backward pass."""
     given = inputs(*((1, TOKENS) if packed else (TOKENS // length, length)))
     borders = torch.arange(0, TOKENS + 1, length, dtype=torch.int32, device="cuda") if packed else None
     settings = {"window": None, "softcap": None, "borders": borders, "longest": length}
     out = kernel(*given, scale=SIZE**-0.5, **settings)
     gradient = torch.randn_like(out)
-    work = 2 * TOKENS * length * HEADS * SIZE  # two products, and half of each square
+    work = 2 * TOKENS * length * HEADS * SIZE  # two GEMMs, and half of each square
     forward = timed(lambda: kernel(*(t.detach() for t in given), scale=SIZE**-0.5, **settings))
     backward = timed(lambda: torch.autograd.grad(out, given, gradient, retain_graph=True))
     return {"forward": work / forward / 1e12, "backward": 2.5 * work / backward / 1e12}
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of a call: the median, with a cold cache."""
+    """Return the seconds of a call: the median, with a cold cache."""
     from triton.testing import do_bench
 
     return do_bench(call, warmup=50, rep=200, return_mode="median") / 1000
 
 
 def losses(options: Any) -> dict[str, Any]:
-    """Validation losses of loss_parity.py's bf16 run, with FlashAttention 3's forward in bf16 and in fp8."""
+    """Return validation losses of loss_parity.py's bf16 run, with a bf16 and an fp8 forward pass of
+    FlashAttention 3."""
     import loss_parity
 
     from finetune.kernels import attention_functions
@@ -193,7 +197,7 @@ def losses(options: Any) -> dict[str, Any]:
     given = ["model.attention=flash_attention_3", "data.padding_free=false", "speed.compile=false"]
 
     def rounded(*tensors: Any, **settings: Any) -> Any:
-        """Not in the proof that a kernel is exact, which asks for no gradients, and which it would fail."""
+        """Use fp8 only with gradients. The check that a kernel is exact has none, and fp8 would fail it."""
         return (fp8_forward if torch.is_grad_enabled() else plain())(*tensors, **settings)
 
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +210,7 @@ def losses(options: Any) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """What was measured, in markdown."""
+    """Return the measurements as Markdown."""
     lines = [
         "| kernel | " + " | ".join(ROWS) + " | error: output | gradients |",
         "|---|" + "---|" * (len(ROWS) + 2),

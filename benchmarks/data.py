@@ -1,10 +1,11 @@
-"""Tokenize, mask and pack: tokens a second, here and by TRL's own path, in one run on the same rows.
+"""Measure the tokens/s of tokenizing, masking and packing with finetune and with TRL, on the same examples.
 
     python benchmarks/data.py ASSETS                # -> benchmarks/data.json
 
-ASSETS holds instruction data (rasbt, gsm8k, commonsense) and a Qwen2 tokenizer. Both sides train on the
-assistant's tokens alone and pack to 4,096 tokens; best of three. Ours is timed from a JSONL file to the last
-row written, with the audit; TRL's from a loaded data set, in two processes, its cache off.
+ASSETS has instruction data (rasbt, gsm8k, commonsense) and a Qwen2 tokenizer. Both libraries train on the
+tokens of the assistant and pack to 4,096 tokens. Each row is the best of three runs. finetune is timed from
+the JSONL file to the last written sequence, with the audit. TRL is timed from a loaded dataset, in two
+processes and without its cache.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Row = dict[str, Any]
 
 
 def rows(assets: Path) -> list[Row]:
-    """Real instructions and questions as chats."""
+    """Return real instructions and questions as chats."""
     found = json.loads((assets / "instruct-rasbt-1100" / "instruction-data.json").read_text())
     gsm8k = (assets / "gsm8k" / "train.jsonl").read_text().splitlines()
     found += [{"instruction": row["question"], "output": row["answer"]} for row in map(json.loads, gsm8k)]

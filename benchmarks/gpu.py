@@ -56,7 +56,7 @@ TINY = 64  # times shorter rows, to try a row on the CPU
 
 class Row(NamedTuple):
     changes: tuple[str, ...] = ()
-    """Overrides of the recipe, for rows of ours."""
+    """Overrides of the recipe, for finetune's rows."""
     model: str = "8b-bf16"
     """Shape and storage of the checkpoint."""
     layers: int | None = None
@@ -152,7 +152,7 @@ RECIPES |= {
 }
 SMALLEST = ROWS["135m-bf16-packed"]
 ROWS["135m-bf16-no-graphs-packed"] = SMALLEST._replace(changes=(*SMALLEST.changes, *NO_GRAPHS))
-PEERS = {  # what a name says is what is switched on
+PEERS = {  # a name lists the enabled options
     "trl": Row(),
     "trl+checkpointing": Row(),
     "trl+liger": Row(),
@@ -211,7 +211,7 @@ def main() -> None:
 
 
 def plan(name: str, options: Any) -> Job:
-    """What a row needs, by its paths and sizes."""
+    """Return the inputs of a row, with its paths and sizes."""
     row = {**ROWS, **RECIPES, **PEERS}[name]
     shape, stored = row.model.split("-")
     shape, shorter = ("tiny", TINY) if options.tiny else (shape, 1)

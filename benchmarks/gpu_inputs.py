@@ -1,7 +1,7 @@
-"""Models and data of gpu.py: LLaMA's shapes with random weights, stored as bf16, fp8 or NF4, and random text.
+"""Write models and data for gpu.py: random weights with LLaMA's sizes in bf16, fp8 or NF4, and random text.
 
-A checkpoint is written a few layers at a time, from weights that are drawn where torch runs (a GPU, if there
-is one): no model is ever whole in memory, so that 70B needs no more than the room of its files.
+A checkpoint is written a few layers at a time. torch draws the weights on a GPU if there is one. No model is
+ever whole in memory, so a 70B model needs only disk space.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer, BitsAndBytesConfig, LlamaConfig
 
 TOKENIZER = Path(__file__).parents[1] / "examples" / "tiny_llama" / "model"
-SHAPES = {  # hidden, intermediate, layers, heads, key-value heads, vocabulary
+SHAPES = {  # sizes: hidden, intermediate, layers, heads, key-value heads, vocabulary
     "8b": (4096, 14336, 32, 32, 8, 128256),  # Llama-3.1-8B
     "1b": (2048, 8192, 16, 32, 8, 128256),  # Llama-3.2-1B
     "135m": (576, 1536, 30, 9, 3, 49152),  # SmolLM2-135M, but for a head of its own
@@ -31,7 +31,7 @@ MEAN, SIGMA, LONGEST = 400, 1.0, 4096  # tokens of a document: log-normal (media
 
 
 def make_model(folder: Path, shape: str, stored: str, layers: int) -> Path:
-    """Write a checkpoint of random weights, unless it is there.
+    """Write a checkpoint with random weights, unless it exists.
 
     Args:
         stored: `bf16`; `fp8`: e4m3 with a scale for each output, as compressed-tensors names them; `nf4`: as
@@ -105,7 +105,7 @@ def _random(*size: int) -> torch.Tensor:
 
 
 def _quantized(stored: str) -> dict[str, Any]:
-    """What a quantized checkpoint's config.json says of it."""
+    """Return the quantization config of a checkpoint."""
     if stored == "fp8":
         weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
         held: dict[str, Any] = {"quant_method": "compressed-tensors", "format": "float-quantized"}
@@ -119,8 +119,8 @@ def _quantized(stored: str) -> dict[str, Any]:
 
 
 def make_data(path: Path, tokens: int, *, documents: bool) -> Path:
-    """Random words: one text that is `tokens` tokens with its end, so that all rows are full; or documents of
-    real lengths, `tokens` together at least.
+    """Return random words: one text of `tokens` tokens with its end, so that all sequences are full, or
+    documents of real lengths with at least `tokens` tokens in total.
 
     Documents have log-normal lengths, of MEAN tokens in the mean, clipped at LONGEST; seeded.
     """

@@ -1,6 +1,6 @@
-"""What gpu.py measures beside `finetune train`: its peers, as their documentation shows them.
+"""Measure the peers of `finetune train` for gpu.py, set up as their documentation shows.
 
-What a row's name says is what is switched on (`trl-dora+liger+checkpointing`).
+The name of a row lists the enabled options, such as `trl-dora+liger+checkpointing`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def train(job: Job) -> tuple[list[float], float, float, str]:
-    """Train a peer's row.
+    """Train the row of a peer.
 
     Returns:
         Seconds of each step, the last loss, the allocator's peak in GiB, the attention that was set.
@@ -31,9 +31,9 @@ def train(job: Job) -> tuple[list[float], float, float, str]:
     texts = [json.loads(line)["text"] for line in job.data.read_text().splitlines()]
     ids = [i for text in texts for i in tokenizer(text, add_special_tokens=False)["input_ids"]]
     rows = [ids[i : i + job.length] for i in range(0, len(ids) - job.length, job.length)]
-    halves = 2 if "dora" in words else 1  # PEFT's DoRA does not fit with four rows at once
+    halves = 2 if "dora" in words else 1  # PEFT's DoRA does not fit with a micro-batch size of 4
     recompute = "checkpointing" in words or "dora" in words
-    # Unsloth's own checkpointing is its model's; SFTConfig's is left as it is there
+    # Unsloth's activation checkpointing is part of its model, so SFTConfig keeps its default
     checkpointing = {} if recompute and "unsloth" in words else {"gradient_checkpointing": recompute}
     arguments = SFTConfig(
         output_dir=str(job.out / "runs" / job.name), max_steps=job.steps,
@@ -57,7 +57,7 @@ def train(job: Job) -> tuple[list[float], float, float, str]:
 
 
 def trl(job: Job, words: set[str]) -> tuple[Any, Any, Any]:
-    """Model, tokenizer and PEFT's config, which is none where every weight is trained."""
+    """Return the model, the tokenizer and PEFT's config, which is `None` for full fine-tuning."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
@@ -75,8 +75,8 @@ def trl(job: Job, words: set[str]) -> tuple[Any, Any, Any]:
 
 
 def unsloth(job: Job, words: set[str]) -> tuple[Any, Any, None]:
-    """Unsloth's model with its adapter on it, and the tokenizer."""
-    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # which would look for a network
+    """Return Unsloth's model with its adapter, and the tokenizer."""
+    os.environ.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")  # they would need the network
     try:
         from unsloth import FastLanguageModel  # before TRL and transformers, which it changes
     except ModuleNotFoundError as error:
@@ -92,8 +92,8 @@ def unsloth(job: Job, words: set[str]) -> tuple[Any, Any, None]:
 
 
 def make_clock() -> Any:
-    """A callback that keeps the seconds of each step and the last loss, as `finetune train` counts them: from
-    one logged loss, for which the device was waited, to the next; so with all that lies between two steps."""
+    """Return a callback that stores the seconds of each step and the last loss. As in `finetune train`, a
+    step lasts from one logged loss to the next, and reading the loss waits for the device."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):

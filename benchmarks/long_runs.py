@@ -1,4 +1,4 @@
-"""Ranks that are killed under torchrun, and a run of thousands of steps; parts of `reliability.py`."""
+"""Kill ranks under torchrun, and train for thousands of steps. Both are parts of `reliability.py`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ WORDS = (
 
 
 def launch(where: Path, fault: str) -> int:
-    """Two ranks on gloo, begun again up to three times; the exit code.
+    """Start two ranks on gloo, with up to three restarts, and return the exit code.
 
-    Torch's launcher shares its store with the processes it begins again, where gloo then finds addresses of
-    those that are gone (torch 2.13): each life gets a store of its own.
+    torch's launcher shares its store with restarted processes, so that gloo finds the addresses of ended
+    processes (torch 2.13). So each restart gets its own store.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3"]
     launcher += ["--monitor-interval=0.2", str(FAULTS), fault]
@@ -48,8 +48,8 @@ def launch(where: Path, fault: str) -> int:
 
 
 def rank_kills(folder: Path, count: int, seed: int) -> dict[str, Any]:
-    """A rank killed at a random step, half of the time another one after the restart; then what is left is
-    held against a launch that nothing befell."""
+    """Kill a rank at a random step, and in half of the cases another rank after the restart. Compare the
+    result with a launch without kills."""
     draw, straight = random.Random(seed), folder / "straight-ranks"
     if code := launch(straight, ""):
         raise SystemExit(f"the undisturbed launch ends with {code}")
@@ -71,18 +71,18 @@ def rank_kills(folder: Path, count: int, seed: int) -> dict[str, Any]:
 
 
 class Seen(NamedTuple):
-    """Of a run, when a step was logged."""
+    """The state of a run when a step was logged."""
 
     time: float
-    cpu: float  # seconds that its process had taken
+    cpu: float  # CPU seconds of its process
     step: int
     tokens: int
 
 
 def endurance(folder: Path, steps: int) -> dict[str, Any]:
-    """One run of so many steps: whether it takes more memory, or longer, as it goes on.
+    """Measure whether the memory and the step time of a long run grow.
 
-    Its last fifth runs beside a second run that has just begun: whatever else the machine does befalls both.
+    A second run starts during its last fifth, so that other work of the machine slows both runs.
     Seconds of the clock, and of a CPU that others use too, differ by a tenth from minute to minute.
     """
     begun = [folder / "endurance", folder / "begun"]
@@ -105,7 +105,7 @@ def endurance(folder: Path, steps: int) -> dict[str, Any]:
     memory = [statistics.median(part) for part in (held[fifth : 2 * fifth], held[-fifth:])]
     since = next((one.time for one in seen[1] if one.step >= WARM), None)
     if since is None:
-        raise SystemExit(f"too few steps: the run beside it did not reach its step {WARM}")
+        raise SystemExit(f"too few steps: the second run did not reach step {WARM}")
     late, fresh = (rate([one for one in part if one.time >= since]) for part in seen)
     return {
         "steps": steps,
@@ -118,7 +118,7 @@ def endurance(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def rate(part: list[Seen]) -> float:
-    """Tokens a CPU second."""
+    """Return tokens per CPU second."""
     return (part[-1].tokens - part[0].tokens) / (part[-1].cpu - part[0].cpu)
 
 
@@ -136,7 +136,7 @@ def started(where: Path, steps: int) -> subprocess.Popen[bytes]:
 
 
 def note(run: subprocess.Popen[bytes], log: Path, seen: list[Seen]) -> None:
-    """What a run has logged last, if that is new."""
+    """Return the last logged step, if it is new."""
     with contextlib.suppress(OSError, ValueError, IndexError, KeyError, psutil.Error):
         times, last = psutil.Process(run.pid).cpu_times(), json.loads(log.read_text().splitlines()[-1])
         if not seen or seen[-1].step < last["step"]:
@@ -144,7 +144,7 @@ def note(run: subprocess.Popen[bytes], log: Path, seen: list[Seen]) -> None:
 
 
 def pages(results: dict[str, Any]) -> list[str]:
-    """What reliability.md says of them."""
+    """Return the sections of reliability.md."""
     parts = []
     if found := results.get("rank kills"):
         lines = [

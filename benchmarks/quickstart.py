@@ -1,9 +1,10 @@
-"""The quickstart with every adapter type: what it learns, in how long, and how large the result is.
+"""Train the quickstart with each adapter type, and measure its quality, time and size.
 
     python benchmarks/quickstart.py                    # all types -> benchmarks/quickstart.json
     python benchmarks/quickstart.py --types lora       # one type; its row is replaced
 
-Each row is one ordinary `finetune train recipes/quickstart.yaml adapter.type=... train.learning_rate=...`.
+Each row is one ordinary run: `finetune train recipes/quickstart.yaml adapter.type=...
+train.learning_rate=...`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ LEARNING_RATES = {"lora": 4e-3, "qlora": 4e-3, "dora": 4e-3, "adalora": 2e-2, "i
 
 
 def measure(kind: str, rate: float, seed: int) -> dict[str, Any]:
-    """One run in a process of its own."""
+    """Train one run in a new process, and return its row."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         overrides = [f"adapter.type={kind}", f"train.learning_rate={rate}", f"train.seed={seed}"]
@@ -54,7 +55,7 @@ def measure(kind: str, rate: float, seed: int) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as markdown."""
+    """Return the rows as Markdown."""
     names = "type, learning rate, device, training, whole command, exact match: base, tuned"
     names += ", validation loss, saved"
     lines = [f"| {names.replace(', ', ' | ')} |", "|---|---|---|---|---|---|---|---|---|"]

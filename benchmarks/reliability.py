@@ -141,7 +141,7 @@ def wait(children: list[int], folder: Path, seconds: float | None = None) -> int
 
 
 def send(children: list[int], storm: Storm, draw: random.Random) -> None:
-    """Send the signal to the process or its group. With two ranks, send it to one of them or to both."""
+    """Send the signal to the process or its group. With two ranks, send it to one or to both."""
     chosen = draw.sample(children, draw.randint(1, len(children)))
     for child in chosen:
         (os.killpg if storm.group else os.kill)(child, storm.number)

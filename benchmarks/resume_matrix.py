@@ -1,5 +1,7 @@
-"""A run that is stopped after every one of its steps, under each adapter and each way to feed it; part of
-`reliability.py`."""
+"""Stop a run after each of its steps and resume it, with each adapter type and each kind of data loading.
+
+It is a part of `reliability.py`.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ ADAPTERS = {
     "ia3": (),
     "full": ("train.learning_rate=1e-3",),
 }
-DATA = {  # how rows come -> how many there are, and what the recipe says
+DATA = {  # how sequences are loaded -> number of examples, and overrides
     "padded": (18, ()),  # epochs end in half a batch, after steps 5 and 10
     "packed": (40, ("data.packing=true", "data.max_length=192")),
     "streaming": (40, ("data.streaming=true", "data.shuffle_buffer=20")),
@@ -45,10 +47,11 @@ DATA = {  # how rows come -> how many there are, and what the recipe says
 
 
 def run(folder: Path, start: Callable[[list[str]], int]) -> dict[str, Any]:
-    """For each adapter and each way to feed it: resumed runs that equal the one that went straight through.
+    """Count the resumed runs that equal the uninterrupted run, for each adapter type and kind of data
+    loading.
 
     Args:
-        start: `finetune train` in a process of its own; its id.
+        start: starts `finetune train` in a new process, and returns the process id.
     """
     base, found = small_model(folder), dict[str, Any]()
     for kind, options in ADAPTERS.items():
@@ -65,7 +68,7 @@ def run(folder: Path, start: Callable[[list[str]], int]) -> dict[str, Any]:
 
 
 def cell(words: list[str], folder: Path, start: Callable[[list[str]], int]) -> dict[str, Any]:
-    """Straight through with a checkpoint of each step; then on from each of them, to the end."""
+    """Train without a stop and save each step. Then resume from each checkpoint to the end."""
     straight, differing, tensors = folder / "straight", dict[str, list[str]](), 0
     wait(start([*words, "train.save_steps=1", f"train.output_dir={straight}"]))
     for step in range(1, STEPS):
@@ -83,14 +86,15 @@ def cell(words: list[str], folder: Path, start: Callable[[list[str]], int]) -> d
 
 
 def wait(child: int) -> None:
-    """Until a run has stopped as it was told to."""
+    """Wait until a run has stopped with exit code 75."""
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code != 75:
         raise SystemExit(f"a run ends with {code}")
 
 
 def small_model(folder: Path) -> Path:
-    """The embedded model's first two layers, with dropout in attention: the one that every adapter has."""
+    """Return the first two layers of the example model, with attention dropout, which works with every
+    adapter type."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     made = folder / "two_layers"
@@ -105,7 +109,7 @@ def small_model(folder: Path) -> Path:
 
 
 def page(found: dict[str, Any]) -> str:
-    """What reliability.md says of it."""
+    """Return the section of reliability.md."""
     of, cells = found["steps"] - 1, found["cells"]
     equal, runs = sum(one["equal"] for one in cells.values()), of * len(cells)
     lines = [

@@ -1,4 +1,5 @@
-"""Bugs of the past (ours and others'), put back one at a time: each must turn a named test red.
+"""Put earlier bugs of finetune and of other projects back, one at a time. A named test must fail for each of
+them.
 
     python benchmarks/reliability.py --seeded
 

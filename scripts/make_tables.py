@@ -1,4 +1,4 @@
-"""Write every table of what was measured, from benchmarks/*.json.
+"""Write every table of the documentation from the measurements in benchmarks/*.json.
 
     python scripts/make_tables.py
 
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def pages() -> dict[str, str]:
-    """Each page as it is to be, with its tables as they are measured now."""
+    """Return each page with its tables from the current measurements."""
     measured = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in BENCHMARKS.glob("*.json")}
     made = tables(measured)
     found = {page: written((ROOT / page).read_text(encoding="utf-8"), made) for page in PAGES}
@@ -90,12 +90,12 @@ def pages() -> dict[str, str]:
 
 
 def written(text: str, made: dict[str, str]) -> str:
-    """A page with these tables between its markers."""
+    """Return a page with these tables between its markers."""
     return BLOCK.sub(lambda f: f"<!-- table: {f[1]} -->\n{made[f[1]].strip()}\n<!-- end of table -->", text)
 
 
 def tables(measured: dict[str, Any]) -> dict[str, str]:
-    """Each table by its name; those of a benchmark are its own."""
+    """Return each table by its name. A benchmark makes its own table."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         made = {name: resolve_name(by)(measured[of]) for name, (by, of) in TABLES.items() if of in measured}
@@ -110,7 +110,7 @@ def tables(measured: dict[str, Any]) -> dict[str, str]:
 
 
 def speed(measured: dict[str, dict[str, Any]]) -> str:
-    """Llama 3.1 8B on one GPU: finetune beside TRL."""
+    """Compare finetune with TRL: Llama 3.1 8B on one GPU."""
     head = "| Llama 3.1 8B architecture, {}, 16,384 tokens per step | finetune | TRL + Liger kernels |"
     lines = [head.format(measured["lora-bf16"]["gpu"]), "|---|---|---|"]
     for method, own, peer in SPEED:
@@ -125,7 +125,7 @@ def speed(measured: dict[str, dict[str, Any]]) -> str:
 
 
 def dora(measured: dict[str, dict[str, Any]]) -> str:
-    """DoRA's step beside LoRA's, and beside TRL's DoRA."""
+    """Compare a step of DoRA with a step of LoRA and with TRL's DoRA."""
     lines = ["| base model | DoRA's step, times LoRA's | DoRA's tokens/s, times TRL's |", "|---|---|---|"]
     for base in ("bf16", "fp8"):
         own, other = measured[f"dora-{base}"], measured[f"lora-{base}"]
@@ -144,7 +144,7 @@ SCALING = {
 
 
 def scaling(measured: dict[str, dict[str, Any]]) -> str:
-    """Four GPUs: tokens/s, and how many times those of one GPU."""
+    """Return tokens/s on four GPUs and the speedup over one GPU."""
     gpu = measured["lora-bf16 x4"]["gpu"]
     lines = [
         f"| 4 x {gpu}, random weights | tokens/s | times one GPU | peak GiB per GPU |",
@@ -163,7 +163,7 @@ def _rate_and_peak(row: dict[str, Any]) -> str:
 
 
 def highlights(measured: dict[str, Any]) -> str:
-    """Six facts with one number each, for the README."""
+    """Return six facts with one number each, for the README."""
     gpu, matrix = measured["gpu"], measured["reliability"]["resume matrix"]["cells"]
     plans, verdicts = resolve_name("plan:errors")(measured["plan"], "gib"), measured["verdicts"]
     equal, resumed = sum(cell["equal"] for cell in matrix.values()), len(matrix) * 11
@@ -192,7 +192,7 @@ def highlights(measured: dict[str, Any]) -> str:
 
 
 def ablation(found: dict[str, Any]) -> str:
-    """Some optimizations of the quickstart's ablation, and the speedup of the whole stack."""
+    """Return some optimizations of the quickstart's ablation, and the speedup of the whole stack."""
     unit = {"tokens_per_second": "tokens/s", "tokens_per_cpu_second": "tokens per CPU second"}[found["rate"]]
     lines = ["optimization     alone        stacked      loss      status"]
     for row in [row for row in found["optimizations"] if row["name"] in OPTIMIZATIONS]:

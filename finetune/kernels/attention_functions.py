@@ -1,4 +1,4 @@
-"""Register attention kernels without a mask with transformers, under finetune's own names.
+"""Register attention kernels without a mask in transformers, under finetune's own names.
 
 transformers builds no mask for a name that its mask interface does not know. So a training sequence must not
 need a mask. Either it is causal and has padding only at its end, which no token before sees and which does

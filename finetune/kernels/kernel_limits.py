@@ -1,4 +1,4 @@
-"""What the kernels of attention, fp8 and experts need. This module does not import torch."""
+"""Requirements of the kernels for attention, fp8 and experts. This module does not import torch."""
 
 from __future__ import annotations
 

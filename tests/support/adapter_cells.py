@@ -52,7 +52,7 @@ class Cell(NamedTuple):
     spelling: str
 
 
-# Of `gradient_probe.check`: a run in one process, with the attention of the model
+# `gradient_probe.check` runs in one process, with the attention of the model
 SETUP: Any = SimpleNamespace(launch=SimpleNamespace(sharded=""), attention=SimpleNamespace(value="eager"))
 # The other types that finetune offers, on all linear layers or, where a type has none, as it is by default
 OTHERS = [

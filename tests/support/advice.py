@@ -125,7 +125,7 @@ def _dropped(names: str, problem: Problem, raw: dict[str, Any]) -> Change:
 
 
 def _whole(name: str, problem: Problem) -> str:
-    """A key with the sections that it stands in, those of the problem's key unless it names its own."""
+    """A key with its sections. Without sections of its own, it has those of the problem's key."""
     if "." in name or name == problem.key.rpartition(".")[2]:
         return name if "." in name else problem.key
     around, section = problem.key.rpartition(".")[0], problem.key.partition(".")[0]

@@ -20,7 +20,7 @@ TURNS: list[dict[str, Any]] = [
 
 
 def tokenizer_with(template: str | None = None, bos: bool = False) -> Any:
-    """The embedded tokenizer; with `bos`, one that begins every text with <s>."""
+    """The example tokenizer. With `bos`, it begins every text with <s>."""
     from tokenizers.processors import TemplateProcessing
 
     tokenizer: Any = load_tokenizer(Model(name=str(MODEL)), template)

@@ -123,7 +123,7 @@ def change_bytes(file: Path, run: Path, chance: random.Random, outside: Path) ->
 
 
 def replace_file(file: Path, run: Path, chance: random.Random, outside: Path) -> str:
-    """Something else stands in the place of a file."""
+    """Something else replaces a file."""
     how = chance.choice((_remove, _grow, _link_outside, _link_parent, _make_fifo, _make_folder, _dangle))
     how(file, run, chance, outside)
     return how.__name__

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 FEW = ["train.max_steps=4", "adapter.lora_dropout=0.1", "train.effective_batch_size=8"]
-FEW += ["data.validation=null"]  # what is asked is how they train
+FEW += ["data.validation=null"]  # the tests ask how they train
 
 
 def weights(run: Any) -> dict[str, torch.Tensor]:

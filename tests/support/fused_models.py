@@ -1,4 +1,4 @@
-"""Small models with adapters, and how far their gradients are from those of PEFT."""
+"""Small models with adapters, and the difference of their gradients from PEFT's."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A Hub on localhost: the endpoints that huggingface_hub speaks to, over real HTTP; repositories in memory.
+"""A Hub on localhost with the endpoints that huggingface_hub calls over HTTP. Repositories are in memory.
 
     with serve() as hub:
         hub.fail("commit", 500, times=2)
 
-It stores what it is sent, so that tests look at what really went over the wire.
+It stores each request, so that tests see the uploaded content.
 """
 
 from __future__ import annotations
@@ -211,10 +211,10 @@ class Handler(BaseHTTPRequestHandler):
         raise Answer(200, {"url": f"{self.hub.endpoint}/{name}", "name": name})
 
     def validate(self, *, body: bytes) -> None:
-        """What the Hub checks of a card's metadata, as far as it is documented."""
+        """Check a card's metadata as the Hub does, as far as this is documented."""
         text = json.loads(body)["content"]
         data = yaml.safe_load(text.split("---")[1])
-        wrong = [] if data.get("license") in LICENSES else ["license must be one of the Hub's"]
+        wrong = [] if data.get("license") in LICENSES else ["license must be a license of the Hub"]
         wrong += [f"no data set: {name}" for name in data.get("datasets", []) if not DATASET.fullmatch(name)]
         for result in (data.get("model-index") or [{"results": []}])[0]["results"]:
             if not (result["task"]["type"] and result["dataset"]["name"] and result["dataset"]["type"]):
@@ -297,7 +297,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def put(self, oid: str, *, body: bytes) -> None:
         if hashlib.sha256(body).hexdigest() != oid:
-            raise error(400, "the content is not that of its hash")
+            raise error(400, "the content does not fit its hash")
         self.hub.large[oid] = body
         raise Answer(200)
 

@@ -62,11 +62,12 @@ def step(
     more: tuple[str, ...] = (),
     allowed: int = 0,
 ) -> Keep:
-    """What one optimizer step of eight rows in float64 made of them, `rows` in a pass.
+    """Return the parameters after an optimizer step of eight sequences in float64, with micro-batches of
+    `rows`.
 
     Args:
         more: overrides: of more steps than one, the last one's.
-        allowed: steps in a row that may be left out.
+        allowed: consecutive steps that may be skipped.
     """
     from transformers import set_seed
 
@@ -107,7 +108,7 @@ def step(
 
     trainer.compute_loss = compute_loss
     trainer.train()
-    counted = batch.accumulation * trainer.micro_batches.parts  # not those of an attempt that was given up
+    counted = batch.accumulation * trainer.micro_batches.parts  # without an abandoned attempt
     keep.gradients["loss"] = torch.stack([loss.detach() for loss in losses[-counted:]]).sum()
     keep.weights = {name: p.detach() for name, p in trainable_parameters.trainable(adapted).items()}
     return keep

@@ -1,4 +1,4 @@
-"""A training step of a model, and how far two of them are apart."""
+"""A training step of a model, and the difference between two steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def step(made: torch.nn.Module, tokens: int = 512) -> tuple[float, dict[str, tor
 
 
 def apart(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Over all gradients together: a single one of a small tensor is mostly rounding."""
+    """All gradients together, because the gradient of a small tensor is mostly rounding."""
     assert ours.keys() == theirs.keys()
     return error(
         torch.cat([ours[n].flatten() for n in theirs]), torch.cat([theirs[n].flatten() for n in theirs])

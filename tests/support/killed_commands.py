@@ -1,7 +1,7 @@
 """Kill a command with SIGKILL at each of its writes: `python killed_commands.py FOLDER COMMAND...`.
 
-The command is forked from a process that has imported the libraries. `RUN` in it stands for a fresh copy of
-the folder `FOLDER/run`; what a killed command leaves is in `FOLDER/killed-<n>`. Prints how many there are.
+The command is forked from a process that has imported the libraries. `RUN` in it means a new copy of the
+folder `FOLDER/run`. The files of a killed command are in `FOLDER/killed-<n>`. Prints how many there are.
 """
 
 import os

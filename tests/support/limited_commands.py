@@ -1,4 +1,4 @@
-"""Commands under a limit of time and memory, each in a process forked from one that has imported finetune.
+"""Run commands with limits of time and memory, each in a process forked from a server that imported finetune.
 
 with LimitedCommands() as commands:
     ended = commands.run("check", "recipe.yaml")
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SECONDS, BYTES = 5.0, 2 * 2**30
-ON_THE_WALL = 6 * SECONDS  # tests run beside others; a command that waits uses no processor time
+ON_THE_WALL = 6 * SECONDS  # other tests run in parallel; a command that waits uses no CPU time
 ROOT = Path(__file__).resolve().parents[2]
 HUNG = -1000  # in place of an exit code
 
@@ -32,7 +32,7 @@ class Ended(NamedTuple):
     seconds: float
     """Wall clock, of which a busy machine gives little: `HUNG` counts the processor's time too."""
     bytes: int
-    """Memory at its peak, beyond that of the imports."""
+    """Peak memory without the memory of the imports."""
 
     @property
     def wrong(self) -> str:

@@ -1,4 +1,4 @@
-"""What each attention kernel is to compute, in plain operations, and tiny models and batches to try it on."""
+"""Attention in plain operations, for comparison with the kernels, and tiny models and batches."""
 
 import math
 from itertools import pairwise
@@ -23,7 +23,7 @@ def tiny(family: str, **fields):
 
 
 def by_document(query, key, value, *, scale, window, softcap, borders, longest):
-    """What each kernel is to compute, one document at a time with a mask."""
+    """Compute the attention of one document at a time with a mask."""
     rows, tokens = query.shape[:2]
     ends = range(0, rows * tokens + 1, tokens) if borders is None else borders.tolist()
     flat = [

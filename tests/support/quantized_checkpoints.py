@@ -39,7 +39,7 @@ def bitsandbytes(plain: Path, folder: Path, storage: str) -> Path:
 
 
 def fp8_in_blocks(plain: Path, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The model as DeepSeek's and Qwen's `-FP8` hold it, and the weights that its codes stand for."""
+    """Store the model as DeepSeek's and Qwen's `-FP8`, and return its dequantized weights."""
     _copy(plain, folder)
     tensors, whole = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
     for name in [name for name in tensors if name.endswith("proj.weight")]:
@@ -57,7 +57,8 @@ def fp8_in_blocks(plain: Path, folder: Path) -> tuple[Path, dict[str, torch.Tens
 
 
 def fp8_by_rows(plain: Path, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:
-    """The model as compressed-tensors stores it, with a scale for each row, and what its codes stand for."""
+    """Store the model as compressed-tensors does, with a scale for each row, and return its dequantized
+    weights."""
     _copy(plain, folder)
     tensors, whole = load_file(plain / "model.safetensors"), dict[str, torch.Tensor]()
     for name in [name for name in tensors if name.endswith("proj.weight")]:
@@ -73,7 +74,7 @@ def fp8_by_rows(plain: Path, folder: Path) -> tuple[Path, dict[str, torch.Tensor
 
 
 def mxfp4_of_gpt_oss(tokenizer: Path, folder: Path, vocabulary: int) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A tiny gpt-oss with experts in mxfp4, as OpenAI's are, and the weights that their codes stand for."""
+    """Store a tiny gpt-oss with experts in mxfp4, as OpenAI's, and return their dequantized weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_local_experts": 4}

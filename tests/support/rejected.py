@@ -1,4 +1,4 @@
-"""What a command says of something that it does not accept."""
+"""The message of a command for input that it does not accept."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`finetune` in a process of a launch: rank 1 has no memory in its first step, unless norms are recomputed.
 
-A script, since a process that starts again runs its command again. In the forward of the second layer rank 1
-gets `torch.OutOfMemoryError`, on a GPU from the allocator; under FSDP2 rank 0 waits for its part of the
-weights. On CPUs FSDP2 is imitated as in test_fsdp.py.
+A script, since a process that starts again runs its command again. Rank 1 gets `torch.OutOfMemoryError` in
+the forward pass of the second layer, on a GPU from the allocator. Under FSDP2, rank 0 waits for rank 1's
+shard of the weights. On CPUs FSDP2 is imitated as in test_fsdp.py.
 """
 
 from __future__ import annotations

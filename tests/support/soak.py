@@ -7,7 +7,7 @@ import pytest
 
 
 def soak_except(kept: Iterable[Any], values: Iterable[Any]) -> list[Any]:
-    """Mark each parameter `soak`, except the representative ones that `make test` runs.
+    """Mark each parameter `soak`, except the representative parameters, which `make test` runs.
 
     Args:
         kept: the parameters to leave as they are. A tuple may be named by its first item.

@@ -34,7 +34,7 @@ SIZE = {
     "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-# What each does to its logits beyond the head's product
+# The operations of each model on its logits after the output head
 FAMILIES = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {},

@@ -87,7 +87,7 @@ def run(
 
 
 def free_port() -> int:
-    """Of those that no kernel hands out by itself: nothing takes it before rank 0 listens there."""
+    """The port is outside of the kernel's automatic range, so no process takes it before rank 0 listens."""
     for port in range(10_000 + os.getpid() % 20_000, 32_768):
         with socket.socket() as free:
             if free.connect_ex(("127.0.0.1", port)):
@@ -96,9 +96,9 @@ def free_port() -> int:
 
 
 def command(words: list[str]) -> None:
-    """`finetune WORDS`, forked. Not in a test's module, which asks how many GPUs there are when it is
-    imported: before this process has been told which are its own."""
-    if torch.cuda._is_in_bad_fork():  # what was imported has asked for a GPU: imported anew
+    """`finetune WORDS`, forked. This is not in a test module. The import of a test module counts the GPUs,
+    before this process knows its own GPUs."""
+    if torch.cuda._is_in_bad_fork():  # an import has used a GPU, so import again in a new process
         os.execv(sys.executable, [sys.executable, "-m", "finetune", *words])
     if code := main.main(words):
         sys.exit(code)

@@ -1,4 +1,4 @@
-"""Warnings that are no errors in tests, besides those of pyproject.toml."""
+"""Warnings that are not errors in tests, in addition to the list in pyproject.toml."""
 
 import re
 from pathlib import Path

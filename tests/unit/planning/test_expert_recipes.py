@@ -71,7 +71,9 @@ def test_recipe_of_experts_fits_on_the_gpus_that_its_purpose_names(
         found = planned(path, gpu, tmp_path)
         assert found.fits == (size >= int(needs[1])), f"{gpu}: {found.peak:.1f} of {found.usable:.1f} GiB"
         assert any("each expert gets the same number of tokens" in note for note in found.notes)
-        assert (found.step_seconds is None) == path.parent.name.startswith("gpt_oss")  # its layers are not known
+        assert (found.step_seconds is None) == path.parent.name.startswith(
+            "gpt_oss"
+        )  # its layers are not known
 
 
 def test_plan_and_check_say_what_fp8_quantizes(tmp_path: Path, monkeypatch: Any) -> None:
