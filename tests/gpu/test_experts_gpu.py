@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
 from finetune.kernels import expert_ops as ops
 from finetune.quantization import stacked_experts
@@ -19,6 +19,11 @@ from finetune.speed import fused_experts
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
 from support.kernel_steps import apart, error, step
+from support.runs import metrics, run_checks
+from support.tiny_models import save, sizes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ROUTES = {
     "an expert with no token": lambda ids: ids.clamp(min=1),
@@ -202,3 +207,26 @@ def test_no_step_waits_for_the_gpu() -> None:
         experts(x, ids, weights).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("storage", ["none", "nf4", "fp8"])
+def test_small_passes_of_experts_are_cuda_graphs_by_themselves(
+    storage: str, train: Any, tmp_path: Path
+) -> None:
+    """They follow the compiled run."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64}
+    config = Qwen3MoeConfig(**sizes(hidden_size=256, num_key_value_heads=2, **experts))
+    model = save(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    given = [f"model.name={model}", "train.max_steps=7", "train.effective_batch_size=8"]
+    given += ["train.per_device_train_batch_size=2", "data.packing=true", "data.max_length=512"]
+    given += ["adapter.target_modules=all-linear-and-experts", f"model.quantization={storage}"]
+    plain = train(*given, "speed.compile=default", name="plain")
+    torch.compiler.reset()
+    run = train(*given, "speed.compile=true", name="graphs")
+    checks = run_checks(run)
+    assert all(check["passed"] for check in checks.values())
+    assert checks["CUDA graphs"]["actual"] == "4 recorded"
+    assert "experts of 2 of 2 layers" in checks["speed.fused"]["actual"]
+    for one, other in zip(metrics(plain), metrics(run), strict=True):
+        if "loss" in one:
+            assert one["loss"] == pytest.approx(other["loss"], rel=5e-3)
