@@ -13,11 +13,15 @@ if not torch.cuda.is_available():
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig
 
+from finetune.core.run_checks import RunChecks
+from finetune.kernels import attention_functions
 from finetune.kernels import expert_ops as ops
+from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 from finetune.quantization import stacked_experts
 from finetune.speed import fused_experts
 from finetune.speed.fused_layers import Fused
 from finetune.speed.live_model_spec import decoder_layers
+from finetune.speed.packing_isolation import prove_apart
 from support.kernel_steps import apart, error, step
 from support.runs import metrics, run_checks
 from support.tiny_models import save, sizes
@@ -230,3 +234,17 @@ def test_small_passes_of_experts_are_cuda_graphs_by_themselves(
     for one, other in zip(metrics(plain), metrics(run), strict=True):
         if "loss" in one:
             assert one["loss"] == pytest.approx(other["loss"], rel=5e-3)
+
+
+def test_packed_examples_of_plain_experts_are_isolated() -> None:
+    """In bf16, an expert's GEMM rounds by the number of its tokens, which is no leak."""
+    for_each = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "head_dim": 64}
+    config = Qwen3MoeConfig(**sizes(hidden_size=256, num_hidden_layers=4, num_key_value_heads=2, **for_each))
+    attention_functions.register("varlen")
+    name = IMPLEMENTATIONS["varlen"]
+    model: Any = AutoModelForCausalLM.from_config(
+        config, attn_implementation=name, dtype=torch.float32
+    ).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        prove_apart(model, 512, "varlen", checks := RunChecks())
+    assert checks.entries[0].passed

@@ -12,7 +12,7 @@ from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.data.packing import best_fit
 from finetune.kernels.attention_functions import without_mask
-from finetune.speed.packing_isolation import Leak, leaks, prove_apart
+from finetune.speed.packing_isolation import Leak, leaks, prove_apart, without_experts
 from finetune.speed.static_shapes import fixed_shape, one_shape, tokens_of
 from support.paths import MODEL
 from support.plain_attention import by_document, tiny
@@ -74,6 +74,21 @@ def test_experts_sums_go_by_how_many_tokens_they_get_which_is_no_leak() -> None:
     with pytest.raises(UserError, match="attend to each other") as raised:
         prove_apart(jamba, 64, "sdpa", checks)
     assert "help:      data.packing: false" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("mixtral", {"num_local_experts": 4}), ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2})],
+)
+def test_without_experts_a_change_moves_nothing_and_a_leak_is_still_seen(family: str, sizes: dict) -> None:
+    """On a GPU in 16 bits, the experts' sums move as much as a leak does."""
+    model = tiny(family, **sizes)
+    model.set_attn_implementation("sdpa")
+    with without_experts(model):
+        assert leaks(model, 64)[1] == APART
+        joined = leaks(model, 64, attention_mask=torch.ones(1, 64, dtype=torch.long))[1]
+    assert joined.logits > 1e-4 and joined.gradients > 1e-4
+    assert leaks(model, 64)[1].gradients > 0  # the experts run again
 
 
 def documents(count: int = 12) -> list[dict[str, list[int]]]:
