@@ -258,27 +258,36 @@ NAMES = {
     "fp8": "finetune, fp8",
     "nf4": "finetune, NF4",
     "int8": "finetune, int8",
+    "bf16-graphs": "finetune, bf16, CUDA graphs",
+    "bf16-2048": "finetune, bf16, 1 x 2,048 tokens",
+    "bf16-2048-graphs": "the same with CUDA graphs",
+    "nf4-2048": "finetune, NF4, 1 x 2,048 tokens",
+    "nf4-2048-graphs": "the same with CUDA graphs",
+    "nf4-full-attention-1": "finetune, NF4, 48 layers, LoRA on attention, 1 x 4,096 tokens, layers recomputed",
     "unsloth": "Unsloth 2026.10.9, bf16",
+    "unsloth-nf4": "Unsloth 2026.10.9, NF4",
     "peft": "PEFT, bf16",
 }
 
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """Return the table of docs/reference/benchmarks.md."""
-    lines = ["| | call | tokens/s | peak GiB | base model GiB | peak while loading GiB | last loss |"]
-    lines.append("|" + "---|" * 7)
+    lines = ["| | GPU | call | tokens/s | peak GiB | base model GiB | peak while loading GiB | last loss |"]
+    lines.append("|" + "---|" * 8)
     for name, row in measured.items():
-        what = NAMES.get(name.removesuffix(" again"), name)
-        cells = [what, row["call"], f"{row['tokens_per_second']:,}", row["peak_gib"], row["loaded_gib"]]
-        lines.append("| " + " | ".join(map(str, [*cells, row["loading_peak_gib"], row["last_loss"]])) + " |")
+        kind = name.partition(",")[0]
+        gpu = row["gpu"].removeprefix("NVIDIA ").partition(" ")[0]
+        cells = [NAMES.get(kind, kind), gpu, row["call"], f"{row['tokens_per_second']:,}"]
+        cells += [row["peak_gib"] or "", row["loaded_gib"], row["loading_peak_gib"], row["last_loss"]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
 def short_table(measured: dict[str, dict[str, Any]]) -> str:
-    """Return the table of the README: finetune next to Unsloth, from one call, and PEFT."""
+    """Return the table of the README: finetune next to Unsloth, from one call on one GPU."""
     title = "six layers with the sizes of Qwen3-30B-A3B, LoRA on attention and experts"
     lines = [f"| {title}, {measured['bf16']['gpu']} | tokens/s | peak GiB |", "|---|---|---|"]
-    for name in ("bf16", "fp8", "nf4", "unsloth", "peft"):
+    for name in ("bf16", "fp8", "nf4", "unsloth", "unsloth-nf4"):
         row = measured[name]
         lines.append(f"| {NAMES[name]} | {row['tokens_per_second']:,} | {row['peak_gib']:.1f} |")
     return "\n".join(lines) + "\n"

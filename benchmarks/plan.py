@@ -93,7 +93,7 @@ def compare() -> dict[str, dict[str, Any]]:
                 name = f"1.1b-{row['type']}, {row['task']}"
                 made[name] = compared(found, row["step_seconds"], row["gpu_memory_gib"], row["device"])
         for name, row in json.loads((HERE / "experts.json").read_text()).items():
-            if name in experts.ROWS:
+            if name.partition(",")[0] in experts.ROWS:
                 seconds = row["sequences"] * row["length"] / row["tokens_per_second"]
                 found = planned_experts(name, row, place)
                 made[f"experts-{name}"] = compared(found, seconds, row["peak_gib"], row["gpu"])
@@ -166,7 +166,7 @@ def planned_shape(row: dict[str, Any], place: Path) -> plan.Plan:
 
 def planned_experts(name: str, measured: dict[str, Any], place: Path) -> plan.Plan:
     """Plan a row of experts.py."""
-    row, model = experts.ROWS[name], place / f"experts-{measured['layers']}"
+    row, model = experts.ROWS[name.partition(",")[0]], place / f"experts-{measured['layers']}"
     model.mkdir(exist_ok=True)
     sizes = experts.sizes_of(measured["layers"])
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "hidden_act": "silu", **sizes}))

@@ -72,6 +72,8 @@ LAUNCH = {
     # added to the others for hooks and copies (24gb_smallest, micro-batches of one row)
     "offloaded": 2.2e-3,
 }
+# Share of the launch time of fused experts if they have no adapter (`nf4-full-attention-1` of experts.json).
+FROZEN_EXPERTS = 0.78
 # Seconds per step and linear layer for AdaLoRA's regularizer and importances: the time of gpu.json's
 # adalora-fp8 (224 layers) minus the plan's other parts. The difference from LoRA on that machine was 0.12e-3.
 ALLOCATION = 0.25e-3
@@ -270,6 +272,7 @@ def seconds(
         how += " full" if step.full else " fp8" if step.storage == "fp8" and how == "compiled" else ""
     how = "graphs" if step.graphs else how
     launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * one.layers * (1 + again / 3)
+    launch *= FROZEN_EXPERTS if kept.experts == "fused" and not has.experts else 1.0
     rest = REST * one.layers
     parts = {
         "products": base + grouped + head + thin,
