@@ -272,7 +272,7 @@ NAMES = {
 
 def table(measured: dict[str, dict[str, Any]]) -> str:
     """Return the table of docs/reference/benchmarks.md."""
-    lines = ["| | GPU | call | tokens/s | peak GiB | base model GiB | peak while loading GiB | last loss |"]
+    lines = ["| | GPU | call | tokens/s | peak GiB | base model GiB | peak of loading GiB | last loss |"]
     lines.append("|" + "---|" * 8)
     for name, row in measured.items():
         kind = name.partition(",")[0]

@@ -33,6 +33,8 @@ def of_recipe(run: PlannedRun, *, too_large: bool) -> list[str]:
     kind, adapter = adapter_types.find(run.recipe.adapter.type), run.recipe.adapter.options()
     said += expert_targets.notes({**adapter, **kind.sets}, found.names, kind.peft)
     quantized = run.storage in adapter_types.QUANTIZED
+    if run.storage == "int8":
+        said.append("the plan does not know the speed of bitsandbytes' int8 kernels; a step may take longer")
     stays = expert_targets.storage_note(found.names, found.config, run.storage) if quantized else ""
     said += [f"model.quantization: {stays}"] if stays else []
     if optimizer_choice.known_bytes(optimizer_choice.asked(train)) is None:
