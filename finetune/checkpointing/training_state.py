@@ -20,6 +20,7 @@ from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import checkpoints, serialization
 from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import collectives, deepspeed_zero, launch_environment, sharded_tensors
 
 # Parts that differ between processes. Under ZeRO, the optimizer does too.
@@ -193,7 +194,7 @@ def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
     Token ids, labels and batches are weighted by their position. Another example, another position or another
     step gives another digest.
     """
-    for name in ("input_ids", "labels"):
+    for name in ("input_ids", "labels", *({WEIGHTS} & inputs.keys())):
         flat = inputs[name].reshape(-1).to(torch.int64)
         places = torch.arange(1, flat.numel() + 1, device=flat.device)
         so_far = so_far * _FIRST + ((flat + _FIRST) * (places * _FIRST + 1)).sum() + flat.numel()

@@ -41,6 +41,8 @@ SAID = {  # kind of outcome -> its text after "N of M examples"
     "special_in_content": "have special tokens in the content of a message",
     "reasoning": "have reasoning",
     "reasoning_left_out": "have reasoning in earlier turns, which the chat template ignores",
+    "weighted": "have weights of the loss between 0 and 1",
+    "divided_token": "have a token in two parts with different weights (its first character decides)",
     "name_left_out": "have a speaker's `name`, which the chat template ignores",
 }
 BAD = ("unreadable", "malformed", "role_order")
@@ -73,6 +75,8 @@ class Report:
     """Tokens of the kept examples."""
     trained_tokens: int = 0
     """Tokens that contribute to the loss. The first token of a document never does."""
+    loss_weight: float = 0.0
+    """Sum of the weights of the loss, if a token has a weight between 0 and 1, else 0."""
     trained_by: dict[str, int] = field(default_factory=dict)
     """Role: its tokens that contribute to the loss."""
     longest: int = 0
@@ -100,7 +104,7 @@ class Report:
     seconds: float = 0.0
     """Time to prepare the data."""
     token_ids: str = ""
-    """Hash of the token ids and of the trained ranges, in the order of the data."""
+    """Hash of the token ids, of the trained ranges and of weights below 1, in the order of the data."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,8 +155,9 @@ def new_token_hash() -> hashlib.blake2b:
 
 
 def add_tokens(found: hashlib.blake2b, document: Encoded) -> None:
-    """Add a document's token ids and its trained ranges to a hash."""
+    """Add a document's token ids, its trained ranges and its weights below 1 to a hash."""
     found.update(array("i", [*document.ids, -1, *chain.from_iterable(document.trained), -1]))
+    found.update(array("d", chain.from_iterable(document.weights)))
 
 
 class Audit:
@@ -170,6 +175,7 @@ class Audit:
             array("q"),
         )  # conversation hashes, and the index of the document that each hash belongs to
         self.beyond: list[str] = []
+        self.reduced = 0.0  # by how much weights reduce the sum of the weights of the loss
         self.token_ids = new_token_hash()
 
     def count(self, kind: str, where: str) -> None:
@@ -211,6 +217,9 @@ class Audit:
             add_tokens(self.token_ids, document)
             report.tokens += len(ids)
             report.trained_tokens += trained
+            self.reduced += sum(
+                (end - max(start, 1)) * (1 - weight) for start, end, weight in document.weights
+            )
             self.trained_by[_speaker(example, self.train_on)] += trained
             self.lengths.append(len(ids))
             self.digests.append((digest + number) % 2**64)
@@ -226,6 +235,10 @@ class Audit:
             self.count("shortened", where)
         if last.merged:
             self.count("merged", where)
+        if last.weights:
+            self.count("weighted", where)
+        if last.is_divided:
+            self.count("divided_token", where)
         if documents[0].doubled:
             self.count("doubled_bos", where)
         if part := documents[0].left_out:
@@ -284,6 +297,7 @@ class Audit:
                 report.counts["same_conversation"] = len(shared)
                 report.places["same_conversation"] = [places(int(index)) for index in shared[:MAX_SHOWN]]
         report.trained_by = dict(self.trained_by)
+        report.loss_weight = report.trained_tokens - self.reduced if self.reduced else 0.0
         report.token_ids = self.token_ids.hexdigest()
         if self.trained_by.keys() & {"assistant", "every role"}:
             report.notes = list(self.encoder_for(True).notes)

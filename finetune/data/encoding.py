@@ -62,10 +62,21 @@ class Encoded(NamedTuple):
     """Number of tokens removed from the prompts."""
     left_out: content_check.Part | None = None
     """A part that the chat template omits and may omit: reasoning of an earlier turn, or a speaker's name."""
+    weights: tuple[tuple[int, int, float], ...] = ()
+    """Ranges [start, end) of trained tokens with a weight between 0 and 1. Other trained tokens have 1."""
+    is_divided: bool = False
+    """Whether a token has characters of two weights."""
 
     def labels(self) -> list[int]:
         """Return the token id for each token that contributes to the loss, else -100."""
         return loss_mask.labels(self.ids, self.trained)
+
+    def token_weights(self) -> list[float]:
+        """Return the weight of each token's loss. It has no effect on a token without a label."""
+        found = [1.0] * len(self.ids)
+        for start, end, weight in self.weights:
+            found[start:end] = [weight] * (end - start)
+        return found
 
 
 @dataclass(frozen=True)
@@ -321,20 +332,31 @@ class Encoder:
         rest = encoding.ids
         ids = shared + rest
         if self.train_on == "all":
-            if not all(example.trained):
-                what, fix = "`train: false` of a message excludes `train_on: all`", "data.train_on: assistant"
+            if not all(example.trained) or example.weights:
+                key = "weight" if example.weights else "train: false"
+                what, fix = f"`{key}` of a message excludes `train_on: all`", "data.train_on: assistant"
                 raise BadRow("malformed", what, example.where, fix=fix, code="recipe-conflict")
             return Encoded(ids, [(0, len(ids))])
         found, merged, tail = [], False, text.text[head:]
-        for start, end in loss_mask.trained_spans(example, text, self.train_on, self.tokenizer.eos_token):
+        weights, is_divided = [], False
+        for turn, (start, end) in loss_mask.trained_spans(
+            example, text, self.train_on, self.tokenizer.eos_token
+        ):
             span = start - head, end - head
             low, high, straddles = loss_mask.token_range(
                 tail, span, encoding, rest, self.prompt_end, self.stops
             )
             merged |= straddles
-            if low < high:
+            if low >= high:
+                continue
+            if not example.weights:
                 found.append((low + len(shared), high + len(shared)))
-        return Encoded(ids, found, merged)
+                continue
+            weighted = _weigh(example, turn, tail, span, encoding, (low, high))
+            found += [(start + len(shared), end + len(shared)) for start, end in weighted.trained]
+            weights += [(start + len(shared), end + len(shared), w) for start, end, w in weighted.fractions]
+            is_divided |= weighted.is_divided
+        return Encoded(ids, found, merged, weights=tuple(weights), is_divided=is_divided)
 
     def _check_left_out(self, example: Example) -> None:
         for message in example.messages or ():
@@ -411,6 +433,25 @@ def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], to
     notes = other_prompt(ChatTemplate(own, special, date), ChatTemplate(template, special, date), tools)
     notes += (f"the chat template uses the date {date} (data.template_date)",) * ("date" in known)
     return Encoder(tokenizer, data.train_on, own, template, way, notes=notes, **known, **seen)
+
+
+def _weigh(
+    example: Example, turn: int, text: str, span: tuple[int, int], encoding: Any, tokens: tuple[int, int]
+) -> loss_mask.Weighted:
+    """Return the tokens of an assistant's turn by their weights.
+
+    Args:
+        turn: number of the assistant's turn.
+        text: the rendered text of `encoding`.
+        span: characters of the turn.
+        tokens: tokens of the turn.
+    """
+    weights, place = example.weights[turn], 0
+    if weights.spans:
+        answers = [message["content"] for message in example.messages or () if message["role"] == "assistant"]
+        first = encoding.token_to_chars(tokens[0])[0]
+        place = loss_mask.content_start(text, span, first, answers[turn], example.where)
+    return loss_mask.by_weight(text, encoding, tokens, place, weights)
 
 
 def _opening(backend: Any) -> tuple[int, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 from finetune.core.errors import Problem
 
@@ -35,6 +35,15 @@ class BadRow(Exception):
         self.problem = Problem(what, where=where, found=shown, code=code, **texts)
 
 
+class TurnWeights(NamedTuple):
+    """The weights of the loss of one assistant message."""
+
+    message: float
+    """Weight of the message and of its end-of-turn token."""
+    spans: tuple[tuple[int, int, float], ...] = ()
+    """Ranges [start, end) of characters of the content, each with its own weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Example:
     """The content of one row, independent of the row's format."""
@@ -44,6 +53,8 @@ class Example:
     tools: list[dict[str, Any]] | None = None
     trained: tuple[bool, ...] = ()
     """For each assistant message, whether the row allows training on it."""
+    weights: tuple[TurnWeights, ...] = ()
+    """For each assistant message, its weights. Empty if all weights are 0 or 1, and of whole messages."""
     prompt: str | None = None
     completion: str = ""
     """The answer to `prompt`. Without a prompt, a text that is trained on completely."""
@@ -59,6 +70,20 @@ class Example:
     def asks(self) -> bool:
         """Whether the example has a prompt. A plain text and an empty prompt have none."""
         return bool(self.messages) or bool(self.prompt)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, without weights if the example has none."""
+        fields = asdict(self)
+        return fields if self.weights else {name: fields[name] for name in fields if name != "weights"}
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Example:
+        """Restore an example from the result of `as_json`."""
+        weights = (
+            TurnWeights(message, tuple((start, end, weight) for start, end, weight in spans))
+            for message, spans in fields.get("weights", ())
+        )
+        return cls(**{**fields, "trained": tuple(fields["trained"]), "weights": tuple(weights)})
 
     def characters(self) -> int:
         """Return the approximate length of the example."""

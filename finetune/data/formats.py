@@ -20,10 +20,10 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError, nearest
-from finetune.data import hints
+from finetune.data import hints, message_weights
 from finetune.data.examples import BadRow, Example, Message, Row, short
 from finetune.data.json_values import has_too_many_values, too_many_values
-from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, system_text, tools
+from finetune.data.messages import BESIDE, PLAIN, json_of, read, role_of, separate_results, system_text, tools
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Data
@@ -47,6 +47,8 @@ MESSAGE_KEYS = {
     "loss_weight",
     *BESIDE,
 }
+PART_KEYS = {"type", "text", "value", *message_weights.NUMBERS}
+PART_KEYS |= {"thinking", "id", "name", "input", "tool_use_id", "content"}  # Anthropic's
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -157,11 +159,32 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
     left = {str(name) for name, part in value.items() if name not in (*read, *optional) and _says(part)}
     columns = [name for name in (*read, "prompt", "completion") if isinstance(value.get(name), list)]
     turns = [turn for name in set(columns) for turn in value[name]] if not plain else []
-    keys = {key for turn in turns if isinstance(turn, dict) and turn.keys() != PLAIN for key in turn}
+    turns = [turn for turn in turns if isinstance(turn, dict)]
+    keys = {key for turn in turns if turn.keys() != PLAIN for key in turn}
     for key in keys - MESSAGE_KEYS:
-        if any(isinstance(turn, dict) and _says(turn.get(key)) for turn in turns):
+        if any(_says(turn.get(key)) for turn in turns):
             left.add(f"{key} of a message")
+    for key in keys.intersection(message_weights.KEYS) if data.train_on != "all" else ():
+        if any(turn.get(key) and _has_no_loss(turn, value, format, data) for turn in turns):
+            left.add(f"{key} of a message without loss")
+    parts = [part for turn in turns for part in _parts_of(turn) if part.keys() - PART_KEYS]
+    left |= {
+        f"{key} of a content part" for part in parts for key in part.keys() - PART_KEYS if _says(part[key])
+    }
     return sorted(left)
+
+
+def _has_no_loss(turn: dict[str, Any], value: dict[str, Any], format: str, data: Data) -> bool:
+    """Return whether a message is a prompt, so that its weights have no effect."""
+    role = _roles(format, data).get(str(role_of(turn)), role_of(turn))
+    is_prompt = format == "prompt_completion" and any(turn is other for other in value["prompt"])
+    return role != "assistant" or is_prompt
+
+
+def _parts_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a message's content if it is a list of them."""
+    content = turn.get("content", turn.get("value"))
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def _says(part: object) -> bool:
@@ -192,15 +215,24 @@ def convert(row: Row, data: Data, format: str) -> Example:
     if _asked_plainly(value, format):
         prompt = _text(value, "prompt", row, empty=True)
         return Example(row.where, prompt=prompt, completion=_text(value, "completion", row))
-    roles = {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
-    messages, trained = read(_turns(value, format, data, row), roles, data.reasoning == "cut", row.where)
+    roles = _roles(format, data)
+    turns, given = _turns(value, format, row)
+    untrained = 0 if data.train_on == "all" else given
+    messages, weights = read(turns, roles, data.reasoning == "cut", row.where, untrained)
     if value.get("system"):
         messages = _with_system(messages, system_text(value["system"], row.where))
     offered = tools(value.get("tools"), row.where)
     # JSON texts inside the row add values that the reader did not count
     if has_too_many_values([messages, offered]):
         raise too_many_values(row.where)
-    return Example(row.where, messages, offered, trained)
+    trained = tuple(any((weight, *(w for *_, w in spans))) for weight, spans in weights)
+    whole = all(weight in (0, 1) and not spans for weight, spans in weights)
+    return Example(row.where, messages, offered, trained, () if whole else weights)
+
+
+def _roles(format: str, data: Data) -> dict[str, str]:
+    """Return the standard role of each other name of a role."""
+    return {**(SHAREGPT_ROLES if format == "sharegpt" else {}), **data.role_map}
 
 
 def _with_system(messages: list[Message], column: str) -> list[Message]:
@@ -213,21 +245,20 @@ def _with_system(messages: list[Message], column: str) -> list[Message]:
     return [{**messages[0], "content": f"{column}\n\n{own}"}, *messages[1:]]
 
 
-def _turns(value: dict[str, Any], format: str, data: Data, row: Row) -> list[Any]:
-    """Return the messages of a row without changes."""
+def _turns(value: dict[str, Any], format: str, row: Row) -> tuple[list[Any], int]:
+    """Return the messages of a row without changes, and how many of them are the prompt of a completion."""
     if format == "alpaca":
         instruction = _text(value, "instruction", row)
         more = _text(value, "input", row, empty=True) if value.get("input") is not None else ""
         content = f"{instruction}\n\n{more}" if more.strip() else instruction
         answer = _text(value, "output", row)
         last = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-        return [*_history(value, row), *last]
+        return [*_history(value, row), *last], 0
     if format == "prompt_completion":
         given, answer = _list(value, "prompt", row), _list(value, "completion", row)
-        if data.train_on != "all":
-            given = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in given]
-        return [*given, *answer]
-    return list(_list(value, _chat_column(value, format), row))
+        given, answer = separate_results(given), separate_results(answer)
+        return [*given, *answer], len(given)
+    return separate_results(_list(value, _chat_column(value, format), row)), 0
 
 
 def _history(value: dict[str, Any], row: Row) -> list[Message]:

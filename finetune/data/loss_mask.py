@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.data.examples import BadRow
+from finetune.data.examples import BadRow, short
 from finetune.data.template_sandbox import joined
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable, Iterator
 
-    from finetune.data.examples import Example
+    from finetune.data.examples import Example, TurnWeights
     from finetune.data.template_sandbox import Rendered
 
 IGNORED = -100  # the label that PyTorch's cross-entropy skips
+WEIGHTS = "loss_weights"
+"""Column of the prepared data: the weight of each label. Data without weights between 0 and 1 lacks it."""
 
 
 def labels(ids: list[int], trained: list[tuple[int, int]]) -> list[int]:
@@ -24,8 +27,8 @@ def labels(ids: list[int], trained: list[tuple[int, int]]) -> list[int]:
     return found
 
 
-def trained_spans(example: Example, text: Rendered, train_on: str, eos: str) -> list[list[int]]:
-    """Return the character ranges [start, end) of the assistant's turns that contribute to the loss.
+def trained_spans(example: Example, text: Rendered, train_on: str, eos: str) -> list[tuple[int, list[int]]]:
+    """Return the assistant's turns that contribute to the loss: number and character range [start, end).
 
     Raises:
         BadRow: the chat template does not mark the turns separately, but only some of them are trained on.
@@ -37,8 +40,8 @@ def trained_spans(example: Example, text: Rendered, train_on: str, eos: str) -> 
     if len(spans) != len(example.trained):
         spans = joined(spans)
     if len(spans) != len(example.trained):
-        if train_on == "assistant" and all(example.trained):
-            return spans
+        if train_on == "assistant" and all(example.trained) and not example.weights:
+            return list(enumerate(spans))
         what = "the chat template does not mark the assistant's turns one by one"
         raise BadRow("malformed", what, example.where, fix="train_on: assistant, or another chat_template")
     first = 0
@@ -47,7 +50,7 @@ def trained_spans(example: Example, text: Rendered, train_on: str, eos: str) -> 
     elif train_on == "completion":
         after = roles[len(roles) - roles[::-1].index("user") :] if "user" in roles else roles
         first = len(spans) - after.count("assistant")
-    return [span for i, span in enumerate(spans) if i >= first and example.trained[i]]
+    return [(i, span) for i, span in enumerate(spans) if i >= first and example.trained[i]]
 
 
 def token_range(
@@ -79,3 +82,72 @@ def token_range(
     merged = encoding.token_to_chars(first)[0] < start
     merged |= ids[high - 1] not in stops and encoding.token_to_chars(high - 1)[1] > end
     return first, high, merged
+
+
+class Weighted(NamedTuple):
+    """The tokens of one turn by their weight."""
+
+    trained: list[tuple[int, int]]
+    """Ranges [start, end) of tokens with a weight above 0."""
+    fractions: list[tuple[int, int, float]]
+    """Ranges [start, end) of tokens with one weight between 0 and 1."""
+    is_divided: bool
+    """Whether a token has characters of two weights. Its first character, without a space, decides."""
+
+
+def by_weight(
+    text: str, encoding: Any, tokens: tuple[int, int], content_start: int, weights: TurnWeights
+) -> Weighted:
+    """Return the weights of the tokens [low, high) of a turn.
+
+    Args:
+        encoding: the encoding of `text` from the tokenizers library.
+        content_start: position of the message's content in `text`. It can be before the turn if the chat
+            template strips the content.
+    """
+    spans = [(content_start + start, content_start + end, weight) for start, end, weight in weights.spans]
+    found, is_divided = list[float](), False
+    for token in range(*tokens):
+        start, end = encoding.token_to_chars(token) or (0, 0)
+        visible = [place for place in range(start, end) if not text[place].isspace()] or [start]
+        of_characters = [_weight_at(place, spans, weights.message) for place in visible]
+        is_divided |= len(set(of_characters)) > 1
+        found.append(of_characters[0])
+    trained = [(start, end) for start, end, is_trained in _runs(map(bool, found), tokens[0]) if is_trained]
+    fractions = [(start, end, weight) for start, end, weight in _runs(found, tokens[0]) if 0 < weight < 1]
+    return Weighted(trained, fractions, is_divided)
+
+
+def _runs(values: Iterable[float], start: int) -> Iterator[tuple[int, int, float]]:
+    """Yield the ranges [start, end) of equal values, and their value."""
+    for value, run in groupby(values):
+        end = start + len(list(run))
+        yield start, end, value
+        start = end
+
+
+def _weight_at(place: int, spans: list[tuple[int, int, float]], otherwise: float) -> float:
+    return next((weight for start, end, weight in spans if start <= place < end), otherwise)
+
+
+def content_start(text: str, span: tuple[int, int], first: int, content: str, where: str) -> int:
+    """Return the position of a message's content in the rendered chat.
+
+    Args:
+        span: character range of the turn.
+        first: position of the first token of the turn.
+
+    Raises:
+        BadRow: the chat template changes the content, or the turn holds it twice.
+    """
+    for said in (content, content.strip()):
+        lead = content.index(said)
+        for start in (span[0], first):
+            if text.startswith(said, start):
+                return start - lead
+        place = text.find(said, *span)
+        if place >= 0 and text.find(said, place + 1, span[1]) < 0:
+            return place - lead
+    what = "weights of parts need a chat template that writes the content once, unchanged"
+    fix = "write one weight for the whole message"
+    raise BadRow("malformed", what, where, found=short(content), fix=fix, code="chat-template")

@@ -9,28 +9,32 @@ import json
 import re
 from typing import Any
 
-from finetune.data import hints, json_values
-from finetune.data.examples import BadRow, Message, short
+from finetune.data import hints, json_values, message_weights
+from finetune.data.examples import BadRow, Message, TurnWeights, short
 
 ROLES = ("system", "user", "assistant", "tool")
 THINKING = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 """The opening tag can be part of the prompt. Then the answer has only the closing tag."""
 PLAIN = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+# Types of Anthropic's content parts, besides text. A user message can also have `tool_result`
+ANTHROPIC = ("thinking", "tool_use")
 # Other keys of a message that are kept, besides role, content and tool calls
 BESIDE = ("name", "tool_call_id", *REASONING_KEYS)
+FULL_LOSS, NO_LOSS = TurnWeights(1.0), TurnWeights(0.0)
 
 
 def read(
-    turns: list[Any], roles: dict[str, str], cut: bool, where: str
-) -> tuple[list[Message], tuple[bool, ...]]:
-    """Return the messages of a chat, and whether each assistant message is trained on.
+    turns: list[Any], roles: dict[str, str], cut: bool, where: str, untrained: int = 0
+) -> tuple[list[Message], tuple[TurnWeights, ...]]:
+    """Return the messages of a chat, and the weights of the loss of each assistant message.
 
     Args:
         turns: the messages as they are in the row.
         roles: maps other role names to names in `ROLES`.
         cut: remove reasoning from the assistant's messages.
         where: the position of the row.
+        untrained: number of messages at the beginning that are a prompt. Their weights are 0.
 
     Raises:
         BadRow: the messages cannot be used.
@@ -39,10 +43,15 @@ def read(
         messages = [_message(turn, number, roles, cut, where) for number, turn in enumerate(turns)]
     except BadRow as bad:
         raise _with_all_roles(bad, turns, roles) from None
-    both = [(m, turn) for m, turn in zip(messages, turns, strict=True) if not _blank_system(m)]
-    messages = [message for message, _ in both]
+    weights = []
+    for number, (message, turn) in enumerate(zip(messages, turns, strict=True)):
+        if message["role"] == "assistant":
+            weights.append(_weights(turn, message, f"{where}, message {number}", number < untrained))
+        elif turn.keys() != PLAIN or isinstance(turn["content"], list):
+            message_weights.check_others(turn, f"{where}, message {number}")
+    messages = [message for message in messages if not _blank_system(message)]
     _check_order(messages, where)
-    return messages, tuple(_wanted(turn, where) for message, turn in both if message["role"] == "assistant")
+    return messages, tuple(weights)
 
 
 def system_text(column: object, where: str) -> str:
@@ -72,7 +81,13 @@ def tools(given: object, where: str) -> list[dict[str, Any]] | None:
     nameless = [tool for tool in found if not _is_text(tool.get("function", tool).get("name"))]
     if nameless:
         raise BadRow("malformed", "a tool has no name", where, found=short(nameless[0]))
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in found] or None
+    return [tool if "function" in tool else _function(tool) for tool in found] or None
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool in OpenAI's form. Anthropic names its parameters `input_schema`."""
+    own = {"parameters" if key == "input_schema" else key: value for key, value in tool.items()}
+    return {"type": "function", "function": own}
 
 
 def json_of(value: object, what: str, where: str) -> Any:
@@ -173,13 +188,41 @@ def _parts(parts: list[Any], where: str) -> tuple[str, str, list[Any]]:
     found: dict[str, list[Any]] = {"text": [], "reasoning": [], "tool_call": []}
     for part in parts:
         kind = str(part.get("type")) if isinstance(part, dict) else "text"
+        if kind in ANTHROPIC:
+            kind, part = _of_anthropic(part)
         if kind not in found:
-            what, expected = "unknown type of a content part", " or ".join(found)
+            what, expected = "unknown type of a content part", " or ".join((*found, *ANTHROPIC))
             raise BadRow("malformed", what, where, found=short(kind), expected=expected)
         found[kind].append(part.get("text", part.get("value")) if isinstance(part, dict) else part)
     if not all(isinstance(text, str) for text in found["text"] + found["reasoning"]):
         raise BadRow("malformed", "`content` must be a string", where, found=short(parts))
     return "".join(found["text"]), "\n".join(found["reasoning"]), found["tool_call"]
+
+
+def _of_anthropic(part: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the type and the value of a part that Anthropic's API names otherwise."""
+    if part["type"] == "thinking":
+        return "reasoning", {"value": part.get("thinking")}
+    call = {"name": part.get("name"), "arguments": part.get("input")}
+    return "tool_call", {"value": {**call, **({"id": part["id"]} if part.get("id") else {})}}
+
+
+def separate_results(turns: list[Any]) -> list[Any]:
+    """Return the messages with each tool result of Anthropic's user messages as a message of its own."""
+    found = []
+    for turn in turns:
+        content = turn.get("content") if isinstance(turn, dict) else None
+        parts = content if isinstance(content, list) else []
+        results = [part for part in parts if isinstance(part, dict) and part.get("type") == "tool_result"]
+        for part in results:
+            call = {"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}
+            found.append({"role": "tool", "content": part.get("content") or "", **call})
+        rest = [part for part in parts if part not in results]
+        if not results:
+            found.append(turn)
+        elif rest:
+            found.append({**turn, "content": rest})
+    return found
 
 
 def _calls(calls: Any, where: str) -> list[Any]:
@@ -212,15 +255,13 @@ def _blank_system(message: Message) -> bool:
     return message["role"] == "system" and not message["content"].strip()
 
 
-def _wanted(turn: Message, where: str) -> bool:
-    """Return the message's own flag: `train` (true or false), or `weight` or `loss_weight` (1 or 0)."""
-    if turn.keys() == PLAIN:
-        return True
-    flag = next((turn[key] for key in ("train", "weight", "loss_weight") if turn.get(key) is not None), True)
-    if flag not in (0, 1):
-        what, expected = "the flag to train on a message has a wrong value", "true or false, 1 or 0"
-        raise BadRow("malformed", what, where, found=short(flag), expected=expected)
-    return bool(flag)
+def _weights(turn: dict[str, Any], message: Message, where: str, is_prompt: bool) -> TurnWeights:
+    """Return the weights of an assistant message, as it is in the row."""
+    if is_prompt:
+        return NO_LOSS
+    if turn.keys() == PLAIN and isinstance(turn["content"], str):
+        return FULL_LOSS
+    return message_weights.of_answer(turn, message["content"], where)
 
 
 def _check_order(messages: list[Message], where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from finetune.core import html_pages, safe_files
 from finetune.core.visible_text import visible_lines
 from finetune.data.audit import DROPPED
-from finetune.data.loss_mask import IGNORED
+from finetune.data.loss_mask import IGNORED, WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,8 +33,10 @@ TRAINED, SPECIAL = "【{}】", "‹{}›"  # noqa: RUF001 (used on terminals wit
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 STYLES = {
     "trained": "green",
+    "weighted": "yellow",
     "masked": "dim",
     "special-trained": "bold green underline",
+    "special-weighted": "bold yellow underline",
     "special-masked": "dim underline",
 }
 
@@ -47,27 +49,41 @@ class Token(NamedTuple):
     trained: int
     """Number of its tokens that contribute to the loss."""
     special: bool
+    weight: float
+    """Weight of its loss."""
 
     @property
     def kind(self) -> str:
-        """trained | masked | special-trained | special-masked"""
-        return ("special-" if self.special else "") + ("trained" if self.trained else "masked")
+        """trained | weighted | masked, or the same after `special-`"""
+        loss = "trained" if self.weight == 1 else "weighted"
+        return ("special-" if self.special else "") + (loss if self.trained else "masked")
 
     @property
     def title(self) -> str:
         """Return the token ids and the loss information for the page."""
         name = "token" if len(self.ids) == 1 else "tokens"
         part = "" if self.trained in (0, len(self.ids)) else f": {self.trained} of {len(self.ids)}"
+        part += "" if self.weight == 1 else f", weight {self.weight:g}"
         loss = f"in the loss{part}" if self.trained else "not in the loss"
         return f"{name} {' '.join(map(str, self.ids))}, {loss}"
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one kind."""
+    """Consecutive tokens of one kind and weight."""
 
     text: str
     kind: str
     tokens: list[Token]
+
+    @property
+    def is_masked(self) -> bool:
+        return self.kind.endswith("masked")
+
+    @property
+    def weight(self) -> str:
+        """Return the weight of the loss if it is between 0 and 1, else an empty string."""
+        is_between = self.kind.endswith("weighted") and self.tokens
+        return f"\N{MULTIPLICATION SIGN}{self.tokens[0].weight:g}" if is_between else ""
 
 
 @dataclass(frozen=True)
@@ -88,17 +104,22 @@ def documents(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[D
     where = row.get("where") or ["streamed"] * len(lengths)
     cuts = row.get("cut") or [0] * len(lengths)
     for length, place, cut in zip(lengths, where, cuts, strict=True):
-        ids, labels = (row[name][start : start + length] for name in ("input_ids", "labels"))
+        part = slice(start, start + length)
+        ids, labels = row["input_ids"][part], row["labels"][part]
+        weights = row[WEIGHTS][part] if WEIGHTS in row else [1.0] * length
         start += length
         pieces = []
-        for kind, group in groupby(_tokens(tokenizer, ids, labels), key=lambda token: token.kind):
+        units = _tokens(tokenizer, ids, labels, weights)
+        for (kind, _), group in groupby(units, key=lambda one: (one.kind, one.trained > 0 and one.weight)):
             tokens = list(group)
             pieces.append(Piece("".join(token.text for token in tokens), kind, tokens))
         found.append(Document(place, cut, pieces, length, _trained(labels)))
     return found
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], labels: list[int]) -> Iterator[Token]:
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, ids: list[int], labels: list[int], weights: list[float]
+) -> Iterator[Token]:
     """Yield each token with its text.
 
     The text of a token depends on the token before it (a leading space), and one character can span several
@@ -115,7 +136,7 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, ids: list[int], labels: list[int
         whole = len(text) > len(before) and not text.endswith(INCOMPLETE)
         if whole or last in special or end == len(ids) or ids[end] in special:
             trained = _trained(labels[begin:end])
-            yield Token(text[len(before) :], ids[begin:end], trained, last in special)
+            yield Token(text[len(before) :], ids[begin:end], trained, last in special, weights[end - 1])
             context, begin = begin, end
             before = backend.decode(ids[context:begin], skip_special_tokens=False)
 
@@ -146,6 +167,8 @@ def show(screen: Console, tokenizer: PreTrainedTokenizerBase, prepared: Prepared
     if rows:
         legend = [("in the loss", "trained"), ("not in the loss", "masked")]
         legend.append(("special token", "special-masked"))
+        if any(WEIGHTS in row for row in rows):
+            legend.insert(1, ("in the loss, times its weight", "weighted"))
         named = [_painted([Piece(name, kind, [])], colored) for name, kind in legend]
         line = Text("  ").join([Text(f"\n{_extent(prepared, len(rows))}:"), *named, Text("↵ line break")])
         console.print(line, soft_wrap=True)
@@ -171,14 +194,20 @@ def _extent(prepared: Prepared, shown: int) -> str:
 
 
 def _painted(pieces: list[Piece], colored: bool) -> Text:
-    """Return pieces in color. Without color, brackets mark trained tokens and special tokens."""
+    """Return pieces in color. Without color, brackets mark trained tokens and special tokens.
+
+    A weight between 0 and 1 stands after its tokens.
+    """
     if colored:
-        return Text.assemble(*((visible(piece.text), STYLES[piece.kind]) for piece in pieces))
+        runs = [list(run) for _, run in groupby(pieces, key=lambda piece: piece.weight)]
+        weights = [(run[-1].weight, STYLES["weighted"]) for run in runs]
+        texts = [[(visible(piece.text), STYLES[piece.kind]) for piece in run] for run in runs]
+        return Text.assemble(*chain.from_iterable((*run, w) for run, w in zip(texts, weights, strict=True)))
     line = ""
-    for trained, run in groupby(pieces, key=lambda piece: piece.kind.endswith("trained")):
+    for (masked, weight), run in groupby(pieces, key=lambda piece: (piece.is_masked, piece.weight)):
         texts = ((visible(piece.text), piece.kind.startswith("special")) for piece in run)
         shown = "".join(SPECIAL.format(text) if special else text for text, special in texts)
-        line += TRAINED.format(shown) if trained else shown
+        line += shown if masked else TRAINED.format(shown) + weight
     return Text(line)
 
 
@@ -225,6 +254,8 @@ def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
         ("tokens", f"{report.tokens:,}", ""),
         ("tokens in the loss", f"{report.trained_tokens:,} ({share(report)})", by),
     ]
+    if report.loss_weight:
+        found.append(("sum of loss weights", f"{report.loss_weight:,.1f}", "divides the loss of all tokens"))
     if report.lengths:
         named = zip(("1%", "25%", "50%", "75%", "99%"), report.lengths["percentiles"], strict=True)
         low, *_, high = report.lengths["edges"]
@@ -287,7 +318,8 @@ def write_html(
     given = {"title": Path(recipe_name).stem, "recipe": recipe_name, "max_length": max_length}
     given |= {"report": report, "facts": facts(prepared), "remarks": remarks(prepared.report)}
     given |= {"mix": mix(report), "fills": _fills(prepared)}
-    given |= {"rows": rows, "extent": _extent(prepared, len(rows))}
+    weighted = any(piece.weight for row in rows for document in row for piece in document.pieces)
+    given |= {"rows": rows, "extent": _extent(prepared, len(rows)), "weighted": weighted}
     safe_files.write_text(path.parent, path.name, page.get_template("preview.html.jinja").render(given))
 
 

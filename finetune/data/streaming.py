@@ -23,7 +23,7 @@ from finetune.data import read_limits, readers, source_loading
 from finetune.data.audit import Audit
 from finetune.data.encoding import make_encoder
 from finetune.data.examples import BadRow, Row
-from finetune.data.loss_mask import IGNORED
+from finetune.data.loss_mask import IGNORED, WEIGHTS
 from finetune.data.packing import best_fit
 from finetune.data.preparation import Prepared, audit_held_out, audited
 from finetune.data.read_limits import Limits, limited_lines
@@ -92,9 +92,8 @@ def stream(
 
     rows = IterableDataset.from_generator(_generate, gen_kwargs={"shards": shards})
     read = torch.zeros(WORKERS, 2, dtype=torch.int64).share_memory_()
-    how = {"data": data, "tokenizer": tokenizer, "seed": seed}
-    how["tokens"] = ModelTokens(vocabulary, declared)
-    block = partial(encode_block, read=read, **how)
+    settings = BlockSettings(seed, vocabulary, declared, has_weights=report.loss_weight > 0)
+    block = partial(encode_block, read=read, data=data, tokenizer=tokenizer, settings=settings)
     options: dict[str, Any] = {"batch_size": data.shuffle_buffer, "remove_columns": RAW}
     check_shares(rows, block, int(os.environ.get("WORLD_SIZE", "1")))
     read.zero_()
@@ -144,13 +143,16 @@ def check(data: Data) -> None:
         raise UserError(*problems)
 
 
-class ModelTokens(NamedTuple):
-    """Limits on the token ids of a model."""
+class BlockSettings(NamedTuple):
+    """Settings of the encoding of a block, besides the recipe's section."""
 
+    seed: int
     vocabulary: int | None
     """Rows of the embedding. Every id must be lower."""
     declared: Collection[int]
     """Ids that the model's generation config declares as the end of an answer."""
+    has_weights: bool
+    """Whether sequences have a column for weights of the loss. All sequences need the same columns."""
 
 
 def encode_block(
@@ -158,8 +160,7 @@ def encode_block(
     read: Any,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    tokens: ModelTokens,
+    settings: BlockSettings,
 ) -> dict[str, list[Any]]:
     """Encode a block of examples, shuffle it, and pack it if the recipe says so.
 
@@ -169,27 +170,30 @@ def encode_block(
         read: shared counts [workers, 2]. The function adds the numbers of read and skipped examples.
 
     Raises:
-        UserError: an example cannot be read or trained on, and `data.expect` allows none (exit 2).
+        UserError: an example cannot be read or trained on, and `data.expect` allows none, or it has weights
+            of the loss and the first examples have none (exit 2).
     """
     from torch.utils.data import get_worker_info
 
     if worker := get_worker_info():
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads do not exist after the fork
-    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, tokens.declared))
-    audit = Audit(encoder_for, data.train_on, tokens.vocabulary)
+    encoder_for = cache(lambda chats: make_encoder(tokenizer, data, chats, settings.declared))
+    audit = Audit(encoder_for, data.train_on, settings.vocabulary)
     documents: list[tuple[str, Encoded]] = []
     given = zip(batch["source"], batch["value"], batch["bad"], batch["where"], strict=True)
     for source, rows in groupby(given, key=itemgetter(0)):
         for row, found in audited((_row(*row) for _, *row in rows), data, audit, source):
             documents += [(row.where, document) for document in found]
     audit.check_rows(data)
+    if not settings.has_weights:
+        refuse_weights(documents)
     own = read[worker.id % WORKERS if worker else 0]
     own += own.new_tensor([audit.report.rows, audit.report.dropped])
-    random.Random(f"{seed} {batch['where'][0]}").shuffle(documents)
+    random.Random(f"{settings.seed} {batch['where'][0]}").shuffle(documents)
     groups = [[index] for index in range(len(documents))]
     if data.packing:
         groups = best_fit([len(document.ids) for _, document in documents], data.max_length)
-        random.Random(f"{seed} {batch['where'][0]}").shuffle(groups)
+        random.Random(f"{settings.seed} {batch['where'][0]}").shuffle(groups)
     packed = [[documents[index] for index in group] for group in groups]
     columns: dict[str, list[Any]] = {
         "input_ids": [[i for _, one in group for i in one.ids] for group in packed],
@@ -197,9 +201,21 @@ def encode_block(
         "where": [[where for where, _ in group] for group in packed],
         "cut": [[one.cut for _, one in group] for group in packed],
     }
+    if settings.has_weights:
+        columns[WEIGHTS] = [[w for _, one in group for w in one.token_weights()] for group in packed]
     if data.packing:
         columns["seq_lengths"] = [[len(one.ids) for _, one in group] for group in packed]
     return columns
+
+
+def refuse_weights(documents: list[tuple[str, Encoded]]) -> None:
+    """Raise a UserError if a document of a stream has weights of the loss (exit 2)."""
+    where = next((where for where, document in documents if document.weights), "")
+    if where:
+        what = "this example has weights of the loss, and the first examples of the stream have none"
+        why = f"finetune decides by the first {AUDITED:,} examples whether it reads weights"
+        fix = "data.streaming: false, or move an example with a weight between 0 and 1 to the beginning"
+        raise UserError(Problem(what, "data.streaming", where, fix=fix, why=why, code="data-example"))
 
 
 def _shards(data: Data, seed: int) -> list[Shard]:

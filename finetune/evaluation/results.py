@@ -162,7 +162,7 @@ def worst(rows: list[HeldOut], base: Score, tuned: Score) -> list[dict[str, Any]
     """Return the examples with the highest loss per token of the fine-tuned model."""
 
     def loss(score: Score, index: int) -> float:
-        return score.losses[index] / max(score.tokens[index], 1)
+        return score.losses[index] / (score.tokens[index] or 1)
 
     order = sorted(range(len(rows)), key=lambda index: -loss(tuned, index))[:WORST]
     return [

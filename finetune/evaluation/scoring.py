@@ -57,8 +57,9 @@ class Score:
     """The results of one model for each example, in order."""
 
     losses: list[float]
-    """Sum of the negative log-likelihoods of each example's tokens, in nats."""
-    tokens: list[int]
+    """Sum of the negative log-likelihoods of each example's tokens, in nats, times their weights."""
+    tokens: Sequence[float]
+    """Number of each example's tokens that contribute to the loss, or the sum of their weights."""
     answers: list[str]
     hits: list[bool | None] | None = None
     """Whether the answer equals the reference. `None` for plain text, which has no prompt."""
@@ -67,8 +68,8 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Loss in nats per token."""
-        return sum(self.losses) / max(sum(self.tokens), 1)
+        """Loss in nats per token, or per unit of weight."""
+        return sum(self.losses) / (sum(self.tokens) or 1)
 
     def as_json(self) -> dict[str, float | None]:
         """Return the metrics with their standard errors from sampling the examples."""
@@ -80,7 +81,7 @@ class Score:
             beside = sum(
                 (loss - self.loss * n) ** 2 for loss, n in zip(self.losses, self.tokens, strict=True)
             )
-            found["loss_stderr"] = math.sqrt(beside * rows / (rows - 1)) / max(sum(self.tokens), 1)
+            found["loss_stderr"] = math.sqrt(beside * rows / (rows - 1)) / (sum(self.tokens) or 1)
         if len(known_values[0]) > 1 and shares[0] is not None:
             found["exact_match_stderr"] = math.sqrt(shares[0] * (1 - shares[0]) / (len(known_values[0]) - 1))
         return found
@@ -169,11 +170,15 @@ def references(
     text that a template adds to an answer.
     """
     found = [row.last_turn() for row in rows]
-    # if all tokens are trained, or the last turn is not, encode the last turn separately
-    other = [i for i, row in enumerate(rows) if data.train_on == "all" or not all(row.example.trained[-1:])]
+    # if all tokens are trained, or a part of the last turn is not, encode the last turn separately
+    other = [
+        i
+        for i, row in enumerate(rows)
+        if data.train_on == "all" or not all(row.example.trained[-1:]) or row.example.weights
+    ]
     if other:
         examples = [rows[index].example for index in other]
-        examples = [replace(example, trained=(True,) * len(example.trained)) for example in examples]
+        examples = [replace(one, trained=(True,) * len(one.trained), weights=()) for one in examples]
         chats, last = any(e.messages for e in examples), data.model_copy(update={"train_on": "last_turn"})
         turns = encoding.make_encoder(tokenizer, last, chats)(examples)
         for index, turn in zip(other, turns, strict=True):
@@ -226,8 +231,11 @@ def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
 
 def row_losses(
     model: nn.Module, rows: list[list[Encoded]], pad: Any, settings: Eval
-) -> list[tuple[float, int]]:
-    """Return (loss sum, number of tokens) for each example. The loss is fp32, summed in fp64."""
+) -> list[tuple[float, float]]:
+    """Return (loss sum, number of tokens) for each example. The loss is fp32, summed in fp64.
+
+    If a token has a weight between 0 and 1, the loss is weighted, and the number is the sum of the weights.
+    """
     documents = [document for row in rows for document in row]
     run = partial(token_losses, model, documents, pad)
     losses = iter(fitting(run, settings.batch_size) if documents else [])
@@ -235,9 +243,11 @@ def row_losses(
     return [(sum(loss for loss, _ in row), sum(count for _, count in row)) for row in pairs]
 
 
-def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int) -> list[tuple[float, int]]:
-    """Return (loss sum, number of tokens) for each document."""
-    found = [(0.0, 0)] * len(documents)
+def token_losses(
+    model: Any, documents: list[Encoded], pad: Any, batch_size: int
+) -> list[tuple[float, float]]:
+    """Return (loss sum, number of tokens or sum of their weights) for each document."""
+    found: list[tuple[float, float]] = [(0.0, 0)] * len(documents)
     encoded = [(document.ids, document.labels()) for document in documents]
     lengths = [len(ids) for ids, _ in encoded]
     for indices in progress.track(batches(lengths, batch_size), len(encoded)):
@@ -254,10 +264,20 @@ def token_losses(model: Any, documents: list[Encoded], pad: Any, batch_size: int
         chosen = targets != -100
         losses = torch.zeros(targets.shape, dtype=torch.float64, device=model.device)
         losses[chosen] = cross_entropy(logits[chosen].float(), targets[chosen], reduction="none").double()
-        sums, counts = losses.sum(dim=1).tolist(), chosen.sum(dim=1).tolist()
+        counted: torch.Tensor = chosen
+        if any(documents[index].weights for index in indices):
+            counted = chosen * _weights([documents[index] for index in indices], width).to(model.device)
+            losses *= counted
+        sums, counts = losses.sum(dim=1).tolist(), counted.sum(dim=1).tolist()
         for index, pair in zip(indices, zip(sums, counts, strict=True), strict=True):
             found[index] = pair
     return found
+
+
+def _weights(documents: list[Encoded], width: int) -> torch.Tensor:
+    """Return the weights of the loss of the tokens 1 to `width`, in fp64, padded with zeros."""
+    rows = [document.token_weights() for document in documents]
+    return torch.tensor([[*row, *[0.0] * (width - len(row))][1:] for row in rows], dtype=torch.float64)
 
 
 def batches(

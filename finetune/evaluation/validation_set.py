@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from accelerate import PartialState
@@ -60,7 +59,7 @@ def held_out(
     notes += check_unchanged(source_loading.fingerprints(recipe.data, held_out=True), folder, other)
     rows = preparation.held_out(recipe.data, tokenizer, recipe.train.seed, ends, rows)
     if PartialState().is_main_process and not other:
-        lines = [json.dumps(asdict(row.example), ensure_ascii=False) for row in rows]
+        lines = [json.dumps(row.example.as_json(), ensure_ascii=False) for row in rows]
         folder.write_text(run_folder.HELD_OUT, "".join(f"{line}\n" for line in lines))
     return rows, notes
 
@@ -75,7 +74,7 @@ def read_kept(folder: RunFolder, recipe: Recipe, tokenizer: PreTrainedTokenizerB
     try:
         lines = folder.read_text(name).split("\n")  # splitlines would also split at U+2028
         kept = [json.loads(line) for line in lines if line]
-        examples = [Example(**{**row, "trained": tuple(row["trained"])}) for row in kept]
+        examples = [Example.from_json(row) for row in kept]
         rows = preparation.encode_held_out(examples, recipe.data, tokenizer, ends)
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise Damaged(f"finetune can't read {name} ({type(error).__name__})") from None

@@ -26,6 +26,7 @@ from finetune.models import (
     tokenizer_files,
     tokenizer_setup,
 )
+from finetune.preflight import loss_weight_checks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,6 +89,7 @@ def _audit(
         text_limits.check_metric(settings, prompt)
     if first.sequences is not None and first.sequences < effective:
         raise UserError(batch_size.too_few(first.sequences, effective))
+    loss_weight_checks.check(recipe, first.train.report)
     audits = (first.train, first.validation)
     return [note for audit in audits for kind, note in audit.report.noted() if kind == "too_long"]
 

@@ -159,6 +159,7 @@ class Split(Shape):
     kept: int = 0
     tokens: int = 0
     trained_tokens: int = 0
+    loss_weight: float = 0.0
     trained_by: dict[str, int] = {}
     longest: int = 0
     lengths: Histogram | Nothing = {}
@@ -337,8 +338,8 @@ class PerExample(Shape):
 class Examples(Shape):
     group: list[int]
     """Group per example. Examples with the same prompt share a group."""
-    tokens: list[int]
-    """Tokens per example that contribute to the loss."""
+    tokens: list[int | float]
+    """Tokens per example that contribute to the loss, or the sum of their weights."""
     base: PerExample
     tuned: PerExample
 

@@ -43,7 +43,7 @@ class TokenLoss(ModelOutput):
     """Sums over the tokens with a label, as zero-dimensional tensors on the device."""
 
     nll: torch.Tensor | None = None
-    """Negative log-likelihood in fp32 (fp64 for fp64 logits), with gradient."""
+    """Negative log-likelihood times the weights, in fp32 (fp64 for fp64 logits), with gradient."""
     entropy: torch.Tensor | None = None
     """Entropy of the predictions in nats. `None` for a head with a bias or softcap, or without gradient."""
     correct: torch.Tensor | None = None
@@ -92,7 +92,13 @@ class Head(NamedTuple):
 
 
 def token_loss(
-    hidden: Tensor, head: Head, labels: Tensor, *, num_labels: int | None = None, compiled: bool = False
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    weights: Tensor | None = None,
+    num_labels: int | None = None,
+    compiled: bool = False,
 ) -> TokenLoss:
     """Sum -log softmax(h W^T + b)[label] over the tokens with a label, as `cross_entropy(reduction="sum")`.
 
@@ -101,6 +107,7 @@ def token_loss(
     Args:
         hidden: (..., hidden). Hidden state i predicts `labels`[i].
         labels: (...), int64. -100 means no label.
+        weights: (...). Each label's weight in the sum. `None` means 1.
         num_labels: number of labels that are not -100. `None` waits for the device to count them.
     """
     weight, bias, softcap = head
@@ -109,16 +116,26 @@ def token_loss(
     dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
     hidden = hidden.to(device, dtype).flatten(0, -2)
     labels = labels.to(device).flatten()
+    weights = None if weights is None else weights.to(device).flatten()
     picked = None
     if num_labels is None:
         num_labels = int((labels != IGNORED).sum())
     if not computes_all(len(labels), num_labels):
         # a sort, because `nonzero` would wait for the device to count the labels
         picked = (labels == IGNORED).to(torch.uint8).argsort(stable=True)[:num_labels]
-        labels = labels[picked]
+        labels, weights = labels[picked], None if weights is None else weights[picked]
     with torch.autocast(device.type, enabled=False):
         trains = any(one is not None and one.requires_grad for one in (hidden, weight, bias))
-        arguments = weight, bias, labels, picked, softcap, compiled, torch.is_grad_enabled() and trains
+        arguments = (
+            weight,
+            bias,
+            labels,
+            weights,
+            picked,
+            softcap,
+            compiled,
+            torch.is_grad_enabled() and trains,
+        )
         loss: Any = _OutputHead.apply(hidden, *arguments)
         nll, entropy, correct = loss
     return TokenLoss(nll=nll, entropy=entropy, correct=correct)
@@ -134,6 +151,7 @@ class _OutputHead(torch.autograd.Function):
         weight: Tensor,  # (vocabulary, hidden)
         bias: Tensor | None,  # (vocabulary,)
         labels: Tensor,  # (n,)
+        weights: Tensor | None,  # (n,) of the labels; `None`: 1
         picked: Tensor | None,  # (n,) indices of tokens with a label; `None`: all tokens
         softcap: float | None,
         compiled: bool,
@@ -141,6 +159,7 @@ class _OutputHead(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         rows, vocabulary, has_label = len(labels), len(weight), labels != IGNORED
+        share = has_label if weights is None else torch.where(has_label, weights.to(wide), 0)
         summed = [  # of weight and bias
             torch.zeros_like(one, dtype=wide) if needed and differentiate and one is not None else None
             for one, needed in zip((weight, bias), ctx.needs_input_grad[1:3], strict=True)
@@ -171,14 +190,15 @@ class _OutputHead(torch.autograd.Function):
             nll[part], correct[part] = step(chunk, wanted, softcap, wide, differentiate)
             if differentiate:
                 torch.mm(chunk, weight, out=gradient[part])
-                _sum_of_head(chunk, source, has_label[part], *summed)
+                _sum_of_head(chunk, source, share[part], *summed)
             if entropy is not None:
                 # H = log Z - sum p z = nll - h (p - onehot) W, from the result of the second GEMM
                 entropy[part] = nll[part] - torch.linalg.vecdot(source.to(wide), gradient[part].to(wide))
         ctx.rows = len(hidden)
-        ctx.save_for_backward(gradient, has_label, picked, *summed)
+        ctx.save_for_backward(gradient, share, picked, *summed)
         ctx.set_materialize_grads(False)
-        total, right = torch.where(has_label, nll, 0).sum(), (correct & has_label).sum()
+        total, right = torch.where(has_label, nll, 0), (correct & has_label).sum()
+        total = total.sum() if weights is None else (total * share).sum()
         ctx.mark_non_differentiable(right)
         if entropy is not None:
             entropy = torch.where(has_label, entropy, 0).sum()
@@ -188,11 +208,12 @@ class _OutputHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
-        gradient, has_label, picked, *summed = ctx.saved_tensors
+        gradient, share, picked, *summed = ctx.saved_tensors
         if gradients[0] is None:
-            return (None,) * 8
+            return (None,) * 9
         # (n, 1), because a number would be rounded to the gradient's dtype before the multiplication
-        weight = torch.where(has_label, gradients[0], 0)[:, None]
+        is_plain = share.dtype == torch.bool
+        weight = (torch.where(share, gradients[0], 0) if is_plain else share * gradients[0])[:, None]
         scaled = torch.mul(gradient, weight, out=torch.empty_like(gradient))
         if picked is not None:
             scaled = scaled.new_zeros(ctx.rows, scaled.shape[1]).index_copy_(0, picked, scaled)
@@ -200,21 +221,24 @@ class _OutputHead(torch.autograd.Function):
             None if one is None else (one * gradients[0]).to(dtype)
             for one, dtype in zip(summed, ctx.dtypes, strict=True)
         ]
-        return scaled, *head, *(None,) * 5
+        return scaled, *head, *(None,) * 6
 
 
 def _sum_of_head(
-    chunk: Tensor, source: Tensor, has_label: Tensor, weight: Tensor | None, bias: Tensor | None
+    chunk: Tensor, source: Tensor, share: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Add the part of a chunk to the gradients of a head that trains. Tokens without a label add nothing.
 
     Args:
         chunk: (n, vocabulary), the gradient of the logits.
         source: (n, hidden).
+        share: (n,), the weight of each label, or whether there is one.
     """
-    there = has_label.to(chunk.dtype)
+    there = share.to(chunk.dtype)
     if weight is not None:
-        weight += chunk.T @ (source * there[:, None])
+        # a weight in fp32 would be rounded before the multiplication
+        scaled = source * (there if share.dtype == torch.bool else share)[:, None]
+        weight += chunk.T @ scaled.to(chunk.dtype)
     if bias is not None:
         bias += chunk.T @ there
 

@@ -18,8 +18,9 @@ from finetune.autoconfig import memory_estimate
 from finetune.core import formatting, upstream_private
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.run_checks import Choice
+from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import launch_environment
-from finetune.speed import router_balance
+from finetune.speed import loss_weights, router_balance
 from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
 
 if TYPE_CHECKING:
@@ -333,7 +334,7 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Inst
     def forward(self: Any, *args: Any, num_labels: int | None = None, **inputs: Any) -> Any:
         if num_labels is None:
             return before(*args, **inputs)
-        labels = inputs.pop("labels")
+        labels, weights = inputs.pop("labels"), inputs.pop(WEIGHTS, None)
         hidden = self.base_model(*args, **{**inputs, "use_cache": False}).last_hidden_state
         head = self.get_output_embeddings()
         weight, bias = (
@@ -346,6 +347,7 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Inst
             torch.nn.functional.pad(
                 labels[:, 1:], (0, 1), value=IGNORED
             ),  # a copy of ids, not of hidden states
+            weights=None if weights is None else loss_weights.of_next(weights),
             num_labels=num_labels,
             compiled=compiled,
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import launch_environment
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def fixed_shape(inputs: dict[str, Any], tokens: int, documents: int, longest: in
     filled = dict(inputs)
     filled["input_ids"] = pad(inputs["input_ids"], (0, missing))
     filled["labels"] = pad(inputs["labels"], (0, missing), value=-100)
+    if WEIGHTS in inputs:
+        filled[WEIGHTS] = pad(inputs[WEIGHTS], (0, missing))
     counted = torch.arange(missing, device=inputs["position_ids"].device)[None]
     filled["position_ids"] = torch.cat([inputs["position_ids"], counted % longest], dim=1)
     number = (len(borders) - 1 + counted // longest).to(inputs["seq_idx"].dtype)

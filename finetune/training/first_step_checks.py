@@ -13,10 +13,11 @@ from transformers import TrainerCallback
 
 from finetune.core import upstream_private
 from finetune.core.errors import Exit
+from finetune.data.loss_mask import IGNORED, WEIGHTS
 from finetune.distributed import collectives
 from finetune.kernels import kernel_limits
 from finetune.quantization import fp8_loading, qat
-from finetune.speed import activation_offload, live_model_spec
+from finetune.speed import activation_offload, live_model_spec, loss_weights
 from finetune.training import optimizers
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class FirstStep(TrainerCallback):
         self.fp8 = (self.own_fp8 or setup.launch.fp8 == "AO") and setup.hardware.device == "cuda"
         self.operations: dict[str, list[list[int]]] = {}
         self.rows = self.micro_batches = self.loss_tokens = self.fp8_gemms = 0
+        self.loss_weight = 0.0
         self.flat = False
 
     @contextlib.contextmanager
@@ -80,7 +82,10 @@ class FirstStep(TrainerCallback):
         self.micro_batches += 1
         self.rows += len(inputs["input_ids"])
         self.flat = "attention_mask" not in inputs
-        self.loss_tokens += int((inputs["labels"][:, 1:] != -100).sum())
+        has_label = inputs["labels"][:, 1:] != IGNORED
+        self.loss_tokens += int(has_label.sum())
+        if WEIGHTS in inputs:
+            self.loss_weight += float((loss_weights.of_next(inputs[WEIGHTS])[:, :-1] * has_label).sum())
         if self.micro_batches > 1:
             yield
             return
@@ -97,12 +102,12 @@ class FirstStep(TrainerCallback):
         self.operations = {event.name(): event.shapes() for event in events}
         self.fp8_gemms = sum(event.name() == "aten::_scaled_mm" for event in events)
 
-    def counts(self) -> tuple[int, int, int]:
-        return self.micro_batches, self.rows, self.loss_tokens
+    def counts(self) -> tuple[int, int, int, float]:
+        return self.micro_batches, self.rows, self.loss_tokens, self.loss_weight
 
-    def restore_counts(self, counts: tuple[int, int, int]) -> None:
+    def restore_counts(self, counts: tuple[int, int, int, float]) -> None:
         """Restart the counts, because the step runs again."""
-        self.micro_batches, self.rows, self.loss_tokens = counts
+        self.micro_batches, self.rows, self.loss_tokens, self.loss_weight = counts
         if self.offloaded:
             self.offloaded.restart()
 
@@ -141,6 +146,12 @@ class FirstStep(TrainerCallback):
         # of all ranks, because a rank with a part of a long sequence may have no label
         labels = sum(collectives.gathered(self.loss_tokens))
         add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
+        if weight := sum(collectives.gathered(self.loss_weight)):
+            how, ok = (
+                "of all ranks, scaled to the number of labels",
+                math.isclose(weight, labels, rel_tol=1e-6),
+            )
+            add(f"sum of the loss weights in {step}", labels, round(weight, 3), how, ok=ok)
         how, code = "the dtype of most GEMM FLOPs in the first forward pass", Exit.ENVIRONMENT
         add("dtype", self.dtype, self.seen_dtype, how, code=code)
         kernels = attention_that_ran(self.operations)

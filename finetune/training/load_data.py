@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from finetune.data import prepared_cache
 from finetune.evaluation import text_limits
 from finetune.models import model_files, token_limits
-from finetune.preflight import token_checks
+from finetune.preflight import loss_weight_checks, token_checks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ def prepare_data(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, Prepared]:
     build = streaming.stream if recipe.data.streaming else preparation.prepare
     prepared = build(recipe.data, tokenizer, recipe.train.seed, rows, ends)
     prepared.report["train"].notes += [note] if note else []
+    loss_weight_checks.check(recipe, prepared.report["train"])
     prompt = prepared.report["validation"].longest_prompt
     longest = token_limits.positions(model_files.read_config(recipe.model))
     token_limits.room_for_answer(prompt, longest, recipe.eval)

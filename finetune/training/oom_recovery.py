@@ -10,6 +10,7 @@ import torch
 from finetune.autoconfig import decisions, memory_estimate
 from finetune.autoconfig.compilation import Work
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import collectives
 from finetune.speed import chunked_cross_entropy
 from finetune.speed.live_model_spec import live_model_spec
@@ -235,6 +236,8 @@ def documents_apart(batch: dict[str, Any], parts: int) -> Iterator[dict[str, Any
 def _documents(batch: dict[str, Any], start: int, end: int, borders: list[int]) -> dict[str, Any]:
     a, b = borders[start], borders[end]
     part: dict[str, Any] = {name: batch[name][:, a:b] for name in ("input_ids", "labels", "position_ids")}
+    if WEIGHTS in batch:
+        part[WEIGHTS] = batch[WEIGHTS][:, a:b]
     if "seq_idx" in batch:
         part["seq_idx"] = batch["seq_idx"][:, a:b] - start
     within: Tensor = batch["cu_seq_lens_q"][start : end + 1] - a

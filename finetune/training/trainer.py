@@ -19,9 +19,10 @@ from trl.trainer.sft_trainer import SFTTrainer
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import training_state
 from finetune.core import upstream_private
+from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
-from finetune.speed import chunked_cross_entropy, static_shapes
+from finetune.speed import chunked_cross_entropy, loss_weights, static_shapes
 from finetune.training import expert_use, loader_workers, oom_recovery
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class Trainer(SFTTrainer):
         # TRL's loss and finetune's loss count the labels of a step themselves
         self.model_accepts_loss_kwargs = True
         self.loss.install(adapted, balanced=self.aux_loss_enabled)
+        self.data_collator = partial(loss_weights.collated, self.data_collator)
         if self.loss.installed and isinstance(dataset, Sized):  # streams join batches, of tensors alone
             self.data_collator = partial(chunked_cross_entropy.counted, self.data_collator)
         if self.nonfinite:
@@ -150,6 +152,27 @@ class Trainer(SFTTrainer):
             torch.compiler.reset()  # CUDA graphs hold memory, and a second shape compiles for any shape
             clear_device_cache(garbage_collection=True)  # no error holds the attempt here
         return total
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Return the micro-batches of a step and the number of their labels, which the weights add up to."""
+        batches, labels = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if batches and WEIGHTS in batches[0]:
+            loss_weights.normalize(batches, device, self.sum_of_divisor)
+        return batches, labels
+
+    def sum_of_divisor(self, totals: torch.Tensor) -> torch.Tensor:
+        """Sum over the processes whose labels the loss is divided by."""
+        together = self.args.average_tokens_across_devices and self.args.world_size > 1
+        summed: Any = self.accelerator.reduce(totals, reduction="sum") if together else totals
+        return summed
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Override TRL's list of columns, which lacks the weights of the loss."""
+        super()._set_signature_columns_if_needed()
+        if self._signature_columns is not None and WEIGHTS not in self._signature_columns:
+            self._signature_columns.append(WEIGHTS)
 
     def describe_memory(self) -> str:
         return oom_recovery.held(self.model, self.optimizer, self.micro_batches)
@@ -209,7 +232,9 @@ class Trainer(SFTTrainer):
             if self.loss.installed and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
             else:
-                value = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+                weights = inputs.pop(WEIGHTS, None)
+                called: Any = model if weights is None else loss_weights.with_fused_head(model, weights)
+                value = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
         step_ends = self.ends_step and model.training  # not each micro-batch: `adalora`
         if self.regularizer and step_ends and self.regularizer.is_due(step):
             penalty = adalora.orthogonality(self.regularizer.vectors)

@@ -27,7 +27,7 @@ from finetune.models.loading import without_weights
 from finetune.quantization import four_bit
 from finetune.speed import lm_head_loss
 from finetune.training import verify_saved
-from support import two_ranks
+from support import two_ranks, weighted_rows
 from support.faults import Fault
 from support.four_bit import in_four_bits
 from support.in_float64 import eight_steps, step
@@ -162,6 +162,9 @@ def one_rank(folder: str, data: str, base: str) -> None:
         found["unused"] = kept.trainer.model_wrapped.find_unused_parameters
         found["by DDP"] = kept.by_ddp
         save_file(kept.gradients, Path(folder) / f"rank{rank}-{rows}.safetensors")
+    weighted = f"data.name={folder}/weighted.jsonl"
+    kept = step(Path(folder) / "weighted", weighted, base, 2)
+    save_file(kept.gradients, Path(folder) / f"rank{rank}-weighted.safetensors")
     for rows in (4, 2):
         save_file(
             eight_steps(Path(folder), base, rows), Path(folder) / f"rank{rank}-{rows}-eight.safetensors"
@@ -198,6 +201,7 @@ def one_rank(folder: str, data: str, base: str) -> None:
 def both(small, two_layers, tmp_path_factory) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
     """What both ranks found, and the folder with their tensors."""
     folder = tmp_path_factory.mktemp("ranks")
+    weighted_rows.write(folder / "weighted.jsonl")
     shared = tmp_path_factory.getbasetemp().parent  # as `the_only_launch`, which is each test's
     with (shared / "launch.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -220,6 +224,17 @@ def test_one_step_however_its_rows_are_split(both, small, two_layers, tmp_path) 
         assert found.keys() == whole.keys()
         for key, wanted in whole.items():
             assert float((found[key] - wanted).norm()) <= 1e-12 * float(wanted.norm()), (name, key)
+
+
+def test_a_weighted_step_of_two_ranks_is_the_step_of_one(both, two_layers, tmp_path) -> None:
+    """Also with accumulation: each rank has another sum of weights in each of its two micro-batches."""
+    folder = both[0]
+    one = step(tmp_path, f"data.name={folder}/weighted.jsonl", str(two_layers), 8).gradients
+    two = [load_file(folder / f"rank{rank}-weighted.safetensors") for rank in (0, 1)]
+    assert float(two[0]["loss"] + two[1]["loss"]) / 2 == pytest.approx(float(one["loss"]), rel=1e-12)
+    for found in two:
+        for key in one.keys() - {"loss"}:
+            assert float((found[key] - one[key]).norm()) <= 1e-12 * float(one[key].norm()), key
 
 
 def test_eight_steps_however_their_rows_are_split(both, two_layers, tmp_path) -> None:

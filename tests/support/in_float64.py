@@ -61,6 +61,7 @@ def step(
     spoils: str = "",
     more: tuple[str, ...] = (),
     allowed: int = 0,
+    loss: str = "chunked",
 ) -> Keep:
     """Return the parameters after an optimizer step of eight sequences in float64, with micro-batches of
     `rows`.
@@ -68,6 +69,7 @@ def step(
     Args:
         more: overrides: of more steps than one, the last one's.
         allowed: consecutive steps that may be skipped.
+        loss: `chunked` or `trl`.
     """
     from transformers import set_seed
 
@@ -97,7 +99,7 @@ def step(
     keep.spoils = spoils
     keep.stops = stops = nan_detection.NonFinite(allowed, folder, Console(quiet=True))
     callbacks = [keep, stops, *([Strike(fault)] if fault else [])]
-    parts = trainer_parts(adapted, arguments, loaded, setup, *callbacks, loss="chunked")
+    parts = trainer_parts(adapted, arguments, loaded, setup, *callbacks, loss=loss)
     parts.first_step.dtype = "float64"
     trainer = Trainer(adapted, arguments, prepared.train, tokenizer, parts)
     keep.trainer, inner, losses = trainer, trainer.compute_loss, list[torch.Tensor]()

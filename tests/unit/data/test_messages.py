@@ -137,7 +137,6 @@ def test_a_message_may_say_that_it_is_not_trained_on(flag: dict[str, Any]) -> No
             ", message 1",
             "`reasoning_content` must be a string",
         ),
-        ([USER, {**ANSWER, "weight": 0.5}], "", "train on a message has a wrong value"),
         ("Who?", "", "`messages` must be a list of messages"),
         ([], "", "`messages` must be a list of messages"),
         ('[{"role": ', "", "messages must be valid JSON"),

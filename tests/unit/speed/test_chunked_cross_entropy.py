@@ -66,6 +66,29 @@ def test_it_is_cross_entropy(share: float, with_bias: bool, softcap: float | Non
             assert torch.equal(only.nll, found.nll) and only.entropy is None
 
 
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_weighted_it_is_the_weighted_cross_entropy(share: float, softcap: float | None, monkeypatch) -> None:
+    """Value and all gradients; weights of 1 change no bit, and the counts of tokens have no weights."""
+    monkeypatch.setattr(chunked_cross_entropy, "CHUNK_BYTES", 1)
+    hidden, weight, labels, bias = inputs_with(share)
+    trained = [hidden, weight.requires_grad_(), bias.requires_grad_()]
+    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits = linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = (cross_entropy(logits, labels, reduction="none") * weights).sum()
+    head = Head(weight, bias, softcap)
+    found = chunked_cross_entropy.token_loss(hidden, head, labels, weights=weights)
+    assert torch.allclose(found.nll, wanted, rtol=1e-10, atol=1e-10)
+    for got, gradient in zip(
+        torch.autograd.grad(found.nll * 0.3, trained), torch.autograd.grad(wanted * 0.3, trained), strict=True
+    ):
+        assert torch.allclose(got, gradient, rtol=0, atol=1e-10)
+    plain = chunked_cross_entropy.token_loss(hidden, head, labels)
+    ones = chunked_cross_entropy.token_loss(hidden, head, labels, weights=torch.ones_like(weights))
+    assert torch.equal(plain.nll, ones.nll) and int(found.correct) == int(plain.correct)
+
+
 @pytest.mark.soak
 def test_compiled_it_is_the_same() -> None:
     hidden, weight, labels, _ = inputs_with(0.6)

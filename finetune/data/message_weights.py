@@ -1,0 +1,102 @@
+"""Read the weights of the loss from the messages of a chat.
+
+A message has one weight from 0 to 1. If its content is a list of parts, each part of text can have its own
+weight, which replaces the message's weight for the text of this part.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
+
+from finetune.data.examples import BadRow, TurnWeights, short
+
+FLAG, NUMBERS = "train", ("weight", "loss_weight")
+KEYS = (FLAG, *NUMBERS)
+RANGE = "a number from 0 to 1"
+
+
+def of_answer(turn: dict[str, Any], content: str, where: str) -> TurnWeights:
+    """Return the weights of one message of the assistant.
+
+    Args:
+        turn: the message as it is in the row.
+        content: its text in the chat, by which the positions of the parts are checked.
+    """
+    message, parts = _of_message(turn, where), _of_parts(turn, where)
+    if parts is None:
+        return TurnWeights(message)
+    if "".join(text for text, _ in parts) != content:
+        what, fix = "`reasoning: cut` changes a message whose parts have weights", "data.reasoning: keep"
+        raise BadRow("malformed", what, where, fix=fix, code="recipe-conflict")
+    if turn.get(FLAG) in (False, 0) and any(weight for _, weight in parts):
+        raise _contradict(where, f"{FLAG}: false, and parts with a weight")
+    spans, start = [], 0
+    for weight, run in groupby(parts, key=itemgetter(1)):
+        end = start + sum(len(text) for text, _ in run)
+        if weight is not None and weight != message:
+            spans.append((start, end, weight))
+        start = end
+    return TurnWeights(message, tuple(spans))
+
+
+def check_others(turn: dict[str, Any], where: str) -> None:
+    """Check the weights of a message that is not the assistant's. Each such message has no loss.
+
+    Raises:
+        BadRow: a part has a weight, or the message has a weight between 0 and 1.
+    """
+    parts = _of_parts(turn, where)
+    if parts is not None or _of_message(turn, where) not in (0, 1):
+        what, fix = "only the assistant's messages can have weights of the loss", "remove the weight"
+        raise BadRow("malformed", what, where, fix=fix)
+
+
+def _of_message(turn: dict[str, Any], where: str) -> float:
+    """Return the weight by the keys `train` (true or false), `weight` and `loss_weight`."""
+    given = {key: turn[key] for key in KEYS if turn.get(key) is not None}
+    if FLAG in given and given[FLAG] not in (0, 1):
+        what, expected = "the flag to train on a message has a wrong value", "true or false, 1 or 0"
+        raise BadRow("malformed", what, where, found=short(given[FLAG]), expected=expected)
+    numbers = {_number(given[key], where) for key in NUMBERS if key in given}
+    weight = next(iter(numbers), float(given.get(FLAG, True)))
+    if len(numbers) > 1 or (FLAG in given and bool(given[FLAG]) != bool(weight)):
+        raise _contradict(where, ", ".join(f"{key}: {value}" for key, value in given.items()))
+    return weight
+
+
+def _of_parts(turn: dict[str, Any], where: str) -> list[tuple[str, float | None]] | None:
+    """Return text and weight of each part of text; `None` if no part has a weight."""
+    parts = turn.get("content", turn.get("value"))
+    if not isinstance(parts, list) or not any(_weight_of_part(part) is not None for part in parts):
+        return None
+    found = []
+    for part in parts:
+        weight = _weight_of_part(part)
+        if isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text"):
+            text = part if isinstance(part, str) else part.get("text", part.get("value"))
+            found.append((text, None if weight is None else _number(weight, where)))
+        elif weight is not None:
+            what = "only a part of text can have a weight of the loss"
+            fix = "write the weight of the whole message"
+            raise BadRow("malformed", what, where, found=short(part.get("type")), fix=fix)
+    return found
+
+
+def _weight_of_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return None
+    return next((part[key] for key in NUMBERS if part.get(key) is not None), None)
+
+
+def _number(value: Any, where: str) -> float:
+    if isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1:
+        return float(value)
+    what = "the weight of the loss has a wrong value"
+    raise BadRow("malformed", what, where, found=short(value), expected=RANGE)
+
+
+def _contradict(where: str, found: str) -> BadRow:
+    return BadRow("malformed", "the weights of a message contradict each other", where, found=found)
