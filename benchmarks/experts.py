@@ -263,7 +263,7 @@ NAMES = {
     "bf16-2048-graphs": "the same with CUDA graphs",
     "nf4-2048": "finetune, NF4, 1 x 2,048 tokens",
     "nf4-2048-graphs": "the same with CUDA graphs",
-    "nf4-full-attention-1": "finetune, NF4, 48 layers, LoRA on attention, 1 x 4,096 tokens, layers recomputed",
+    "nf4-full-attention-1": "finetune, NF4, 48 layers, LoRA on attention, 1 x 4,096 tokens, recomputed",
     "unsloth": "Unsloth 2026.10.9, bf16",
     "unsloth-nf4": "Unsloth 2026.10.9, NF4",
     "peft": "PEFT, bf16",

@@ -94,7 +94,7 @@ def compare() -> dict[str, dict[str, Any]]:
                 made[name] = compared(found, row["step_seconds"], row["gpu_memory_gib"], row["device"])
         for name, row in json.loads((HERE / "experts.json").read_text()).items():
             row_of = experts.ROWS.get(name.partition(",")[0])
-            if row_of and row_of.storage != "int8":  # a plan does not know the speed of its kernels, and says so
+            if row_of and row_of.storage != "int8":  # a plan says that it does not know the speed of int8
                 seconds = row["sequences"] * row["length"] / row["tokens_per_second"]
                 found = planned_experts(name, row, place)
                 made[f"experts-{name}"] = compared(found, seconds, row["peak_gib"], row["gpu"])
