@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from finetune.core import regular_files, strict_json
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.folder_search import Search, match_paths
 from finetune.data.readers import READERS
 
@@ -61,13 +61,19 @@ class FolderFiles(NamedTuple):
     """Files that are not read, by split or by the reason why they have no split."""
 
 
-def choose_files(folder: Path, key: str) -> FolderFiles:
+def choose_files(folder: Path, key: str, split: str | None = None) -> FolderFiles:
     """Choose the files of a folder that a recipe key reads.
+
+    Args:
+        split: the split to read. `None` and `train`: by the recipe key.
 
     Raises:
         UserError: a manifest names missing files, or the folder has no split to read (exit 2).
     """
-    return _choose_split(folder, key, _with_standard_names(_splits_of(folder, key)))
+    splits = _with_standard_names(_splits_of(folder, key))
+    if split in (None, "train"):
+        return _choose_split(folder, key, splits)
+    return _choose_named(folder, splits, split)
 
 
 def all_splits(folder: Path, key: str, config: str | None = None) -> Splits:
@@ -89,6 +95,19 @@ def _splits_of(folder: Path, key: str, config: str | None = None) -> Splits:
     if splits is None:
         splits = _splits_of_readme(folder, key, config)
     return _splits_by_name(folder, key) if splits is None else splits
+
+
+def _choose_named(folder: Path, splits: Splits, split: str) -> FolderFiles:
+    """Choose the files of the split that the recipe names."""
+    named = {name: paths for name, paths in splits.items() if paths and name not in NEVER_READ}
+    chosen = split if split in named else _standard_name(split)
+    if chosen not in named:
+        found = ", ".join(name or "files without a split" for name in named)
+        near = nearest(split, filter(None, named))
+        fix = f"data.split: {near}" if near else "use one of these splits, or name a file"
+        what = f"the folder {folder} has no split {split}"
+        raise UserError(Problem(what, "data.split", found=found, fix=fix, code="data-not-found"))
+    return FolderFiles(named[chosen], {name: paths for name, paths in splits.items() if name != chosen})
 
 
 def _choose_split(folder: Path, key: str, splits: Splits) -> FolderFiles:

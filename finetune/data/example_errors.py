@@ -162,7 +162,7 @@ def first_rows(data: Data, at_least: int = 0) -> list[str]:
     cut: list[str] = []
     for source, key in source_loading.named(data):
         first = splits.setdefault(key, FirstExamples(key))
-        if source_loading.files(source.name, key) is None:
+        if source_loading.files_of(source, key) is None:
             first.are_all = False
             continue
         try:

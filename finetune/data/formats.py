@@ -167,7 +167,8 @@ def unused(row: Row, data: Data, format: str) -> list[str]:
     for key in keys.intersection(message_weights.KEYS) if data.train_on != "all" else ():
         if any(turn.get(key) and _has_no_loss(turn, value, format, data) for turn in turns):
             left.add(f"{key} of a message without loss")
-    parts = [part for turn in turns for part in _parts_of(turn) if part.keys() - PART_KEYS]
+    system = [] if plain else [{"content": value.get("system")}]
+    parts = [part for turn in (*turns, *system) for part in _parts_of(turn) if part.keys() - PART_KEYS]
     left |= {
         f"{key} of a content part" for part in parts for key in part.keys() - PART_KEYS if _says(part[key])
     }

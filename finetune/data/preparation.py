@@ -328,7 +328,7 @@ def _first_rows(data: Data, most: int) -> list[tuple[Source, str, list[Any], boo
     """
     found = []
     for source, key in source_loading.named(data):
-        if source_loading.files(source.name, key) is None:
+        if source_loading.files_of(source, key) is None:
             found.append((source, key, [], False))
             continue
         rows = FirstRows(iter(source_loading.read(source, key)), most)
@@ -509,7 +509,7 @@ def _key(data: Data, tokenizer: Any, seed: int, model: list[Any], sources: dict[
 
 def _content(source: Source, sources: dict[str, str]) -> list[Any]:
     """Describe a source by its weight and its content hashes, without its name."""
-    paths = source_loading.files(source.name, "data.name")
+    paths = source_loading.files_of(source, "data.name")
     found = (
         [sources[str(path.resolve())] for path in paths]
         if paths

@@ -202,7 +202,7 @@ def reports(folder: Path) -> dict[str, Any] | None:
 
 def _pointer(data: Data, seed: int, model: Model, model_files: Iterable[Path]) -> Path:
     named = source_loading.named(data)
-    paths = [path for source, key in named for path in source_loading.files(source.name, key) or ()]
+    paths = [path for source, key in named for path in source_loading.files_of(source, key) or ()]
     template = Path(data.chat_template or "")
     every = [*paths, *model_files, *([template] if template.is_file() else [])]
     stated = [(str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size) for path in every]

@@ -66,30 +66,35 @@ def named(data: Data) -> list[tuple[Source, str]]:
 
 
 def check_of_the_hub(data: Data) -> None:
-    """Check that revision, subset and split are used only with a Hub dataset, and check dataset names.
+    """Check that revision and subset are used only with a Hub dataset, and check dataset names.
+
+    A split is for a Hub dataset or a folder.
 
     Raises:
         UserError: all sources are files, or a name is not valid on the Hub (exit 2).
     """
-    split = data.split if data.split != Data.model_fields["split"].default else None
+    has_folder = any(os.path.isdir(os.path.expanduser(source.name)) for source in sources(data))
+    split = data.split if data.split != Data.model_fields["split"].default and not has_folder else None
     hub_keys = {"data.revision": data.revision, "data.subset": data.subset, "data.split": split}
     items = data.name if isinstance(data.name, list) else [data.name]
-    files_only = [files(source.name, "data.name") is not None for source in sources(data)]
+    files_only = [files_of(source, "data.name") is not None for source in sources(data)]
     for source, is_file in zip(sources(data), files_only, strict=True):
         if not is_file:
             hub_datasets.check_name(source.name)
     wrong = [(key, value) for key, value in hub_keys.items() if value and all(files_only)]
     for item, is_file in zip(items, files_only, strict=True):
         if isinstance(item, Source) and is_file:
-            more = {"revision": item.revision, "subset": item.subset, "split": item.split}
+            split = None if os.path.isdir(os.path.expanduser(item.name)) else item.split
+            more = {"revision": item.revision, "subset": item.subset, "split": split}
             wrong += [("data.name", f"{key}: {value} of {item.name}") for key, value in more.items() if value]
     if wrong:
         what, code = "this key is only for a dataset on the Hub", "recipe-conflict"
+        or_folder = " or a split of a folder"
         fix = "remove `{}`"
         raise UserError(
             *(
                 Problem(
-                    what,
+                    what + or_folder * (key.endswith("split") or found.startswith("split:")),
                     key,
                     found=found,
                     fix=fix.format(key.rpartition(".")[2] if key != "data.name" else found.partition(":")[0]),
@@ -244,7 +249,7 @@ def _one_text(data: Data) -> str:
 
     Otherwise return an empty string.
     """
-    paths = [path for source in sources(data) for path in files(source.name, "data.name") or ()]
+    paths = [path for source in sources(data) for path in files_of(source, "data.name") or ()]
     if [path.suffix for path in paths] != [".txt"]:
         return ""
     return "set data.validation to another file, because a .txt file is one example and can't be split"
@@ -260,7 +265,7 @@ def fingerprints(data: Data, held_out: bool = False) -> dict[str, str]:
     if held_out and (data.validation is not None or data.validation_fraction is None):
         read_from = [(source, key) for source, key in read_from if key == "data.validation"]
     for source, key in read_from:
-        paths = files(source.name, key)
+        paths = files_of(source, key)
         if paths is None:
             found[hub_name(source)] = _commit(source)
         for path in paths or ():
@@ -285,7 +290,7 @@ def check_disjoint(data: Data) -> None:
     for source in sources(data):
         # Reading the sources reports missing files. A run folder that was moved does not need them.
         with contextlib.suppress(UserError):
-            trained |= {path.resolve() for path in files(source.name, "data.name") or ()}
+            trained |= {path.resolve() for path in files_of(source, "data.name") or ()}
     both = trained & {path.resolve() for path in held_out}
     if both:
         what, found = (
@@ -296,8 +301,16 @@ def check_disjoint(data: Data) -> None:
         raise UserError(Problem(what, "data.validation", found=found, fix=fix, code="recipe-conflict"))
 
 
-def files(name: str, key: str) -> list[Path] | None:
+def files_of(source: Source, key: str) -> list[Path] | None:
+    """Return the local files of a source, or `None` for a dataset on the Hub. See `files`."""
+    return files(source.name, key, source.split)
+
+
+def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
     """Return the local files that a name refers to, or `None` for a Hub id.
+
+    Args:
+        split: the split of a folder. `None`: by the recipe key.
 
     Raises:
         UserError: the path does not exist, or finetune cannot read the file type (exit 2).
@@ -323,7 +336,7 @@ def files(name: str, key: str) -> list[Path] | None:
         raise UserError(Problem(what, key, found=found, fix=fix, code="data-not-found"))
     paths = matches
     if all(map(os.path.isdir, matches)):
-        paths = list(chain.from_iterable(choose_files(folder, key).read for folder in matches))
+        paths = list(chain.from_iterable(choose_files(folder, key, split).read for folder in matches))
         if not paths:
             raise UserError(_nothing_to_read(path, key))
     for entry in paths:
@@ -348,8 +361,8 @@ def _nothing_to_read(folder: Path, key: str) -> Problem:
 def passed_by(data: Data) -> dict[str, list[str]]:
     """Return the entries of each named folder that are not data files, so that nothing reads them."""
     found = {}
-    for folder, key in _folders(data):
-        chosen = choose_files(folder, key)
+    for folder, key, split in _folders(data):
+        chosen = choose_files(folder, key, split)
         data_files = [*chosen.read, *chain.from_iterable(chosen.others.values())]
         of_data = {
             parent for path in data_files for parent in path.parents
@@ -366,8 +379,8 @@ def passed_by(data: Data) -> dict[str, list[str]]:
 
 def notes_on_folders(data: Data) -> list[str]:
     """Return notes on data files in the recipe's folders that are not read, and how to use them."""
-    folders = [(folder, choose_files(folder, key)) for folder, key in _folders(data)]
-    used = {path.resolve() for source, key in named(data) for path in files(source.name, key) or ()}
+    folders = [(folder, choose_files(folder, key, split)) for folder, key, split in _folders(data)]
+    used = {path.resolve() for source, key in named(data) for path in files_of(source, key) or ()}
     notes, has_validation = [], data.validation is not None or data.validation_fraction is not None
     for folder, found in folders:
         others = {
@@ -385,10 +398,10 @@ def notes_on_folders(data: Data) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _folders(data: Data) -> list[tuple[Path, str]]:
-    """Return each folder that a recipe names, with its key."""
-    paths = [(Path(os.path.expanduser(source.name)), key) for source, key in named(data)]
-    return [(path, key) for path, key in dict.fromkeys(paths) if os.path.isdir(path)]
+def _folders(data: Data) -> list[tuple[Path, str, str | None]]:
+    """Return each folder that a recipe names, with its key and split."""
+    paths = [(Path(os.path.expanduser(source.name)), key, source.split) for source, key in named(data)]
+    return [(path, key, split) for path, key, split in dict.fromkeys(paths) if os.path.isdir(path)]
 
 
 def _counted(paths: list[Path]) -> str:
@@ -406,7 +419,7 @@ def _counted(paths: list[Path]) -> str:
 
 def read(source: Source, key: str) -> Rows:
     """Yield every row of a source, in order."""
-    paths = files(source.name, key)
+    paths = files_of(source, key)
     if paths is None:
         yield from _hub(source)
         return
@@ -460,8 +473,14 @@ def hub_name(source: Source) -> str:
 
 
 def title(source: Source) -> str:
-    """Return the name of a source. For a Hub dataset it includes subset and split."""
-    return hub_name(source) if files(source.name, "data.name") is None else source.name
+    """Return the name of a source. For a Hub dataset it includes subset and split.
+
+    For a folder, it includes a split other than the training split.
+    """
+    if files_of(source, "data.name") is None:
+        return hub_name(source)
+    default = Data.model_fields["split"].default
+    return source.name if source.split in (None, default) else f"{source.name} {source.split}"
 
 
 def _commit(source: Source) -> str:

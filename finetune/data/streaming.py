@@ -136,7 +136,7 @@ def check(data: Data) -> None:
             what, found = "streaming needs weights that are integers", f"weight {source.weight:g}"
             fix = f"weight: {max(1, round(source.weight))}"
             problems.append(Problem(what, "data.name", found=found, fix=fix, code="recipe-conflict"))
-        if source_loading.files(source.name, "data.name") is None:
+        if source_loading.files_of(source, "data.name") is None:
             what, fix = "finetune can't stream datasets of the Hub", "data.streaming: false"
             problems.append(Problem(what, "data.name", found=source.name, fix=fix, code="recipe-conflict"))
     if problems:
@@ -222,7 +222,7 @@ def _shards(data: Data, seed: int) -> list[Shard]:
     """Return all shards of all sources, each as often as the weight of its source, shuffled."""
     found: list[Shard] = []
     for source in source_loading.sources(data):
-        for path in source_loading.files(source.name, "data.name") or ():
+        for path in source_loading.files_of(source, "data.name") or ():
             size = path.stat().st_size
             cuts = [size * i // RANGES for i in range(RANGES + 1)] if path.suffix == ".jsonl" else [0, size]
             ranges = [(a, b) for a, b in pairwise(cuts) if a < b]

@@ -89,7 +89,7 @@ def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | N
     every = dict[Path, float]()
     shared = 1.0
     for source in source_loading.sources(data):
-        paths = source_loading.files(source.name, "data.name")
+        paths = source_loading.files_of(source, "data.name")
         if not paths:
             return None
         for path in paths:
@@ -166,7 +166,7 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
     paths = [
         path
         for source, key in source_loading.named(data)
-        for path in source_loading.files(source.name, key) or ()
+        for path in source_loading.files_of(source, key) or ()
     ]
     if not rows.number and data.validation_fraction is not None:
         return (

@@ -251,7 +251,7 @@ def _data(recipe: Recipe) -> list[str]:
         fix = "set `data.name` to a file, a folder or a dataset on the Hub"
         raise UserError(Problem("a source has no name", "data.name", fix=fix, code="missing-key"))
     for source, key in named:
-        if source_loading.files(source.name, key) is None:
+        if source_loading.files_of(source, key) is None:
             pinned = client.COMMIT.fullmatch(source.revision or "")
             pin = (
                 "" if pinned else "; set `data.revision` to a commit, or a later run may read other examples"

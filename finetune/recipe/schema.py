@@ -83,7 +83,7 @@ class Source(Section):
     subset: str | None = None
     """Configuration of a Hub dataset; `null`: `data.subset`."""
     split: str | None = None
-    """Split of a Hub dataset; `null`: `data.split`."""
+    """Split of a Hub dataset or of a folder; `null`: `data.split`."""
     max_example_bytes: int | None = Field(default=None, ge=1, le=2**31 - 2)
     """Longest example of these files in bytes; `null`: `data.max_example_bytes`."""
     max_uncompressed_bytes: int | None = Field(default=None, ge=1, le=2**53)
@@ -121,7 +121,7 @@ class Data(Section):
     subset: str | None = None
     """Configuration of a Hub dataset."""
     split: str = "train"
-    """Split of a Hub dataset."""
+    """Split of a Hub dataset or of a folder (docs/guides/dataset_formats.md)."""
     format: Literal["auto", "messages", "prompt_completion", "alpaca", "sharegpt", "text"] = "auto"
     """Format of the examples. `auto` detects it from the columns and reports it."""
     columns: dict[str, str] = {}

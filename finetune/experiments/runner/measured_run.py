@@ -115,10 +115,8 @@ def identity(job: Job) -> str:
 
 def contents(data: Data) -> list[str]:
     """Return the hash of each local training and validation file."""
-    named = [(source.name, "data.name") for source in source_loading.sources(data)]
-    named += [(data.validation, "data.validation")] if data.validation else []
-    found = []
-    for path in [path for name, key in named for path in source_loading.files(name, key) or ()]:
+    found, named = [], source_loading.named(data)
+    for path in [path for source, key in named for path in source_loading.files_of(source, key) or ()]:
         now = path.stat()
         found.append(_content(path, now.st_mtime_ns, now.st_size))
     return found

@@ -385,3 +385,50 @@ def test_folder_with_links_into_itself_reads_each_file_once(tmp_path: Path) -> N
     assert found is not None and [path.name for path in found] == ["a.jsonl", "b.jsonl"]
     card(folder, '- config_name: default\n  data_files: "**/*.jsonl"\n')
     assert read(folder) == names
+
+
+def read_split(folder: Path, split: str) -> list[str]:
+    data = Data(name=str(folder), split=split)
+    source_loading.check_of_the_hub(data)
+    (source,) = source_loading.sources(data)
+    rows: Any = source_loading.read(source, "data.name")
+    return sorted(row.value["text"].removeprefix("This is an example of ").rstrip(".") for row in rows)
+
+
+def test_a_split_of_a_folder_is_read_by_its_name(tmp_path: Path) -> None:
+    """Of file names, of a `DatasetDict`, of a card and of shards; as `datasets` reads them."""
+    named = write(tmp_path / "named", "train.jsonl", "test.jsonl", "dev.jsonl")
+    assert read_split(named, "test") == read_by_datasets(named, "test") == ["test.jsonl"]
+    assert read_split(named, "validation") == read_by_datasets(named, "validation") == ["dev.jsonl"]
+    assert read_split(named, "train") == ["train.jsonl"]
+    rows = {name: Dataset.from_list([text(name)]) for name in ("train_sft", "test_sft")}
+    DatasetDict(rows).save_to_disk(str(tmp_path / "saved"))
+    assert read_split(tmp_path / "saved", "train_sft") == ["train_sft"]
+    configs = "- config_name: default\n  data_files:\n  - {split: gold, path: a.jsonl}\n"
+    configs += "  - {split: train, path: b.jsonl}\n"
+    carded = card(write(tmp_path / "carded", "a.jsonl", "b.jsonl"), configs)
+    assert read_split(carded, "gold") == read_by_datasets(carded, "gold") == ["a.jsonl"]
+    shards = write(
+        tmp_path / "shards", "data/train-00000-of-00001.parquet", "data/odd-00000-of-00001.parquet"
+    )
+    assert read_split(shards, "odd") == ["data/odd-00000-of-00001.parquet"]
+
+
+def test_a_split_that_a_folder_lacks_is_an_error_with_its_splits(tmp_path: Path) -> None:
+    folder = write(tmp_path / "named", "train.jsonl", "test.jsonl")
+    with pytest.raises(UserError) as raised:
+        read_split(folder, "tset")
+    (problem,) = raised.value.problems
+    assert problem.what == f"the folder {folder} has no split tset" and problem.found == "test, train"
+    assert problem.fix == "data.split: test"
+    with pytest.raises(UserError, match="has no split validation"):
+        read_split(folder, "validation")
+
+
+def test_two_splits_of_a_folder_are_two_sources(tmp_path: Path) -> None:
+    folder = write(tmp_path / "named", "train.jsonl", "test.jsonl")
+    both = Data(name=[Source(name=str(folder)), Source(name=str(folder), split="test")])
+    source_loading.check_of_the_hub(both)
+    assert [source_loading.title(s) for s in source_loading.sources(both)] == [str(folder), f"{folder} test"]
+    files = [source_loading.files_of(s, "data.name") for s in source_loading.sources(both)]
+    assert files == [[folder / "train.jsonl"], [folder / "test.jsonl"]]

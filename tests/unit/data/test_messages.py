@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from finetune.data.examples import Example
-from support.chat_rows import ANSWER, CALL, CHAT, USER, bad, bad_chat, chat, row
+from finetune.data.formats import unused
+from finetune.recipe.schema import Data
+from support.chat_rows import ANSWER, CALL, CHAT, USER, bad, bad_chat, chat, read, row
 
 
 def test_messages_stay_as_they_are() -> None:
@@ -188,3 +190,64 @@ def test_two_results_of_two_calls_and_an_empty_system_message_are_in_order() -> 
     found = chat({"role": "system", "content": " "}, USER, called, result, result, ANSWER)
     assert found.messages == [USER, {**called, "content": ""}, result, result, ANSWER]
     assert found.trained == (True, True)
+
+
+def test_openais_tool_calls_become_what_templates_expect() -> None:
+    """Arguments as JSON text, a null content, calls in parallel, and results by `tool_call_id`."""
+    calls = [
+        {"id": f"call_{n}", "type": "function", "function": {"name": "look", "arguments": f'{{"at": {n}}}'}}
+        for n in (1, 2)
+    ]
+    results = [{"role": "tool", "tool_call_id": f"call_{n}", "content": f"seen {n}"} for n in (1, 2)]
+    asks = {"role": "assistant", "content": None, "tool_calls": calls}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    value = row(messages=[USER, asks, *results, ANSWER], tools=tools, parallel_tool_calls=True)
+    found = read(value)
+    turns = found.messages or []
+    assert [call["function"]["arguments"] for call in turns[1]["tool_calls"]] == [{"at": 1}, {"at": 2}]
+    assert [call["id"] for call in turns[1]["tool_calls"]] == ["call_1", "call_2"]
+    assert turns[1]["content"] == "" and turns[2:4] == results and found.tools == tools
+    assert unused(value, Data(name="-"), "messages") == ["parallel_tool_calls"]
+    assert chat(USER, {**asks, "weight": 0}, *results, ANSWER).trained == (False, True)
+
+
+def test_anthropics_messages_become_what_templates_expect() -> None:
+    """Thinking, tool uses and tool results are parts; a system prompt can be a list of blocks."""
+    asks = {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "At the door?", "signature": "x"},
+            {"type": "text", "text": "Let me look."},
+            {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": "door"}},
+        ],
+    }
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "Maria"}]}
+    tools = [{"name": "look", "description": "Look.", "input_schema": {"type": "object"}}]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
+    messages = [USER, asks, {"role": "user", "content": [result]}, ANSWER]
+    value = row(system=system, messages=messages, tools=tools)
+    found = read(value)
+    turns = found.messages or []
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "tool", "assistant"]
+    assert turns[0]["content"] == "Be brief." and turns[2]["content"] == "Let me look."
+    assert turns[2]["reasoning_content"] == "At the door?"
+    call = {"name": "look", "arguments": {"at": "door"}}
+    assert turns[2]["tool_calls"] == [{"type": "function", "function": call, "id": "toolu_1"}]
+    assert turns[3] == {"role": "tool", "tool_call_id": "toolu_1", "content": "Maria"}
+    function = {"name": "look", "description": "Look.", "parameters": {"type": "object"}}
+    assert found.tools == [{"type": "function", "function": function}] and found.trained == (True, True)
+    named = ["cache_control of a content part", "signature of a content part"]
+    assert unused(value, Data(name="-"), "messages") == named
+
+
+def test_what_anthropics_parts_hold_and_no_text_can_is_an_error() -> None:
+    for part in ({"type": "image", "source": {}}, {"type": "redacted_thinking", "data": "x"}):
+        assert bad_chat(USER, {"role": "assistant", "content": [part]}).problem.what.startswith(
+            "unknown type"
+        )
+    late = {
+        "role": "user",
+        "content": [{"type": "tool_result", "content": "Maria"}, {"type": "text", "text": "?"}],
+    }
+    asks = {"role": "assistant", "content": [{"type": "tool_use", "name": "look", "input": {}}]}
+    assert bad_chat(USER, asks, late, ANSWER).kind == "role_order"
