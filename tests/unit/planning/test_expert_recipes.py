@@ -76,6 +76,13 @@ def test_recipe_of_experts_fits_on_the_gpus_that_its_purpose_names(
         )  # its layers are not known
 
 
+def test_qlora_on_attention_alone_fits_24_gb(tmp_path: Path, monkeypatch: Any) -> None:
+    """Measured: 17.7 GiB (`nf4-full-attention-1` of benchmarks/experts.json)."""
+    monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
+    path = ROOT / "recipes" / "qwen3_30b_a3b" / "qlora.yaml"
+    assert planned(path, "rtx4090", tmp_path, "adapter.target_modules=all-linear").fits
+
+
 def test_plan_and_check_say_what_fp8_quantizes(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("FINETUNE_CACHE", str(tmp_path))
     path = ROOT / "recipes" / "qwen3_30b_a3b" / "fp8.yaml"
