@@ -171,7 +171,7 @@ def export_model(
 
     Args:
         run: a run, a run folder, a folder of PEFT, or the name of a run or an adapter on the Hub.
-        to: gguf, ollama, vllm or mlx.
+        to: gguf, ollama, vllm, mlx or compressed-tensors.
         output: the new folder. By default, a folder such as `export-gguf-f16` in the run folder.
         quantize: the quantization of the weights. By default, the target's own default.
         adapter: export only the adapter instead of merged weights.

@@ -28,7 +28,7 @@ EXTRAS = {  # extra -> the import names of its packages
     "quantize": ("torchao",),
     "eval": ("lm_eval",),
     "sweep": ("optuna", "psycopg"),
-    "export": ("gguf",),
+    "export": ("gguf", "compressed_tensors"),
     "deepspeed": ("deepspeed",),
     "fp8": ("transformer_engine",),
     "kernels": ("kernels", "liger_kernel"),

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.cli import arguments
 from finetune.cli.fast_imports import fast_imports
 
-TARGETS = ("gguf", "ollama", "vllm", "mlx")
+TARGETS = ("gguf", "ollama", "vllm", "mlx", "compressed-tensors")
 SOURCE = (
     "run",
     {
@@ -25,10 +25,17 @@ EXPORT: tuple[tuple[str, dict[str, Any]], ...] = (
             "metavar": "KIND",
             "help": "how the weights are stored. gguf and ollama: f32, f16 (default), bf16 or q8_0; q6_k, "
             "q5_k_m, q4_k_m, q3_k_m or q2_k with llama.cpp's llama-quantize. vllm and mlx: bf16 (default) or "
-            "f32. For torchao's formats, use `finetune merge`",
+            "f32. compressed-tensors: fp8 (default) or int8. For torchao's formats, use `finetune merge`",
         },
     ),
-    ("--adapter", {"action": "store_true", "help": "export the adapter alone (gguf, vllm)"}),
+    (
+        "--adapter",
+        {
+            "action": "store_true",
+            "help": "export the adapter alone (all targets except ollama). compressed-tensors also writes "
+            "the quantized base model",
+        },
+    ),
     ("--output", {"metavar": "DIR", "help": "a new folder (default: RUN/export-gguf-f16 and so on)"}),
 )
 

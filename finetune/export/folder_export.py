@@ -32,7 +32,13 @@ def copy(source: Path, folder: Path) -> dict[str, int]:
             name = str(file.relative_to(source))
             safe_files.make_folder(folder, str(Path(name).parent))
             shutil.copyfile(file, folder / name)
-    return {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    return sizes(folder)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Return the files of a folder with their sizes."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
 def check(folder: Path, job: Job, kind: str, without_answers: str = "") -> dict[str, Any]:
@@ -47,9 +53,9 @@ def _reader(folder: Path, job: Job, without_answers: str) -> Reader:
     import transformers
     from transformers import AutoTokenizer, GenerationConfig
 
-    has_tokenizer = (folder / "tokenizer_config.json").exists()
-    base = {} if has_tokenizer else {"revision": job.revision}
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder) if has_tokenizer else job.base, **base)
+    places = [place for place in (folder, folder / "base") if (place / "tokenizer_config.json").exists()]
+    base = {} if places else {"revision": job.revision}
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(places[0]) if places else job.base, **base)
     model = None if without_answers else _model(folder, job)
     answer = model and partial(_answer, model, job.expected.stops)
     losses = model and partial(serving_check.losses_of, model)
@@ -69,7 +75,10 @@ def _model(folder: Path, job: Job) -> Any:
         return AutoModelForCausalLM.from_pretrained(str(folder), **options).eval()
     from peft import PeftModel
 
-    base: Any = AutoModelForCausalLM.from_pretrained(job.base, revision=job.revision, **options)
+    if (folder / "base").is_dir():
+        base: Any = AutoModelForCausalLM.from_pretrained(str(folder / "base"), **options)
+        return PeftModel.from_pretrained(base, str(folder / "adapter")).eval()
+    base = AutoModelForCausalLM.from_pretrained(job.base, revision=job.revision, **options)
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
 

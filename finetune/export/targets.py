@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError, nearest
-from finetune.export import gguf_export, mlx_export, ollama_export, vllm_export
+from finetune.export import compressed_export, gguf_export, mlx_export, ollama_export, vllm_export
 
 if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
@@ -15,9 +15,10 @@ MODULES: dict[str, Any] = {
     "ollama": ollama_export,
     "vllm": vllm_export,
     "mlx": mlx_export,
+    "compressed-tensors": compressed_export,
 }
 """Target -> the module that writes it: `KINDS`, `check(config, kind)` and `write(job, folder)`."""
-DEFAULTS = {"gguf": "f16", "ollama": "f16", "vllm": "bf16", "mlx": "bf16"}
+DEFAULTS = {"gguf": "f16", "ollama": "f16", "vllm": "bf16", "mlx": "bf16", "compressed-tensors": "fp8"}
 
 
 def check_adapter(folder: RunFolder, to: str) -> None:

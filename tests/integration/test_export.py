@@ -12,7 +12,10 @@ import torch
 
 from finetune.cli import main
 from finetune.core import packages
+from finetune.evaluation import reopen
 from finetune.export import export_source
+from finetune.quantization.fp8_linear import Fp8Linear
+from finetune.recipe import loader
 from support.paths import MODEL
 
 if TYPE_CHECKING:
@@ -23,6 +26,10 @@ if TYPE_CHECKING:
 
 needs_gguf = pytest.mark.skipif(
     not packages.installed("gguf"), reason="needs the package gguf (extra `export`)"
+)
+
+needs_compressed_tensors = pytest.mark.skipif(
+    not packages.installed("compressed_tensors"), reason="needs compressed-tensors (extra `export`)"
 )
 
 
@@ -129,6 +136,36 @@ def test_export_of_an_adapter_copies_no_file_that_it_does_not_know(trained: Call
     names = {path.name for path in (run.path / "export-vllm-adapter").iterdir()}
     adapter = {"adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"}
     assert names == adapter | {"tokenizer.json", "tokenizer_config.json", "export.json"}
+
+
+@needs_compressed_tensors
+def test_export_to_compressed_tensors_of_a_run_on_an_fp8_base_model(
+    trained: Callable[..., RunFolder],
+) -> None:
+    from safetensors.torch import load_file
+
+    run, fp8 = trained(), "model.quantization=fp8"  # a CPU evaluates on an fp8 base model, but does not train
+    merged = export(run, fp8, "--to", "compressed-tensors")
+    assert merged["quantize"] == "fp8" and merged["serving_check"]["answers"]["agree"]
+    report = export(run, fp8, "--to", "compressed-tensors", "--adapter")
+    check = report["serving_check"]
+    assert check["token_ids"]["different"] == 0 and check["answers"]["agree"] and check["loss"]["agree"]
+    assert report["serve"][0].startswith("vllm serve base --enable-lora --max-lora-rank 16")
+    weights = load_file(run.path / "export-compressed-tensors-adapter" / "base" / "model.safetensors")
+    trained_on: Any = reopen.open_base(loader.load(run.recipe, [fp8]))
+    layers = {name: one for name, one in trained_on.named_modules() if isinstance(one, Fp8Linear)}
+    assert len(layers) == report["layers"]["quantized"] > 0
+    for name, layer in layers.items():
+        assert torch.equal(weights[f"{name}.weight"].float(), layer.weight.float()), name
+        assert torch.equal(weights[f"{name}.weight_scale"], layer.weight_scale), name
+
+
+def test_export_to_compressed_tensors_without_the_package_says_how_to_get_it(
+    trained: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(packages, "installed", lambda name: name != "compressed_tensors")
+    assert export(trained(), "--to", "compressed-tensors", code=3) == {}
+    assert "[export]" in capsys.readouterr().err
 
 
 def test_export_to_mlx_writes_a_folder_that_mlx_lm_loads(trained: Callable[..., RunFolder]) -> None:
