@@ -79,12 +79,12 @@ def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
 
     rank = vllm_export.check_adapter(job.source)
     with writing(folder):
-        safe_files.make_folder(folder, "base")
+        stored = safe_files.make_folder(folder, "base")
         safe_files.make_folder(folder, "adapter")
     base: Any = AutoModelForCausalLM.from_pretrained(job.base, revision=job.revision, dtype=torch.float32)
     with writing(folder):
-        report = save(base, job.quantize, folder / "base")
-        job.tokenizer.save_pretrained(str(folder / "base"))
+        report = save(base, job.quantize, stored)
+        job.tokenizer.save_pretrained(str(stored))
     del base
     folder_export.copy(job.source, folder / "adapter")
     report |= {"files": folder_export.sizes(folder)}

@@ -79,7 +79,7 @@ PRIVATE = {
     "adapters/initialization.py": ("target", "initial"),  # parameters; training/ gives `private`
     "checkpointing/checkpoints.py": ("path",),
     "export/merged_files.py": ("whole", "packed"),
-    "export/compressed_export.py": ("folder",),
+    "export/compressed_export.py": ("folder", "stored"),
     "core/upstream_private.py": ("path",),
     "profiling/profiler.py": ("private.path / file.name", "private.path / path.name"),
     "training/nan_detection.py": ("private.path / name",),
