@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 HALF = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 
 
-def check(adapter: Path) -> dict[str, Any]:
+def check(adapter: Path, target: str = "a GGUF LoRA") -> dict[str, Any]:
     """Return the adapter's config.
 
     Raises:
-        UserError: a GGUF LoRA can't hold the adapter (exit 2).
+        UserError: the target can't hold the adapter (exit 2).
     """
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     found = [reason for reason in vllm_rules.refusals(config) if not reason.startswith("rank")]
     if found:
-        what, fix = "a GGUF LoRA can't hold this adapter", "remove --adapter, so that finetune merges it"
+        what, fix = f"{target} can't hold this adapter", "remove --adapter, so that finetune merges it"
         texts = {"found": ", ".join(found), "fix": fix, "code": "export"}
         raise UserError(Problem(what, where=str(adapter), **texts))
     return config

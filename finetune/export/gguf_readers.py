@@ -135,7 +135,7 @@ def _answer_of_server(address: str, prompt: list[int], room: int) -> list[Step]:
     return found
 
 
-def _loss_of_server(address: str, document: Encoded) -> tuple[float, int]:
+def _loss_of_server(address: str, document: Encoded) -> tuple[float, float]:
     """Return the sum of the losses of a document's tokens, and their number.
 
     The server gives the probability of the token that it chooses, before any bias. So a bias makes it choose

@@ -1,11 +1,13 @@
-"""`--to mlx`: merged weights in the layout that mlx-lm loads."""
+"""`--to mlx`: merged weights, or the adapter, in the layout that mlx-lm loads."""
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
-from finetune.export import folder_export
+from finetune.core.paths import writing
+from finetune.export import folder_export, gguf_lora, mlx_lora
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,3 +40,18 @@ def write(job: Job, folder: Path) -> dict[str, Any]:
     report["serving_check"] = folder_export.check(folder, job, job.quantize)
     report["notes"] = ["mlx-lm itself was not run: transformers read the files that mlx-lm reads"]
     return report | {"serve": ["mlx_lm.server --model .", "mlx_lm.chat --model ."]}
+
+
+def check_adapter(adapter: Path) -> None:
+    """Raise a UserError if mlx-lm can't hold the adapter (exit 2)."""
+    gguf_lora.check(adapter, "mlx-lm")
+
+
+def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
+    """Write the adapter alone. mlx-lm applies it to the base model."""
+    config: Any = job.config.get_text_config()
+    with writing(folder):
+        files = mlx_lora.write(job.source, config.num_hidden_layers, folder)
+    why = "transformers can't read an adapter in mlx-lm's layout, and mlx-lm was not run"
+    serve = [f"mlx_lm.server --model {shlex.quote(job.base)} --adapter-path ."]
+    return {"files": files, "serving_check": {"reader": None, "not_run": why}, "serve": serve}

@@ -68,7 +68,7 @@ class Reader:
     """Return the greedy answer to a prompt. `None`: it can't run it, and `without_answers` says why."""
     stop_ids: Callable[[], set[int]] | None = None
     """Return the tokens at which it ends an answer."""
-    losses: Callable[[Sequence[Encoded]], list[tuple[float, int]]] | None = None
+    losses: Callable[[Sequence[Encoded]], list[tuple[float, float]]] | None = None
     """Return the sum of the losses of each document's tokens, and their number."""
     without_ids: str = ""
     without_answers: str = ""
@@ -125,13 +125,13 @@ def text_logits(model: Any, ids: list[int]) -> torch.Tensor:
         return model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float().cpu()
 
 
-def losses_of(model: Any, documents: Sequence[Encoded]) -> list[tuple[float, int]]:
+def losses_of(model: Any, documents: Sequence[Encoded]) -> list[tuple[float, float]]:
     """Return the sum of a transformers model's losses on each document, and the number of tokens."""
     with torch.no_grad():
         return scoring.token_losses(model, list(documents), 0, 1)
 
 
-def mean(losses: list[tuple[float, int]]) -> float:
+def mean(losses: list[tuple[float, float]]) -> float:
     """Return the loss per token."""
     return sum(loss for loss, _ in losses) / max(sum(count for _, count in losses), 1)
 
@@ -203,7 +203,7 @@ def compare_losses(reader: Reader, expected: Expected, kind: str) -> dict[str, A
     losses = reader.losses(expected.documents)
     found, tolerance = mean(losses), LOSS_SHARE * TOLERANCES[kind] * expected.spread()
     return {
-        "tokens": sum(count for _, count in losses),
+        "tokens": round(sum(count for _, count in losses)),
         "finetune": expected.loss,
         "runtime": found,
         "tolerance": tolerance,

@@ -236,11 +236,31 @@ def test_export_of_an_adapter_on_the_hub(
     assert "no such repository" in capsys.readouterr().err
 
 
+def test_export_of_an_adapter_to_mlx_has_the_update_of_each_weight(
+    trained: Callable[..., RunFolder],
+) -> None:
+    from safetensors.torch import load_file
+
+    run = trained()
+    export(run, "--to", "mlx", "--adapter")
+    folder = run.path / "export-mlx-adapter"
+    config = json.loads((folder / "adapter_config.json").read_text())
+    held = load_file(folder / "adapters.safetensors")
+    weights = load_file(run.adapter / "adapter_model.safetensors")
+    assert config["fine_tune_type"] == "lora" and len(held) == len(weights)
+    assert "self_attn.q_proj" in config["lora_parameters"]["keys"]
+    peft = json.loads((run.adapter / "adapter_config.json").read_text())
+    assert config["lora_parameters"]["scale"] == peft["lora_alpha"] / peft["r"]
+    module = "model.layers.0.self_attn.q_proj"
+    a, b = (weights[f"base_model.model.{module}.lora_{half}.weight"].float() for half in "AB")
+    torch.testing.assert_close((held[f"{module}.lora_a"] @ held[f"{module}.lora_b"]).T, b @ a)
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         (["--to", "vllm", "--quantize", "q8_0"], "no such quantization"),
-        (["--to", "mlx", "--adapter"], "exports no adapter alone"),
+        (["--to", "ollama", "--adapter"], "exports no adapter alone"),
         (["--to", "vllm", "--output", "/nowhere/at/all"], "folder of the output"),
     ],
 )
