@@ -354,9 +354,16 @@ def restore_allocation(model: PeftModel, state: dict[str, Tensor]) -> None:
     wrong = sorted(n for n in expected.keys() | saved_kinds.keys() if expected.get(n) != saved_kinds.get(n))
     if wrong:
         what = f"the saved state of AdaLoRA does not fit this model ({len(wrong)} tensors)"
+        fix = "resume with the recipe of the checkpoint, or start a new run"
         problems = [
             Problem(
-                what, "", n, _described(saved_kinds.get(n)), _described(expected.get(n)), code="checkpoint"
+                what,
+                "",
+                n,
+                _described(saved_kinds.get(n)),
+                _described(expected.get(n)),
+                fix=fix,
+                code="checkpoint",
             )
             for n in wrong[:SHOWN]
         ]

@@ -63,13 +63,13 @@ def attach(
             adapted: Any = continue_from.load(model, adapter, added, checks)
     else:
         name_problems.check(model, adapter, everything)
-        with continue_from.refusals("PEFT refuses it"):
+        with continue_from.refusals("PEFT does not accept it"):
             config: Any = peft_configs.peft_config(
                 adapter, steps, trainable_parameters.shapes(model), everything
             )
         peft_configs.fit(config, model, everything, added)
         init = adapter.options().get("init_lora_weights")
-        with continue_from.refusals("PEFT refuses it"), stacked_experts.plain_parameters(model):
+        with continue_from.refusals("PEFT does not accept it"), stacked_experts.plain_parameters(model):
             adapted = initialization.attach(model, config, init, everything.linear, batches, checks)
     _settle(adapted, adapter, model)
     fp8_loading.refuse_merges(adapted)

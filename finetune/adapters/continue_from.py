@@ -89,7 +89,8 @@ def _source_folder(source: str) -> Path | None:
             return folder
     found = ", ".join(sorted(entry.name for entry in path.iterdir())[:6]) if path.is_dir() else "a file"
     what, expected = f"{path} holds no adapter", "a run folder, or a folder with adapter_config.json"
-    raise UserError(Problem(what, INIT_FROM, "", found, expected, code="adapter-files"))
+    fix = "name a run folder, such as runs/quickstart"
+    raise UserError(Problem(what, INIT_FROM, "", found, expected, fix=fix, code="adapter-files"))
 
 
 def _source_problems(
@@ -108,18 +109,25 @@ def _source_problems(
     init = str(saved.get("init_lora_weights")).lower()
     if init.startswith(adapter_types.REBASING_INITS):
         what, why = "the adapter needs a modified base model", f"{init} moved a part of the base into it"
-        fix, shown = "save the adapter as plain LoRA with PEFT", f"init_lora_weights: {init}"
+        fix, shown = (
+            "convert it with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)",
+            f"init_lora_weights: {init}",
+        )
         return [Problem(what, INIT_FROM, found=shown, fix=fix, why=why, code="adapter-files")]
     for key, why in adapter_types.UNSERVED.get(kind.peft, {}).items():
         if saved.get(key) is not None and saved[key] is not False:
             what, shown = "finetune does not support an option of the saved adapter", f"{key}: {saved[key]}"
-            problems.append(Problem(what, INIT_FROM, found=shown, why=why, code="adapter-option"))
+            fix = "train a new adapter: remove `init_from`"
+            problems.append(Problem(what, INIT_FROM, found=shown, why=why, fix=fix, code="adapter-option"))
     type_saved = str(getattr(saved.get("peft_type"), "value", saved.get("peft_type"))).lower()
     type_saved = f"{type_saved} {_variant(saved)}".strip()
     type_asked = f"{kind.peft} {_variant({**adapter.options(), **kind.sets})}".strip()
     if type_saved != type_asked:
         what = "the saved adapter has another type"
-        problems.append(Problem(what, INIT_FROM, found=type_saved, expected=type_asked, code="adapter-type"))
+        fix = f"adapter.type: {type_saved.split()[0]}"
+        problems.append(
+            Problem(what, INIT_FROM, found=type_saved, expected=type_asked, fix=fix, code="adapter-type")
+        )
     for key, value in adapter.options().items():
         have = saved.get(key)
         same = _same(key, value, saved) if isinstance(value, list) else value == have

@@ -355,7 +355,8 @@ def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:
     if missing:
         found, expected = ", ".join(map(str, missing)), f"0 to {names.layers - 1}"
         what = "the model has no layer with this number"
-        return [Problem(what, key, found=found, expected=expected, code="target-modules")]
+        fix = f"use a number from 0 to {names.layers - 1}"
+        return [Problem(what, key, found=found, expected=expected, fix=fix, code="target-modules")]
     if wanted is not None and isinstance(targets, str) and targets != target_modules.EVERYTHING:
         what = "PEFT ignores `layers_to_transform` if `target_modules` is a regular expression"
         listed = [name for name in names.kinds if target_modules.match(targets, [name])[targets]]
@@ -428,7 +429,8 @@ def _feedforward(options: Mapping[str, Any]) -> list[Problem]:
     beside = ", ".join(name for name in forward if name not in targets)
     what, expected = "these modules are not in `target_modules`", ", ".join(targets)
     key, fix = "adapter.feedforward_modules", f"target_modules: [{', '.join([*targets, beside])}]"
-    return [Problem(what, key, "", beside, expected, fix, code="target-modules")]
+    why = "IA3 scales the inputs of feed-forward modules, so they must be targets"
+    return [Problem(what, key, "", beside, expected, fix, why=why, code="target-modules")]
 
 
 def _saved(options: Mapping[str, Any], names: Names) -> list[Problem]:
@@ -475,7 +477,8 @@ def _tokens(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem
         if beyond:
             what, shown = "the model has no token with this id", ", ".join(map(str, beyond))
             place, expected = f"adapter.{key}", f"0 to {rows - 1}"
-            problems.append(Problem(what, place, found=shown, expected=expected, code="token-limit"))
+            fix = f"use ids from 0 to {rows - 1}"
+            problems.append(Problem(what, place, found=shown, expected=expected, fix=fix, code="token-limit"))
         holders = [name for name in (names.embedding, names.head) if name]
         for target in token_ids if isinstance(token_ids, dict) else ():
             if not any(name.endswith(target) for name in holders):
@@ -539,7 +542,10 @@ def _parameters(options: Mapping[str, Any], names: Names, picked: list[str]) -> 
         elif sizes - {2, 3}:
             what = f'"{target}" matches a parameter with {min(sizes)} dimension'
             expected = "a weight of a linear layer or of experts, with 2 or 3 dimensions"
-            problems.append(Problem(what, key, found=matched[0], expected=expected, code="target-modules"))
+            fix = f"remove {target} from the list"
+            problems.append(
+                Problem(what, key, found=matched[0], expected=expected, fix=fix, code="target-modules")
+            )
         elif holders & set(picked):
             what = f'`target_modules` adapts the module of "{target}" already'
             fix = f"remove {target} from target_parameters"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.autoconfig import mixed_precision
+from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.packages import install_extra, installed
 from finetune.core.run_checks import Choice
@@ -77,10 +78,10 @@ def choose_base(
     if requested == "none":
         return Choice(plain, "asked for")
     if against_fp8 is None or precision != "bf16":
-        return Choice(plain, f"precision {precision}")
+        return Choice(plain, f"the launch computes in {formatting.precision(precision)}")
     reason = mixed_precision.fp8_missing(machine, precision) or against_fp8()
     if reason:
-        return Choice(plain, f"precision {precision}; not fp8: {reason}")
+        return Choice(plain, f"the launch computes in bf16; not fp8: {reason}")
     return Choice("fp8", f"auto: {machine.name} has fp8 GEMMs, and the layers are large enough to gain")
 
 

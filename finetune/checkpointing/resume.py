@@ -64,7 +64,8 @@ def nothing_to_do(output_dir: str | None, requested: str | None, recipe: dict[st
         return False
     if output_dir is None:
         what, fix = "--resume needs the folder of the run", "train.output_dir=RUN"
-        raise UserError(Problem(what, "train.output_dir", found="null", fix=fix, code="missing-key"))
+        why = "a run without this key gets a new folder, which has no checkpoints"
+        raise UserError(Problem(what, "train.output_dir", found="null", fix=fix, why=why, code="missing-key"))
     folder = RunFolder(Path(output_dir))
     run_folder.refuse_links(folder.path)
     if folder.finished:

@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from finetune.autoconfig import memory_estimate, mixed_precision
 from finetune.autoconfig.batch_size import most_processes
 from finetune.cli import doctor_choices, doctor_optimizations
+from finetune.core import formatting
 from finetune.core.console import Console
 from finetune.core.packages import install_extra, installed
 from finetune.hardware import detection
@@ -100,7 +101,7 @@ def _choices(recipe: Recipe | None, machine: Hardware) -> list[tuple[str, ...]]:
     launcher = "accelerate launch" if machine.count > 1 else "in place"
     _, fewer = most_processes(recipe.train if recipe else Train(), machine.count)
     return [
-        ("precision", launch.precision, launch.precision_reason),
+        ("precision", formatting.precision(launch.precision), launch.precision_reason),
         ("base", base.value, base.reason),
         ("attention", *doctor_choices.attention(recipe, machine)),
         ("launcher", launcher, fewer or f"{machine.count} device(s)"),

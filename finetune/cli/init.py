@@ -41,12 +41,28 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
         fix = f"--adapter {near or 'lora'}"
         raise UserError(Problem("no such adapter type", found=answers.adapter, fix=fix, code="adapter-type"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    safe_files.write_text(path.parent, path.name, new_recipe.write(answers))
+    safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path)))
+    try:
+        notes = checker.check(loader.load(path))
+    except UserError as error:
+        columns = _guessed_columns(error)
+        if not columns:
+            standard_streams.say(f"wrote {path}")
+            raise
+        safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), columns))
+        notes = [f"the names of the columns suggest data.{columns}. Correct it if it is wrong"]
+        notes += checker.check(loader.load(path))
     standard_streams.say(f"wrote {path}")
-    notes = checker.check(loader.load(path))
     if not options.quiet:
         standard_streams.say(*map(labelled, notes), f"next: {command('train', str(path))}")
     return {"recipe": path, "notes": notes}
+
+
+def _guessed_columns(error: UserError) -> str:
+    """Return the line for `data.columns` that an error suggests, if the columns are the only problem."""
+    fixes = {problem.fix for problem in error.problems if problem.key == "data.columns"}
+    fix = fixes.pop() if len(fixes) == 1 and len(error.problems) == 1 else ""
+    return fix if fix.startswith("columns: {") and fix.endswith("}") and "..." not in fix else ""
 
 
 def _answers(options: argparse.Namespace) -> dict[str, str]:

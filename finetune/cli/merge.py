@@ -46,11 +46,11 @@ def merge(options: argparse.Namespace) -> dict[str, Any]:
     run = opened(options)
     quieten_libraries()
     with fast_imports(quiet=options.quiet):
-        from finetune.export import merging
+        from finetune.export import merge_report, merging
 
     given = {"dtype": options.dtype, "quantized": options.quantize, "output": options.output}
     screen = Console(quiet=options.quiet)
     with progress.phase(screen, "merge"):
         merged = merging.run(run.path, options.overrides, **given)
-    merging.show(screen, merged)
+    merge_report.show(screen, merged)
     return merged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 from finetune.cli.fast_imports import fast_imports
@@ -16,7 +17,8 @@ TRACED: tuple[str, dict[str, Any]] = (
 
 def profile(options: argparse.Namespace) -> dict[str, Any]:
     """Trace one step of a recipe, show where the time goes, and suggest a change."""
-    from finetune.core.console import quieten_libraries
+    from finetune.core import progress
+    from finetune.core.console import Console, quieten_libraries
     from finetune.preflight import checker
 
     with located(recipe := load(options)):
@@ -25,5 +27,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
         with fast_imports(quiet=options.quiet):
             from finetune.profiling import profiler
 
-        found = profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
+        screen = Console(quiet=options.quiet or os.environ.get("RANK", "0") != "0")
+        with progress.phase(screen, "profile"):
+            found = profiler.command(options.recipe, options.overrides, options.output, quiet=options.quiet)
         return profiler.as_json(found)

@@ -49,7 +49,8 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
     for name, value in entries:
         if expected := _other_type(name, value):
             what, found = "a value of the model's config has the wrong type", f"{name}: {value!r}"[:200]
-            yield Problem(what, key, path, found, expected, code="model-config")
+            fix = "correct the file, or download the model again"
+            yield Problem(what, key, path, found, expected, fix=fix, code="model-config")
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
@@ -59,7 +60,8 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
         least = int(name in _POSITIVE)
         if not least <= value <= most:
             what, expected = "the model's config has a size that no model has", f"from {least:,} to {most:,}"
-            yield Problem(what, key, path, f"{name}: {value}"[:200], expected, code="model-config")
+            fix = "correct the file, or download the model again"
+            yield Problem(what, key, path, f"{name}: {value}"[:200], expected, fix=fix, code="model-config")
 
 
 def _other_type(name: str, value: object) -> str:

@@ -210,7 +210,7 @@ CODES = {
         "secret from the file. If it is a real secret, revoke it."
     ),
     "hub": (
-        "The Hugging Face Hub refused the request or can't be reached. Check your network and your token."
+        "The Hugging Face Hub rejected the request or can't be reached. Check your network and your token."
     ),
     "experiment": (
         "The request for `compare`, `ablate` or `sweep` is wrong, its folder holds another experiment, or a "

@@ -209,7 +209,8 @@ def explain(error: Exception, doing: str) -> UserError:
     if isinstance(error, OSError) and error.errno in UNUSABLE and error.filename:
         key = getattr(vars(error).get("finetune_stage"), "key", "")
         where, reason = str(error.filename)[:LONGEST_NAME], os.strerror(error.errno)
-        return UserError(Problem("finetune can't open this path", key, where, reason, code="path"))
+        fix = "correct the path, or its permissions"
+        return UserError(Problem("finetune can't open this path", key, where, reason, fix=fix, code="path"))
     if not isinstance(error, OSError) or error.errno not in FULL:
         return unexpected(error, doing)
     fix = "free some space and run the command again; `finetune train --resume=auto` continues a run"

@@ -46,7 +46,8 @@ class Search:
                 entries = list(islice(listed, self.left + 1))
         except OSError as error:
             what, reason = "finetune can't read this folder", error.strerror or ""
-            raise UserError(Problem(what, self.key, str(folder), reason, code="path")) from error
+            fix = f"chmod +rx {folder}"
+            raise UserError(Problem(what, self.key, str(folder), reason, fix=fix, code="path")) from error
         self.left -= len(entries)
         if self.left < 0:
             what, fix = "the folder has too many entries", f"set `{self.key}` to a folder with only the data"

@@ -34,7 +34,10 @@ def read(text: str, source: str, deepest: int = MAX_DEPTH) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
         found = str(getattr(error, "problem", None) or first_line(error))
-        raise UserError(Problem("the file is not valid YAML", "", place, found, code="yaml-syntax")) from None
+        fix = "correct this line of the file"
+        raise UserError(
+            Problem("the file is not valid YAML", "", place, found, fix=fix, code="yaml-syntax")
+        ) from None
 
 
 def _check(events: Any, source: str, deepest: int) -> None:
@@ -70,7 +73,8 @@ def _check(events: Any, source: str, deepest: int) -> None:
 
 def _refused(what: str, source: str, event: Any, found: str, expected: str = "") -> UserError:
     place = f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
-    return UserError(Problem(what, "", place, found, expected, code="yaml-syntax"))
+    fix = "correct this line of the file"
+    return UserError(Problem(what, "", place, found, expected, fix=fix, code="yaml-syntax"))
 
 
 def _plain(value: Any) -> Any:

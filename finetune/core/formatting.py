@@ -7,6 +7,11 @@ import math
 from typing import Any
 
 
+def precision(launched: str) -> str:
+    """Return the dtype of a launch's `mixed_precision`, whose value for fp32 is `no`."""
+    return "fp32" if launched == "no" else launched
+
+
 def size(count: float) -> str:
     """Format a number of bytes, such as `1.50 GiB` or `12.00 MiB`."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

@@ -25,7 +25,8 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         what, reason = "finetune can't write to this path", error.strerror or str(error)
-        raise UserError(Problem(what, where=str(path), found=reason, code="path")) from error
+        fix = "choose a path that you can write to"
+        raise UserError(Problem(what, where=str(path), found=reason, fix=fix, code="path")) from error
 
 
 def why_not_makeable(path: Path) -> str:

@@ -83,7 +83,7 @@ class Phase:
             return Shown(self.name, None, duration(now - self.started), "")
         done, total, started = self.counts
         if not total:
-            return Shown(self.name, None, f"{done:,}", "")
+            return Shown(self.name, None, f"{done:,} done", "")
         left = _left(now - started, done, total - done)
         return Shown(self.name, done / total, f"{done:,} of {total:,}", left)
 
@@ -204,12 +204,6 @@ def reach(parts: int) -> None:
     if shown := _current.get():
         shown.skipped += parts - shown.done
         shown.done = parts
-
-
-def exclude_last() -> None:
-    """Exclude the last part from the estimate of the time left, because an earlier command did its work."""
-    if shown := _current.get():
-        shown.skipped += 1
 
 
 @contextlib.contextmanager

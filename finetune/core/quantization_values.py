@@ -37,7 +37,10 @@ def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterato
                 "a value of the model's config has the wrong type",
                 ".".join(filter(None, (name, field))),
             )
-            yield Problem(what, key, path, f"{name_of}: {value!r}"[:200], expected, code="model-config")
+            fix = "correct the file, or download the model again"
+            yield Problem(
+                what, key, path, f"{name_of}: {value!r}"[:200], expected, fix=fix, code="model-config"
+            )
 
 
 def skipped(declared: dict[str, Any]) -> list[tuple[str, Pattern]]:

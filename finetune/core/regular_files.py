@@ -44,11 +44,15 @@ def check_regular(path: Path, key: str = "", limit: int | None = None) -> None:
     kind = kind or ("a file of the kernel" if is_of_kernel(path) else "")
     if kind:
         what, why = "finetune opens only regular files", "reading it may never end"
-        raise UserError(Problem(what, key, str(path), kind, "a regular file", why=why, code="unsafe-file"))
+        fix = "name a regular file, or copy the content into one"
+        raise UserError(
+            Problem(what, key, str(path), kind, "a regular file", why=why, fix=fix, code="unsafe-file")
+        )
     if limit is not None and status.st_size > limit:
         size, most = f"{status.st_size:,} bytes", f"at most {limit:,} bytes"
         what = "the file is too large to read into memory"
-        raise UserError(Problem(what, key, str(path), size, most, code="unsafe-file"))
+        fix = "use a smaller file"
+        raise UserError(Problem(what, key, str(path), size, most, fix=fix, code="unsafe-file"))
 
 
 def is_of_kernel(path: Path) -> bool:

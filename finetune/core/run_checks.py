@@ -51,8 +51,18 @@ class RunChecks:
         self.checked = len(self.entries)
         if bad:
             what, found = "a run check failed", [f"{check.actual} ({check.how})" for check in bad]
+            fix = "change or remove this setting; if its value is right, report a bug with checks.json"
+            why = "the setting that runs differs from the setting that the recipe asks for"
             problems = [
-                Problem(what, check.option, found=actual, expected=check.expected, code="run-check")
+                Problem(
+                    what,
+                    check.option,
+                    found=actual,
+                    expected=check.expected,
+                    fix=fix,
+                    why=why,
+                    code="run-check",
+                )
                 for check, actual in zip(bad, found, strict=True)
             ]
             raise UserError(*problems, code=bad[0].code)

@@ -101,7 +101,8 @@ def read_bytes(root: Path, name: str, largest: int = LARGEST) -> bytes:
             if (size := os.fstat(descriptor).st_size) > largest:
                 found, expected = f"{size:,} bytes", f"at most {largest:,} bytes"
                 what, where = "the file is too large to read into memory", str(root / name)
-                raise UserError(Problem(what, "", where, found, expected, code="unsafe-file"))
+                fix = "restore the file from a copy"
+                raise UserError(Problem(what, "", where, found, expected, fix=fix, code="unsafe-file"))
             return file.read()
 
 
@@ -206,7 +207,8 @@ def _parts(root: Path, name: str) -> list[str]:
     parts = name.split("/")
     if name.startswith("/") or "\0" in name or ".." in parts or not parts[0]:
         what = "this name leads out of its folder"
-        raise UserError(Problem(what, where=str(root), found=repr(name), code="unsafe-file"))
+        fix = "use a name without `..` and without a leading `/`"
+        raise UserError(Problem(what, where=str(root), found=repr(name), fix=fix, code="unsafe-file"))
     return [part for part in parts[:-1] if part not in ("", ".")] + parts[-1:]
 
 
@@ -238,5 +240,9 @@ def _regular(descriptor: int, path: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         what, expected = "finetune opens only regular files", "a regular file, or nothing at this path"
-        raise UserError(Problem(what, where=str(path), expected=expected, code="unsafe-file"))
+        fix = "move what is at this path, and run the command again"
+        why = "a link or a pipe at this path could lead finetune to another file"
+        raise UserError(
+            Problem(what, where=str(path), expected=expected, fix=fix, why=why, code="unsafe-file")
+        )
     return descriptor

@@ -54,7 +54,10 @@ def parse(text: str, source: str) -> Document:
     """
     if len(text) > MAX_BYTES:
         found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
-        raise UserError(Problem("the YAML is too large", "", source, found, expected, code="yaml-syntax"))
+        fix = "name a recipe, which has a few kilobytes"
+        raise UserError(
+            Problem("the YAML is too large", "", source, found, expected, fix=fix, code="yaml-syntax")
+        )
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     document = Document()
     try:
@@ -86,8 +89,9 @@ def text_of(path: pathlib.Path, what: str) -> str:
         check_regular(path)
     if (size := path.stat().st_size) > MAX_BYTES:
         found, expected = f"{size:,} bytes", f"at most {MAX_BYTES:,}"
+        fix = "split the file, or name the right file"
         problem = Problem(
-            f"the file is too large for {what}", "", str(path), found, expected, code="yaml-syntax"
+            f"the file is too large for {what}", "", str(path), found, expected, fix=fix, code="yaml-syntax"
         )
         raise UserError(problem)
     try:
@@ -129,7 +133,8 @@ def _node(events: Iterator[Any], event: Any, path: Keys, document: Document, sou
     key = ".".join(path)
     if len(path) > MAX_DEPTH:
         what, expected = "the YAML is nested too deeply", f"at most {MAX_DEPTH} levels"
-        raise UserError(Problem(what, where=where, expected=expected, code="yaml-syntax"))
+        fix = "remove some levels of nesting"
+        raise UserError(Problem(what, where=where, expected=expected, fix=fix, code="yaml-syntax"))
     if isinstance(event, yaml.AliasEvent):
         what, fix = "YAML aliases are not allowed", "write the value itself in place of the alias"
         document.problems.append(Problem(what, key, where, f"*{event.anchor}", fix=fix, code="yaml-syntax"))
@@ -161,7 +166,10 @@ def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str)
         name = event.value if isinstance(event, yaml.ScalarEvent) else None
         if name is None:
             what, around = "a list or a mapping can't be a key", ".".join(path)
-            document.problems.append(Problem(what, around, where, expected="a word", code="yaml-syntax"))
+            fix = "write a word, or put the key in quotes"
+            document.problems.append(
+                Problem(what, around, where, expected="a word", fix=fix, code="yaml-syntax")
+            )
             name = str(_node(events, event, (*path, "?"), document, source))
         here = (*path, name)
         if name in items:
@@ -183,4 +191,5 @@ def _syntax_problem(error: yaml.YAMLError, source: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark else source
     said = getattr(error, "problem", None) or first_line(error)
-    return Problem("the text is not valid YAML", where=where, found=said, code="yaml-syntax")
+    fix = "correct this line of the file"
+    return Problem("the text is not valid YAML", where=where, found=said, fix=fix, code="yaml-syntax")

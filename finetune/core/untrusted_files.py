@@ -123,7 +123,9 @@ def read_object(path: Path, key: str) -> dict[str, Any]:
     """Return the content of a JSON file that must hold an object (exit 2)."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        raise UserError(Problem("the file holds no JSON object", key, str(path), code="model-files"))
+        fix = "download the model again, or use another model"
+        what, found = "the file has no JSON object", f"a {type(content).__name__}"
+        raise UserError(Problem(what, key, str(path), found, "{...}", fix, code="model-files"))
     return content
 
 
@@ -132,7 +134,10 @@ def _read(path: Path, key: str) -> Any:
         return regular_files.read_json(path, key)
     except ValueError as error:
         found = str(error)[:200]
-        raise UserError(Problem("the file is not JSON", key, str(path), found, code="model-files")) from None
+        fix = "download the model again, or use another model"
+        raise UserError(
+            Problem("the file is not JSON", key, str(path), found, fix=fix, code="model-files")
+        ) from None
 
 
 def _index(path: Path, key: str) -> Iterator[Problem]:
@@ -141,7 +146,8 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict):
         what, expected = "the file is not an index of weight files", "weight_map: {tensor: file}"
-        yield Problem(what, key, str(path), expected=expected, code="model-files")
+        fix = "download the model again, or use another model"
+        yield Problem(what, key, str(path), expected=expected, fix=fix, code="model-files")
         return
     if not isinstance(content.get("metadata"), dict):  # transformers 5.22 would raise a KeyError
         what, fix = "the index of weight files has no metadata", 'add "metadata": {} to the file'
@@ -152,14 +158,20 @@ def _index(path: Path, key: str) -> Iterator[Problem]:
             "the index names files outside of its folder",
             "names of safetensors files in its folder",
         )
-        yield Problem(what, key, str(path), ", ".join(outside)[:200], expected, code="unsafe-file")
+        fix = "use a model from a source that you trust"
+        why = "these files could be anywhere on this machine"
+        yield Problem(
+            what, key, str(path), ", ".join(outside)[:200], expected, fix=fix, why=why, code="unsafe-file"
+        )
 
 
 def _config(path: Path, key: str) -> Iterator[Problem]:
     """Check that a config does not choose kernels or trust remote code. Only the recipe may do that."""
     content = _read(path, key)
     if not isinstance(content, dict):
-        yield Problem("the config holds no JSON object", key, str(path), code="model-files")
+        fix = "download the model again, or use another model"
+        what, found = "the config has no JSON object", f"a {type(content).__name__}"
+        yield Problem(what, key, str(path), found, "{...}", fix, code="model-files")
         return
     for name, value in _entries(content):
         if _IMPLEMENTATION.fullmatch(name):
@@ -192,7 +204,8 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
         if not value.startswith(allowed):
             what, expected = "the config names a Python module to import", f"{' or '.join(allowed)} ..."
             found, why = f"{name}: {value}"[:200], "PEFT would run the code of this module"
-            yield Problem(what, key, str(path), found, expected, why=why, code="unsafe-file")
+            fix = f"remove {name} from the file"
+            yield Problem(what, key, str(path), found, expected, why=why, fix=fix, code="unsafe-file")
     yield from _other_files(content, path, key)
 
 
@@ -262,7 +275,8 @@ def _too_many_tokens(count: int, path: Path, key: str) -> Iterator[Problem]:
     """Check the number of added tokens. A tokenizer adds them one by one and searches each text for them."""
     if count > MOST_ADDED:
         what, expected = "the tokenizer has too many added tokens", f"at most {MOST_ADDED:,}"
-        yield Problem(what, key, str(path), f"{count:,}", expected, code="unsafe-file")
+        fix = "use a tokenizer with fewer added tokens"
+        yield Problem(what, key, str(path), f"{count:,}", expected, fix=fix, code="unsafe-file")
 
 
 _LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {

@@ -74,7 +74,8 @@ def read_template(name: str) -> str:
             raise UserError(Problem(what, KEY, found=name, fix=fix, code="chat-template")) from None
         if "{{" not in text and "{%" not in text:  # another file, whose text no message may show
             what, expected = "the file is not a Jinja template", "a file with {{ ... }} or {% ... %}"
-            raise UserError(Problem(what, KEY, found=name, expected=expected, code="chat-template"))
+            fix = "data.chat_template: chatml, or name a Jinja file"
+            raise UserError(Problem(what, KEY, found=name, expected=expected, fix=fix, code="chat-template"))
         return text
     known = bundled()
     if name not in known:
@@ -114,7 +115,8 @@ def look_at(template: ChatTemplate, ends: re.Pattern[str], tools: Tools) -> dict
         raise UserError(Problem(what, KEY, found=rendered.error, fix=fix, code="chat-template"))
     if not rendered.error and user["content"] not in rendered.text:
         what, why = "the chat template ignores the content of messages", "it may be a template for images"
-        raise UserError(Problem(what, KEY, found=rendered.text[:200], why=why, code="chat-template"))
+        fix = "data.chat_template: chatml"
+        raise UserError(Problem(what, KEY, found=rendered.text[:200], why=why, fix=fix, code="chat-template"))
     (with_prompt,) = render(template, [([user], tools)], prompt=True)
     function = {"name": "qzname", "arguments": {"qzkey": "qzcall"}}
     call = {"id": "callqz001", "type": "function", "function": function}

@@ -54,6 +54,8 @@ def columns(names: Sequence[str], value: dict[str, Any], file: str) -> tuple[str
             f"add a column with answers, or train on all of the text: columns: {{text: {_quoted(question)}}}"
         )
         return "an example needs an answer", fix
+    others = [name for name in names if name != question]
+    answered = answered or (others[0] if len(others) == 1 else "")
     answer = _quoted(answered) if answered else "..."
     ours = ("prompt", "completion") if question.strip().lower() == "prompt" else ("instruction", "output")
     return "", f"columns: {{{ours[0]}: {_quoted(question)}, {ours[1]}: {answer}}}"

@@ -55,10 +55,12 @@ def check_name(name: str, key: str = "data.name", where: str = "") -> None:
     """Raise a UserError for names of readers in `datasets`, addresses and storage buckets (exit 2)."""
     if name in _packaged_readers():  # `datasets` would read the files of the working directory
         what, expected = f"{name} is a reader of `datasets`, not a dataset", "a file, a folder or a Hub id"
-        raise UserError(Problem(what, key, where, name, expected, code="data-not-found"))
+        fix = "name a file, such as data/train.jsonl"
+        raise UserError(Problem(what, key, where, name, expected, fix=fix, code="data-not-found"))
     if not NAME.fullmatch(name) or ".." in name or len(name) > LONGEST_NAME or name.startswith("buckets/"):
         what, expected = "this is not the id of a dataset on the Hub", "an id such as owner/name"
-        raise UserError(Problem(what, key, where, name[:200], expected, code="data-not-found"))
+        fix = "name a file, such as data/train.jsonl, or a Hub id such as owner/name"
+        raise UserError(Problem(what, key, where, name[:200], expected, fix=fix, code="data-not-found"))
 
 
 @cache
@@ -108,7 +110,8 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
         except (ValueError, UserError) as error:
             said = error.problems[0].what if isinstance(error, UserError) else str(error)[:200]
             what = f"finetune can't read the dataset card of {name}"
-            raise UserError(Problem(what, "data.name", file, said, code="data-format")) from error
+            fix = "name a file of the dataset, or another revision"
+            raise UserError(Problem(what, "data.name", file, said, fix=fix, code="data-format")) from error
     return found
 
 

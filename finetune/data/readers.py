@@ -112,13 +112,17 @@ def _large_json(path: Path, limits: Limits) -> Rows:
                 continue
             if fault:
                 what, where = f"not valid JSON: {fault}", f"{path}[{index}]"
-                raise UserError(Problem(what, where=where, found=text[at : at + 60], code="data-format"))
+                fix = f"correct the JSON, or save the examples as JSON Lines ({path.stem}.jsonl)"
+                raise UserError(
+                    Problem(what, where=where, found=text[at : at + 60], fix=fix, code="data-format")
+                )
             yield checked_row(value, f"{path}[{index}]", True, end - at)
             at, index = end, index + 1
         rest = (text[at:] + file.read(_CHUNK)).strip()
         if rest:
             what = "the file has more text after the JSON array"
-            raise UserError(Problem(what, where=str(path), found=rest[:60], code="data-format"))
+            fix = "put all examples into one array, or save them as JSON Lines"
+            raise UserError(Problem(what, where=str(path), found=rest[:60], fix=fix, code="data-format"))
 
 
 def _next_of_array(text: str, at: int) -> tuple[Any, int, str, str]:
@@ -178,7 +182,9 @@ def _header(reader: Any, path: Path) -> list[str]:
         raise UserError(Problem(what, "", where, found, expected, fix, code="data-format")) from None
     if len(set(names)) < len(names):
         what, found = "two columns have the same name", ", ".join(names)
-        raise UserError(Problem(what, where=f"{path}:1", found=found, code="data-format"))
+        fix = f"rename one of the columns in the first line of {path.name}"
+        why = "a recipe names a column by its name"
+        raise UserError(Problem(what, where=f"{path}:1", found=found, fix=fix, why=why, code="data-format"))
     if len(names) > MOST_VALUES:
         raise UserError(too_many_values(f"{path}:1").problem)
     if wrong := hints.separator(names):
@@ -212,7 +218,8 @@ def _columnar_errors(path: Path) -> Iterator[None]:
         found = (str(error).splitlines() or [""])[0]
         kind = "a Parquet" if path.suffix == ".parquet" else "an Arrow"
         what = f"the file is damaged or is not {kind} file"
-        raise UserError(Problem(what, where=str(path), found=found, code="data-format")) from error
+        fix = "copy or download the file again"
+        raise UserError(Problem(what, where=str(path), found=found, fix=fix, code="data-format")) from error
 
 
 def _tar(path: Path, limits: Limits) -> Rows:
@@ -227,7 +234,10 @@ def _tar(path: Path, limits: Limits) -> Rows:
                 yield _sample(group, f"{path}!{name}")
     except (tarfile.TarError, EOFError, OSError, zlib.error, lzma.LZMAError, RecursionError) as error:
         what = "the file is damaged or is not a tar file"
-        raise UserError(Problem(what, where=str(path), found=str(error), code="data-format")) from error
+        fix = "copy or download the file again"
+        raise UserError(
+            Problem(what, where=str(path), found=str(error), fix=fix, code="data-format")
+        ) from error
     # Tarfile accepts an archive that ends after a header, so check for the final zero block
     with path.open("rb") as file:
         plain = file.read(262)[257:] == b"ustar"
@@ -250,7 +260,8 @@ def _members(archive: Any, path: Path, limits: Limits) -> Iterator[tuple[str, st
         if others > MOST_WITHOUT_CONTENT:
             what = "the tar file has too many folders and links without a file between them"
             expected = f"at most {MOST_WITHOUT_CONTENT:,}"
-            raise UserError(Problem(what, where=str(path), expected=expected, code="data-size"))
+            fix = "pack the files again without empty folders and links"
+            raise UserError(Problem(what, where=str(path), expected=expected, fix=fix, code="data-size"))
         if opened:
             stem, _, kind = Path(member.name).name.partition(".")
             name = str(Path(member.name).parent / stem)

@@ -322,7 +322,8 @@ def files(name: str, key: str, split: str | None = None) -> list[Path] | None:
         return None
     if not can_be_path(str(path)):
         what = "this text can't be a path"
-        raise UserError(Problem(what, key, found=name[:200], code="data-not-found"))
+        fix = "name a file, such as data/train.jsonl"
+        raise UserError(Problem(what, key, found=name[:200], fix=fix, code="data-not-found"))
     matches = [path]
     if any(mark in name for mark in "*?[") and not os.path.exists(
         path
@@ -435,7 +436,8 @@ def read(source: Source, key: str) -> Rows:
             "the first line of a csv file names the columns" if header else "",
         )
         found = ", ".join(map(str, paths))
-        raise UserError(Problem(what, key, found=found, why=why, code="data-empty"))
+        fix = "add examples to the file, or name another file"
+        raise UserError(Problem(what, key, found=found, why=why, fix=fix, code="data-empty"))
 
 
 def examples(

@@ -123,7 +123,7 @@ def texts(
             try:
                 _build_requests(task, settings, tokenizer, date)
             except REFUSALS as error:
-                raise _failure(error) from error
+                raise _failure(error, name) from error
             for number, requests in groupby(task.instances, key=lambda request: request.doc_id):
                 found.append(_text_of(f"{name}, example {number + 1}", list(requests)))
     return found
@@ -144,9 +144,9 @@ def _build_requests(task: Any, settings: Eval, tokenizer: PreTrainedTokenizerBas
     task.build_all_requests(limit=limit, apply_chat_template=chat, chat_template=render if chat else None)
 
 
-def _failure(error: Exception) -> UserError:
+def _failure(error: Exception, tasks: str) -> UserError:
     said = str(error)[:300] or type(error).__name__
-    what, fix = "lm-eval failed in a task", "correct the values in the task file, or remove the task"
+    what, fix = f"lm-eval failed in {tasks}", "correct the values in the task file, or remove the task"
     return UserError(Problem(what, "eval.tasks", found=said, fix=fix, code="eval-task"))
 
 
@@ -293,7 +293,7 @@ def _evaluate(
                     isinstance(error, OverflowError | AssertionError) or any(map(_is_theirs, settings.tasks))
                 ):
                     raise
-                raise _failure(error) from error
+                raise _failure(error, ", ".join(settings.tasks)) from error
     box = [_collected(found, settings, chat, batch_size) if found else None]
     if PartialState().num_processes > 1:
         broadcast_object_list(box)

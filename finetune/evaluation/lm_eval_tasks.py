@@ -88,7 +88,9 @@ def check(path: Path) -> tuple[str, tuple[str, ...]]:
             except (SyntaxError, ValueError) as error:
                 what, fix = "the template gives no list of choices", "correct the template"
                 found = f"{row}"[:200]
-                raise UserError(Problem(what, key, str(path), found, fix=fix, code="eval-task")) from error
+                expected = "a list of strings, such as ['yes', 'no']"
+                problem = Problem(what, key, str(path), found, expected, fix, code="eval-task")
+                raise UserError(problem) from error
     named = [one["metric"] for one in made.get("metric_list") or ()]
     named = named or METRICS[made.get("output_type") or "generate_until"]
     filters = [one["name"] for one in made.get("filter_list") or ({"name": "none"},)]

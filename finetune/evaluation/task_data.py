@@ -120,7 +120,8 @@ def _matches(patterns: Any, folder: Path | None, where: Path, suffixes: tuple[st
         texts = {"fix": "name a file in the folder of the task file", "code": "data-not-found"}
         if not can_be_path(pattern):
             what = "this name can't be a file name"
-            raise UserError(Problem(what, key, str(where), pattern[:200], **texts))
+            why = "it is too long, has a NUL character, or is a link to itself"
+            raise UserError(Problem(what, key, str(where), pattern[:200], why=why, **texts))
         places = [folder] if folder else [where.parent, Path()]
         matches = next((files for place in places if (files := _files(place, pattern))), [])
         if not matches:

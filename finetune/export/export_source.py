@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 WITHOUT_RUN = (
-    "this adapter has no run, so finetune left out the comparison with an evaluation. It compared prompts, "
+    "this adapter has no run, so finetune skipped the comparison with an evaluation. It compared prompts, "
     "answers and the loss on texts that it ships, against the adapter on its base model"
 )
 

@@ -163,7 +163,7 @@ def _ask(address: str, body: dict[str, Any] | None = None) -> Any:
         with opener.open(request, timeout=STARTUP) as response:
             return json.load(response)
     except HTTPError as error:
-        raise ValueError(f"llama.cpp refused the request: {error.read().decode()[:300]}") from error
+        raise ValueError(f"llama.cpp rejected the request: {error.read().decode()[:300]}") from error
 
 
 def transformers_reader(path: Path, job: Job) -> Reader:

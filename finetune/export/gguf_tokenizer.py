@@ -65,10 +65,9 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
         raise _unsupported("a BPE tokenizer without bytes", "byte-level BPE, or BPE with byte_fallback")
     if rows < len(tokenizer):
         what, texts = "the tokenizer has more tokens than the model has embeddings", f"{len(tokenizer):,}"
-        problem = Problem(
-            what, found=texts, expected=f"at most {rows:,}", fix="train again", code="tokenizer"
-        )
-        raise UserError(problem)
+        fix = "train again with these tokens in `model.add_tokens`, or remove them from tokenizer.json"
+        why, expected = "the model has no embeddings for the other tokens", f"at most {rows:,}"
+        raise UserError(Problem(what, "", "", texts, expected, fix, why=why, code="tokenizer"))
     found["tokens"], found["token_type"] = vocabulary(content, rows)
     found |= special(tokenizer, stops, opens)
     return {f"tokenizer.ggml.{key}": value for key, value in found.items()} | templates(tokenizer)

@@ -68,6 +68,7 @@ def find_weights(folder: RunFolder, merged: bool) -> tuple[str, Path]:
     if merged_to and not inside:  # a run from somebody else could name any folder of this machine
         what, fix = "the merged weights are outside the run folder", command("merge", str(folder.path))
         texts = {"found": ", ".join(merged_to), "fix": fix, "code": "unsafe-file"}
+        texts["why"] = "`publish` uploads only files of the run folder"
         raise UserError(Problem(what, where=str(folder.path), **texts))
     found = [path for name in inside if (path := folder.path / name).is_dir()]
     plain = [path for path in found if path == folder.path / "merged"] or found

@@ -82,7 +82,8 @@ def check_name(repo: str, key: str = "publish.repo") -> None:
     except HFValidationError as error:
         what = "this text can't be the name of a repository"
         expected = "organization/name or name, with at most 96 letters, digits, - _ and ."
-        problem = Problem(what, key, found=repo, expected=expected, code="publish-target")
+        fix = "name a repository such as my-organization/my-model"
+        problem = Problem(what, key, found=repo, expected=expected, fix=fix, code="publish-target")
         raise UserError(problem) from error
 
 

@@ -93,7 +93,7 @@ RULES = {
     "device_map": Rule(same="finetune places the model on the GPU of each process"),
     "low_cpu_mem_usage": Rule(same=common.ALWAYS),
     "base_model_ignore_patterns": Rule(same="finetune reads only the files that the index names"),
-    "strict": Rule(same="finetune always refuses a model that does not fit"),
+    "strict": Rule(same="a model that does not fit is always an error"),
     "debug": Rule(same="use `finetune train --debug`"),
     "val_set_size": Rule("data.validation_fraction", float),
     "eval_table_size": Rule("eval.samples"),

@@ -61,7 +61,8 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
     state = Translation(TOOLS[tool].TOOL, source)
     if not source.get("base_model" if tool == "axolotl" else "model_name_or_path"):
         what = f"the file names no model, so it is no {TOOLS[tool].TOOL} training config"
-        raise UserError(Problem(what, where=str(path), code="import"))
+        fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
+        raise UserError(Problem(what, where=str(path), fix=fix, code="import"))
     try:
         TOOLS[tool].translate(state, str(path), gpus)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
@@ -74,7 +75,10 @@ def _text(path: Path) -> str:
         return strict_yaml.text_of(path, "the file to import")
     except (OSError, ValueError) as error:  # a name with a NUL is a ValueError
         found = getattr(error, "strerror", None) or str(error)
-        raise UserError(Problem(f"cannot read the file: {found}", where=str(path), code="import")) from error
+        fix = "correct the path, or its permissions"
+        raise UserError(
+            Problem(f"cannot read the file: {found}", where=str(path), fix=fix, code="import")
+        ) from error
 
 
 def _odd_value(state: Translation, where: str) -> Problem:
@@ -93,7 +97,8 @@ def _command_words(text: str, where: str) -> list[str]:
             words = shlex.split(line.strip(), comments=True)
         except ValueError as error:
             what = "the command line is not valid shell syntax"
-            raise UserError(Problem(what, where=where, found=str(error), code="import")) from error
+            fix = "correct the quotes of the command line"
+            raise UserError(Problem(what, where=where, found=str(error), fix=fix, code="import")) from error
         for place, word in enumerate(words):
             if word.endswith("sft.py"):
                 return ["sft", *words[place + 1 :]]
@@ -124,7 +129,8 @@ def _arguments(words: list[str], where: str) -> dict[str, Any]:
 def _yaml(text: str, where: str) -> dict[str, Any]:
     found = foreign_yaml.read(text, where)
     if not isinstance(found, dict):
-        raise UserError(Problem("the file is no mapping of settings", where=where, code="import"))
+        fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
+        raise UserError(Problem("the file is no mapping of settings", where=where, fix=fix, code="import"))
     return found
 
 

@@ -62,10 +62,14 @@ def read(path: Path) -> dict[str, Any]:
         made = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: no UTF-8, or a date that is none
         texts = {"found": " ".join(str(error).split()), "code": "launch-config"}
-        raise UserError(Problem("the file is not an accelerate config", where=str(path), **texts)) from error
+        fix = "write the file with `accelerate config --config_file FILE`"
+        raise UserError(
+            Problem("the file is not an accelerate config", where=str(path), fix=fix, **texts)
+        ) from error
     if not isinstance(made, dict):
         texts = {"found": type(made).__name__, "expected": "a mapping", "code": "launch-config"}
-        raise UserError(Problem("the file is not an accelerate config", where=str(path), **texts))
+        fix = "write the file with `accelerate config --config_file FILE`"
+        raise UserError(Problem("the file is not an accelerate config", where=str(path), fix=fix, **texts))
     problems = strict_yaml.parse(text, str(path)).problems
     if twice := [problem for problem in problems if problem.what == strict_yaml.TWICE]:
         raise UserError(*twice)
@@ -260,7 +264,8 @@ def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
         ):
             least = "an integer of 1 or more" if key in COUNTS else "an integer"
             what = f"{key} must be {least}"
-            found.append(Problem(what, name, where, found=text, expected=least, code=CODE))
+            fix = f"{key}: 1"
+            found.append(Problem(what, name, where, found=text, expected=least, fix=fix, code=CODE))
     return found
 
 

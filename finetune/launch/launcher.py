@@ -272,7 +272,8 @@ def main(given: list[str]) -> int:
         launch_command(arguments)
     except ValueError as error:  # Accelerate has refused its options
         what = "Accelerate can't start this launch"
-        _say_problems(Problem(what, found=str(error), code="launch-config"))
+        fix = "correct this option, or remove it"
+        _say_problems(Problem(what, found=str(error), fix=fix, code="launch-config"))
         return Exit.INPUT
     except UserError as error:
         _say_problems(*error.problems)

@@ -128,7 +128,10 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     except (LookupError, TypeError, AttributeError, RecursionError, StrictDataclassError) as error:
         what, found = "transformers can't read the model's files", f"{type(error).__name__}: {error}"[:300]
-        raise UserError(Problem(what, "model.name", model.name, found, code="model-files")) from error
+        fix = "download the model again, or use another model"
+        raise UserError(
+            Problem(what, "model.name", model.name, found, fix=fix, code="model-files")
+        ) from error
     except (OSError, ValueError) as error:
         reason = first_line(error)
         if "trust_remote_code" in str(error):
@@ -137,5 +140,6 @@ def from_hub(load: Any, model: Model, **options: Any) -> Any:
             raise UserError(untrusted_files.only_pickles("model.name", model.name)) from error
         if local_path(model.name):
             what = "transformers can't load the model in this folder"
-            raise UserError(Problem(what, "model.name", found=reason, code="model-files")) from error
+            fix = "download the model again, or use another model"
+            raise UserError(Problem(what, "model.name", found=reason, fix=fix, code="model-files")) from error
         raise UserError(client.unread(error, model.name, revision), code=Exit.ENVIRONMENT) from error

@@ -129,7 +129,8 @@ def _build(folder: Path) -> Names:
         if "trust_remote_code" in str(error):
             raise UserError(model_files.custom_code(said)) from error
         what = "transformers can't build a model from this config.json"
-        raise UserError(Problem(what, "model.name", found=said, code="model-config")) from error
+        fix = "correct the file, or download the model again"
+        raise UserError(Problem(what, "model.name", found=said, fix=fix, code="model-config")) from error
     finally:
         logging.disable(logging.NOTSET)
 

@@ -71,7 +71,10 @@ def check(backend: Any, name: str) -> None:
 
 
 def _refused(what: str, name: str, found: str, expected: str) -> UserError:
-    problem = Problem(f"the tokenizer {what}", "model.name", name, found, expected, code="unsafe-file")
+    fix = "use another model or tokenizer"
+    problem = Problem(
+        f"the tokenizer {what}", "model.name", name, found, expected, fix=fix, code="unsafe-file"
+    )
     return UserError(problem)
 
 

@@ -112,7 +112,7 @@ def headline(recipe: Recipe, now: Plan) -> str:
     verdict = "fits" if now.fits else "does not fit"
     if now.fits and not suggestions.evaluation_fits(recipe, now):
         verdict = "training fits, evaluation does not"
-    verdict = f"a run would refuse the data; {verdict}" if now.refused else verdict
+    verdict = f"`finetune train` does not accept the data; {verdict}" if now.refused else verdict
     text = (
         f"{recipe.adapter.type} on {recipe.model.name}, {now.processes} x {_device(now.machine)}: {verdict}, "
     )

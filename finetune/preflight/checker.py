@@ -317,7 +317,8 @@ def _trackers(recipe: Recipe) -> list[str]:
     if len(trackers) > MOST_TRACKERS:
         found, expected = f"{len(trackers):,}", f"at most {MOST_TRACKERS}"
         what = "the list of trackers is too long"
-        raise UserError(Problem(what, key, found=found, expected=expected, code="value-range"))
+        fix = "train.report_to: tensorboard"
+        raise UserError(Problem(what, key, found=found, expected=expected, fix=fix, code="value-range"))
     known = upstream_options.trackers()
     if trackers == ["all"]:
         found = sorted(name for name in known if name != "kubeflow" and _tracker_installed(name))

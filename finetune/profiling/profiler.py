@@ -20,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import progress, safe_files, upstream_private
+from finetune.core import safe_files, upstream_private
 from finetune.core.console import Console
 from finetune.core.errors import Problem, Stopped, UserError
 from finetune.hardware import detection
@@ -92,8 +92,7 @@ def command(path: str, overrides: list[str], output: str | None, *, quiet: bool)
     alone = {} if given else {"CUDA_VISIBLE_DEVICES": "0"}
     os.environ.update(alone)
     try:
-        with progress.phase(Console(quiet=quiet or os.environ.get("RANK", "0") != "0"), "profile"):
-            found = run(path, overrides, str(folder))
+        found = run(path, overrides, str(folder))
     finally:
         for name in alone:
             del os.environ[name]

@@ -22,7 +22,8 @@ def apply_overrides(
         if not (equals and dot and name):
             expected = "section.key=value, such as train.learning_rate=1e-4"
             what = "this text is not an override of a recipe key"
-            problems.append(Problem(what, where=where, expected=expected, code="command-line"))
+            fix = "train.learning_rate=1e-4"
+            problems.append(Problem(what, where=where, expected=expected, fix=fix, code="command-line"))
             continue
         document = strict_yaml.parse(value, where)
         problems += document.problems

@@ -155,11 +155,11 @@ def _complete_adapter(adapter: dict[str, Any], kind: str, origin: Origin) -> lis
             continue
         instead = f". {kind} calls it `{name}`" if name else ""
         origin.notices.append(f"adapter.{key}: finetune ignores {value}: {kind} has no such key{instead}")
-        origin.set_by[f"adapter.{key}"] = f"left out: {kind} has no such key"
+        origin.set_by[f"adapter.{key}"] = f"ignored: {kind} has no such key"
     if kind in adapter_types.NOT_LINEAR and adapter.get("target_modules") == "all-linear":
         adapter.pop("target_modules")
         origin.notices.append(f"adapter.target_modules: {kind} ignores all-linear: it changes other modules")
-        origin.set_by["adapter.target_modules"] = f"left out: {kind} changes no linear layers"
+        origin.set_by["adapter.target_modules"] = f"ignored: {kind} changes no linear layers"
     if adapter.get("init_from"):
         return found  # the adapter's own config has the values
     for key, value in adapter_types.find(kind).defaults.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from math import sqrt
 
@@ -26,8 +27,13 @@ class Answers:
     adapter: str
 
 
-def write(answers: Answers) -> str:
-    """Return the YAML text of a recipe."""
+def write(answers: Answers, path: str, columns: str = "") -> str:
+    """Return the YAML text of a recipe.
+
+    Args:
+        path: the file of the recipe, for the commands in its head.
+        columns: a line for `data.columns`, such as `columns: {instruction: question, output: answer}`.
+    """
     kind = adapter_types.find(answers.adapter)
     options = "".join(
         f"  {key}: {_yaml(value)}{NOTES.get(key, '')}\n" for key, value in kind.defaults.items()
@@ -36,6 +42,8 @@ def write(answers: Answers) -> str:
         model=_yaml(answers.model),
         data=_yaml(answers.data),
         validation=_validation(answers.validation),
+        path=shlex.quote(path),
+        columns=f"  {columns} # finetune's names: the names in the file\n" if columns else "",
         adapter=answers.adapter,
         others=", ".join(name for name in MAIN_TYPES if name != answers.adapter),
         options=options,
@@ -78,17 +86,17 @@ NOTES = {
 TEXT = """\
 # Written by `finetune init`. Check it, plan it and run it:
 #
-#   finetune check RECIPE     find mistakes before anything is loaded
-#   finetune data RECIPE      show the tokens that are trained on
-#   finetune plan RECIPE      memory, time and cost
-#   finetune train RECIPE
+#   finetune check {path}     find mistakes before anything is loaded
+#   finetune data {path}      show the tokens that are trained on
+#   finetune plan {path}      memory, time and cost
+#   finetune train {path}
 
 model:
   name: {model} # a folder, or a model on the Hugging Face Hub
 
 data:
   name: {data} # a file, a folder, or a dataset on the Hub
-  {validation}
+{columns}  {validation}
   max_length: 1024 # longest example in tokens; longer examples are skipped and counted
 
 adapter:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import html_pages, safe_files
 from finetune.core.console import Console
-from finetune.core.formatting import duration, figure, percent
+from finetune.core.formatting import duration, figure, percent, precision
 from finetune.core.paths import writing
 from finetune.core.visible_text import CONTINUED, visible_lines
 from finetune.data import preview
@@ -224,14 +224,14 @@ def reproduce(run: Run) -> tuple[str, list[str]]:
     command = f"finetune {train}"
     if processes > 1:
         given = launch.get("environment") or {}
-        precision = given.get(
+        launched = given.get(
             "ACCELERATE_MIXED_PRECISION", launch.get("precision")
         )  # the Accelerate default is no mixed precision
         command = (
-            f"accelerate launch --num_processes {processes} --mixed_precision {precision} -m finetune {train}"
+            f"accelerate launch --num_processes {processes} --mixed_precision {launched} -m finetune {train}"
         )
         split = f", base model sharded by {launch['splitter']}" if launch.get("splitter") else ""
-        needs.append(f"{processes} processes, precision {precision}{split}")
+        needs.append(f"{processes} processes, precision {precision(str(launched))}{split}")
     git = run.environment.get("git")
     if git:
         dirty = " with uncommitted changes" if git.get("dirty") else ""
@@ -250,7 +250,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
         rows.append(("hardware", f"{said}, {device.get('cpu_cores')} CPU cores"))
     if launch:
         how = f"{launch.get('launcher')}, processes: {launch.get('processes')}"
-        rows.append(("launch", f"{how}, precision {launch.get('precision')}"))
+        rows.append(("launch", f"{how}, precision {precision(str(launch.get('precision')))}"))
         rows += list(recorded_variables.recorded(launch.get("environment") or {}).items())
     if git:
         dirty = " with uncommitted changes" if git.get("dirty") else ""

@@ -108,12 +108,13 @@ def _one_line(error: Exception) -> str:
 
 
 def _read_recipe(found: Run, folder: RunFolder) -> None:
-    text, left_out = folder.read_text("recipe.resolved.yaml"), "# left out: "
+    text = folder.read_text("recipe.resolved.yaml")
     version = folder.format_version
     raw = strict_yaml.parse(text, "recipe.resolved.yaml").value
     recipe = renames.current_recipe(raw) if version == 1 else raw
     file_shapes.check(folder.recipe.name, recipe)
-    found.notices += [line.removeprefix(left_out) for line in text.split("\n") if line.startswith(left_out)]
+    for mark in ("# ignored: ", "# left out: "):  # the second one is of earlier versions
+        found.notices += [line.removeprefix(mark) for line in text.split("\n") if line.startswith(mark)]
     found.settings += run_folder.settings(text, version)
     found.recipe.update(recipe)
 

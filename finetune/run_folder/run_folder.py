@@ -458,7 +458,7 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
         for dotted in [dotted for dotted in chosen if dotted.startswith(f"{section}.")]:
             value, who = chosen.pop(dotted)
             lines.append(f"  # {dotted.partition('.')[2]}: {flow(value)}  ({visible(who)})")
-    lines += [f"# left out: {visible(notice)}" for notice in recipe.origin.notices]
+    lines += [f"# ignored: {visible(notice)}" for notice in recipe.origin.notices]
     return "\n".join(lines) + "\n"
 
 

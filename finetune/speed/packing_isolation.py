@@ -225,9 +225,8 @@ def prove_same(model: Any, tokens: int, attention: str, packed: bool, checks: Ru
     if not ok:
         what = f"on this model, attention {attention} computes another result than {name}"
         texts = {"found": f"a relative difference of {worst:.2g}", "expected": f"{SAME:g} or less"}
-        problem = Problem(
-            what, "model.attention", **texts, fix=f"model.attention: {name}", code="attention-kernel"
-        )
+        texts |= {"why": "the kernel does not compute this model's attention", "code": "attention-kernel"}
+        problem = Problem(what, "model.attention", **texts, fix=f"model.attention: {name}")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 

@@ -274,7 +274,7 @@ def add_run_check(checks: RunChecks, layers: int) -> None:
     """Add a run check of the recorded CUDA graphs: one forward and one backward per layer."""
     recorded = upstream_private.recorded_cuda_graphs()
     skipped = upstream_private.compile_counters()["inductor"]["cudagraph_skips"]
-    actual = f"{recorded} recorded" + f", {skipped} functions left out" * bool(skipped)
+    actual = f"{recorded} recorded" + f", {skipped} functions skipped" * bool(skipped)
     how = "torch's own counts when training ended; a run of one pass has none"
     if recorded > 2 * layers:
         how += "; recording again takes time: speed.compile: default records nothing"

@@ -275,16 +275,16 @@ def look_again(trainer: Steps, step: int) -> str:
     """Run a step with NaN or Inf again. Return where the first ones appear, or why finetune can't look."""
     batches, model = trainer.micro_batches.kept.get(step, []), trainer.model
     if sharded_tensors.sharded(model) or hasattr(trainer.model_wrapped, "backward"):
-        return "not looked for: the launch splits the weights or their state"
+        return "not searched: the launch shards the weights or their state"
     if transformer_engine_layers.used():
-        return "not looked for: processes meet in each of TransformerEngine's passes"
+        return "not searched: processes communicate in each pass of TransformerEngine"
     parts = trainer.micro_batches.divided(batches, getattr(trainer.args, "pad_to_multiple_of", None))
     try:
         reports = [first_not_finite(model, partial(trainer.loss_of, part)) for part in parts]
     except torch.OutOfMemoryError:
-        return "not found: no memory to look again"
+        return "not found: too little memory to repeat the step"
     said = [f"{what} (micro-batch {n} of {len(reports)})" for n, what in enumerate(reports, start=1) if what]
-    return next(iter(said), "finite when the step was made again: what was not has passed")
+    return next(iter(said), "finite when the step was repeated, so the cause is gone")
 
 
 def first_not_finite(model: torch.nn.Module, forward: Any) -> str:

@@ -339,7 +339,7 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
     run.console.say(
         "", "loading the saved weights, and evaluating the base model and the fine-tuned model ..."
     )
-    evaluating = progress.phase(run.console, "loading the saved weights")
+    evaluating = progress.phase(run.console, "verifying the saved weights")
     with evaluating, stage("evaluated the model", "eval", code=Exit.TRAINING):
         result = saved_evaluation.reopen_and_evaluate(
             run.folder, live, validations, run.checks, run.recipe, run.setup

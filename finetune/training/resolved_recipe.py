@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import peft_configs
 from finetune.autoconfig import optimizer_choice
+from finetune.core import formatting
 from finetune.distributed import recorded_variables
 from finetune.recipe import adapter_types
 from finetune.recipe.loader import load as load_recipe
@@ -113,7 +114,10 @@ def choices(
         "train.per_device_train_batch_size": (batch.per_device, per_device),
         "train.gradient_accumulation_steps": (batch.accumulation, f"default: {split}"),
         "train.steps": (steps, how),
-        "train.precision": (launch.precision, f"{launch.precision_by}: {launch.precision_reason}"),
+        "train.precision": (
+            formatting.precision(launch.precision),
+            f"{launch.precision_by}: {launch.precision_reason}",
+        ),
     }
 
 

@@ -268,7 +268,7 @@ def test_a_gradient_that_one_rank_alone_lost_stops_both_before_the_update(both) 
     folder, found = both
     for each in found:
         assert "gradients of step 1 are NaN or Inf" in each["nan"]
-        assert "rank 0: finite when the step was made again" in each["nan"] and "rank 1: " in each["nan"]
+        assert "rank 0: finite when the step was repeated" in each["nan"] and "rank 1: " in each["nan"]
         assert "rank 1: the output of base_model.model.model.embed_tokens" in each["input"]
         assert "rank 0: finite" in each["input"]
     place = folder / "nan" / "nonfinite-step-1"

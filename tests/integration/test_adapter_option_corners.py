@@ -126,7 +126,7 @@ def test_what_peft_s_config_refuses_is_no_traceback(train, two_layers, capsys) -
     """The quickstart's r and a block size of one's own: PEFT takes one of the two."""
     given = ["adapter.type=oft", "adapter.oft_block_size=4", f"model.name={two_layers}"]
     train(*given, code=2)
-    assert "PEFT refuses it" in capsys.readouterr().err
+    assert "PEFT does not accept it" in capsys.readouterr().err
 
 
 def test_new_tokens_under_full_fine_tuning_are_evaluated_from_what_was_saved(train, two_layers) -> None:

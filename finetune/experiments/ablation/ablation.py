@@ -20,7 +20,7 @@ import json
 import shlex
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,11 +29,11 @@ from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, UserError, in_one_line
 from finetune.experiments.ablation import ablation_report, optimizations, verdict
 from finetune.experiments.ablation.optimizations import Variant
-from finetune.experiments.runner import kept_runs, measured_run, run_progress, varied_keys
+from finetune.experiments.runner import kept_runs, measured_run, varied_keys
 from finetune.experiments.runner.varied_keys import values_of
 from finetune.hardware import detection
 from finetune.launch import launcher
-from finetune.preflight import checker, choice_checks
+from finetune.preflight import checker
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder.run_folder import RunFolder
 
@@ -129,8 +129,7 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     optimizations.check_values(given, own.adapter.type)
     steps = optimizations.of_type(given, own.adapter.type)
     checker.run(own)
-    choice_checks.pinned(own)
-    check_baseline(request, steps)
+    optimizations.check_baseline(own, request.path, request.overrides, steps)
     for config in optimizations.configs(steps):
         launcher.check(launcher.find(config))
     kept_runs.make_folder(request.folder, "ablate")
@@ -156,18 +155,6 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     ablation_report.write(place, found, bench.machine)
     ablation_report.show(bench.screen, found, place)
     return found
-
-
-def check_baseline(request: AblationRequest, steps: AblationFile) -> None:
-    """Check the baseline as `finetune check` does. An error names the position in the ablation file."""
-    overrides = varied_keys.overrides(steps.baseline.set)
-    try:
-        for look in (checker.run, choice_checks.setup_of):
-            look(load_recipe(request.path, [*request.overrides, *overrides]))
-    except UserError as error:
-        places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}
-        found = [replace(one, where=places.get(one.key, one.where)) for one in error.problems]
-        raise UserError(*found, code=error.code) from None
 
 
 def hold(request: AblationRequest, now: dict[str, str]) -> None:
@@ -243,10 +230,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     config = str(launcher.find(named)) if named else None
     job = measured_run.Job(bench.request.path, values, folder, variant.mixed_precision, config)
     run = folder.relative_to(bench.request.folder)
-    with progress.part(str(run), run_progress.share_of_steps(folder, setup.steps, None)):
-        fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
-    if not fresh:
-        progress.exclude_last()
+    fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
     found = measured_run.figures(folder, setup.warm_up)
     group.append(found)
     bench.latest = key(variant)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,7 +16,8 @@ from finetune.core import paths, shipped_files, strict_yaml
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.packages import installed
 from finetune.experiments.runner import varied_keys
-from finetune.recipe import build, recipe_errors
+from finetune.preflight import checker, choice_checks
+from finetune.recipe import build, loader, recipe_errors
 from finetune.recipe.schema import Section
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from finetune.experiments.ablation.optimizations import AblationFile, Optimization
     from finetune.hardware.detection import Hardware
+    from finetune.recipe.schema import Recipe
 
 
 # A value that removes the baseline's value, so that the value of the recipe, `auto` or `measure` applies
@@ -402,3 +405,19 @@ def _cpu() -> Mapping[str, Any]:
 
 def default_optimizations() -> Path:
     return shipped_files.folder("recipes") / "ablation.yaml"
+
+
+def check_baseline(own: Recipe, path: str, overrides: list[str], steps: AblationFile) -> None:
+    """Check the baseline as `finetune check` does, and pin the commits of the recipe.
+
+    An error names the position in the ablation file.
+    """
+    choice_checks.pinned(own)
+    baseline = varied_keys.overrides(steps.baseline.set)
+    try:
+        for look in (checker.run, choice_checks.setup_of):
+            look(loader.load(path, [*overrides, *baseline]))
+    except UserError as error:
+        places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}
+        found = [dataclasses.replace(one, where=places.get(one.key, one.where)) for one in error.problems]
+        raise UserError(*found, code=error.code) from None

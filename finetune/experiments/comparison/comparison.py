@@ -39,7 +39,7 @@ from finetune.data import source_loading
 from finetune.distributed import collectives
 from finetune.experiments.comparison import comparison_report
 from finetune.experiments.comparison.comparison_report import MARK
-from finetune.experiments.runner import kept_runs, run_progress
+from finetune.experiments.runner import kept_runs
 from finetune.hardware import detection
 from finetune.preflight import checker
 from finetune.recipe import adapter_types
@@ -265,7 +265,7 @@ def run_and_report(job: Job, screen: Console, head: str) -> dict[str, str]:
     """Run a job and print its result. Return the reason by the name of the job if it fails."""
     path, train = job.folder.path, job.recipe.train
     screen.say(f"{head} running; its log is {path}/log.txt")
-    share = run_progress.share_of_steps(path, train.max_steps, train.num_train_epochs)
+    share = kept_runs.share_of_steps(path, train.max_steps, train.num_train_epochs)
     with progress.part(job.name, share):
         reason = run_one(job)
     if PartialState().is_main_process:
@@ -383,7 +383,7 @@ def measure(
         ]
         overrides += NO_EVALUATION if besides is not None else []
         pilot = job._replace(recipe=load_recipe(requested.path, overrides), folder=RunFolder(place))
-        share = run_progress.share_of_steps(place, PILOT_STEPS, None)
+        share = kept_runs.share_of_steps(place, PILOT_STEPS, None)
         with progress.phase(screen, f"measuring {job.entrant.type}", parts=1), progress.part("", share):
             reason = run_one(pilot)
         if reason:

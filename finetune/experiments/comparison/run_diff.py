@@ -53,8 +53,11 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Fo
     screen.say(sentence(unequal, [part.part for part in parts[:3] if part.rows], reasons))
     if must_equal and unequal:
         why = "--assert-equal asks for equal losses, weights and evaluation"
+        fix = "compare recipe.resolved.yaml and environment.json of the runs"
         problems = [
-            Problem(f"the {part.part} of the runs differ", found=part.summary, why=why, code="run-check")
+            Problem(
+                f"the {part.part} of the runs differ", found=part.summary, why=why, fix=fix, code="run-check"
+            )
             for part in unequal
         ]
         raise UserError(*problems, code=Exit.ARTIFACT)

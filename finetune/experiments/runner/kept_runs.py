@@ -1,7 +1,8 @@
-"""Manage the folders of an experiment's runs, and decide which finished runs a second command keeps."""
+"""Manage the folders of an experiment's runs: which finished runs are kept, and how far a run is."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -15,10 +16,14 @@ from finetune.experiments.runner import varied_keys
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
+
+TAIL = 8_192  # bytes at the end of metrics.jsonl, which hold several lines
+EPOCHS = 3.0  # the default of train.num_train_epochs
 
 
 def make_folder(folder: Path, command: str) -> None:
@@ -101,3 +106,24 @@ def recipe_file(recipe: Recipe, chosen: dict[str, tuple[Any, str]], head: str) -
     """
     paths = {key: (path, "of this machine") for key, path in run_folder.local_paths(recipe).items()}
     return head + run_folder.resolved_yaml(recipe, {**paths, **chosen, "train.output_dir": (None, "default")})
+
+
+def share_of_steps(folder: Path, max_steps: int | None, epochs: float | None) -> Callable[[], float]:
+    """Return a function that returns the share of a run's training steps that are logged.
+
+    Args:
+        folder: the run folder, which may not exist yet.
+        max_steps: `train.max_steps` of the run.
+        epochs: `train.num_train_epochs` of the run, which counts without `max_steps`.
+    """
+    key, whole = ("step", max_steps) if max_steps else ("epoch", epochs or EPOCHS)
+
+    def share() -> float:
+        with contextlib.suppress(OSError), (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - TAIL))
+            for line in reversed(file.read().split(b"\n")):
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that is being written
+                    return float(json.loads(line)[key]) / whole
+        return 0.0
+
+    return share

@@ -168,7 +168,10 @@ def make(job: Job, *, cpu: bool) -> bool:
     if not cpu and not job.accelerate:  # use one process on one GPU, even if a scheduler assigned more GPUs
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     started = time.monotonic()
-    code = start(words, str(log), environment, cpu=cpu, more=True)
+    steps = load_recipe(job.recipe, job.overrides).train.max_steps
+    name = f"{job.folder.parent.name}/{job.folder.name}"
+    shown = worker_process.Shown(name, kept_runs.share_of_steps(job.folder, steps, None))
+    code = start(words, str(log), environment, cpu=cpu, more=True, shown=shown)
     if code in (Exit.STOPPED, 130, -2, -15):
         what, fix = f"a signal stopped the run {job.folder.name}", "run the same command again to continue"
         problem = Problem(what, where=str(job.folder), fix=fix, code="experiment")
@@ -181,11 +184,20 @@ def make(job: Job, *, cpu: bool) -> bool:
     return True
 
 
-def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool, more: bool = False) -> int:
+def start(
+    words: list[str],
+    log: str,
+    environment: dict[str, str],
+    *,
+    cpu: bool,
+    more: bool = False,
+    shown: worker_process.Shown | None = None,
+) -> int:
     """Run `python -m finetune WORDS` in a fresh process that ends with this process.
 
     Args:
         more: other runs on this GPU follow, so start the next process early to import libraries.
+        shown: how the progress of the experiment shows this run.
 
     Returns:
         The exit code. A negative value is the signal that ended the process.
@@ -199,7 +211,7 @@ def start(words: list[str], log: str, environment: dict[str, str], *, cpu: bool,
         line.send((words, log, environment))
         if more and gpu and cores() >= CORES:
             _waiting.append(worker_process.begin_process(os.devnull, gpu, cpu=cpu))
-        process.join()
+        worker_process.wait(process, shown)
     except KeyboardInterrupt:
         if process.pid is not None:
             worker_process.end(process)

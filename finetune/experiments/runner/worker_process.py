@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import safe_files, signals, upstream_private
+from finetune.core import progress, safe_files, signals, upstream_private
 from finetune.core.errors import Exit
 from finetune.run_folder.run_folder import RunFolder
 
@@ -51,6 +51,14 @@ class Evaluation(NamedTuple):
     """Number of the evaluation within the trial, from 1."""
     step: int
     value: float
+
+
+class Shown(NamedTuple):
+    """How the progress of an experiment shows one of its runs."""
+
+    name: str
+    share: Callable[[], float]
+    """Returns the share of the run that is done."""
 
 
 class Ended(NamedTuple):
@@ -226,6 +234,12 @@ def tie() -> None:
     above = multiprocessing.parent_process()
     if above is not None and not above.is_alive():  # the parent ended before this call
         os._exit(Exit.STOPPED)
+
+
+def wait(process: Any, shown: Shown | None) -> None:
+    """Wait until a process ends, and show it as a part of the current phase."""
+    with progress.part(*shown) if shown else contextlib.nullcontext():
+        process.join()
 
 
 def code_of(process: Any) -> int | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.core.console import quieten_libraries
 from finetune.core.errors import Exit, Problem, UserError, nearest
 from finetune.experiments.runner.varied_keys import text_of
-from finetune.experiments.sweep.search_space import TYPE, has_key, multiplied, overrides, own_value
+from finetune.experiments.sweep.search_space import TYPE, has_key, multiplied, overrides, own_value, parse
 from finetune.preflight import checker, choice_checks
 from finetune.recipe import build, loader
 from finetune.training import load_data
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from finetune.experiments.sweep.search_space import Space
+    from finetune.experiments.sweep.sweep_request import SweepRequest
     from finetune.recipe.schema import Recipe
 
 
@@ -35,6 +39,32 @@ class Looked(NamedTuple):
     """Number of training sequences. `None` if the data is streamed."""
     content: str = ""
     """Digest of the training data and validation set. Empty if the data is streamed."""
+
+
+def prepare(requested: SweepRequest) -> tuple[Recipe, Looked]:
+    """Return the recipe and the space after checking its corners.
+
+    A child process does the part that needs torch.
+    """
+    recipe, (space, wrong) = (
+        loader.load(requested.path, requested.overrides),
+        parse(requested.space),
+    )
+    comparable(recipe)
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(_look, requested.path, requested.overrides, space, bool(wrong)).result()
+    except UserError as error:
+        raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
+    if wrong:
+        raise UserError(*wrong)
+    choice_checks.pinned(recipe)
+    return recipe, found
+
+
+def _look(path: str, overrides: list[str], space: Space, refused: bool) -> Looked:
+    quieten_libraries()
+    return look(path, overrides, space, refused=refused)
 
 
 def look(path: str, given: list[str], space: Space, *, refused: bool = False) -> Looked:

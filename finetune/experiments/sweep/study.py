@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
 import os
 import shlex
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,12 +27,11 @@ from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from finetune.core import progress, safe_files, signals
-from finetune.core.console import Console, quieten_libraries
+from finetune.core.console import Console
 from finetune.core.errors import Exit, Problem, Stopped, UserError, in_one_line
-from finetune.experiments.runner import kept_runs, run_progress, worker_process
+from finetune.experiments.runner import kept_runs, worker_process
 from finetune.experiments.sweep import search_space, search_space_checks, study_storage, sweep_report
 from finetune.experiments.sweep.sweep_request import SweepRequest
-from finetune.preflight import choice_checks
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import lock
 
@@ -94,8 +91,7 @@ def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
     """
     screen = Console(quiet=quiet)
     with progress.phase(screen, "checking the search space"):
-        recipe, found = prepare(requested)
-    choice_checks.pinned(recipe)
+        recipe, found = search_space_checks.prepare(requested)
     kept_runs.make_folder(requested.folder, "sweep")
     safe_files.make_folder(requested.folder, "logs")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -146,31 +142,6 @@ def _failed(what: str, reason: str, folder: str) -> Problem:
     """Return the problem of a trial that ended without a score."""
     fix = f"read logs/{folder}.txt in the folder of the sweep"
     return Problem(what, found=reason, fix=fix, code="experiment")
-
-
-def prepare(requested: SweepRequest) -> tuple[Recipe, search_space_checks.Looked]:
-    """Return the recipe and the space after checking its corners.
-
-    A child process does the part that needs torch.
-    """
-    recipe, (space, wrong) = (
-        load_recipe(requested.path, requested.overrides),
-        search_space.parse(requested.space),
-    )
-    search_space_checks.comparable(recipe)
-    try:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(_look, requested.path, requested.overrides, space, bool(wrong)).result()
-    except UserError as error:
-        raise UserError(*wrong, *error.problems, code=Exit.INPUT if wrong else error.code) from None
-    if wrong:
-        raise UserError(*wrong)
-    return recipe, found
-
-
-def _look(path: str, overrides: list[str], space: Space, refused: bool) -> search_space_checks.Looked:
-    quieten_libraries()
-    return search_space_checks.look(path, overrides, space, refused=refused)
 
 
 def search(job: Job) -> dict[str, Any]:
@@ -332,7 +303,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
         key, cpu = f"eval_{job.recipe.eval.metric_for_best_model}", job.found.device == "cpu"
         steps = values.get("train.max_steps", job.recipe.train.max_steps)
         epochs = values.get("train.num_train_epochs", job.recipe.train.num_train_epochs)
-        with progress.part(f"trial {drawn.number}", run_progress.share_of_steps(folder, steps, epochs)):
+        with progress.part(f"trial {drawn.number}", kept_runs.share_of_steps(folder, steps, epochs)):
             ended = worker_process.run(worker_process.Trial(words, folder, log, cpu), key, judge, waiting)
         if ended.state != "lost":
             failed = _failed(f"trial {drawn.number} failed", ended.reason, folder.name)

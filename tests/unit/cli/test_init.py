@@ -40,6 +40,20 @@ def test_recipe_of_each_method_and_format_passes_check(adapter, rows, tmp_path, 
     assert f"train {str(recipe)!r}"[:5] in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_columns_of_a_csv_file_are_guessed_from_their_names(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [f"My parcel {number} is late,shipping" for number in range(64)]
+    Path("tickets.csv").write_text("\n".join(["Email text,Team", *lines]))
+    given = ["init", "--model", str(MODEL), "--data", "tickets.csv"]
+    assert main.main(given) == 0, capsys.readouterr().err
+    assert loader.load("recipe.yaml").data.columns == {"instruction": "Email text", "output": "Team"}
+    assert "note: the names of the columns suggest data.columns: " in capsys.readouterr().out
+    assert "#   finetune check recipe.yaml" in Path("recipe.yaml").read_text()
+    Path("tickets.csv").write_text("\n".join(["Email text,Team,Date", *(f"{line},1" for line in lines)]))
+    assert main.main([*given, "--output", "other.yaml"]) == 2
+    assert "wrote other.yaml" in (said := capsys.readouterr()).out and "output: ..." in said.err
+
+
 def test_terminal_asks_only_for_missing_answers(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     answers = f"\n{DATA / 'train.jsonl'}\n{DATA / 'test.jsonl'}\n\nmine.yaml\n"  # a model is asked for again

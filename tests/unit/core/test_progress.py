@@ -35,7 +35,7 @@ def test_without_a_terminal_a_line_every_30_seconds(clock, capsys) -> None:
         "scoring: 90 of 100, 10 s left",
     ]
     shown(Console(), clock, None, 2.0)
-    assert capsys.readouterr().out.splitlines()[0] == "scoring: 30"
+    assert capsys.readouterr().out.splitlines()[0] == "scoring: 30 done"
 
 
 @pytest.mark.parametrize("seconds", [0.01, 0.5])

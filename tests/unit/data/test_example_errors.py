@@ -325,7 +325,7 @@ def test_check_reads_the_first_rows(tmp_path: Path, capsys) -> None:
     plan = ["plan", str(QUICKSTART), f"data.name={rows}", "data.validation=null", "--gpu", "l4"]
     assert main.main(plan) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "a run would refuse the data" in said and "note: unknown role (" in said
+    assert "`finetune train` does not accept the data" in said and "note: unknown role (" in said
     assert "`finetune check` shows all problems" in said
     assert main.main([*plan, "data.expect.malformed=0.5"]) == 0
     assert "unknown role" not in capsys.readouterr().out

@@ -43,7 +43,7 @@ def test_no_change_drops_more_rows_than_a_run_lets_pass(large) -> None:
     assert offered and ("data.max_length=2048",) not in offered
     made = planned(large, *slow, "data.max_length=2048")
     assert made.refused and "100% of the examples are longer than data.max_length (2048)" in made.refused
-    assert plan_report.headline(loaded, made).count("a run would refuse the data") == 1
+    assert plan_report.headline(loaded, made).count("`finetune train` does not accept the data") == 1
     assert not now.refused
 
 
@@ -62,7 +62,7 @@ def test_rows_that_are_too_few_for_a_step_are_refused(large, text: str, said: st
     (large.parent / "rows.jsonl").write_text(text)
     made, loaded = planned(large), loader.load(large)
     assert made.refused.startswith(said) and bool(made.refused) is bool(said)
-    assert ("a run would refuse the data" in plan_report.headline(loaded, made)) is bool(said)
+    assert ("`finetune train` does not accept the data" in plan_report.headline(loaded, made)) is bool(said)
     assert not [note for note in made.notes if "not in local jsonl files" in note]
     assert not said or made.refused in made.notes
     counted = dataset_estimate.rows_of(loaded.data, loaded.model, 1)

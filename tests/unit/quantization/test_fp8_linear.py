@@ -353,7 +353,9 @@ def test_auto_takes_it_where_it_pays_and_says_why_not(tmp_path) -> None:
         assert choice.value == "bf16" and reason in choice.reason
     assert auto(H100, "bf16", large, "adapter.type=qlora").value == "nf4"
     assert auto(H100, "bf16", large, "adapter.type=full").value == "fp32"
-    assert auto(CPU, "no", large) == Choice("fp32", "precision no")  # and the config is not read
+    assert auto(CPU, "no", large) == Choice(
+        "fp32", "the launch computes in fp32"
+    )  # and the config is not read
     (tmp_path / "config.json").write_text(
         json.dumps(wide | {"model_type": "mixtral", "num_local_experts": 8})
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.experiments.runner import run_progress
+from finetune.experiments.runner import kept_runs
 
 STEPS = '{"step": 1, "epoch": 0.5}\n{"step": 2, "epoch": 1.0}\n'
 
@@ -26,8 +26,8 @@ def test_share_of_steps_is_read_from_the_last_whole_line(
     text: str, steps: int | None, epochs: float | None, share: float, tmp_path: Path
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
-    assert run_progress.share_of_steps(tmp_path, steps, epochs)() == share
+    assert kept_runs.share_of_steps(tmp_path, steps, epochs)() == share
 
 
 def test_share_of_steps_of_a_run_without_a_folder_is_zero(tmp_path: Path) -> None:
-    assert run_progress.share_of_steps(tmp_path / "run", 8, None)() == 0.0
+    assert kept_runs.share_of_steps(tmp_path / "run", 8, None)() == 0.0
