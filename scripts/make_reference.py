@@ -113,7 +113,7 @@ def adapters() -> str:
         if kind.refused:
             refused.append(name)
             continue
-        fits = [s for s in adapter_types.QUANTIZED if not adapter_types.obstacle(name, s)]
+        fits = [s for s in adapter_types.QUANTIZED if not adapter_types.unsupported_reason(name, s)]
         stored = kind.storage or (
             "all" if fits == list(adapter_types.QUANTIZED) else ", ".join(fits) or "none"
         )

@@ -255,7 +255,7 @@ def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
     return target_modules.slow_patterns(options, [*names.kinds, *names.tower_kinds], "adapter.init_from")
 
 
-def against_layout(adapter: Adapter, names: Names) -> list[Problem]:
+def check_layout(adapter: Adapter, names: Names) -> list[Problem]:
     """Return `layout_problems` of a local adapter. For an adapter on the Hub, only the run can check this."""
     folder = _source_folder(str(adapter.source))
     return layout_problems(folder, names, adapter_types.find(adapter.type).peft) if folder else []

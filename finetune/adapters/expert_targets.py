@@ -282,7 +282,7 @@ def stays_in_bf16(names: Names, config: ModelConfig, storage: str) -> str:
         return ""
     if storage not in kernel_limits.EXPERTS_STORAGES:
         return f"{storage} quantizes only nn.Linear layers"
-    return kernel_limits.quantized_experts_obstacle(config, names.shapes)
+    return kernel_limits.quantized_experts_unsupported_reason(config, names.shapes)
 
 
 def _count(resolved: Resolved, names: Names) -> int:

@@ -125,7 +125,7 @@ def choose(
     if rows is None:
         return for_evaluation(requested, attends)
     if requested != "auto":
-        reason = obstacle(requested, hardware, dtype, attends, rows, installed=hardware.here)
+        reason = unsupported_reason(requested, hardware, dtype, attends, rows, installed=hardware.here)
         if reason:
             fix = f"set `model.attention: {'eager' if requested in attends.lacks else 'auto'}`"
             what, code = f"{requested} does not run this model on this machine", "attention-kernel"
@@ -134,7 +134,7 @@ def choose(
         return requested, "asked for"
     passed_over: list[str] = []
     for name in candidates(hardware, rows):
-        why_not = obstacle(name, hardware, dtype, attends, rows)
+        why_not = unsupported_reason(name, hardware, dtype, attends, rows)
         if not why_not and name in kernel_limits.IMPLEMENTATIONS and attends.family not in FAMILIES:
             why_not = f"{name} is not tested with {attends.family}"
         if not why_not:
@@ -169,7 +169,7 @@ def for_evaluation(requested: str, attends: Attends) -> tuple[str, str]:
     return "sdpa", "asked for" if requested == "sdpa" else "evaluation: supports left padding and a KV cache"
 
 
-def obstacle(
+def unsupported_reason(
     name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows, *, installed: bool = True
 ) -> str:
     """Return why an implementation can't train this model on this machine; the empty string if it can."""

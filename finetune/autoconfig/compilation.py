@@ -81,7 +81,7 @@ def choose_fused(
     return Choice("on", "auto")
 
 
-def fused_obstacle(config: ModelConfig) -> str:
+def fused_unsupported_reason(config: ModelConfig) -> str:
     """Return why no linear layer of a model can run fused; the empty string if its config allows it."""
     clipped = getattr(config.get_text_config(), "clip_qkv", None) is not None
     return "the model clips q, k and v in place" if clipped else ""
@@ -120,7 +120,7 @@ def check_compile(requested: str | bool, hardware: Hardware) -> None:
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
-def against_breaks(compile: str | bool, broken: str) -> Problem | None:
+def check_graph_breaks(compile: str | bool, broken: str) -> Problem | None:
     """Return a problem if the recipe requests compilation of layers that break the graph.
 
     Otherwise a run check would stop the run after the first step.
@@ -134,7 +134,7 @@ def against_breaks(compile: str | bool, broken: str) -> Problem | None:
     return Problem(broken, "speed.compile", **texts)
 
 
-def against_graphs(
+def check_cuda_graphs(
     compile: str | bool, checkpointing: str, offload: str, sharded: str = ""
 ) -> Problem | None:
     """Return a problem if the recipe requests CUDA graphs with a setting that they do not support.

@@ -131,7 +131,7 @@ def beside(
         checkpoints, offload, with_graphs = activation_checkpointing.choose(
             *requested, plan._replace(room=plan.room - plan.graphs), hardware
         )
-        conflict = compilation.against_graphs(compilation.GRAPHS[0], checkpoints.value, offload.value)
+        conflict = compilation.check_cuda_graphs(compilation.GRAPHS[0], checkpoints.value, offload.value)
         fits = max(memory_estimate.at_once(with_graphs, checkpoints.value)) <= with_graphs.room
         if fits and not conflict:
             return checkpoints, offload, chosen, with_graphs

@@ -61,7 +61,7 @@ class ModelSpec:
     """The experts' weights are quantized."""
     unfused: str = ""
     """Why some layers or MLPs do not run fused."""
-    obstacle: str = ""
+    unsupported_reason: str = ""
     """Why no layer of the adapter can run fused; the empty string if no reason is known."""
     breaks: frozenset[str] = frozenset()
     """Adapters whose forward in PEFT breaks the graph of torch.compile."""
@@ -119,11 +119,11 @@ def decide_fused(spec: ModelSpec, requested: str | bool, hardware: Hardware, sha
     chosen = compilation.choose_fused(
         requested, hardware, adapted=spec.adapted, dtype=spec.dtype, rounding=spec.rounding
     )
-    if chosen.value == "off" or not spec.obstacle:
+    if chosen.value == "off" or not spec.unsupported_reason:
         return chosen
     if requested is True:
-        raise none_fused(spec.obstacle)
-    return Choice("off", f"auto: {spec.obstacle}")
+        raise none_fused(spec.unsupported_reason)
+    return Choice("off", f"auto: {spec.unsupported_reason}")
 
 
 def none_fused(reason: str) -> UserError:
@@ -147,7 +147,7 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
         return _with_unknown_layers(spec, speed, work, fused)
     names = ", ".join(sorted(spec.breaks))
     broken = f"PEFT's forward pass of {names} breaks the graph of torch.compile" if names else ""
-    _refuse(compilation.against_breaks(speed.compile, broken))
+    _refuse(compilation.check_graph_breaks(speed.compile, broken))
     compile = compilation.choose_compile(speed.compile, work._replace(eager=work.eager or broken), hardware)
     products = cuda_graphs.products(spec.config, work.tokens, hardware.peak_flops, kind=spec.kind)
     graphs = cuda_graphs.choose(
@@ -159,7 +159,7 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     once = work.once and speed.activation_checkpointing == "auto"
     requested = "none" if once else speed.activation_checkpointing
     checkpointing, offload, graphs, plan = cuda_graphs.beside(graphs, speed, requested, plan, hardware)
-    _refuse(compilation.against_graphs(speed.compile, checkpointing.value, offload.value, work.sharded))
+    _refuse(compilation.check_cuda_graphs(speed.compile, checkpointing.value, offload.value, work.sharded))
     if once:
         why = f"auto: TransformerEngine's fp8 applies only in the forward pass, and {launch_environment.ONCE}"
         checkpointing = checkpointing._replace(reason=why)

@@ -35,7 +35,7 @@ def check(config: ModelConfig, data: Data, train: Train, attention: str, process
     """
     if not (data.packing or data.padding_free):
         return
-    if reason := obstacle(config, attention):
+    if reason := unsupported_reason(config, attention):
         what, key = "this model can't separate the examples of a packed sequence", _keys(data)[0]
         problem = Problem(what, key, found="true", why=reason, fix=switch_off(data), code="model-unsupported")
         raise UserError(problem, code=Exit.ENVIRONMENT)
@@ -62,7 +62,7 @@ def _keys(data: Data) -> list[str]:
     return [f"data.{key}" for key in ("packing", "padding_free") if getattr(data, key)]
 
 
-def obstacle(config: ModelConfig, attention: str) -> str:
+def unsupported_reason(config: ModelConfig, attention: str) -> str:
     """Return why a model can't keep packed examples apart, or an empty string."""
     text = config.get_text_config()
     family = text.model_type

@@ -66,7 +66,7 @@ EXPERTS_BLOCK, EXPERTS_ROW = 64, 8
 EXPERTS_STORAGES = ("nf4", "fp4", "fp8", "int8")
 
 
-def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def experts_unsupported_reason(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Why stacked experts can't run by `speed.fused_experts`; the empty string if they can.
 
     Args:
@@ -85,7 +85,7 @@ def experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]])
     return "" if act in FUSED_ACTIVATIONS else f"the experts' activation is {act}"
 
 
-def quantized_experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
+def quantized_experts_unsupported_reason(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return why a base model does not quantize its stacked experts; the empty string if it does.
 
     Args:
@@ -94,10 +94,10 @@ def quantized_experts_obstacle(config: ModelConfig, shapes: Mapping[str, tuple[i
     """
     if getattr(config, "quantization_config", None):
         return "the checkpoint is quantized already, and holds the experts as they are"
-    return experts_obstacle(config, shapes) or stacks_obstacle(shapes)
+    return experts_unsupported_reason(config, shapes) or stacks_unsupported_reason(shapes)
 
 
-def stacks_obstacle(shapes: Mapping[str, tuple[int, ...]]) -> str:
+def stacks_unsupported_reason(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return why stacks of these shapes can't be quantized; the empty string if they can."""
     sizes = [size for name, size in shapes.items() if name.endswith(STACKED) and len(size) == 3]
     if any(size[2] % EXPERTS_ROW or prod(size) % EXPERTS_BLOCK for size in sizes):

@@ -24,7 +24,7 @@ from finetune.kernels.kernel_limits import (
     EXPERTS_STORAGES,
     FP8_MULTIPLE,
     STACKED,
-    quantized_experts_obstacle,
+    quantized_experts_unsupported_reason,
 )
 from finetune.models import checkpoint_headers, module_lists
 from finetune.recipe import upstream_options
@@ -219,7 +219,7 @@ def weights(found: Architecture, storage: str, precision: str) -> float:
 def quantized_experts(found: Architecture, storage: str) -> list[tuple[int, ...]]:
     """Shapes of the stacked experts that a base model of this storage quantizes."""
     shapes = found.names.shapes
-    if storage not in EXPERTS_STORAGES or quantized_experts_obstacle(found.config, shapes):
+    if storage not in EXPERTS_STORAGES or quantized_experts_unsupported_reason(found.config, shapes):
         return []
     return [shape for name, shape in shapes.items() if len(shape) == 3 and name.endswith(STACKED)]
 

@@ -41,7 +41,7 @@ class Adapted(NamedTuple):
     """AdaLoRA: it keeps fp32 averages of each parameter's importance."""
     unknown: str = ""
     """A note on what the plan does not count; the empty string if it counts everything."""
-    obstacle: str = ""
+    unsupported_reason: str = ""
     """Why none of the layers can run fused."""
     saved: int = 0
     """Trainable parameters of whole modules (`modules_to_save`)."""
@@ -96,9 +96,9 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     sides = {name: expert_targets.parameters_of_rank_1(found.names.shapes[name]) for name in ranks}
     experts = sum(rank * sides[name] for name, rank in ranks.items())
     unknown = f"the plan does not know the size of {adapter.type}, and assumes LoRA with r {RANK}"
-    obstacle = _obstacle(kind.peft, options, largest)
+    unsupported_reason = _unsupported_reason(kind.peft, options, largest)
     if any(found.names.kinds[name] == "Conv1D" for name in names):
-        obstacle = obstacle or "the base model is stored as Conv1D"
+        unsupported_reason = unsupported_reason or "the base model is stored as Conv1D"
     act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     fits = largest * 3 <= MAX_RANK and act in kernel_limits.FUSED_ACTIVATIONS
     fits &= not any(name.endswith("experts") for name in found.names.kinds)
@@ -112,11 +112,11 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
         largest,
         dropout,
         columns=dora or kind.peft == "ia3",
-        fusable=fits and not obstacle,
+        fusable=fits and not unsupported_reason,
         mlps=len(inside) == text.num_hidden_layers,
         allocates=kind.peft == "adalora",
         unknown="" if counted else unknown,
-        obstacle=obstacle,
+        unsupported_reason=unsupported_reason,
         saved=saved,
         head=head,
         experts=experts,
@@ -124,10 +124,10 @@ def adapted(adapter: Adapter, model: Model, found: Architecture, steps: int) -> 
     )
 
 
-def _obstacle(kind: str, options: dict[str, Any], rank: int) -> str:
+def _unsupported_reason(kind: str, options: dict[str, Any], rank: int) -> str:
     """Return why an adapter's options keep every layer from running fused; else the empty string.
 
-    `speed.fused_layers.obstacle` applies the same rules to a live layer.
+    `speed.fused_layers.unsupported_reason` applies the same rules to a live layer.
     """
     obstacles = {
         f"PEFT's {kind} has its own forward pass": kind not in FUSED_TYPES,
@@ -143,4 +143,4 @@ def _fast_experts(found: Architecture, ranks: dict[str, int]) -> bool:
     """Return whether stacked experts and all adapted parameters run by `speed.fused_experts`."""
     other = any(not name.endswith(kernel_limits.STACKED) for name in ranks)
     large = max(ranks.values(), default=0) > kernel_limits.MAX_EXPERTS_RANK
-    return not (other or large or kernel_limits.experts_obstacle(found.config, found.names.shapes))
+    return not (other or large or kernel_limits.experts_unsupported_reason(found.config, found.names.shapes))

@@ -45,7 +45,7 @@ def model_spec(run: PlannedRun, *, fused: bool) -> ModelSpec:
         rounded_gib=8 * _numbers(run) / memory_estimate.GIB if run.recipe.speed.qat else 0.0,
         # An MLP without adapters runs fused only on an fp8 base model, to save casts to fp8.
         fused_mlps=has.fusable and (has.mlps or storage == "fp8"),
-        obstacle=_obstacle(run),
+        unsupported_reason=_unsupported_reason(run),
         breaks=_breaks(run, fused=fused) if layers else frozenset(),
         experts=_experts(run, fused=fused),
         dequantized=_quantized_experts(run),
@@ -93,13 +93,13 @@ def _numbers(run: PlannedRun) -> int:
     return sum(outputs * inputs for outputs, inputs in run.model.linear.values())
 
 
-def _obstacle(run: PlannedRun) -> str:
+def _unsupported_reason(run: PlannedRun) -> str:
     """Return why no layer of the adapter can run fused; else the empty string."""
     if run.adapter.fast_experts:
         return ""
     if run.storage in ("int8", "torchao_int8"):
         return f"the base model is stored in {run.storage}"
-    return run.adapter.obstacle or compilation.fused_obstacle(run.model.config)
+    return run.adapter.unsupported_reason or compilation.fused_unsupported_reason(run.model.config)
 
 
 def _quantized_experts(run: PlannedRun) -> bool:
@@ -117,6 +117,6 @@ def _breaks(run: PlannedRun, *, fused: bool) -> frozenset[str]:
     """Return the adapters whose forward in PEFT breaks the graph of torch.compile."""
     has, kind = run.adapter, adapter_types.find(run.recipe.adapter.type).peft
     found = {kind} & set(adapter_types.BREAKING)
-    found |= {"DoRA"} if has.columns and has.rank > 0 and (not fused or has.obstacle) else set()
+    found |= {"DoRA"} if has.columns and has.rank > 0 and (not fused or has.unsupported_reason) else set()
     found |= {"experts' adapters"} if _experts(run, fused=fused) == "peft" else set()
     return frozenset(found)

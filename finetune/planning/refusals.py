@@ -29,14 +29,14 @@ def refuse(recipe: Recipe, machine: Hardware, processes: int, by: Sharding) -> N
     model_checks.check_model(recipe)
     found = architecture.read(recipe.model)
     with launch_environment.under(dict(by.variables)):
-        problems = adapter_names.against_names(recipe, found.names, found.config)
+        problems = adapter_names.check_names(recipe, found.names, found.config)
     if problems:
         raise UserError(*problems)
     if by.sharing > 1:
-        launch_conflicts.against_window(found.config)
+        launch_conflicts.check_window(found.config)
     sections = recipe.adapter, recipe.model, recipe.data, recipe.speed, recipe.eval.eval_steps
     with launch_environment.under(dict(by.variables)):
-        contradictions = launch_conflicts.against(machine, *sections)
+        contradictions = launch_conflicts.check_setup(machine, *sections)
         contradictions += launch_conflicts.deepspeed_values(recipe.train, processes // by.sharing)
         if contradictions:
             raise UserError(*contradictions)

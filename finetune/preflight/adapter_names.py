@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 ONLY_LINEAR = ("fp8", "torchao_int8")  # bitsandbytes stores GPT-2's Conv1D layers too
 
 
-def against_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
+def check_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
     """Return the problems of a recipe's adapter with the names of a model's modules.
 
     An adapter to continue from has the names of the model that it was trained on.
@@ -28,7 +28,7 @@ def against_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Pro
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
     if recipe.adapter.source:
         found = continue_from.slow_patterns(recipe.adapter, names)
-        return found + continue_from.against_layout(recipe.adapter, names)
+        return found + continue_from.check_layout(recipe.adapter, names)
     if not kind.peft:
         return []
     added = tokenizer_setup.read_added_tokens(recipe.model)
@@ -37,11 +37,15 @@ def against_names(recipe: Recipe, names: Names, config: ModelConfig) -> list[Pro
     elif added:
         names = names.with_rows(max(added) + 1)
     found = name_problems.problems({**options, **kind.sets}, names, kind.peft)
-    stored = against_storage(recipe.model.quantization, names, config, recipe.adapter.type)
-    return found + against_rows(recipe, names) + (stored or against_quantized_experts(recipe, names, config))
+    stored = check_storage(recipe.model.quantization, names, config, recipe.adapter.type)
+    return (
+        found
+        + check_trainable_token_rows(recipe, names)
+        + (stored or check_quantized_experts(recipe, names, config))
+    )
 
 
-def against_storage(storage: str, names: Names, config: ModelConfig, adapter: str) -> list[Problem]:
+def check_storage(storage: str, names: Names, config: ModelConfig, adapter: str) -> list[Problem]:
     """Return the problem of a model whose layers can't be quantized, or not under this launch.
 
     GPT-2 has no nn.Linear layers. Types such as qlora promise a 4-bit base model.
@@ -70,7 +74,7 @@ def against_storage(storage: str, names: Names, config: ModelConfig, adapter: st
     return [Problem(what, "model.quantization", found=storage, fix=fix, code="quantization")]
 
 
-def against_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
+def check_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig) -> list[Problem]:
     """Return the problems of adapter options that quantized experts don't support."""
     kind, options = adapter_types.find(recipe.adapter.type), recipe.adapter.options()
     storage = recipe.model.quantization
@@ -99,7 +103,7 @@ def against_quantized_experts(recipe: Recipe, names: Names, config: ModelConfig)
     return [Problem(what, "adapter.r", "", str(largest), expected, fix, why=why, code="quantization")]
 
 
-def against_rows(recipe: Recipe, names: Names) -> list[Problem]:
+def check_trainable_token_rows(recipe: Recipe, names: Names) -> list[Problem]:
     """Return the problems of training rows of an embedding that another option trains as a whole."""
     ends = module_names.short(names.embedding), module_names.short(names.head)
     given = recipe.adapter.options(), names.tied, bool(recipe.model.add_tokens), *ends

@@ -31,7 +31,7 @@ def allows(recipe: Recipe, setup: Setup, change: str) -> bool:
     model = Model.model_validate(raw["model"])
     by_launch = launch_conflicts.problems(setup.hardware, kind, model, recipe.data, speed)
     again = speed.activation_checkpointing
-    graphs = compilation.against_graphs(speed.compile, again, speed.offload, setup.launch.sharded)
+    graphs = compilation.check_cuda_graphs(speed.compile, again, speed.offload, setup.launch.sharded)
     if (
         by_launch
         or graphs

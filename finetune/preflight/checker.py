@@ -80,7 +80,7 @@ def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
     kind = adapter_types.find(recipe.adapter.type)
     problems += optimizer_choice.problems(recipe.train, kind.learning_rate)
     packages += package_checks.missing_packages(recipe)
-    graphs = compilation.against_graphs(
+    graphs = compilation.check_cuda_graphs(
         recipe.speed.compile, recipe.speed.activation_checkpointing, recipe.speed.offload
     )
     problems += [graphs] if graphs else []
@@ -360,7 +360,7 @@ def _adapter(recipe: Recipe) -> list[str]:
     if recipe.speed.qat:
         widths = {name: inputs for name, (_, inputs) in architecture.read(recipe.model).stored.items()}
         qat.check_group_size(recipe.speed.qat, widths)
-    if problems := adapter_names.against_names(recipe, listed.names, config):
+    if problems := adapter_names.check_names(recipe, listed.names, config):
         raise UserError(*problems)
     kind = adapter_types.find(recipe.adapter.type)
     options = {**recipe.adapter.options(), **kind.sets}

@@ -37,7 +37,7 @@ def setup_of(recipe: Recipe) -> Setup:
         model = model.model_copy(update={"quantization": stored.storage})
     sections = recipe.adapter, model, recipe.data, recipe.speed, recipe.eval.eval_steps
     launch_conflicts.check(detection.detect(), *sections)
-    launch_conflicts.against_launch(recipe)
+    launch_conflicts.check_launch(recipe)
     flat = recipe.data.packing or recipe.data.padding_free
     prompt = adapter_types.find(recipe.adapter.type).prompt
     model_class.check(config)

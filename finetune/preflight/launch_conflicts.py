@@ -68,7 +68,7 @@ def check(
     Raises:
         UserError: every contradiction (exit 2); a package that the launch needs (exit 3).
     """
-    if found := against(machine, adapter, model, data, speed, every):
+    if found := check_setup(machine, adapter, model, data, speed, every):
         raise UserError(*found)
     package, extra = accelerate_config.FP8_PACKAGES.get(fp8().kind, ("torch", ""))
     if not installed(package):
@@ -77,7 +77,7 @@ def check(
         raise UserError(Problem(what, fix=fix, code="package-missing"), code=Exit.ENVIRONMENT)
 
 
-def against(
+def check_setup(
     machine: Hardware, adapter: Adapter, model: Model, data: Data, speed: Speed, every: int | None
 ) -> list[Problem]:
     """Return every contradiction, also those of `eval.eval_steps` and of single options of the adapter."""
@@ -133,10 +133,10 @@ def _fp8(requested: Fp8, kind: str, model: Model, speed: Speed, data: Data) -> l
         if not adapter_types.find(kind).storage:
             fix = f"set `model.quantization: auto`, or {fix}"
         return [Problem(what, "model.quantization", found=stored, fix=fix, code=code)]
-    if obstacle := adapter_types.obstacle(kind, "fp8"):
+    if unsupported_reason := adapter_types.unsupported_reason(kind, "fp8"):
         fix = "set `adapter.type: lora`, or `mixed_precision: bf16`"
         what = f"{means}, and {kind} does not train on one"
-        return [Problem(what, "adapter.type", found=kind, why=obstacle, fix=fix, code=code)]
+        return [Problem(what, "adapter.type", found=kind, why=unsupported_reason, fix=fix, code=code)]
     return []
 
 
@@ -413,7 +413,7 @@ def deepspeed_values(train: Train, processes: int) -> list[Problem]:
     return problems
 
 
-def against_launch(recipe: Recipe) -> None:
+def check_launch(recipe: Recipe) -> None:
     """Refuse settings of the recipe that do not work under this launch (exit 2).
 
     These are a batch size search on sharded weights, vLLM in several processes, and a sliding window under
@@ -433,7 +433,7 @@ def against_launch(recipe: Recipe) -> None:
         fix = "set `eval.engine: hf`, or run `finetune evaluate RUN eval.engine=vllm` after training"
         raise UserError(Problem(what, key, found="vllm", why=why, fix=fix, code="launch-config"))
     if launch_environment.parallel("CP") > 1:
-        against_window(model_files.read_config(recipe.model))
+        check_window(model_files.read_config(recipe.model))
     if not launch_environment.means_fp8(recipe.model.quantization):
         return
     raw = {
@@ -448,7 +448,7 @@ def against_launch(recipe: Recipe) -> None:
         raise UserError(*(Problem(by + what, key, **texts) for key, what, texts in coded))
 
 
-def against_window(config: ModelConfig) -> None:
+def check_window(config: ModelConfig) -> None:
     """Refuse a model with a sliding window, which context parallelism would cut into pieces (exit 2)."""
     if (window := attention_choice.read(config).window) is not None:
         what = f"parallelism_config_cp_size of the {CONFIG} would cut the model's sliding window into pieces"

@@ -41,7 +41,7 @@ def pack(base: Any, numbers: torch.dtype = torch.float32) -> None:
             layer.quant_storage = numbers
 
 
-def obstacle(base: Any) -> str:
+def unsupported_reason(base: Any) -> str:
     """Return why `ops.dequantize` cannot dequantize a `Linear4bit`, or an empty string."""
     state = base.weight.quant_state
     if state is None or getattr(state, "packing_format_for_cpu", False):
@@ -57,7 +57,7 @@ def obstacle(base: Any) -> str:
 
 
 def stored(base: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return packed, absmax and table of a layer without `obstacle`.
+    """Return packed, absmax and table of a layer without `unsupported_reason`.
 
     The first two share the layer's memory.
 

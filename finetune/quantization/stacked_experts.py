@@ -75,7 +75,9 @@ class Dequantize(nn.Module):
 def names(model: PreTrainedModel) -> set[str]:
     """Return the full names of the parameters that can be quantized."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    if kernel_limits.experts_obstacle(model.config, shapes) or kernel_limits.stacks_obstacle(shapes):
+    if kernel_limits.experts_unsupported_reason(
+        model.config, shapes
+    ) or kernel_limits.stacks_unsupported_reason(shapes):
         return set()
     stacks = {name for name, shape in shapes.items() if len(shape) == 3 and name.endswith(STACKED)}
     # Set by transformers' decorator of experts, whose forward can be chosen

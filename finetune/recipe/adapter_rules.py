@@ -18,7 +18,7 @@ from finetune.recipe.adapter_types import (
     UNSERVED,
     all_types,
     no_rank_steps,
-    obstacle,
+    unsupported_reason,
 )
 from finetune.recipe.renames import meant
 
@@ -186,9 +186,9 @@ def _base(name: str, kind: AdapterType, base: Any) -> Found:
     if kind.storage and base not in (None, "auto", *FOUR_BIT):
         what, fix = f"{name} needs a 4-bit base model", f"quantization: nf4, or adapter.type: {name[1:]}"
         return [("model.quantization", what, {"found": as_yaml(base), "fix": fix})]
-    if isinstance(base, str) and obstacle(name, base):
+    if isinstance(base, str) and unsupported_reason(name, base):
         texts = {"found": f"{name} on {base}", "fix": "quantization: auto, or adapter.type: lora"}
-        return [("model.quantization", obstacle(name, base), texts)]
+        return [("model.quantization", unsupported_reason(name, base), texts)]
     return []
 
 

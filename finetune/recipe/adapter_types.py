@@ -206,7 +206,7 @@ def all_types() -> dict[str, AdapterType]:
     return {**known, **others}
 
 
-def obstacle(name: str, storage: str) -> str:
+def unsupported_reason(name: str, storage: str) -> str:
     """Return why a type can't train on a base model in this storage; the empty string if it can."""
     if storage not in QUANTIZED:
         return ""

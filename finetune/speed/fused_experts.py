@@ -366,7 +366,7 @@ class FusedExperts:
         for module, wrappers in found:
             if installed := vars(module).get("finetune_experts"):
                 self.installed.append(installed)
-            elif reason := obstacle(module, wrappers):
+            elif reason := unsupported_reason(module, wrappers):
                 self.left[reason] += 1
             else:
                 self.served.append(Experts(module, wrappers, adapted[:1]))
@@ -472,7 +472,7 @@ def _is_stack(module: nn.Module) -> bool:
     return bool(held) or getattr(getattr(module, FIRST, None), "ndim", 0) == 3
 
 
-def obstacle(module: nn.Module, wrappers: list[Any]) -> str:
+def unsupported_reason(module: nn.Module, wrappers: list[Any]) -> str:
     """Return why experts can't run fused. The empty string means that they can."""
     if not hasattr(module, "is_concatenated") or not hasattr(type(module).forward, "__wrapped__"):
         return f"{type(module).__name__} has its own forward pass"
@@ -487,13 +487,13 @@ def obstacle(module: nn.Module, wrappers: list[Any]) -> str:
     if upstream_private.is_expert_parallel(module):
         return "expert parallelism splits the experts"
     if stacked_experts.of(module, FIRST):
-        return next(filter(None, map(_wrapper_obstacle, wrappers)), "")
+        return next(filter(None, map(_wrapper_unsupported_reason, wrappers)), "")
     weights: list[Any] = [getattr(module, name) for name in (FIRST, LAST)]
     if any(type(one) is not nn.Parameter or not one.is_floating_point() for one in weights):
         return f"the experts are stored as {type(weights[0]).__name__}"
     if any(one.requires_grad for one in weights):
         return "the experts train"
-    return next(filter(None, map(_wrapper_obstacle, wrappers)), "")
+    return next(filter(None, map(_wrapper_unsupported_reason, wrappers)), "")
 
 
 def _read_name(name: str) -> str:
@@ -501,7 +501,7 @@ def _read_name(name: str) -> str:
     return name.removeprefix("parametrizations.").removesuffix(".original")
 
 
-def _wrapper_obstacle(wrapper: Any) -> str:
+def _wrapper_unsupported_reason(wrapper: Any) -> str:
     if wrapper.parameter_name not in (FIRST, LAST):
         return f"{wrapper.parameter_name} has an adapter"
     if len(wrapper.active_adapters) != 1:

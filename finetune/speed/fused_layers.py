@@ -18,7 +18,7 @@ from peft.tuners.ia3 import IA3Layer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from finetune.autoconfig.compilation import MAX_RANK, fused_obstacle
+from finetune.autoconfig.compilation import MAX_RANK, fused_unsupported_reason
 from finetune.kernels.ops import ACTIVATIONS
 from finetune.models import module_names
 from finetune.quantization import four_bit, fp8_linear
@@ -70,7 +70,7 @@ class Fused:
         self.left, self.worst, self.parts = Counter[str](), 0.0, Counter[str]()
         self.every_pass = every_pass
         fast, groups = set[nn.Module](), list[Group]()
-        against = fused_obstacle(model.config)
+        against = fused_unsupported_reason(model.config)
         every = [m for m in model.modules() if isinstance(m, BaseTunerLayer)]
         for layer in [] if against else layers:
             adapted = [m for m in layer.modules() if isinstance(m, BaseTunerLayer)] or every[:1]
@@ -94,7 +94,7 @@ class Fused:
         reason = against or "finetune has no fused forward for it"
         for module in model.modules():
             if isinstance(module, BaseTunerLayer) and module not in fast:
-                self.left[obstacle(module) or reason] += 1
+                self.left[unsupported_reason(module) or reason] += 1
         model.finetune_norms = self.norms
         model.finetune_fused_by = self
 
@@ -208,7 +208,7 @@ def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> list[Group]:
         or not all(isinstance(one, nn.Module) for one in members)
     ):
         return []
-    if any(map(obstacle, members)) or not alike(first):
+    if any(map(unsupported_reason, members)) or not alike(first):
         return []
     if not any(map(_adapted, members)) and not isinstance(base_of(members[-1]), fp8_linear.Fp8Linear):
         return []  # without an adapter, fusing saves only the rounding to fp8
@@ -236,7 +236,7 @@ def _stacks(module: nn.Module, fast: set[nn.Module]) -> list[Group]:
         members: list[Any] = [alone.get(name) for name in names]
         if any(one is None or one in fast or not _linear(one) for one in members):
             continue
-        if any(map(obstacle, members)) or not alike(members) or not any(map(_adapted, members)):
+        if any(map(unsupported_reason, members)) or not alike(members) or not any(map(_adapted, members)):
             continue
         stack = Stack(members)
         for place, member in enumerate(members):
@@ -267,7 +267,7 @@ def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
     return y
 
 
-def obstacle(layer: Any) -> str:
+def unsupported_reason(layer: Any) -> str:
     """Return why a linear layer can't be fused; the empty string if it can."""
     base = base_of(layer)
     if type(base) not in (nn.Linear, fp8_linear.Fp8Linear) and not four_bit.is_four_bit(base):
@@ -276,7 +276,7 @@ def obstacle(layer: Any) -> str:
         return f"the base model is stored as {type(base.weight).__name__}"  # torchao's own tensors
     if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TYPES):
         return f"{type(layer).__module__.split('.')[-2]} has its own forward pass"
-    if four_bit.is_four_bit(base) and (reason := four_bit.obstacle(base)):
+    if four_bit.is_four_bit(base) and (reason := four_bit.unsupported_reason(base)):
         return reason
     if any(parameter.requires_grad for parameter in base.parameters()):
         return "the base weights train"

@@ -111,28 +111,30 @@ def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice
     Raises:
         UserError: the requested loss does not work here, or is not this model's loss (exit 3).
     """
-    obstacle = run_obstacle(model, arguments) or head_obstacle(base_of(model))
+    unsupported_reason = run_unsupported_reason(model, arguments) or head_unsupported_reason(base_of(model))
     if asked == "trl":
-        prove_fused(model, obstacle)
+        prove_fused(model, unsupported_reason)
         return Choice("trl", "asked for")
-    if not obstacle:
+    if not unsupported_reason:
         return Choice(
             "chunked", "asked for" if asked == "chunked" else "auto: it equals the model's own loss"
         )
     if asked == "chunked":
         what, fix = "the chunked loss does not work for this run", "speed.loss: auto"
-        problem = Problem(what, "speed.loss", found=asked, why=obstacle, fix=fix, code="speed-option")
+        problem = Problem(
+            what, "speed.loss", found=asked, why=unsupported_reason, fix=fix, code="speed-option"
+        )
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    return Choice("trl", f"auto: {obstacle}; {prove_fused(model, obstacle)}")
+    return Choice("trl", f"auto: {unsupported_reason}; {prove_fused(model, unsupported_reason)}")
 
 
-def prove_fused(model: nn.Module, obstacle: str) -> str:
+def prove_fused(model: nn.Module, unsupported_reason: str) -> str:
     """Verify that TRL's fused head gives the loss of the model's own logits on random tokens.
 
     TRL multiplies the output of `base_model` with the head, and knows the formulas of some families.
 
     Args:
-        obstacle: why the chunked loss does not work; empty if it works.
+        unsupported_reason: why the chunked loss does not work; empty if it works.
 
     Raises:
         UserError: TRL's head gives another loss or an error (exit 3).
@@ -140,8 +142,8 @@ def prove_fused(model: nn.Module, obstacle: str) -> str:
     if is_deepspeed_zero3_enabled() or launch_environment.parallel("CP") > 1:
         return "TRL's loss is not tested on sharded weights"
     what = "TRL's fused head does not compute this model's loss"
-    fix = "use another base model" if obstacle else "speed.loss: auto"
-    problem = Problem(what, "speed.loss", why=obstacle, fix=fix, code="model-unsupported")
+    fix = "use another base model" if unsupported_reason else "speed.loss: auto"
+    problem = Problem(what, "speed.loss", why=unsupported_reason, fix=fix, code="model-unsupported")
     try:
         with trying(model):
             wanted, got = own_losses(base_of(model)), fused_losses(base_of(model))
@@ -204,7 +206,7 @@ def fused_losses(base: Any) -> Tensor:
     return -base(input_ids=ids, labels=ids, fused_lm_head=True).log_probs[0].double()
 
 
-def run_obstacle(model: Any, arguments: Any) -> str:
+def run_unsupported_reason(model: Any, arguments: Any) -> str:
     """Return a setting of this run that needs another loss or hides the head; else the empty string."""
     config = model.config.get_text_config()
     coefficient = arguments.router_aux_loss_coef
@@ -225,7 +227,7 @@ def run_obstacle(model: Any, arguments: Any) -> str:
     return next((reason for reason, is_so in obstacles.items() if is_so), "")
 
 
-def head_obstacle(base: PreTrainedModel | PeftModel) -> str:
+def head_unsupported_reason(base: PreTrainedModel | PeftModel) -> str:
     """Return why the loss can't be computed from this model's head; the empty string if it can.
 
     The check compares the logits of `formula` with the logits of the model's own forward for the same hidden
@@ -292,7 +294,7 @@ def last_hidden_state(backbone: Any, hidden: Tensor) -> Iterator[None]:
 
 
 def formula(config: Any) -> Formula:
-    """Return scale and softcap by the names that families use. `head_obstacle` verifies them."""
+    """Return scale and softcap by the names that families use. `head_unsupported_reason` verifies them."""
     config = config.get_text_config()
     named = ("logit_scale", "output_multiplier", "lm_head_multiplier")
     scale = next((value for name in named if (value := getattr(config, name, None)) is not None), None)

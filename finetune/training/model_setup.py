@@ -30,7 +30,7 @@ def adapted_model(
     base = loading.load(recipe.model, setup, str(arguments.device), checks)
     names = module_names.of_model(base)
     storage, kind = setup.storage.value, recipe.adapter.type
-    if problems := adapter_names.against_storage(storage, names, model_files.read_config(recipe.model), kind):
+    if problems := adapter_names.check_storage(storage, names, model_files.read_config(recipe.model), kind):
         raise UserError(*problems)
     router_loss.check(base.config, arguments.router_aux_loss_coef)
     base = qat.prepare(base, recipe.speed.qat, checks)

@@ -55,7 +55,7 @@ def gradients(base, section) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
 @pytest.mark.parametrize(("storage", "kind"), soak_except([*OF_NF4, *OF_INT8], CELLS))
 def test_a_cell_of_the_table(storage: str, kind: str, two_layers, capsys) -> None:
     options = [f"adapter.type={kind}", f"model.quantization={storage}", f"model.name={two_layers}"]
-    reason = adapter_types.obstacle(kind, storage)
+    reason = adapter_types.unsupported_reason(kind, storage)
     if reason:
         assert main.main(["check", "recipes/quickstart.yaml", *options]) == 2
         assert reason in capsys.readouterr().err

@@ -96,7 +96,7 @@ def differences(family: str, adapter: str, folder: Path) -> list[str]:
         return []
     planned, live, left = found
     ours, theirs = asdict(planned), asdict(live)
-    names = ours.keys() - {"config", "unfused", "obstacle"}
+    names = ours.keys() - {"config", "unfused", "unsupported_reason"}
     return [
         f"{family}, {adapter}: {name} is {ours[name]} in a plan, {theirs[name]} in a run ({left})"
         for name in sorted(names)

@@ -144,7 +144,7 @@ def refused_by_check(recipe: Recipe, names: Names, model: Path) -> list[Problem]
 
     `None`: `check` says that only the run can try the adapter.
     """
-    found = adapter_names.against_names(recipe, names, architecture.config_in(model / "config.json"))
+    found = adapter_names.check_names(recipe, names, architecture.config_in(model / "config.json"))
     if not found and adapter_trial.is_needed(recipe):
         return adapter_trial.problems(recipe, model)
     return found

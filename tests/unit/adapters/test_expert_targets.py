@@ -53,7 +53,7 @@ def names_of(model_type: str) -> Names:
 def problems_of(recipe: Any, names: Any) -> list[Problem]:
     """What `check` says of the adapter."""
     config = architecture.config_in(Path(recipe.model.name) / "config.json")
-    return adapter_names.against_names(recipe, names, config)
+    return adapter_names.check_names(recipe, names, config)
 
 
 def recipe_of(folder: Path, model_type: str, **adapter: Any) -> Any:
@@ -205,7 +205,7 @@ def row_of(model_type: str) -> list[str]:
     names = names_of(model_type)
     router = min(name for name, kind in names.kinds.items() if "Router" in kind)
     obstacles = [
-        fused_experts.obstacle(*one)
+        fused_experts.unsupported_reason(*one)
         for layer in decoder_layers(model)
         for one in fused_experts.stacked(layer)
     ]

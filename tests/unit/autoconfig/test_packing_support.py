@@ -67,6 +67,6 @@ def keeps_apart(config: Any) -> bool:
 def test_obstacle_by_config_alone_is_what_the_model_does(family: str, tmp_path) -> None:
     config = CONFIGS[family]()
     (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    by_file = packing_support.obstacle(architecture.config_in(tmp_path / "config.json"), "auto")
-    assert by_file == packing_support.obstacle(config, "auto")
+    by_file = packing_support.unsupported_reason(architecture.config_in(tmp_path / "config.json"), "auto")
+    assert by_file == packing_support.unsupported_reason(config, "auto")
     assert (by_file == "") == keeps_apart(config), by_file

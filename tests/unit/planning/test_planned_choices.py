@@ -123,7 +123,7 @@ def test_what_trains_of_experts_is_counted(
     if wrapped:
         dora = loaded.model_copy(update={"adapter": loaded.adapter.model_copy(update={"type": "dora"})})
         found = architecture.read(loaded.model)
-        (problem,) = adapter_names.against_names(dora, found.names, found.config)
+        (problem,) = adapter_names.check_names(dora, found.names, found.config)
         assert problem.what == "PEFT has no use_dora for parameters such as the weights of experts"
         with pytest.raises(UserError, match=problem.what):
             attach.attach(AutoModelForCausalLM.from_config(config), dora.adapter, 100, RunChecks())
@@ -191,8 +191,8 @@ def test_dora_with_dropout_is_neither_fused_nor_compiled_by_a_run() -> None:
     layer = next(m for m in adapted.modules() if getattr(m, "lora_magnitude_vector", None))
     has = adapter_size.adapted(loaded.adapter, loaded.model, architecture.read(loaded.model), 9)
     assert (
-        fused_layers.obstacle(layer)
-        == has.obstacle
+        fused_layers.unsupported_reason(layer)
+        == has.unsupported_reason
         == "DoRA with dropout also changes the base layer's input"
     )
     speed = loaded.speed.model_copy(update={"compile": True})

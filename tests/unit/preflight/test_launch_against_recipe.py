@@ -186,11 +186,11 @@ def test_a_sliding_window_is_not_cut(window: int | None, launched, tmp_path) -> 
     )
     config.save_pretrained(tmp_path)
     loaded = loader.load(QUICKSTART, [f"model.name={tmp_path}", "model.attention=sdpa"])
-    launch_conflicts.against_launch(loaded)
+    launch_conflicts.check_launch(loaded)
     launched(**PARALLEL, PARALLELISM_CONFIG_CP_SIZE="2")
     refused = pytest.raises(UserError, match="cut the model's sliding window")
     with refused if window else contextlib.nullcontext():
-        launch_conflicts.against_launch(loaded)
+        launch_conflicts.check_launch(loaded)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_batch_is_not_searched_where_weights_are_split(launched) -> None:
     launched(**FSDP)
     given = ["train.per_device_train_batch_size=auto"]
     with pytest.raises(UserError, match="search runs before FSDP shards the weights") as raised:
-        launch_conflicts.against_launch(loader.load(QUICKSTART, given))
+        launch_conflicts.check_launch(loader.load(QUICKSTART, given))
     assert raised.value.code == 2
 
 
@@ -301,7 +301,7 @@ def test_an_fp8_launch_refuses_what_an_fp8_base_is_refused_for(
 ) -> None:
     monkeypatch.setattr(detection, "detect", lambda: H100)
     loaded = loader.load(QUICKSTART, given)
-    launch_conflicts.against_launch(loaded)
+    launch_conflicts.check_launch(loaded)
     launched(ACCELERATE_MIXED_PRECISION="fp8")
     with pytest.raises(UserError) as raised:
         choice_checks.setup_of(loaded)

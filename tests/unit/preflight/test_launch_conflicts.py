@@ -134,10 +134,10 @@ def test_deepspeed_may_say_what_the_recipe_says(monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     for clipping in ("auto", "1.0"):
         monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", clipping)
-        launch_conflicts.against_launch(loaded)
+        launch_conflicts.check_launch(loaded)
     monkeypatch.setenv("ACCELERATE_GRADIENT_CLIPPING", "0.5")
     with pytest.raises(UserError, match=r"contradicts train.max_grad_norm.*\n.*0.5\n.*expected: +1\n"):
-        launch_conflicts.against_launch(loaded)
+        launch_conflicts.check_launch(loaded)
 
 
 def test_vllm_is_not_started_by_each_process(monkeypatch) -> None:
@@ -150,5 +150,5 @@ def test_vllm_is_not_started_by_each_process(monkeypatch) -> None:
         monkeypatch.setenv(name, value)
     loaded = loader.load(QUICKSTART, ["eval.engine=vllm", "eval.tasks=[arc_easy]"])
     with pytest.raises(UserError, match="each of the 2 processes would start its own vLLM") as raised:
-        launch_conflicts.against_launch(loaded)
+        launch_conflicts.check_launch(loaded)
     assert raised.value.code == 2

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from finetune.kernels import ops
 from finetune.quantization import four_bit
-from finetune.speed.fused_layers import Fused, obstacle
+from finetune.speed.fused_layers import Fused, unsupported_reason
 from finetune.speed.live_model_spec import decoder_layers
 from support.four_bit import in_four_bits
 
@@ -40,7 +40,7 @@ def test_every_weight_equals_bitsandbytes(quant_type: str, nested: bool, blocksi
         layers = [
             layer(rows, 512, dtype, quant_type, nested=nested, blocksize=blocksize) for rows in (150, 8, 33)
         ]
-        assert not any(map(four_bit.obstacle, layers))
+        assert not any(map(four_bit.unsupported_reason, layers))
         own = [functional.dequantize_4bit(one.weight.data, one.weight.quant_state) for one in layers]
         assert torch.equal(four_bit.weight(layers[0]), own[0])
         together = ops.dequantize([tensor for one in layers for tensor in four_bit.stored(one)], dtype)
@@ -106,9 +106,9 @@ def test_what_cannot_be_read_is_left_with_its_reason() -> None:
     assert fused.served == 12
     other = layer(64, 128, torch.float32, "nf4", nested=True)
     other.weight.quant_state.state2.blocksize = 128
-    assert "quantized in blocks of 128" in obstacle(other)
+    assert "quantized in blocks of 128" in unsupported_reason(other)
     other.weight.quant_state.shape = torch.Size([128, 64])
-    assert "is stored as (128, 64)" in obstacle(other)
+    assert "is stored as (128, 64)" in unsupported_reason(other)
     other.weight.quant_state = None
-    assert "not in bitsandbytes' own layout" in obstacle(other)
-    assert obstacle(nn.Linear8bitLt(64, 64)) == "the base model is stored as Linear8bitLt"
+    assert "not in bitsandbytes' own layout" in unsupported_reason(other)
+    assert unsupported_reason(nn.Linear8bitLt(64, 64)) == "the base model is stored as Linear8bitLt"

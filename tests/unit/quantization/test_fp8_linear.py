@@ -220,7 +220,7 @@ def test_peft_s_magnitude_is_that_of_the_dequantized_weight() -> None:
 @pytest.mark.parametrize("kind", TYPES)
 def test_which_types_train_on_it(kind: str, two_layers, capsys) -> None:
     """Each by its gradients against those on the dequantized weights, or refused by name."""
-    reason = adapter_types.obstacle(kind, "fp8")
+    reason = adapter_types.unsupported_reason(kind, "fp8")
     if reason:
         options = [f"adapter.type={kind}", "model.quantization=fp8"]
         assert main.main(["check", "recipes/quickstart.yaml", *options]) == 2

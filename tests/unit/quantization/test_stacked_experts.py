@@ -252,10 +252,10 @@ def test_only_experts_that_run_fused_are_quantized(family: str) -> None:
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     stacks = fused_experts.stacked(model)
-    live = {fused_experts.obstacle(module, wrappers) for module, wrappers in stacks}
-    if stacks and not kernel_limits.experts_obstacle(config, shapes):
+    live = {fused_experts.unsupported_reason(module, wrappers) for module, wrappers in stacks}
+    if stacks and not kernel_limits.experts_unsupported_reason(config, shapes):
         assert live <= {"", "the experts train"}
-        fits = not kernel_limits.stacks_obstacle(shapes)
+        fits = not kernel_limits.stacks_unsupported_reason(shapes)
         assert len(stacked_experts.names(model)) == 2 * len(stacks) * fits
     else:
         assert not stacked_experts.names(model)

@@ -175,7 +175,7 @@ def tiny(family: str):
 def test_on_each_family_it_is_the_model_s_own_loss(family: str) -> None:
     """And the model's logits and forward are as before, with it and after it."""
     made = tiny(family)
-    assert lm_head_loss.head_obstacle(made) == ""
+    assert lm_head_loss.head_unsupported_reason(made) == ""
     ids = torch.randint(3, 90, (2, 24), generator=torch.Generator().manual_seed(1))
     labels = ids.clone()
     labels[0, :9] = labels[1, 20:] = -100
@@ -209,13 +209,16 @@ class Doubled(LlamaForCausalLM):
 
 def test_a_head_it_does_not_fit_is_left_to_trl() -> None:
     odd = Doubled(LlamaConfig(**SIZE)).requires_grad_(False)
-    assert "differ from the logits of its head (relative difference 0.5)" in lm_head_loss.head_obstacle(odd)
+    assert (
+        "differ from the logits of its head (relative difference 0.5)"
+        in lm_head_loss.head_unsupported_reason(odd)
+    )
     nested = LlamaForCausalLM(LlamaConfig(**SIZE))
-    assert not lm_head_loss.head_obstacle(nested), "whether it trains or not"
+    assert not lm_head_loss.head_unsupported_reason(nested), "whether it trains or not"
     nested.lm_head = torch.nn.Sequential(nested.lm_head)
-    assert "not a plain nn.Linear (Sequential)" in lm_head_loss.head_obstacle(nested)
+    assert "not a plain nn.Linear (Sequential)" in lm_head_loss.head_unsupported_reason(nested)
     half = LlamaForCausalLM(LlamaConfig(**SIZE)).requires_grad_(False).half()
-    assert lm_head_loss.head_obstacle(half) == "the output head is in float16"
+    assert lm_head_loss.head_unsupported_reason(half) == "the output head is in float16"
 
 
 ALONE = SimpleNamespace(

@@ -105,14 +105,14 @@ def test_a_plan_knows_which_experts_are_served(family: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
     found = [one for layer in decoder_layers(model) for one in fused_experts.stacked(layer)]
-    planned = kernel_limits.experts_obstacle(config, module_names.of_model(model).shapes)
-    assert found and {bool(fused_experts.obstacle(*one)) for one in found} == {bool(planned)}
+    planned = kernel_limits.experts_unsupported_reason(config, module_names.of_model(model).shapes)
+    assert found and {bool(fused_experts.unsupported_reason(*one)) for one in found} == {bool(planned)}
     assert bool(planned) == (family in ("gpt_oss", "deepseek_v4", "lfm2_moe"))
 
 
 def test_a_model_without_stacked_experts_has_none_to_serve() -> None:
     config = AutoConfig.for_model("llama", **CONFIGS["llama"])
-    assert kernel_limits.experts_obstacle(config, {"model.layers.0.mlp.down_proj.weight": (4, 4)})
+    assert kernel_limits.experts_unsupported_reason(config, {"model.layers.0.mlp.down_proj.weight": (4, 4)})
 
 
 ROUTES = {
