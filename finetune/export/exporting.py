@@ -19,6 +19,7 @@ from finetune.autoconfig import mixed_precision
 from finetune.core import progress, safe_files
 from finetune.evaluation import reopen
 from finetune.export import (
+    compared_texts,
     export_source,
     merged_files,
     merging,
@@ -28,8 +29,6 @@ from finetune.export import (
     verify_merge,
 )
 from finetune.export.export_job import Job
-from finetune.models import model_files
-from finetune.recipe.schema import Model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -77,7 +76,7 @@ def run(
     setup = reopen.setup_of(recipe)
     has_adapter = folder.weights == folder.adapter
     merged_files.check_one_process(setup, "export", folder)
-    config = model_files.read_config(recipe.model if has_adapter else Model(name=str(folder.model)))
+    config = export_source.config_of(opened, recipe)
     targets.MODULES[to].check(config, kind)
     if adapter:
         targets.check_adapter(folder, to)
@@ -86,7 +85,7 @@ def run(
     target = merging.free_target(where, f"{start}-{to}-{part}", output)
     left = [*opened.notes, *merged_files.note_interrupted(target, "export")]
     tokenizer = export_source.tokenizer_of(opened, recipe)
-    texts = export_source.texts_of(opened, recipe, tokenizer)
+    texts = compared_texts.texts_of(opened, recipe, tokenizer)
     plain = plain_base.unrounded(recipe)
     report: dict[str, Any] = {"target": to, "quantize": kind, "path": str(target)}
     with merging.staging(target) as (whole, packed), merging.located(folder):

@@ -6,10 +6,13 @@ tokenizer, `finetune check` tries it again with `tokenizer_setup.load_tokenizer`
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import regular_files
 from finetune.models import tokenizer_setup
 
 if TYPE_CHECKING:
@@ -111,3 +114,20 @@ def _is_read_as_written(tokenizer_class: str, backend: Any) -> bool:
     if name == "GemmaTokenizer":
         return type(backend.normalizer).__name__ == "Replace"
     return name in AS_WRITTEN or (name in BYTE_LEVEL and "ByteLevel" in repr(backend.pre_tokenizer))
+
+
+def has_id(folder: Path, rows: int) -> bool:
+    """Return whether a folder's tokenizer.json may have a token id of `rows` or more.
+
+    The ids of a vocabulary have no gaps, so a vocabulary with a higher id has the id `rows`. The ids of added
+    tokens may have gaps. A vocabulary without written ids is a list in the order of the ids.
+    """
+    try:
+        text = regular_files.read_text(folder / "tokenizer.json", "model.name")
+        _, found, rest = text.partition('"added_tokens":')
+        added: list[dict[str, Any]] = json.JSONDecoder().raw_decode(rest.lstrip())[0] if found else []
+        if any(int(token["id"]) >= rows for token in added) or re.search(rf'":\s*{rows}\b', text):
+            return True
+        return '"Unigram"' in text and len(json.loads(text)["model"]["vocab"]) > rows
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False

@@ -7,14 +7,11 @@ files are not clear, or an example fails, finetune loads the tokenizer, and the 
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from
 from finetune.autoconfig import batch_size
-from finetune.core import regular_files
 from finetune.core.errors import UserError
 from finetune.data import chat_templates, example_errors
 from finetune.evaluation import text_limits
@@ -56,7 +53,7 @@ def check(recipe: Recipe) -> list[str]:
     vocabulary, limit = getattr(config.get_text_config(), "vocab_size", None), token_limits.text_limit(config)
     if vocabulary is None:  # the config has no vocabulary size; the run reads it from the model
         return notes
-    doubt = _has_id(folder, vocabulary) or (limit is not None and _may_be_cut(recipe, limit))
+    doubt = tokenizer_files.has_id(folder, vocabulary) or (limit is not None and _may_be_cut(recipe, limit))
     files: Any = None if doubt else tokenizer_files.read(recipe.model, _template(recipe))
     if files:
         with contextlib.suppress(UserError):  # transformers may read these files in another way
@@ -137,20 +134,3 @@ def _may_be_cut(recipe: Recipe, limit: int) -> bool:
     return any(
         tokenizer is None or len(tokenizer.encode(text).ids) + beside > limit for text, beside in found
     )
-
-
-def _has_id(folder: Path, rows: int) -> bool:
-    """Return whether a folder's tokenizer.json may have a token id of `rows` or more.
-
-    The ids of a vocabulary have no gaps, so a vocabulary with a higher id has the id `rows`. The ids of added
-    tokens may have gaps. A vocabulary without written ids is a list in the order of the ids.
-    """
-    try:
-        text = regular_files.read_text(folder / "tokenizer.json", "model.name")
-        _, found, rest = text.partition('"added_tokens":')
-        added: list[dict[str, Any]] = json.JSONDecoder().raw_decode(rest.lstrip())[0] if found else []
-        if any(int(token["id"]) >= rows for token in added) or re.search(rf'":\s*{rows}\b', text):
-            return True
-        return '"Unigram"' in text and len(json.loads(text)["model"]["vocab"]) > rows
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return False

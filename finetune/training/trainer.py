@@ -19,7 +19,6 @@ from trl.trainer.sft_trainer import SFTTrainer
 from finetune.adapters import adalora, trainable_parameters
 from finetune.checkpointing import training_state
 from finetune.core import upstream_private
-from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import collectives, gradient_reduction, transformer_engine_layers
 from finetune.quantization import four_bit
 from finetune.speed import chunked_cross_entropy, loss_weights, static_shapes
@@ -158,7 +157,7 @@ class Trainer(SFTTrainer):
     ) -> tuple[list[Any], Any]:
         """Return the micro-batches of a step and the number of their labels, which the weights add up to."""
         batches, labels = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if batches and WEIGHTS in batches[0]:
+        if batches and loss_weights.WEIGHTS in batches[0]:
             loss_weights.normalize(batches, device, self.sum_of_divisor)
         return batches, labels
 
@@ -171,8 +170,8 @@ class Trainer(SFTTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         """Override TRL's list of columns, which lacks the weights of the loss."""
         super()._set_signature_columns_if_needed()
-        if self._signature_columns is not None and WEIGHTS not in self._signature_columns:
-            self._signature_columns.append(WEIGHTS)
+        if self._signature_columns is not None and loss_weights.WEIGHTS not in self._signature_columns:
+            self._signature_columns.append(loss_weights.WEIGHTS)
 
     def describe_memory(self) -> str:
         return oom_recovery.held(self.model, self.optimizer, self.micro_batches)
@@ -232,7 +231,7 @@ class Trainer(SFTTrainer):
             if self.loss.installed and model.training and not return_outputs:
                 value = self.chunked_loss(model, inputs, counts, num_items_in_batch)
             else:
-                weights = inputs.pop(WEIGHTS, None)
+                weights = inputs.pop(loss_weights.WEIGHTS, None)
                 called: Any = model if weights is None else loss_weights.with_fused_head(model, weights)
                 value = super().compute_loss(called, inputs, return_outputs, num_items_in_batch)
         step_ends = self.ends_step and model.training  # not each micro-batch: `adalora`

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_experts_are_said_to_be_unknown(large) -> None:
+def test_experts_are_planned_with_balanced_routing(large) -> None:
     config = {
         **LLAMA_8B,
         "model_type": "qwen3_moe",
@@ -30,7 +30,7 @@ def test_experts_are_said_to_be_unknown(large) -> None:
     }
     (large.parent / "8b" / "config.json").write_text(json.dumps(config))
     made = planned(large)
-    assert made.step_seconds is None and any("each expert of" in note for note in made.notes)
+    assert made.step_seconds and any("each expert gets the same number" in note for note in made.notes)
     assert sum(made.phases["load"].values()) > 1
 
 
