@@ -75,6 +75,7 @@ schema: .venv/installed
 	$(BIN)/python scripts/make_task_files.py
 	$(BIN)/python scripts/make_module_lists.py
 	$(BIN)/python scripts/make_optimizations.py
+	$(BIN)/python scripts/make_migration.py
 	$(BIN)/python scripts/make_tables.py
 	$(BIN)/python scripts/make_reference.py
 	$(BIN)/python scripts/make_diagrams.py

@@ -220,6 +220,7 @@ def translate(state: Translation, where: str, gpus: int) -> None:
         state.record(SAME, "plugins", plugin, KERNELS)
     if state.source.get("val_set_size") in (0, 0.0):
         state.record(SAME, "val_set_size", state.take("val_set_size"), "there is no validation set")
+    _compile(state)
     state.apply(RULES)
     common.trainer_arguments(state)
     _defaults(state)
@@ -315,15 +316,12 @@ def _validation(state: Translation, tests: list[dict[str, Any]] | None) -> None:
 
 def _adapter(state: Translation) -> None:
     kind = state.take("adapter")
+    given = [number for number in (4, 8) if f"load_in_{number}bit" in state.source]
     bits = {4: state.take("load_in_4bit", False), 8: state.take("load_in_8bit", False)}
     quantized = "nf4" if bits[4] or kind == "qlora" else "int8" if bits[8] else ""
-    for number, on in bits.items():
-        state.record(
-            TRANSLATED if on else SAME,
-            f"load_in_{number}bit",
-            on,
-            f"model.quantization: {quantized or 'none'}",
-        )
+    for number in given:
+        kind, text = (TRANSLATED, quantized) if bits[number] else (SAME, "no quantization to this size")
+        state.record(kind, f"load_in_{number}bit", bits[number], f"model.quantization: {text}")
     if kind is None:
         for name in [name for name in state.source if name.startswith(("lora_", "peft_", "gptq"))]:
             state.record(SAME, name, state.source.pop(name), "no adapter trains")
@@ -371,6 +369,15 @@ def _attention(state: Translation) -> None:
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     if on in ("offload", "offload_disk"):
         state.recipe["speed.offload"] = "activations"
+
+
+def _compile(state: Translation) -> None:
+    """Refuse the compile modes that exclude activation checkpointing, and compile in the default mode."""
+    mode = str(state.source.get("torch_compile_mode"))
+    if mode.startswith("max-autotune") and state.recipe["speed.activation_checkpointing"] == "full":
+        state.source.pop("torch_compile_mode")
+        text = "finetune excludes it with gradient_checkpointing; kept the default mode of torch.compile"
+        state.unsupported("torch_compile_mode", mode, text)
 
 
 def _template(state: Translation) -> None:

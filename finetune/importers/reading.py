@@ -67,6 +67,10 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
         TOOLS[tool].translate(state, str(path), gpus)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise UserError(_odd_value(state, str(path))) from error
+    if not state.recipe.get("data.name"):
+        what = f"the file names no dataset, so it is no {state.tool} training config"
+        fix = "use `finetune merge` for a file that merges an adapter, and `finetune chat` for one that chats"
+        raise UserError(Problem(what, where=str(path), fix=fix, code="import"))
     return state
 
 

@@ -11,9 +11,10 @@ import yaml
 from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.importers import reading, recipe_text, trl
-from finetune.importers.translation import DIFFERS, KINDS, NOT_SUPPORTED, SAME, Translation
+from finetune.importers.translation import DIFFERS, KINDS, NOT_SUPPORTED, SAME, TRANSLATED, Translation
 from finetune.recipe import loader
 from support.paths import DATA, MODEL
+from support.scripts import module_of
 
 AXOLOTL = {
     "base_model": str(MODEL),
@@ -133,6 +134,7 @@ def test_key_is_translated(tool, key, value, expected, tmp_path) -> None:
         ("axolotl", "loss_watchdog_threshold", 5.0, NOT_SUPPORTED),
         ("axolotl", "evals_per_epoch", 4, NOT_SUPPORTED),
         ("axolotl", "evals_per_epoch", 0, None),
+        ("axolotl", "torch_compile_mode", "max-autotune", TRANSLATED),
         ("axolotl", "wandb_project", "mine", NOT_SUPPORTED),
         ("axolotl", "wandb_project", None, SAME),
         ("axolotl", "special_tokens", {"pad_token": "<pad>"}, SAME),
@@ -301,6 +303,8 @@ def test_command_line_of_trl(tmp_path) -> None:
         ("- a\n", "no mapping of settings"),
         ("a: [\n", "not valid YAML"),
         ("stage: sft\nfinetuning_type: lora\n", "names no model"),
+        ("model_name_or_path: a\ntemplate: qwen3\nexport_dir: b\n", "names no dataset(.|\n)*finetune merge"),
+        ("base_model: a\nmicro_batch_size: 1\n", "names no dataset"),
     ],
 )
 def test_other_files_are_errors(text, said, tmp_path) -> None:
@@ -323,3 +327,15 @@ def test_command_writes_a_recipe_that_passes_check(tmp_path, capsys) -> None:
     assert main.main(["check", str(recipe)]) == 0, capsys.readouterr().err
     assert main.main(words) == 2 and "exists" in capsys.readouterr().err
     assert main.main(["import", str(tmp_path / "absent.yaml"), "--output", f"{recipe}2"]) == 2
+
+
+def test_a_compile_mode_that_excludes_checkpointing_is_not_kept(tmp_path) -> None:
+    mode = {"torch_compile": True, "torch_compile_mode": "max-autotune-no-cudagraphs"}
+    state = imported(tmp_path, "axolotl", gradient_checkpointing=True, **mode)
+    assert kind_of(state, "torch_compile_mode") == {NOT_SUPPORTED}
+    assert state.recipe["speed.compile"] is True
+
+
+def test_migration_page_is_made_from_the_importers_tables() -> None:
+    script = module_of("scripts", "make_migration")
+    assert script.PAGE.read_text() == script.page(), "scripts/make_migration.py"

@@ -1,0 +1,203 @@
+"""Compare the first batch of an imported recipe with the tool's own token ids and labels."""
+
+from __future__ import annotations
+
+import difflib
+import tempfile
+from collections import Counter
+from importlib.metadata import version
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.core.errors import Problem, UserError
+from finetune.core.visible_text import visible
+from finetune.data import preparation, source_loading
+from finetune.data.encoding import Encoded, make_encoder
+from finetune.data.examples import BadRow, Example, Row
+from finetune.data.formats import convert, detect
+from finetune.data.loss_mask import IGNORED
+from finetune.importers import prompt_formats
+from finetune.importers.prompt_formats import NotCompared, Tokens
+from finetune.preflight import token_checks
+
+if TYPE_CHECKING:
+    from finetune.importers.translation import Translation
+    from finetune.recipe.schema import Recipe
+
+SHOWN = 60  # characters of a text in a difference
+TRL_COLUMNS = ("messages", "conversations", "prompt", "completion", "text", "tools")
+
+
+class Difference(NamedTuple):
+    """A difference that finetune found in one or more examples."""
+
+    text: str
+    examples: int
+
+
+class Verified(NamedTuple):
+    """The comparison of a batch."""
+
+    by: str
+    """Where the tool's token ids come from."""
+    examples: int
+    same: int
+    """Number of examples with the same token ids and labels."""
+    differences: list[Difference]
+
+    def lines(self) -> list[str]:
+        """Return the comparison as lines of text."""
+        head = f"verify: {self.same} of the first {self.examples} examples have the same token ids and labels"
+        found = [f"difference: {visible(text)} (examples: {count})" for text, count in self.differences]
+        return [f"{head} as by {self.by}", *found]
+
+
+def verify(state: Translation, recipe: Recipe) -> Verified:
+    """Compare the examples of the first batch, in the order of the data.
+
+    Args:
+        state: the import that gave the recipe.
+
+    Raises:
+        UserError: the data or the tokenizer can't be read (exit 2 or 3).
+    """
+    size = recipe.train.per_device_train_batch_size
+    rows = _first_rows(recipe, size if isinstance(size, int) else 1)
+    # the tool's ids first: finetune's encoder switches off truncation and padding of the tokenizer
+    by, theirs = _of_tool(state, recipe, rows)
+    ours, tokenizer = _of_finetune(recipe, rows)
+    counts, same = Counter[str](), 0
+    for own, other in zip(ours, theirs, strict=True):
+        if isinstance(own, str) or isinstance(other, str):
+            found = dict.fromkeys(text for text in (own, other) if isinstance(text, str))
+        else:
+            found = dict.fromkeys(_differences(own, other, tokenizer, state.tool))
+        same += not found
+        counts.update(list(found))
+    return Verified(by, len(rows), same, [Difference(*one) for one in counts.most_common()])
+
+
+def _first_rows(recipe: Recipe, count: int) -> list[Row]:
+    source = source_loading.sources(recipe.data)[0]
+    rows = source_loading.read(source, "data.name")
+    found = list(islice((row for row in rows if isinstance(row, Row)), count))
+    if not found:
+        raise UserError(Problem("the data has no example to compare", "data.name", code="data-empty"))
+    return found
+
+
+def _of_finetune(recipe: Recipe, rows: list[Row]) -> tuple[list[Tokens | str], Any]:
+    """Return finetune's ids and labels of each row, or why it trains on none; and the tokenizer."""
+    tokenizer, _, ends, _ = token_checks.load_tokenizer(recipe)
+    examples = [_example(recipe, row) for row in rows]
+    chats = any(example.messages for example in examples if isinstance(example, Example))
+    encoder, found = make_encoder(tokenizer, recipe.data, chats, ends), list[Tokens | str]()
+    for example in examples:
+        encoded = encoder([example])[0] if isinstance(example, Example) else example
+        if isinstance(example, BadRow) or isinstance(encoded, BadRow):
+            found.append(f"finetune does not accept the example: {encoded}")
+            continue
+        documents = preparation.fit(encoded, example, recipe.data, encoder)
+        if isinstance(documents, str):
+            found.append(f"finetune skips the example: {documents}; the tool may cut it")
+        else:
+            found.append(_tokens(documents[0]))
+    return found, tokenizer
+
+
+def _tokens(document: Encoded) -> Tokens:
+    labels = document.labels()
+    return Tokens(document.ids, [IGNORED, *labels[1:]])
+
+
+def _example(recipe: Recipe, row: Row) -> Example | BadRow:
+    try:
+        return convert(row, recipe.data, detect(row, recipe.data))
+    except BadRow as bad:
+        return bad
+
+
+def _of_tool(state: Translation, recipe: Recipe, rows: list[Row]) -> tuple[str, list[Tokens | str]]:
+    """Return where the tool's ids come from, and ids and labels of each row or why there are none."""
+    if state.tool == "TRL":
+        return f"TRL {version('trl')}", _of_trl(recipe, rows)
+    tokenizer, found = token_checks.load_with_template(recipe), list[Tokens | str]()
+    for row in rows:
+        example = _example(recipe, row)
+        if isinstance(example, BadRow):
+            found.append(f"finetune does not accept the example: {example}")
+            continue
+        try:
+            ids, labels = _by_format(state, recipe, row, example, tokenizer)
+        except NotCompared as reason:
+            found.append(f"not compared: {reason}")
+            continue
+        limit = recipe.data.max_length
+        found.append(Tokens(ids[:limit], [IGNORED, *labels[1:limit]]))
+    return f"finetune's own implementation of {state.tool}'s prompt formats", found
+
+
+def _by_format(state: Translation, recipe: Recipe, row: Row, example: Example, tokenizer: Any) -> Tokens:
+    keys = {entry.key: entry.value for entry in state.entries}
+    on_all = recipe.data.train_on == "all"
+    if state.tool == "axolotl":
+        kind = str(keys.get("datasets.0.type") or "").partition(":")[0].partition(".")[0]
+        return prompt_formats.of_axolotl(example, row, tokenizer, kind, on_prompt=on_all)
+    template, last_turn = str(keys.get("template") or "default"), recipe.data.train_on == "last_turn"
+    return prompt_formats.of_llamafactory(example, tokenizer, template, on_prompt=on_all, last_turn=last_turn)
+
+
+def _of_trl(recipe: Recipe, rows: list[Row]) -> list[Tokens | str]:
+    """Let TRL's trainer prepare the rows, with a model of one small layer."""
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer, data = token_checks.load_with_template(recipe), recipe.data
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    renamed = {theirs: ours for ours, theirs in data.columns.items()}
+    values = [{renamed.get(key, key): value for key, value in row.value.items()} for row in rows]
+    columns = [name for name in TRL_COLUMNS if any(name in value for value in values)]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = SFTConfig(
+            folder,
+            max_length=data.max_length,
+            assistant_only_loss=data.train_on == "assistant",
+            completion_only_loss=True if data.train_on == "completion" else None,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+        )
+        dataset = Dataset.from_list([{name: value.get(name) for name in columns} for value in values])
+        try:
+            trainer = SFTTrainer(model, settings, train_dataset=dataset, processing_class=tokenizer)
+        except (ValueError, KeyError, RuntimeError) as error:
+            return [f"TRL does not accept the example: {error}"] * len(rows)
+    prepared: Any = trainer.train_dataset
+    return [Tokens(row["input_ids"], [IGNORED, *row["labels"][1:]]) for row in prepared]
+
+
+def _differences(ours: Tokens, theirs: Tokens, tokenizer: Any, tool: str) -> list[str]:
+    """Describe each range of tokens that only one side has, and each that only one side trains on."""
+    found = list[str]()
+    matcher = difflib.SequenceMatcher(None, ours.ids, theirs.ids, autojunk=False)
+    for kind, a, b, c, d in matcher.get_opcodes():
+        if kind != "equal":
+            own, other = (_shown(tokenizer, ids) for ids in (ours.ids[a:b], theirs.ids[c:d]))
+            found.append(f"token ids: finetune has {own}, {tool} has {other}")
+            continue
+        pairs = zip(ours.ids[a:b], ours.labels[a:b], theirs.labels[c:d], strict=True)
+        sides = [(token, own != IGNORED, other != IGNORED) for token, own, other in pairs]
+        for (own, other), run in groupby(sides, key=lambda one: one[1:]):
+            if own != other:
+                text = _shown(tokenizer, [token for token, *_ in run])
+                who, no = ("finetune", tool) if own else (tool, "finetune")
+                found.append(f"labels: {who} trains on {text}, and {no} does not")
+    return found
+
+
+def _shown(tokenizer: Any, ids: list[int]) -> str:
+    text = repr(tokenizer.decode(ids))
+    return f"{text[:SHOWN]}..." if len(text) > SHOWN else text if ids else "nothing"

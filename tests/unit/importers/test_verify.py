@@ -1,0 +1,132 @@
+"""`finetune import --verify`: the first batch next to the tool's ids and labels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from finetune.cli import main
+from finetune.data.examples import Example, Row
+from finetune.importers import prompt_formats, reading, recipe_text, verify
+from finetune.importers.prompt_formats import NotCompared
+from finetune.recipe import loader
+from support.paths import DATA, MODEL
+
+TURNS = [{"role": "user", "content": "Who came?"}, {"role": "assistant", "content": "Maria did."}]
+LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True, "learning_rate": 1e-4}
+
+
+def verified(
+    tmp_path: Path, given: dict[str, Any], rows: list[dict[str, Any]] | None = None
+) -> verify.Verified:
+    name = tmp_path / "rows.jsonl"
+    lines = (DATA / "train.jsonl").read_text().splitlines()[:3]
+    name.write_text("\n".join(map(json.dumps, rows) if rows else lines) + "\n")
+    (tmp_path / "data").mkdir()
+    info = {"mine": {"file_name": str(name), "formatting": "sharegpt", "columns": {"messages": "messages"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    path, recipe = tmp_path / "theirs.yaml", tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(given).replace("ROWS", str(name)))
+    state = reading.import_recipe(path)
+    recipe.write_text(recipe_text.write(state, "theirs.yaml"))
+    return verify.verify(state, loader.load(recipe))
+
+
+def axolotl(kind: str, **more: Any) -> dict[str, Any]:
+    datasets = [{"path": "ROWS", "type": kind}]
+    return {"base_model": str(MODEL), "datasets": datasets, "micro_batch_size": 2, **LORA, **more}
+
+
+def trl(**more: Any) -> dict[str, Any]:
+    return {"model_name_or_path": str(MODEL), "dataset_name": "ROWS", "use_peft": True, **more}
+
+
+def texts(found: verify.Verified) -> list[str]:
+    return [difference.text for difference in found.differences]
+
+
+@pytest.mark.parametrize("more", [{}, {"assistant_only_loss": True}])
+def test_trls_own_ids_and_labels_of_chats_are_finetunes(more, tmp_path) -> None:
+    found = verified(tmp_path, trl(**more))
+    assert found.by.startswith("TRL 1.") and (found.examples, found.same) == (3, 3), found.lines()
+
+
+def test_what_trl_cuts_and_finetune_skips_is_named(tmp_path) -> None:
+    found = verified(tmp_path, trl(max_length=24))
+    assert found.same == 0 and texts(found) == ["finetune skips the example: too_long; the tool may cut it"]
+
+
+def test_axolotls_chats_are_finetunes_and_its_alpaca_prompt_is_not(tmp_path) -> None:
+    found = verified(tmp_path, axolotl("chat_template"))
+    assert (found.examples, found.same) == (2, 2) and "own implementation of axolotl" in found.by
+    (tmp_path / "alpaca").mkdir()
+    rows = [{"instruction": "Add 1 and 2.", "input": "", "output": "3"}] * 2
+    found = verified(tmp_path / "alpaca", axolotl("alpaca"), rows)
+    assert found.same == 0 and found.differences[0].examples == 2
+    assert any("Below is an instruction" in text for text in texts(found))
+
+
+def test_axolotl_on_all_inputs_trains_on_the_prompt_too(tmp_path) -> None:
+    found = verified(tmp_path, axolotl("chat_template", train_on_inputs=True))
+    assert found.same == 2, found.lines()
+
+
+def test_llamafactorys_system_message_and_line_break_are_named(tmp_path) -> None:
+    given = {"model_name_or_path": str(MODEL), "stage": "sft", "dataset": "mine", "cutoff_len": 512}
+    found = verified(tmp_path, {**given, "template": "qwen", "finetuning_type": "lora"})
+    assert found.same == 0 and all(difference.examples == 3 for difference in found.differences)
+    system, line_break = texts(found)
+    assert "finetune has nothing, LLaMA-Factory has '<|im_start|>system\\nYou are Qwen" in system
+    assert line_break == "labels: LLaMA-Factory trains on '\\n', and finetune does not"
+
+
+def test_what_is_not_compared_says_so(tmp_path) -> None:
+    given = {"model_name_or_path": str(MODEL), "stage": "sft", "dataset": "mine", "template": "intern3"}
+    (text,) = texts(verified(tmp_path, given))
+    assert text == "not compared: finetune does not know LLaMA-Factory's template intern3"
+    (tmp_path / "other").mkdir()
+    (text,) = texts(verified(tmp_path / "other", axolotl("jeopardy")))
+    assert text == "not compared: finetune does not know axolotl's type jeopardy"
+
+
+def test_formats_write_what_the_tools_document() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    example = Example(
+        "a:1", [{"role": "system", "content": "Be brief."}, *TURNS, *TURNS], trained=(True, True)
+    )
+
+    def written(template: str, **more: Any) -> tuple[str, str]:
+        how = {"on_prompt": False, "last_turn": False} | more
+        ids, labels = prompt_formats.of_llamafactory(example, tokenizer, template, **how)
+        return tokenizer.decode(ids), tokenizer.decode([label for label in labels if label != -100])
+
+    eos = tokenizer.eos_token
+    text, trained = written("default")
+    turn = f"Human: Who came?{eos}\nAssistant:Maria did.{eos}\n"
+    assert text == f"System: Be brief.{eos}\n{turn}{turn}" and trained == f"Maria did.{eos}\n" * 2
+    assert written("default", last_turn=True)[1] == f"Maria did.{eos}\n"
+    assert written("default", on_prompt=True)[1] == text
+    assert "Be brief.\n\nWho came?" in written("gemma")[0].replace("<start_of_turn>user\n", "")
+    with pytest.raises(NotCompared, match="how LLaMA-Factory writes this example"):
+        tools = Example("a:1", TURNS, tools=[{"function": {"name": "look"}}], trained=(True,))
+        prompt_formats.of_llamafactory(tools, tokenizer, "chatml", on_prompt=False, last_turn=False)
+    row = Row({"instruction": "Add.", "input": "1, 2", "output": "3"}, "a:1")
+    ids, labels = prompt_formats.of_axolotl(example, row, tokenizer, "alpaca", on_prompt=False)
+    assert "further context. Write a response" in tokenizer.decode(ids)
+    assert tokenizer.decode(ids).endswith(f"### Input:\n1, 2\n\n### Response:\n3{eos}")
+    assert tokenizer.decode([label for label in labels if label != -100]) == f"3{eos}"
+
+
+def test_the_command_prints_the_comparison(tmp_path, capsys) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump(axolotl("chat_template")).replace("ROWS", str(DATA / "train.jsonl")))
+    assert main.main(["import", str(path), "--verify", "--output", str(tmp_path / "a.yaml")]) == 0
+    assert "verify: 2 of the first 2 examples have the same" in capsys.readouterr().out
+    assert main.main(["import", str(path), "--verify", "--json", "--output", str(tmp_path / "b.yaml")]) == 0
+    said = json.loads(capsys.readouterr().out)["result"]["verify"]
+    assert said["same"] == said["examples"] == 2 and said["differences"] == []
