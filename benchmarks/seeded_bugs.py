@@ -70,7 +70,7 @@ BUGS = (
     Bug(
         "prompt not masked",
         "finetune/data/encoding.py",
-        "        return Encoded(ids, found, merged)",
+        "        return Encoded(ids, found, merged, weights=tuple(weights), is_divided=is_divided)",
         "        return Encoded(ids, [(0, len(ids))], merged)",
         "tests/unit/data/test_encoding.py::test_train_on_says_which_turns",
     ),

@@ -151,10 +151,16 @@ def _of_trl(recipe: Recipe, rows: list[Row]) -> list[Tokens | str]:
     """Let TRL's trainer prepare the rows, with a model of one small layer."""
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
-    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
 
     tokenizer, data = token_checks.load_with_template(recipe), recipe.data
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
     renamed = {theirs: ours for ours, theirs in data.columns.items()}
     values = [{renamed.get(key, key): value for key, value in row.value.items()} for row in rows]

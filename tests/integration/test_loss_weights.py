@@ -18,6 +18,7 @@ from support.paths import MODEL, QUICKSTART
 from support.runs import metrics, run_checks
 from support.weighted_rows import loss_by_hand, write
 
+TIMES = "\N{MULTIPLICATION SIGN}"
 AS_IT_WAS = ("train.max_steps=1", "train.optim=sgd", "train.learning_rate=1e-30")  # changes no weight
 CASES = {
     "padded": (),
@@ -87,9 +88,9 @@ def test_the_data_command_shows_weights(two_layers, tmp_path, capsys) -> None:
     given = [f"data.name={rows}", "data.validation=null", f"model.name={two_layers}"]
     assert main.main(["data", str(QUICKSTART), *given, "--show", "8", "--html", str(page)]) == 0
     said = capsys.readouterr().out
-    assert "×0.5" in said and "×0.75" in said and "sum of loss weights" in said  # noqa: RUF001
+    assert f"{TIMES}0.5" in said and f"{TIMES}0.75" in said and "sum of loss weights" in said
     assert "6 of 8 examples have weights of the loss between 0 and 1" in said
-    assert "in the loss, weight 0.5" in page.read_text() and "<sup>×0.5</sup>" in page.read_text()  # noqa: RUF001
+    assert "in the loss, weight 0.5" in page.read_text() and f"<sup>{TIMES}0.5</sup>" in page.read_text()
 
 
 def test_a_stream_with_weights_trains_as_prepared_data_does(train, tmp_path) -> None:
