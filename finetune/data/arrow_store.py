@@ -148,5 +148,5 @@ class Documents:
     def remove(self) -> None:
         """Delete the files. The Arrow file of the sequences holds all of their content."""
         del self.table, self.flat
-        for name in (*(file.name for file in self.files), "places.arrow"):
-            (self.folder / name).unlink()
+        for name in ("ids.bin", "labels.bin", "weights.bin", "places.arrow"):
+            (self.folder / name).unlink(missing_ok=name == "weights.bin")

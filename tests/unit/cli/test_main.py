@@ -67,7 +67,7 @@ def test_the_surface() -> None:
         "report": sorted([*common, "--output", "run"]),
         "recipes": sorted([*common, "--copy", "name"]),
         "init": sorted([*common, "--model", "--data", "--validation", "--adapter", "--output"]),
-        "import": sorted([*common, "file", "--from", "--gpus", "--output"]),
+        "import": sorted([*common, "file", "--from", "--gpus", "--output", "--verify"]),
         "explain": sorted([*common, "code"]),
         "doctor": sorted([*common, "recipe", "overrides", "--measure"]),
     }
