@@ -12,8 +12,8 @@ import torch
 from finetune.core import safe_files
 from finetune.core.paths import writing
 from finetune.core.weight_files import find_weight_files
+from finetune.data.chat_texts import render_chat
 from finetune.export import serving_check, staged_files
-from finetune.export.chat_texts import render_chat
 from finetune.export.serving_check import Reader, Step
 from finetune.models.generation_config import declared_stops
 

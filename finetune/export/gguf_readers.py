@@ -17,9 +17,9 @@ from urllib.error import HTTPError, URLError
 import torch
 
 from finetune.core import packages
+from finetune.data.chat_texts import render_chat
 from finetune.distributed.restart_together import free_port
 from finetune.export import serving_check
-from finetune.export.chat_texts import render_chat
 from finetune.export.gguf_families import load_gguf
 from finetune.export.serving_check import LIKELIEST, Reader, Step
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.core import safe_files
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.data.chat_texts import render_chat
 from finetune.export import gguf_export
-from finetune.export.chat_texts import render_chat
 
 if TYPE_CHECKING:
     from pathlib import Path

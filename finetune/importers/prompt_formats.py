@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.data.chat_texts import render_chat
 from finetune.data.loss_mask import IGNORED
 
 if TYPE_CHECKING:
@@ -136,7 +137,10 @@ def of_axolotl(example: Example, row: Row, tokenizer: Any, kind: str, *, on_prom
 
 def _chat_of_axolotl(example: Example, tokenizer: Any, *, on_prompt: bool) -> Tokens:
     """The rendered chat. The content of each answer trains, and the EOS token if it follows."""
-    text = tokenizer.apply_chat_template(example.messages, tools=example.tools, tokenize=False)
+    try:
+        text = render_chat(tokenizer, example.messages or [], example.tools, prompt=False)
+    except ValueError as error:
+        raise NotCompared(f"the chat template does not render the example: {error}") from None
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     labels, place = [IGNORED] * len(ids), 0

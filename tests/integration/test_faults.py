@@ -35,7 +35,7 @@ from support.runs import metrics
     [
         ("weight", "trained weights are NaN or Inf"),
         ("input", "the output of base_model.model.model.embed_tokens (micro-batch 1 of 2)"),
-        ("nan", "what was not has passed"),
+        ("nan", "so the cause is gone"),
     ],
 )
 def test_a_step_that_is_not_finite_ends_the_run_before_its_update(

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from finetune.core.errors import UserError
-from finetune.data import chat_templates, encoding, template_sandbox
+from finetune.data import chat_templates, chat_texts, encoding, template_sandbox
 from finetune.data.template_sandbox import ChatTemplate
-from finetune.export import chat_texts, ollama_export
+from finetune.export import ollama_export
 from finetune.recipe.schema import Data
 from support.chat_tokenizers import TURNS, encoder_of, example, tokenizer_with
 from support.soak import soak_except

@@ -61,6 +61,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
         {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text"},
         "a new temporary folder",
     ),
+    "importers/verify.py": ({"TemporaryDirectory"}, "a new temporary folder"),
     "models/module_lists.py": ({"mkdir"}, "the user's own cache"),
     "planning/measured_rates.py": ({"mkdir"}, "the user's own cache"),
     "profiling/profiler.py": ({"mkdir", "mkdtemp", "rmtree", "rmdir"}, "the folder of the command line"),

@@ -214,7 +214,7 @@ class Handler(BaseHTTPRequestHandler):
         """Check a card's metadata as the Hub does, as far as this is documented."""
         text = json.loads(body)["content"]
         data = yaml.safe_load(text.split("---")[1])
-        wrong = [] if data.get("license") in LICENSES else ["license must be a license of the Hub"]
+        wrong = [] if data.get("license") in LICENSES else ["license must be one of the licenses of the Hub"]
         wrong += [f"no data set: {name}" for name in data.get("datasets", []) if not DATASET.fullmatch(name)]
         for result in (data.get("model-index") or [{"results": []}])[0]["results"]:
             if not (result["task"]["type"] and result["dataset"]["name"] and result["dataset"]["type"]):

@@ -1,4 +1,4 @@
-"""Chats as an exported tokenizer's template writes them, in the process that limits templates."""
+"""Chats as a tokenizer's template writes them, in the process that limits templates."""
 
 from __future__ import annotations
 
