@@ -18,6 +18,7 @@ import torch
 
 from finetune.core import packages
 from finetune.data.chat_texts import render_chat
+from finetune.data.loss_mask import IGNORED
 from finetune.distributed.restart_together import free_port
 from finetune.export import serving_check
 from finetune.export.gguf_families import load_gguf
@@ -136,21 +137,21 @@ def _answer_of_server(address: str, prompt: list[int], room: int) -> list[Step]:
 
 
 def _loss_of_server(address: str, document: Encoded) -> tuple[float, float]:
-    """Return the sum of the losses of a document's tokens, and their number.
+    """Return the sum of the losses of a document's tokens, and their number or the sum of their weights.
 
     The server gives the probability of the token that it chooses, before any bias. So a bias makes it choose
     the document's own token.
     """
-    loss, count = 0.0, 0
-    for place, label in enumerate(document.labels()):
-        if label == -100 or place == 0:
+    loss = count = 0.0
+    for place, (label, weight) in enumerate(zip(document.labels(), document.token_weights(), strict=True)):
+        if label == IGNORED or place == 0 or not weight:
             continue
         request = {"prompt": document.ids[:place], "n_predict": 1, "temperature": 0, "n_probs": 1}
         request |= {"logit_bias": [[label, 1e6]], "cache_prompt": True}
         (chosen,) = _ask(f"{address}/completion", request)["completion_probabilities"]
         if chosen["id"] != label:
             raise ValueError(f"llama.cpp chose token {chosen['id']} in place of token {label}")
-        loss, count = loss - chosen["logprob"], count + 1
+        loss, count = loss - weight * chosen["logprob"], count + weight
     return loss, count
 
 

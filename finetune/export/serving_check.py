@@ -69,7 +69,7 @@ class Reader:
     stop_ids: Callable[[], set[int]] | None = None
     """Return the tokens at which it ends an answer."""
     losses: Callable[[Sequence[Encoded]], list[tuple[float, float]]] | None = None
-    """Return the sum of the losses of each document's tokens, and their number."""
+    """Return the sum of the losses of each document's tokens, and their number or sum of weights."""
     without_ids: str = ""
     without_answers: str = ""
 
@@ -126,14 +126,16 @@ def text_logits(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def losses_of(model: Any, documents: Sequence[Encoded]) -> list[tuple[float, float]]:
-    """Return the sum of a transformers model's losses on each document, and the number of tokens."""
+    """Return the sum of a transformers model's losses on each document, and the number of tokens or the sum
+    of their weights.
+    """
     with torch.no_grad():
         return scoring.token_losses(model, list(documents), 0, 1)
 
 
 def mean(losses: list[tuple[float, float]]) -> float:
     """Return the loss per token."""
-    return sum(loss for loss, _ in losses) / max(sum(count for _, count in losses), 1)
+    return sum(loss for loss, _ in losses) / (sum(count for _, count in losses) or 1)
 
 
 def answers(

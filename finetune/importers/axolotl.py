@@ -7,7 +7,7 @@ from typing import Any
 
 from finetune.importers import common
 from finetune.importers.common import NO_EFFECT, TRACKER
-from finetune.importers.translation import DIFFERS, SAME, TRANSLATED, Rule, Translation
+from finetune.importers.translation import DIFFERS, NOT_SUPPORTED, SAME, TRANSLATED, Rule, Translation
 
 TOOL = "axolotl"
 KERNELS = "finetune chooses its own fused kernels (`speed.fused: auto`)"
@@ -28,15 +28,18 @@ WITHOUT_EFFECT = (
     "is_falcon_derived_model",
     "tokenizer_legacy",
     "experimental_skip_move_to_device",
-    "embeddings_skip_upcast",
+    "torchdistx_path",
+    "gc_steps",
+    "gc_collect_steps",
+    "torch_empty_cache_steps",
+    "num_dataset_shards_to_save",
+    "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers",
     "lora_on_cpu",
 )
 RULES = {
     **dict.fromkeys(WITHOUT_EFFECT, Rule(same=NO_EFFECT)),
     "sequence_len": Rule("data.max_length", int),
-    "excess_length_strategy": Rule(
-        "data.too_long", lambda value: {"raise": "error", "truncate": "truncate_prompt"}.get(value, "drop")
-    ),
     "num_epochs": Rule("train.num_train_epochs", float),
     "learning_rate": Rule("train.learning_rate", float),
     "optimizer": Rule("train.optim", lambda value: common.OPTIMIZERS.get(value, value)),
@@ -49,16 +52,16 @@ RULES = {
     "max_grad_norm": Rule("train.max_grad_norm", float),
     "seed": Rule("train.seed"),
     "output_dir": Rule("train.output_dir"),
-    "sample_packing": Rule("data.packing"),
     "batch_flattening": Rule("data.padding_free", bool),
-    "shuffle_merged_datasets": Rule(same="finetune shuffles all examples of all sources"),
+    "shuffle_merged_datasets": Rule(same="both shuffle the examples of all sources in each epoch"),
+    "shuffle_before_merging_datasets": Rule(same="both shuffle the examples of all sources in each epoch"),
     "revision_of_model": Rule("model.revision"),
     "neftune_noise_alpha": Rule("train.neftune_noise_alpha"),
     "early_stopping_patience": Rule("eval.early_stopping_patience"),
     "loss_watchdog_threshold": Rule(
         reason="`train.stop_at_spike` stops a run whose loss rises by a factor, not above a limit"
     ),
-    "loss_watchdog_patience": Rule(same="it belongs to loss_watchdog_threshold"),
+    "loss_watchdog_patience": Rule(reason="see loss_watchdog_threshold"),
     "group_by_length": Rule(
         "train.train_sampling_strategy", lambda on: "group_by_length" if on else "random"
     ),
@@ -74,7 +77,8 @@ RULES = {
     "pad_to_multiple_of": Rule(same="padding changes no result"),
     "eval_sample_packing": Rule(same="evaluation never packs, so a loss is the loss of one example"),
     "sample_packing_sequentially": Rule(reason="finetune packs by best-fit decreasing"),
-    "curriculum_sampling": Rule(reason="finetune shuffles the examples"),
+    "sample_packing": Rule("data.packing", bool),
+    "curriculum_sampling": Rule("train.train_sampling_strategy", lambda on: "sequential" if on else "random"),
     "tf32": Rule("train.tf32", bool),
     "bfloat16": Rule(same=common.LAUNCH),
     "float16": Rule(reason="use an accelerate config with `mixed_precision: fp16`"),
@@ -82,7 +86,8 @@ RULES = {
     "fp8_enable_fsdp_float8_all_gather": Rule(same="it belongs to fp8"),
     "torch_compile": Rule("speed.compile", lambda value: "auto" if value == "auto" else bool(value)),
     "torch_compile_mode": Rule("speed.compile"),
-    "torch_compile_backend": Rule(same="the backend is inductor"),
+    "torch_compile_backend": Rule(reason="finetune compiles with inductor", off=(None, "inductor")),
+    "torch_compile_options": Rule(reason="`speed.compile` takes a mode of torch.compile"),
     "activation_offloading": Rule("speed.offload", lambda on: "activations" if on else "none"),
     "hf_use_auth_token": Rule(same="set HF_TOKEN in the environment"),
     "model_type": Rule(same="transformers chooses the class by config.json"),
@@ -90,10 +95,24 @@ RULES = {
     "tokenizer_use_fast": Rule(same="finetune always uses the fast tokenizer"),
     "tokenizer_use_mistral_common": Rule(reason="finetune uses the tokenizer of transformers"),
     "tokenizer_config": Rule(reason="save the tokenizer into the model's folder"),
+    "tokenizer_save_jinja_files": Rule(same=NO_EFFECT),
+    "chat_template_kwargs": Rule(reason="write the values into a Jinja file for `data.chat_template`"),
+    "overrides_of_model_config": Rule(reason="change the model's config.json"),
+    "base_model_config": Rule(reason="finetune reads the config of the base model"),
+    "mean_resizing_embeddings": Rule(reason="finetune's new rows are the mean of all rows"),
+    "relora": Rule(reason="finetune does not restart an adapter during training"),
+    "lisa_n_layers": Rule(reason="finetune trains the same layers in each step"),
+    "use_eaft": Rule(reason="finetune has the cross-entropy loss"),
+    "qat": Rule(reason="set `speed.qat`"),
+    "trainer_cls": Rule(reason="finetune has one Trainer"),
+    "gpu_memory_limit": Rule(reason="finetune places the whole model on the GPU of each process"),
+    "max_memory": Rule(reason="finetune places the whole model on the GPU of each process"),
+    "streaming": Rule("data.streaming"),
+    "streaming_multipack_buffer_size": Rule("data.shuffle_buffer"),
     "device_map": Rule(same="finetune places the model on the GPU of each process"),
     "low_cpu_mem_usage": Rule(same=common.ALWAYS),
     "base_model_ignore_patterns": Rule(same="finetune reads only the files that the index names"),
-    "strict": Rule(same="a model that does not fit is always an error"),
+    "strict": Rule(same="finetune always refuses weights that do not fit the model"),
     "debug": Rule(same="use `finetune train --debug`"),
     "val_set_size": Rule("data.validation_fraction", float),
     "eval_table_size": Rule("eval.samples"),
@@ -110,9 +129,24 @@ RULES = {
     "lora_modules_to_save": Rule("adapter.modules_to_save"),
     "lora_model_dir": Rule("adapter.init_from"),
     "model_quantization_config": Rule(same="finetune reads the quantization of the checkpoint"),
-    "model_quantization_config_kwargs": Rule(same="finetune reads the quantization of the checkpoint"),
-    "quantize_moe_experts": Rule(reason="`finetune plan` shows which weights are quantized"),
-    "bnb_config_kwargs": Rule(same="finetune quantizes in nf4 with double quantization"),
+    "model_quantization_config_kwargs": Rule(
+        reason="finetune reads the quantization of the checkpoint as it is", off=(None, {})
+    ),
+    "quantize_moe_experts": Rule(same="finetune quantizes the experts of a 4-bit or 8-bit base model too"),
+    "lora_rank_pattern": Rule("adapter.rank_pattern"),
+    "lora_alpha_pattern": Rule("adapter.alpha_pattern"),
+    "lora_exclude_modules": Rule("adapter.exclude_modules"),
+    "loraplus_lr_ratio": Rule("adapter.loraplus_lr_ratio"),
+    "loraplus_lr_embedding": Rule("adapter.loraplus_lr_embedding"),
+    "peft_layers_to_transform": Rule("adapter.layers_to_transform"),
+    "peft_layers_pattern": Rule("adapter.layers_pattern"),
+    "peft_init_lora_weights": Rule("adapter.init_lora_weights"),
+    "peft_trainable_token_indices": Rule("adapter.trainable_token_indices"),
+    "peft_ensure_weight_tying": Rule("adapter.ensure_weight_tying"),
+    "peft_layer_replication": Rule(reason="finetune does not copy layers"),
+    "peft_autocast_adapter_dtype": Rule(same="trainable weights are in fp32"),
+    "merge_method": Rule(same="it belongs to merging"),
+    "merge_lora": Rule(same="use `finetune merge`"),
     "use_tensorboard": Rule(reason="set `train.report_to: tensorboard`"),
     "unfrozen_parameters": Rule(reason="finetune trains all weights (`full`) or an adapter"),
     "tensor_parallel_size": Rule(reason="finetune trains with data parallelism and FSDP2", off=(None, 1)),
@@ -120,7 +154,7 @@ RULES = {
     "sequence_parallel_degree": Rule(reason="see accelerate_configs/context_parallel_4.yaml", off=(None, 1)),
     "dp_shard_size": Rule(same="the accelerate config sets it"),
     "dp_replicate_size": Rule(reason="the accelerate config sets it", off=(None, 1)),
-    "fsdp_version": Rule(same="finetune uses FSDP2"),
+    "fsdp_version": Rule(same="finetune uses FSDP2, which computes the same as FSDP1"),
     "fsdp_final_state_dict_type": Rule(same="finetune saves one full adapter or model"),
     "save_strategy": Rule("train.save_strategy", lambda value: "auto" if value == "best" else value),
     "max_packed_sequence_len": Rule(reason="set `data.packing` and `data.max_length`"),
@@ -152,9 +186,6 @@ RULES = {
             "cut_cross_entropy",
             "chunked_cross_entropy",
             "flex_attn_compile_kwargs",
-            "torchdistx_path",
-            "gc_steps",
-            "gc_collect_steps",
         )
     },
     **{
@@ -193,6 +224,7 @@ ATTENTION = {
     "eager": "eager",
     "flex_attention": "flex_attention",
 }
+READERS = ("json", "csv", "parquet", "arrow", "text")
 DATASET = {  # keys of an entry of `datasets` that finetune has for each source
     "path": "name",
     "name": "subset",
@@ -207,19 +239,25 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     model = state.take("base_model")
     state.set("model.name", model, "base_model", model)
     _datasets(state, state.take("datasets") or [], where)
+    _too_long(state)
     _validation(state, state.take("test_datasets"))
     _adapter(state)
     _attention(state)
     _template(state)
     common.batch_size(state, ("micro_batch_size", 1), ("gradient_accumulation_steps", 1), gpus)
     _schedule(state)
-    for key in ("deepspeed", "fsdp", "fsdp_config"):
-        if value := state.take(key):
-            common.launch(state, key, value, gpus)
+    common.launch(state, gpus)
     for plugin in state.take("plugins", []):
-        state.record(SAME, "plugins", plugin, KERNELS)
-    if state.source.get("val_set_size") in (0, 0.0):
+        if any(word in plugin.lower() for word in ("liger", "cut_cross_entropy", "kernels")):
+            state.record(SAME, "plugins", plugin, KERNELS)
+        else:
+            state.unsupported("plugins", plugin, "finetune runs no plugins of axolotl")
+    size = float(state.source.get("val_set_size") or 0)
+    if not size:
         state.record(SAME, "val_set_size", state.take("val_set_size"), "there is no validation set")
+    elif size >= 1:
+        text = "it counts examples; set `data.validation_fraction` to their share of the data"
+        state.unsupported("val_set_size", state.take("val_set_size"), text)
     _compile(state)
     state.apply(RULES)
     common.trainer_arguments(state)
@@ -248,33 +286,61 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
         source = {
             ours: entry.pop(theirs) for theirs, ours in DATASET.items() if entry.get(theirs) is not None
         }
-        files = entry.pop("data_files", None)
-        if isinstance(files, (str, list)):
-            files = [files] if isinstance(files, str) else files
-            source["name"] = os.path.join(source.get("name", ""), files[0]) if len(files) == 1 else files
-        sources.append(source)
-        state.record(TRANSLATED, key, given.get("path"), f"data.name: {source.get('name')}")
+        files = _files(source.get("name", ""), entry.pop("data_files", None))
+        for name in files or [source.get("name")]:
+            sources.append({**source, "name": name})
+        state.record(
+            TRANSLATED,
+            key,
+            given.get("path"),
+            f"data.name: {', '.join(map(str, files)) or given.get('path')}",
+        )
         _format(state, entry, key, where)
+        if kind := entry.pop("ds_type", None):
+            state.record(SAME, f"{key}.ds_type", kind, "finetune detects the type of a file")
+        if template := entry.pop("chat_template", None):
+            if state.source.setdefault("chat_template", template) != template:
+                state.unsupported(
+                    f"{key}.chat_template", template, "finetune has one template for all sources"
+                )
+            else:
+                state.record(TRANSLATED, f"{key}.chat_template", template, "see chat_template")
         for theirs, ours in (("field_messages", "messages"), ("field", "text"), ("field_tools", "tools")):
-            if value := entry.pop(theirs, None):
-                columns |= {ours: value} if value != ours else {}
-                state.record(TRANSLATED, f"{key}.{theirs}", value, f"data.columns: {{{ours}: {value}}}")
-        mapped = entry.pop("message_property_mappings", None) or {}
+            value = entry.pop(theirs, None)
+            if value is None and ours == "messages" and columns.get(ours, ours) != ours:
+                value = ours  # axolotl's default, which another source does not have
+            if value is not None:
+                common.column(state, columns, ours, value, f"{key}.{theirs}")
+        mapped = dict(entry.pop("message_property_mappings", None) or {})
         for theirs, name in (("message_field_role", "role"), ("message_field_content", "content")):
             mapped |= {name: value} if (value := entry.pop(theirs, None)) else {}
         if mapped:
-            text = "finetune detects the sharegpt format (from, value)"
-            state.record(SAME, f"{key}.message_property_mappings", mapped, text)
-        for role, names in (entry.pop("roles", None) or {}).items():
-            roles |= {name: role for name in names if name != role}
+            _message_keys(state, mapped, f"{key}.message_property_mappings")
+        if given_roles := entry.pop("roles", None):
+            for role, names in given_roles.items():
+                roles |= {
+                    name: role for name in ([names] if isinstance(names, str) else names) if name != role
+                }
+            state.record(TRANSLATED, f"{key}.roles", given_roles, f"data.role_map: {roles}")
         for name, value in entry.items():
             state.unsupported(f"{key}.{name}", value, "finetune has no such setting for a source")
     plain = [source.pop("name") if set(source) == {"name"} else source for source in sources]
     state.recipe["data.name"] = plain[0] if len(plain) == 1 and isinstance(plain[0], str) else plain
     if len(sources) == 1 and isinstance(plain[0], dict):
         state.recipe |= {f"data.{name}": value for name, value in plain[0].items()}
+    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     state.recipe |= {"data.columns": columns} if columns else {}
     state.recipe |= {"data.role_map": roles} if roles else {}
+
+
+def _message_keys(state: Translation, mapped: dict[str, str], key: str) -> None:
+    """Record the names of the keys of a message."""
+    known = {"role": ("role", "from"), "content": ("content", "value")}
+    text = "finetune reads role or from, and content or value"
+    if all(theirs in known.get(ours, (ours,)) for ours, theirs in mapped.items()):
+        state.record(SAME, key, mapped, text)
+    else:
+        state.unsupported(key, mapped, f"{text}; rename the keys in the data")
 
 
 def _format(state: Translation, entry: dict[str, Any], key: str, where: str) -> None:
@@ -283,8 +349,9 @@ def _format(state: Translation, entry: dict[str, Any], key: str, where: str) -> 
     if base in ("bradley_terry", "stepwise_supervised") or "dpo" in base or "kto" in base:
         raise common.not_sft(TOOL, f"{kind} data", where)
     if base == "completion":
-        state.recipe["data.train_on"] = "all"
-        state.record(TRANSLATED, f"{key}.type", kind, "data.train_on: all, and plain text has no template")
+        state.record(
+            SAME, f"{key}.type", kind, "finetune trains on all tokens of plain text, without a template"
+        )
     elif base in ("chat_template", "sharegpt"):
         state.record(TRANSLATED, f"{key}.type", kind, "finetune detects messages and sharegpt")
     elif base == "alpaca":
@@ -300,18 +367,39 @@ def _format(state: Translation, entry: dict[str, Any], key: str, where: str) -> 
         ("train_on_eot", "turn"),
     ):
         value = entry.pop(name, None)
-        if value not in (None, default):
+        if value == default:
+            state.record(SAME, f"{key}.{name}", value, "data.train_on: assistant")
+        elif value is not None:
             state.unsupported(f"{key}.{name}", value, "see `data.train_on` for the choices of finetune")
 
 
 def _validation(state: Translation, tests: list[dict[str, Any]] | None) -> None:
     for number, entry in enumerate(tests or []):
-        key, files = f"test_datasets.{number}", entry.get("data_files") or []
-        path = os.path.join(entry.get("path", ""), *([files] if isinstance(files, str) else files[:1]))
-        if number or entry.get("split") not in (None, "train"):
-            state.unsupported(key, entry, "`data.validation` takes one file")
+        key, path = f"test_datasets.{number}", entry.get("path", "")
+        files = _files(path, entry.get("data_files")) or [path]
+        if number or len(files) > 1 or entry.get("name") or entry.get("split") not in (None, "train"):
+            state.unsupported(key, entry, "`data.validation` takes one file or folder")
         else:
-            state.set("data.validation", path, key, entry)
+            state.set("data.validation", files[0], key, entry)
+
+
+def _files(path: str, files: str | list[str] | None) -> list[str]:
+    """Return the paths of `data_files`. The path of a source can be the name of a reader, such as json."""
+    names = [files] if isinstance(files, str) else files or []
+    return list(names) if path in READERS else [os.path.join(path, name) for name in names]
+
+
+def _too_long(state: Translation) -> None:
+    value = state.take("excess_length_strategy", "drop")
+    if value == "truncate":
+        state.recipe["data.too_long"] = "truncate_prompt"
+        text = "axolotl cuts the end of a longer example; finetune never cuts an answer; kept truncate_prompt"
+        state.unsupported("excess_length_strategy", value, text)
+    else:
+        kept = "error" if value == "raise" else "drop"
+        kind = TRANSLATED if "excess_length_strategy" in state.given else SAME
+        state.recipe["data.too_long"] = kept
+        state.record(kind, "excess_length_strategy", value, f"data.too_long: {kept}")
 
 
 def _adapter(state: Translation) -> None:
@@ -319,22 +407,39 @@ def _adapter(state: Translation) -> None:
     given = [number for number in (4, 8) if f"load_in_{number}bit" in state.source]
     bits = {4: state.take("load_in_4bit", False), 8: state.take("load_in_8bit", False)}
     quantized = "nf4" if bits[4] or kind == "qlora" else "int8" if bits[8] else ""
-    for number in given:
-        kind, text = (TRANSLATED, quantized) if bits[number] else (SAME, "no quantization to this size")
-        state.record(kind, f"load_in_{number}bit", bits[number], f"model.quantization: {text}")
     if kind is None:
-        for name in [name for name in state.source if name.startswith(("lora_", "peft_", "gptq"))]:
+        for name in [
+            name for name in state.source if name.startswith(("lora_", "peft_", "gptq", "loraplus"))
+        ]:
             state.record(SAME, name, state.source.pop(name), "no adapter trains")
         state.recipe["adapter.type"] = "full"
         state.record(TRANSLATED, "adapter", kind, "adapter.type: full")
+        for number in given:
+            text = "no adapter trains, and finetune trains all weights in full precision"
+            state.record(NOT_SUPPORTED if bits[number] else SAME, f"load_in_{number}bit", bits[number], text)
         return
-    state.record(TRANSLATED, "adapter", kind, f"adapter.type: {kind}")
+    for number in given:
+        listed, text = (TRANSLATED, quantized) if bits[number] else (SAME, "no quantization to this size")
+        state.record(listed, f"load_in_{number}bit", bits[number], f"model.quantization: {text}")
     linear, modules = state.take("lora_target_linear", False), state.take("lora_target_modules")
     common.lora(state, ADAPTER, quantized)
+    state.record(TRANSLATED, "adapter", kind, f"adapter.type: {state.recipe['adapter.type']}")
     if linear:
         state.set("adapter.target_modules", "all-linear", "lora_target_linear", True)
+    if modules and linear:
+        state.record(SAME, "lora_target_modules", modules, "lora_target_linear has them too")
     elif modules:
         state.set("adapter.target_modules", modules, "lora_target_modules", modules)
+    elif not linear:
+        text = "axolotl needs lora_target_linear or lora_target_modules; kept all-linear"
+        state.record(DIFFERS, "adapter.target_modules", None, text)
+    kwargs = state.take("bnb_config_kwargs") or {}
+    plain = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    if kwargs and kwargs == {name: plain.get(name) for name in kwargs}:
+        state.record(SAME, "bnb_config_kwargs", kwargs, "finetune quantizes in nf4 with double quantization")
+    elif kwargs:
+        text = "finetune has nf4 and fp4 with double quantization; see `model.quantization`"
+        state.unsupported("bnb_config_kwargs", kwargs, text)
     if not quantized:
         common.keep_unquantized(state)
 
@@ -368,7 +473,7 @@ def _attention(state: Translation) -> None:
     on = state.take("gradient_checkpointing", False)
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     if on in ("offload", "offload_disk"):
-        state.recipe["speed.offload"] = "activations"
+        state.set("speed.offload", "activations", "gradient_checkpointing", on)
 
 
 def _compile(state: Translation) -> None:
@@ -414,27 +519,28 @@ def _schedule(state: Translation) -> None:
     if steps is not None or ratio is not None:
         key, value = ("warmup_steps", steps) if steps is not None else ("warmup_ratio", ratio)
         state.set("train.warmup_steps", value, key, value)
-    if (top := state.take("max_steps")) is not None:
+    epochs = float(state.source.get("num_epochs") or 1.0)
+    if (top := state.take("max_steps")) is not None and top > 0:
         state.set("train.max_steps", top, "max_steps", top)
-        state.source.pop("num_epochs", None)
+        if (value := state.take("num_epochs")) is not None:
+            state.record(SAME, "num_epochs", value, "max_steps ends the training")
     if (low := state.take("cosine_min_lr_ratio")) is not None:
         state.recipe["train.lr_scheduler_kwargs"] = {"min_lr_rate": low}
         state.source["lr_scheduler"] = "cosine_with_min_lr"
         state.record(TRANSLATED, "cosine_min_lr_ratio", low, "train.lr_scheduler_type: cosine_with_min_lr")
     if saves := state.take("saves_per_epoch", 0):
-        share = 1 / (saves * float(state.source.get("num_epochs") or 1.0))
-        if share < 1:
+        share = 1 / (saves * epochs)
+        if top:
+            text = "finetune does not know the steps of an epoch; set `train.save_steps`"
+            state.unsupported("saves_per_epoch", saves, text)
+        elif share < 1:
             state.set("train.save_steps", round(share, 6), "saves_per_epoch", saves)
         else:
             state.set("train.save_strategy", "epoch", "saves_per_epoch", saves)
     if evaluations := state.take("evals_per_epoch", 0):
         text = "set `eval.eval_steps` to a number of steps; finetune evaluates at the end anyway"
         state.unsupported("evals_per_epoch", evaluations, text)
-    for key in ("eval_strategy", "evaluation_strategy"):
-        if (value := state.take(key)) is not None:
-            state.record(SAME, key, value, "`eval.eval_steps` sets evaluations during training")
-    if (value := state.take("eval_steps")) is not None:
-        state.set("eval.eval_steps", int(value), "eval_steps", value)
+    common.evaluations(state, ("eval_strategy", "evaluation_strategy"))
     if "eval.eval_steps" not in state.recipe and (patience := state.take("early_stopping_patience")):
         state.unsupported("early_stopping_patience", patience, "set `eval.eval_steps` too")
     tokens = state.source.get("special_tokens") or {}
@@ -451,3 +557,4 @@ def _defaults(state: Translation) -> None:
     state.keep_default("train.optim", "adamw_torch_fused", "adamw_torch_fused")
     state.keep_default("train.warmup_steps", 0.03, 0, "axolotl warms up for 3% of the steps, at most 100")
     state.keep_default("data.train_on", "assistant", "assistant", "both train on the answers only")
+    common.keep_last_weights(state)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
-from finetune.core import strict_yaml
 from finetune.core.errors import Problem, UserError
-from finetune.importers.translation import SAME, Rule, Translation
-from finetune.recipe import build
+from finetune.importers.translation import SAME, Rule, Translation, number
+from finetune.recipe import build, renames
 
+_STAGE = re.compile(r"(?:zero|stage|z)[-_]?([0-3])")
 NO_EFFECT = "it changes no result"
 ALWAYS = "finetune always does this"
 LAUNCH = "the precision comes from the launch: accelerate_configs/"
@@ -39,6 +40,8 @@ TRAINER = {
     "per_device_eval_batch_size": Rule("eval.batch_size"),
     "eval_batch_size": Rule("eval.batch_size"),
     "load_best_model_at_end": Rule("eval.load_best_model_at_end"),
+    "metric_for_best_model": Rule("eval.metric_for_best_model"),
+    "greater_is_better": Rule(same="`eval.metric_for_best_model` also sets whether greater is better"),
     "use_liger_kernel": Rule(same="finetune's own fused kernels run by default on GPUs"),
     "trust_remote_code": Rule(
         reason="finetune runs no code of a model's repository; models that transformers knows need none"
@@ -88,11 +91,10 @@ def trainer_arguments(state: Translation) -> None:
             state.record(SAME, key, value, "it is not set")
         else:
             state.set(f"train.{key}", value, key, value)
-
-
-def number(value: Any) -> Any:
-    """Return the number in a string: YAML 1.1 reads 2e-5 as a string."""
-    return strict_yaml.scalar(value) if isinstance(value, str) else value
+    for key in [key for key in state.source if renames.owner_of(key)]:
+        owner = renames.owner_of(key)
+        text = owner if owner.startswith("remove") else f"use {owner}"
+        state.apply_rule(key, state.source.pop(key), Rule(reason=text))
 
 
 def batch_size(state: Translation, micro: tuple[str, int], steps: tuple[str, int], gpus: int) -> None:
@@ -159,6 +161,53 @@ def keep_trainer_defaults(state: Translation, max_length: int, learning_rate: fl
     state.keep_default("train.learning_rate", learning_rate, 2e-4)
     state.keep_default("train.lr_scheduler_type", "linear", "linear")
     state.keep_default("train.warmup_steps", 0, 0)
+    keep_last_weights(state)
+
+
+def duration(state: Translation) -> None:
+    """Translate the length of the training: a number of steps has priority over epochs."""
+    if int(number(state.source.get("max_steps")) or -1) > 0:
+        if (epochs := state.take("num_train_epochs")) is not None:
+            state.record(SAME, "num_train_epochs", epochs, "max_steps ends the training")
+    elif "max_steps" in state.source:
+        state.record(SAME, "max_steps", state.take("max_steps"), "it is off")
+
+
+def evaluations(state: Translation, strategies: tuple[str, ...]) -> None:
+    """Translate the steps between two evaluations. finetune counts them in steps.
+
+    Args:
+        strategies: the tool's keys that switch evaluation on.
+    """
+    strategy = next((value for key in strategies if (value := state.source.get(key)) is not None), None)
+    steps = number(state.take("eval_steps"))
+    if steps is not None and (steps < 1 or strategy in ("no", "epoch", False)):
+        ignored = f"eval_strategy: {strategy} ignores it"
+        text = "`eval.eval_steps` takes a number of steps, no share of the run" if 0 < steps < 1 else ignored
+        state.record("not supported" if 0 < steps < 1 else SAME, "eval_steps", steps, text)
+    elif steps is not None:
+        state.set("eval.eval_steps", int(steps), "eval_steps", steps)
+    for key in strategies:
+        if (value := state.take(key)) in ("epoch", "steps") and "eval.eval_steps" not in state.recipe:
+            text = "set `eval.eval_steps` to a number of steps; finetune evaluates at the end anyway"
+            state.unsupported(key, value, text)
+        elif value is not None:
+            state.record(SAME, key, value, "`eval.eval_steps` sets the evaluations during training")
+
+
+def column(state: Translation, columns: dict[str, str], ours: str, theirs: str, key: str) -> None:
+    """Add a column of one source to `data.columns`, which holds for all sources."""
+    if columns.setdefault(ours, theirs) != theirs:
+        text = f"`data.columns` holds for all sources, and another source has {columns[ours]}"
+        state.unsupported(key, theirs, f"{text}; rename the column in the data")
+    else:
+        state.record("translated", key, theirs, f"data.columns: {{{ours}: {theirs}}}")
+
+
+def keep_last_weights(state: Translation) -> None:
+    """Keep the weights of the last step, as the tools do. finetune's default keeps the best checkpoint."""
+    if "eval.eval_steps" in state.recipe:
+        state.keep_default("eval.load_best_model_at_end", False, True)
 
 
 def not_sft(tool: str, what: str, where: str) -> UserError:
@@ -169,16 +218,40 @@ def not_sft(tool: str, what: str, where: str) -> UserError:
     return UserError(Problem(text, where=where, why=why, fix=fix, code="import"))
 
 
-def launch(state: Translation, key: str, value: Any, gpus: int) -> None:
-    """Name the shipped accelerate config that is nearest to a DeepSpeed or FSDP setting."""
-    text = str(value).lower()
-    offload = "offload" in text
-    if key == "deepspeed":
-        stage = "zero3" if "3" in Path(text).name or '"stage": 3' in text else "zero2"
-        name = f"{stage}_8_offload" if offload and stage == "zero3" else f"{stage}_8"
-    else:
-        name = "fsdp2_8_offload" if offload else "fsdp2_8"
-    if "zero0" in text or "z0" in text or "zero1" in text:
-        name = f"ddp_{gpus}" if gpus in (2, 4, 8) else "ddp_8"
-    state.accelerate = name
-    state.record("translated", key, value, f"--accelerate {name} on the command line of `finetune train`")
+def launch(state: Translation, gpus: int) -> None:
+    """Name the shipped accelerate config that is nearest to the DeepSpeed and FSDP settings."""
+    given = {key: value for key in ("deepspeed", "fsdp", "fsdp_config") if (value := state.take(key))}
+    if "deepspeed" in given:
+        stage, offload = _zero(given["deepspeed"])
+        if stage is None:
+            text = "the name of the file has no ZeRO stage; use --accelerate zero2_8 or zero3_8"
+            state.unsupported("deepspeed", given.pop("deepspeed"), text)
+        elif stage < 2:
+            state.accelerate = f"ddp_{gpus}" if gpus in (2, 4, 8) else "ddp_8"
+        else:
+            state.accelerate = f"zero{stage}_8_offload" if offload and stage == 3 else f"zero{stage}_8"
+    elif given:
+        config = given.get("fsdp_config")
+        config = config if isinstance(config, dict) else {}
+        words, inner = str(given.get("fsdp", "")), {key.removeprefix("fsdp_"): config[key] for key in config}
+        offload = "offload" in words or bool(inner.get("offload_params"))
+        four_bit = state.recipe.get("adapter.type") in ("qlora", "qdora")
+        quantized = four_bit or state.recipe.get("model.quantization") not in (None, "none")
+        state.accelerate = f"fsdp2_8{'_quantized' if quantized else '_offload' if offload else ''}"
+        if inner.get("activation_checkpointing"):
+            state.recipe["speed.activation_checkpointing"] = "full"
+    for key, value in given.items():
+        text = f"--accelerate {state.accelerate} on the command line of `finetune train`"
+        state.record("translated", key, value, f"{text}; it has the nearest settings")
+
+
+def _zero(value: Any) -> tuple[int | None, bool]:
+    """Return the ZeRO stage of a DeepSpeed setting, if it names one, and whether it offloads."""
+    if isinstance(value, dict):
+        zero = value.get("zero_optimization") or {}
+        parts = (zero.get("offload_optimizer"), zero.get("offload_param"))
+        offload = any(part.get("device", "none") != "none" for part in parts if isinstance(part, dict))
+        return int(zero.get("stage", 0)), offload
+    name = Path(str(value).lower()).name
+    found = _STAGE.search(name)
+    return (int(found[1]) if found else None), "offload" in name

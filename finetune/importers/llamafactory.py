@@ -12,7 +12,7 @@ from finetune.importers.common import NO_EFFECT
 from finetune.importers.translation import DIFFERS, NOT_SUPPORTED, SAME, TRANSLATED, Rule, Translation
 
 TOOL = "LLaMA-Factory"
-STAGES = {"pt": "pretraining", "rm": "reward", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
+STAGES = {"pt": "language model", "rm": "reward", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
 OTHER_METHODS = (
     "use_galore",
     "use_apollo",
@@ -35,14 +35,11 @@ RULES = {
     "cutoff_len": Rule("data.max_length"),
     "streaming": Rule("data.streaming"),
     "buffer_size": Rule("data.shuffle_buffer"),
-    "val_size": Rule("data.validation_fraction"),
     "lora_dropout": Rule("adapter.lora_dropout"),
     "loraplus_lr_ratio": Rule("adapter.loraplus_lr_ratio"),
     "adapter_name_or_path": Rule("adapter.init_from"),
     "warmup_steps": Rule("train.warmup_steps"),
     "warmup_ratio": Rule("train.warmup_steps"),
-    "eval_steps": Rule("eval.eval_steps"),
-    "eval_strategy": Rule(same="`eval.eval_steps` sets evaluations during training"),
     "save_strategy": Rule("train.save_strategy"),
     "early_stopping_steps": Rule("eval.early_stopping_patience"),
     "predict_with_generate": Rule(same="finetune always generates answers to the validation set"),
@@ -66,7 +63,33 @@ RULES = {
     "rope_scaling": Rule(reason="set rope_scaling in the model's config.json"),
     "ray_num_workers": Rule(reason="see scripts/slurm and scripts/skypilot"),
     "fp8": Rule(reason="use `finetune train --accelerate 8xh100_fp8`, or `model.quantization: fp8`"),
+    "enable_thinking": Rule(
+        reason="the chat template decides how reasoning is written; see `data.reasoning`", off=(None, True)
+    ),
+    "preserve_thinking": Rule(reason="the chat template decides how reasoning is written"),
+    "create_new_adapter": Rule(
+        reason="merge the first adapter with `finetune merge`, and train on the merged model",
+        off=(None, False),
+    ),
+    "quantization_type": Rule(reason="`model.quantization: fp4` has this type", off=(None, "nf4")),
+    "quantization_method": Rule(
+        reason="finetune quantizes with bitsandbytes, and reads GPTQ and AWQ checkpoints as they are",
+        off=(None, "bitsandbytes", "bnb"),
+    ),
+    "double_quantization": Rule(
+        reason="finetune's 4-bit weights always have double quantization", off=(None, True)
+    ),
+    "upcast_layernorm": Rule(reason="norms have the precision of the base model"),
+    "upcast_lmhead_output": Rule(same="finetune computes the loss in fp32"),
+    "pissa_convert": Rule(same="finetune always saves an adapter of PiSSA as plain LoRA"),
+    "compute_accuracy": Rule(reason="finetune reports loss, exact match and the tasks of `eval.tasks`"),
+    "eval_on_each_dataset": Rule(reason="finetune reports one validation loss"),
     "freeze_language_model": Rule(same="it belongs to models with images"),
+    "freeze_trainable_layers": Rule(same="it belongs to finetuning_type: freeze"),
+    "freeze_trainable_modules": Rule(same="it belongs to finetuning_type: freeze"),
+    "freeze_extra_modules": Rule(same="it belongs to finetuning_type: freeze"),
+    "use_swanlab": Rule(reason=common.TRACKER),
+    "ignore_pad_token_for_loss": Rule(same="padding does not contribute to the loss"),
     **{name: Rule(reason=f"finetune has no {name.removeprefix('use_')}") for name in OTHER_METHODS},
     **{
         name: Rule(same=NO_EFFECT)
@@ -80,31 +103,22 @@ RULES = {
             "low_cpu_mem_usage",
             "use_fast_tokenizer",
             "use_reentrant_gc",
-            "enable_thinking",
             "include_num_input_tokens_seen",
             "include_effective_tokens_per_second",
-            "compute_accuracy",
             "infer_backend",
             "image_max_pixels",
             "video_max_pixels",
             "video_fps",
             "video_maxlen",
             "freeze_vision_tower",
-            "quantization_method",
             "freeze_multi_modal_projector",
             "use_unsloth",
             "use_unsloth_gc",
             "enable_liger_kernel",
             "use_v1_kernels",
-            "upcast_layernorm",
-            "upcast_lmhead_output",
             "print_param_status",
-            "double_quantization",
-            "quantization_type",
             "fp8_backend",
             "fp8_enable_fsdp_float8_all_gather",
-            "pissa_convert",
-            "create_new_adapter",
             "use_kv_cache",
         )
     },
@@ -115,7 +129,7 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     """Fill a translation from a LLaMA-Factory config."""
     stage = state.take("stage", "sft")
     if stage != "sft" or (state.source.get("do_predict") and not state.source.get("do_train")):
-        raise common.not_sft(TOOL, f"{STAGES.get(stage, 'prediction')} training", where)
+        raise common.not_sft(TOOL, f"{STAGES[stage]} training" if stage in STAGES else "predictions", where)
     state.record(SAME, "stage", "sft", "finetune trains with supervision")
     model = state.take("model_name_or_path")
     state.set("model.name", model, "model_name_or_path", model)
@@ -124,19 +138,33 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     _template(state)
     _attention(state)
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)
-    if state.source.get("max_steps", -1) == -1:
-        state.source.pop("max_steps", None)
-    else:
-        state.source.pop("num_train_epochs", None)
+    common.duration(state)
+    common.evaluations(state, ("eval_strategy", "evaluation_strategy"))
     if (neat := state.take("neat_packing", False)) or state.source.get("packing") is not None:
-        on = bool(neat or state.take("packing", False))
-        state.set("data.packing", on, "neat_packing" if neat else "packing", on)
-    for key in ("deepspeed", "fsdp"):
-        if value := state.take(key):
-            common.launch(state, key, value, gpus)
-    state.take("fsdp_transformer_layer_cls_to_wrap")
+        packing = state.take("packing")
+        state.recipe["data.packing"] = bool(neat or packing)
+        for key, value in (("neat_packing", neat), ("packing", packing)):
+            if value:
+                state.record(TRANSLATED, key, value, "data.packing: true")
+        if packing and not neat:
+            text = "without neat_packing, packed examples attend to each other; in finetune they never do"
+            state.unsupported("neat_packing", False, text)
+    common.launch(state, gpus)
+    if (name := state.take("fsdp_transformer_layer_cls_to_wrap")) is not None:
+        state.record(
+            SAME, "fsdp_transformer_layer_cls_to_wrap", name, "finetune finds the class of the layers"
+        )
+    iterations = state.take("pissa_iter")
     if state.take("pissa_init", False):
-        state.source["pissa_init"] = state.take("pissa_iter", 16)
+        state.source["pissa_init"] = 16 if iterations is None else iterations
+    if iterations is not None:
+        state.record(SAME, "pissa_iter", iterations, "it belongs to pissa_init")
+    size = float(state.source.get("val_size") or 0)
+    if size >= 1:
+        text = "it counts examples; set `data.validation_fraction` to their share of the data"
+        state.unsupported("val_size", state.take("val_size"), text)
+    elif size:
+        state.set("data.validation_fraction", size, "val_size", state.take("val_size"))
     state.apply(RULES)
     common.trainer_arguments(state)
     _defaults(state)
@@ -150,6 +178,8 @@ def _datasets(state: Translation, where: str) -> None:
         above = (parent / folder for parent in Path(where).resolve().parents)
         folder = next((path for path in above if path.is_dir()), folder)
     known = _dataset_info(folder)
+    if "dataset_dir" in state.given:
+        state.record(SAME, "dataset_dir", state.given["dataset_dir"], f"read dataset_info.json in {folder}")
     sources, columns, roles = [], {}, {}
     for name in names:
         info = known.get(name)
@@ -163,21 +193,40 @@ def _datasets(state: Translation, where: str) -> None:
             continue
         if info.get("ranking") or info.get("kto_tag"):
             raise common.not_sft(TOOL, f"preference data ({name})", where)
+        if {"images", "videos", "audios"} & set(info.get("columns") or {}):
+            raise common.not_sft(TOOL, f"data with images, audio or video ({name})", where)
         sources.append(_source(info, folder))
         for ours, theirs in _columns(info).items():
-            columns |= {ours: theirs} if ours != theirs else {}
+            common.column(state, columns, ours, theirs, f"dataset.{name}.columns")
+        for key in ("num_samples", "script_url", "cloud_file_name", "ms_hub_url", "om_hub_url", "folder"):
+            if value := info.get(key):
+                text = "finetune reads the whole files of the Hub and of this machine"
+                state.unsupported(f"dataset.{name}.{key}", value, text)
         tags = info.get("tags") or {}
+        if tags.get("role_tag", "from") not in ("from", "role") or tags.get("content_tag", "value") not in (
+            "value",
+            "content",
+        ):
+            text = "finetune reads role or from, and content or value; rename the keys in the data"
+            state.unsupported(f"dataset.{name}.tags", tags, text)
         for role in ("user", "assistant", "system", "tool"):
             tag = tags.get({"tool": "observation_tag"}.get(role, f"{role}_tag"))
             roles |= {tag: role} if tag and tag != role else {}
+        if tags:
+            state.record(TRANSLATED, f"dataset.{name}.tags", tags, f"data.role_map: {roles or 'not needed'}")
         state.record(TRANSLATED, "dataset", name, f"data.name: {sources[-1]}")
     state.recipe["data.name"] = sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources
+    columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     state.recipe |= {"data.columns": columns} if columns else {}
     state.recipe |= {"data.role_map": roles} if roles else {}
     if (tests := state.take("eval_dataset")) is not None:
-        first = known.get(str(tests).partition(",")[0].strip())
-        path = _source(first, folder) if first else str(tests)
-        state.set("data.validation", path, "eval_dataset", tests)
+        first, _, others = str(tests).partition(",")
+        info = known.get(first.strip())
+        path = _source(info, folder) if info else first.strip()
+        if others or not isinstance(path, str):
+            state.unsupported("eval_dataset", tests, "`data.validation` takes one file or folder")
+        else:
+            state.set("data.validation", path, "eval_dataset", tests)
 
 
 def _dataset_info(folder: Path) -> dict[str, Any]:
@@ -198,7 +247,7 @@ def _columns(info: dict[str, Any]) -> dict[str, str]:
     """finetune's column -> the column of the data."""
     given = info.get("columns") or {}
     names = {"prompt": "instruction", "query": "input", "response": "output"}
-    if info.get("formatting") == "sharegpt":
+    if info.get("formatting") in ("sharegpt", "openai"):
         names = {"messages": "conversations"}
     names |= {"system": "system", "tools": "tools", "history": "history"}
     return {ours: given[theirs] for theirs, ours in names.items() if given.get(theirs)}
@@ -212,14 +261,18 @@ def _adapter(state: Translation) -> None:
         state.unsupported(
             "quantization_bit", bits, "finetune quantizes to 4 bits (nf4, fp4) and 8 bits (int8, fp8)"
         )
+    elif bits and kind != "full":
+        state.record(TRANSLATED, "quantization_bit", bits, f"model.quantization: {quantized}")
     if kind == "full":
-        for name in [name for name in state.source if name.startswith(("lora_", "use_dora", "use_rslora"))]:
+        others = ("lora_", "loraplus", "use_dora", "use_rslora", "pissa_", "oft_", "additional_target")
+        for name in [name for name in state.source if name.startswith(others)]:
             state.record(SAME, name, state.source.pop(name), "no adapter trains")
+        if bits:
+            text = "no adapter trains, and finetune trains all weights in full precision"
+            state.unsupported("quantization_bit", bits, text)
         state.set("adapter.type", "full", "finetuning_type", kind)
         return
-    if kind == "lora":
-        state.record(TRANSLATED, "finetuning_type", kind, "adapter.type: lora")
-    elif kind != "oft":
+    if kind not in ("lora", "oft"):
         state.record(
             NOT_SUPPORTED,
             "finetuning_type",
@@ -240,7 +293,11 @@ def _adapter(state: Translation) -> None:
         if state.source["lora_alpha"] is None:
             state.source.pop("lora_alpha")
             state.keep_default("adapter.lora_alpha", 2 * rank, 32, "LLaMA-Factory uses twice the rank")
+        if "lora_rank" not in state.given:
+            state.keep_default("adapter.r", state.take("lora_rank"), 16)
         common.lora(state, {"lora_rank": "r", "lora_alpha": "lora_alpha"}, quantized)
+        if kind == "lora":
+            state.record(TRANSLATED, "finetuning_type", kind, f"adapter.type: {state.recipe['adapter.type']}")
     modules = "all-linear" if target == "all" else [name.strip() for name in target.split(",")]
     state.set("adapter.target_modules", modules, "lora_target", target)
     if not quantized:
@@ -249,34 +306,34 @@ def _adapter(state: Translation) -> None:
 
 def _template(state: Translation) -> None:
     name = state.take("template")
-    base = str(name or "").removesuffix("_nothink").removesuffix("_think")
-    if base in common.TEMPLATES or name in common.TEMPLATES:
-        state.record(TRANSLATED, "template", name, "data.chat_template: null, the tokenizer's own template")
     if name:
         text = "LLaMA-Factory has its own template of this name; finetune uses the tokenizer's"
         state.record(DIFFERS, "template", name, f"{text}; compare the tokens with `finetune data`")
     if state.take("train_on_prompt", False):
         state.set("data.train_on", "all", "train_on_prompt", True)
+    elif "train_on_prompt" in state.given:
+        state.record(SAME, "train_on_prompt", False, "data.train_on: assistant")
 
 
 def _attention(state: Translation) -> None:
-    value = str(state.take("flash_attn", "auto"))
-    names = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
-    if value in names:
+    if (value := state.take("flash_attn")) is not None:
+        text = "`model.attention: auto` chooses the fastest kernel that runs here"
+        state.record(SAME, "flash_attn", value, text)
+    off = state.take("disable_gradient_checkpointing", False)
+    kept = "none" if off else "full"
+    if (value := state.take("gradient_checkpointing")) is not None:
         state.record(
-            SAME, "flash_attn", value, "`model.attention: auto` chooses the fastest kernel that runs here"
+            SAME, "gradient_checkpointing", value, "LLaMA-Factory reads disable_gradient_checkpointing"
         )
-    off = state.take("disable_gradient_checkpointing", False) or state.take("gradient_checkpointing") is False
-    state.recipe["speed.activation_checkpointing"] = "none" if off else "full"
-    kind = TRANSLATED if off else DIFFERS
-    state.record(
-        kind,
-        "disable_gradient_checkpointing",
-        off,
-        f"speed.activation_checkpointing: {'none' if off else 'full'}",
-    )
+    if "disable_gradient_checkpointing" in state.given:
+        state.set("speed.activation_checkpointing", kept, "disable_gradient_checkpointing", off)
+    else:
+        why = "LLaMA-Factory recomputes all layers"
+        state.keep_default("speed.activation_checkpointing", kept, "auto", why)
 
 
 def _defaults(state: Translation) -> None:
     common.keep_trainer_defaults(state, max_length=2048, learning_rate=5e-5)
     state.keep_default("data.train_on", "assistant", "assistant", "both train on the answers only")
+    text = "LLaMA-Factory cuts prompts and answers of a longer example; finetune never cuts an answer"
+    state.unsupported("data.too_long", "drop", f"{text} and skips it; truncate_prompt cuts prompts only")

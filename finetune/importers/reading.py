@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import shlex
 from pathlib import Path
@@ -11,9 +12,13 @@ from finetune.core import foreign_yaml, strict_yaml
 from finetune.core.errors import Problem, UserError
 from finetune.importers import axolotl, common, llamafactory, trl
 from finetune.importers.translation import Translation
+from finetune.recipe import loader
 
 LONGEST = 200  # characters of a value in a message
-_COMMAND = re.compile(r"(^|[\s/])trl\s+\w+(\s|$)|scripts?/sft\.py(\s|$)")
+ROUNDS = 3  # a value can be wrong because of another one that was removed
+OPTIONAL = ("adapter.", "speed.", "train.", "eval.", "publish.")
+_SCRIPT = re.compile(r"^\s*(from|import)\s+trl\b", re.MULTILINE)
+_COMMAND = re.compile(r"(^|[\s/])trl\s+[a-z-]+\s+--?\w|scripts?/sft\.py(\s|$)")
 TOOLS = {"axolotl": axolotl, "llamafactory": llamafactory, "trl": trl}
 KEYS = {  # tool -> keys that only this tool has
     "axolotl": {
@@ -30,6 +35,17 @@ KEYS = {  # tool -> keys that only this tool has
 ELSEWHERE = {  # a word of the file -> what the file is, and what to read in it
     "FastLanguageModel": ("a script of Unsloth", "its `get_peft_model` and `SFTConfig` calls"),
     "_component_:": ("a torchtune config", "its model, dataset and optimizer entries"),
+}
+OTHER_CONFIGS = {  # a key of the file -> what the file is, and what to do with it
+    "compute_environment": ("an accelerate config", "use it with `finetune train RECIPE --accelerate FILE`"),
+    "train_dataset": (
+        "a config of LLaMA-Factory's v1",
+        "write the values with the keys of its stable version, such as `model_name_or_path`",
+    ),
+    "dist_config": (
+        "a config of LLaMA-Factory's v1",
+        "write the values with the keys of its stable version, such as `model_name_or_path`",
+    ),
 }
 
 
@@ -56,7 +72,16 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
                 Problem(f"finetune can't import {kind}", where=str(path), fix=instead, code="import")
             )
     words = _command_words(text, str(path))
+    if not words and _SCRIPT.search(text):
+        instead = "write the values of its SFTConfig and ModelConfig into a YAML file, and import that file"
+        what = "finetune can't import a Python script of TRL"
+        raise UserError(Problem(what, where=str(path), fix=instead, code="import"))
     source = _arguments(words, str(path)) if words else _yaml(text, str(path))
+    for key, (kind, instead) in OTHER_CONFIGS.items():
+        if key in source:
+            raise UserError(
+                Problem(f"finetune can't import {kind}", where=str(path), fix=instead, code="import")
+            )
     tool = tool or ("trl" if words else _tool_of(source, str(path)))
     state = Translation(TOOLS[tool].TOOL, source)
     if not source.get("base_model" if tool == "axolotl" else "model_name_or_path"):
@@ -71,7 +96,30 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
         what = f"the file names no dataset, so it is no {state.tool} training config"
         fix = "use `finetune merge` for a file that merges an adapter, and `finetune chat` for one that chats"
         raise UserError(Problem(what, where=str(path), fix=fix, code="import"))
+    _drop_refused(state, path)
     return state
+
+
+def _drop_refused(state: Translation, where: Path) -> None:
+    """Remove values that finetune does not accept, such as an optimizer of the tool, and say why.
+
+    Values of the model and the data stay, because a run without them would be another run.
+    """
+    for _ in range(ROUNDS):
+        values: dict[str, Any] = {}
+        for key, value in state.recipe.items():
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = copy.deepcopy(value)
+        try:
+            loader.from_values(values, where)
+        except UserError as error:
+            for problem in error.problems:
+                key = ".".join(problem.key.split(".")[:2])
+                if key in state.recipe and key.startswith(OPTIONAL) and key != "adapter.type":
+                    fix = f"; {problem.fix}" if problem.fix else ""
+                    state.refuse(key, f"finetune does not accept it: {problem.what}{fix}")
+        else:
+            return
 
 
 def _text(path: Path) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from finetune.core import strict_yaml
 from finetune.core.formatting import as_yaml
 
 TRANSLATED = "translated"
@@ -13,6 +15,7 @@ SAME = "same as finetune's default"
 DIFFERS = "differs by default"
 NOT_SUPPORTED = "not supported"
 KINDS = (TRANSLATED, SAME, DIFFERS, NOT_SUPPORTED)
+_NUMBER = re.compile(r"[+-]?(\d+\.\d*|\d+(\.\d*)?[eE][+-]?\d+)")
 
 
 class Entry(NamedTuple):
@@ -41,6 +44,11 @@ class Rule:
     """Values that switch the key off, so that nothing is lost."""
 
 
+def number(value: Any) -> Any:
+    """Return the number in a string: YAML 1.1 reads 2e-5 as a string."""
+    return strict_yaml.scalar(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
 @dataclass
 class Translation:
     """A recipe under construction."""
@@ -55,6 +63,9 @@ class Translation:
     """A shipped accelerate config that fits the tool's launch."""
     taken: tuple[str, Any] = ("", None)
     """The key and the value that were read last, for an error about the value."""
+
+    def __post_init__(self) -> None:
+        self.given = dict(self.source)
 
     def take(self, key: str, default: Any = None) -> Any:
         """Remove a key from the source and return its value; the default if it is missing or null."""
@@ -81,6 +92,7 @@ class Translation:
     def apply_rule(self, key: str, value: Any, rule: Rule) -> None:
         self.taken = key, value
         if rule.target and value is not None:
+            value = number(value)
             self.set(rule.target, rule.convert(value) if rule.convert else value, key, value)
         elif rule.reason and value not in rule.off:
             self.unsupported(key, value, rule.reason)
@@ -98,8 +110,19 @@ class Translation:
             text = f"the default of {self.tool} is {shown}, the default of finetune is {own}; kept {shown}"
             self.record(DIFFERS, target, theirs, f"{text}{'; ' if why else ''}{why}")
 
+    def refuse(self, target: str, why: str) -> None:
+        """Remove a finetune key whose value finetune does not accept."""
+        del self.recipe[target]
+        for place, entry in enumerate(self.entries):
+            if entry.key == target or entry.text.startswith(f"{target}: "):
+                self.entries[place] = Entry(NOT_SUPPORTED, entry.key, entry.value, why)
+
     def finish(self) -> None:
-        """Record the keys that no rule knows."""
+        """Record the keys that no rule knows, and those that are switched off."""
         for key, value in self.source.items():
             self.unsupported(key, value, f"finetune does not know this key of {self.tool}")
         self.source = {}
+        recorded = {entry.key.split(".")[0] for entry in self.entries}
+        for key, value in self.given.items():
+            if key not in recorded and not value:
+                self.record(SAME, key, value, "it is not set" if value is None else "it is off")

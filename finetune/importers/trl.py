@@ -5,11 +5,12 @@ Source: TRL's SFTConfig, ModelConfig and ScriptArguments.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from finetune.importers import common
 from finetune.importers.translation import SAME, TRANSLATED, Rule, Translation
 
 TOOL = "TRL"
-OTHERS = ("dpo", "kto", "grpo", "rloo", "reward", "orpo", "cpo", "ppo", "online-dpo")
 RULES = {
     "model_revision": Rule("model.revision"),
     "dtype": Rule(same=common.LAUNCH),
@@ -30,22 +31,19 @@ RULES = {
     "eval_packing": Rule(same="evaluation never packs"),
     "padding_free": Rule("data.padding_free"),
     "pad_to_multiple_of": Rule(same="padding changes no result"),
-    "truncation_mode": Rule(same="finetune skips longer examples; see `data.too_long`"),
     "chat_template_path": Rule("data.chat_template"),
     "eos_token": Rule(reason="save another tokenizer into the model's folder"),
     "pad_token": Rule(reason="save another tokenizer into the model's folder"),
     "lora_task_type": Rule(same="finetune trains causal language models"),
     "lora_modules_to_save": Rule("adapter.modules_to_save"),
     "lora_target_parameters": Rule("adapter.target_parameters"),
-    "bnb_4bit_quant_type": Rule(same="finetune uses nf4"),
-    "use_bnb_nested_quant": Rule(same="finetune uses double quantization"),
+    "bnb_4bit_quant_type": Rule(reason="`model.quantization: fp4` has this type", off=(None, "nf4")),
+    "env": Rule(reason="set the variables in the shell"),
     "bnb_4bit_quant_storage": Rule(same=common.NO_EFFECT),
     "ignore_bias_buffers": Rule(same=common.NO_EFFECT),
     "shuffle_dataset": Rule(same="finetune shuffles the examples"),
     "activation_offloading": Rule("speed.offload", lambda on: "activations" if on else "none"),
     "loss_type": Rule(reason="finetune has the nll loss", off=(None, "nll", "chunked_nll")),
-    "eval_strategy": Rule(same="`eval.eval_steps` sets evaluations during training"),
-    "eval_steps": Rule("eval.eval_steps", int),
     "warmup_ratio": Rule("train.warmup_steps"),
 }
 ADAPTER = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
@@ -82,13 +80,14 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     on = state.take("gradient_checkpointing", True)
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)
-    if int(state.source.get("max_steps") or -1) == -1:
-        state.source.pop("max_steps", None)
-    else:
-        state.source.pop("num_train_epochs", None)
-    for key in ("deepspeed", "fsdp", "fsdp_config"):
-        if value := state.take(key):
-            common.launch(state, key, value, gpus)
+    common.duration(state)
+    _validation(state)
+    if "max_length" in state.source and state.source["max_length"] is None:
+        text = "finetune needs a length; set `data.max_length` to the longest example of `finetune data`"
+        state.unsupported("max_length", state.take("max_length"), text)
+    if config := state.take("accelerate_config"):
+        _launch(state, str(config))
+    common.launch(state, gpus)
     state.apply(RULES)
     common.trainer_arguments(state)
     _defaults(state)
@@ -99,12 +98,24 @@ def _adapter(state: Translation) -> None:
     bits = {"nf4": state.take("load_in_4bit", False), "int8": state.take("load_in_8bit", False)}
     quantized = next((name for name, on in bits.items() if on), "")
     if not state.take("use_peft", False):
-        for name in [name for name in state.source if name.startswith("lora_")]:
+        for name in [name for name in state.source if name.startswith(("lora_", "use_dora", "use_rslora"))]:
             state.record(SAME, name, state.source.pop(name), "no adapter trains without use_peft")
+        for name in ("load_in_4bit", "load_in_8bit"):
+            if state.given.get(name):
+                text = "no adapter trains, and finetune trains all weights in full precision"
+                state.unsupported(name, True, text)
         state.set("adapter.type", "full", "use_peft", False)
         return
     modules = state.take("lora_target_modules")
     common.lora(state, ADAPTER, quantized)
+    for name, size in (("load_in_4bit", "nf4"), ("load_in_8bit", "int8")):
+        if state.given.get(name):
+            state.record(TRANSLATED, name, True, f"model.quantization: {size}")
+    if quantized == "nf4" and (nested := state.take("use_bnb_nested_quant", False)):
+        state.record(SAME, "use_bnb_nested_quant", nested, "finetune has double quantization")
+    elif quantized == "nf4":
+        text = "TRL has no double quantization by default, and finetune always has it"
+        state.unsupported("use_bnb_nested_quant", False, text)
     state.record(TRANSLATED, "use_peft", True, f"adapter.type: {state.recipe['adapter.type']}")
     for key, theirs, ours in (("r", 16, 16), ("lora_alpha", 32, 32), ("lora_dropout", 0.05, 0.0)):
         state.keep_default(f"adapter.{key}", theirs, ours)
@@ -135,10 +146,41 @@ def _loss(state: Translation) -> None:
         state.set("data.train_on", "completion", "completion_only_loss", True)
     else:
         why = (
-            "TRL trains on all tokens of a chat; it trains on the completion only if the data has that column"
+            "TRL trains on all tokens of a chat; if the data has the columns prompt and completion, it "
+            "trains on the completion, so set `data.train_on: completion`"
         )
+        if completion is False:
+            state.set("data.train_on", "all", "completion_only_loss", False)
         state.keep_default("data.train_on", "all", "assistant", why)
+    for name, value in (("assistant_only_loss", assistant), ("completion_only_loss", completion)):
+        if value and not any(entry.key == name for entry in state.entries):
+            state.record(SAME, name, value, f"data.train_on: {state.recipe['data.train_on']}")
 
 
 def _defaults(state: Translation) -> None:
     common.keep_trainer_defaults(state, max_length=1024, learning_rate=2e-5)
+    mode = state.take("truncation_mode", "keep_start")
+    text = "TRL cuts a longer example; finetune never cuts an answer and skips it; see `data.too_long`"
+    state.unsupported("truncation_mode", mode, text)
+
+
+def _validation(state: Translation) -> None:
+    """Translate the settings of evaluation. finetune has no validation set if the recipe names none."""
+    common.evaluations(state, ("eval_strategy",))
+    if state.given.get("eval_strategy") in ("steps", "epoch"):
+        split = state.take("dataset_test_split", "test")
+        text = "set `data.validation` to a file or `data.validation_fraction`"
+        state.unsupported("dataset_test_split", split, text)
+
+
+def _launch(state: Translation, config: str) -> None:
+    """Translate TRL's launch config, which is a file or a name such as zero3 or fsdp2."""
+    name = Path(config).stem
+    if "zero" in name:
+        state.source["deepspeed"] = name
+    elif "fsdp" in name:
+        state.source["fsdp"] = name
+    text = (
+        "see --accelerate" if "zero" in name or "fsdp" in name else "finetune starts one process for each GPU"
+    )
+    state.record(TRANSLATED if "see" in text else SAME, "accelerate_config", config, text)

@@ -67,7 +67,9 @@ def from_values(
     Raises:
         UserError: the values or the overrides are wrong (exit 2).
     """
-    return _build(values, Origin(Path(where)), overrides, [])
+    sections = {name: keys for name, keys in values.items() if isinstance(keys, dict)}
+    places = {(name, key): str(where) for name, keys in sections.items() for key in keys}
+    return _build(values, Origin(Path(where), places), overrides, [])
 
 
 def _build(

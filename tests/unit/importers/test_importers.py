@@ -1,5 +1,6 @@
 """Each key of another tool ends in one of four lists, and the recipe loads."""
 
+import ast
 import dataclasses
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.core.errors import UserError
-from finetune.importers import reading, recipe_text, trl
+from finetune.importers import common, reading, recipe_text, trl
 from finetune.importers.translation import DIFFERS, KINDS, NOT_SUPPORTED, SAME, TRANSLATED, Translation
 from finetune.recipe import loader
 from support.paths import DATA, MODEL
@@ -133,7 +134,7 @@ def test_key_is_translated(tool, key, value, expected, tmp_path) -> None:
     [
         ("axolotl", "loss_watchdog_threshold", 5.0, NOT_SUPPORTED),
         ("axolotl", "evals_per_epoch", 4, NOT_SUPPORTED),
-        ("axolotl", "evals_per_epoch", 0, None),
+        ("axolotl", "evals_per_epoch", 0, SAME),
         ("axolotl", "torch_compile_mode", "max-autotune", TRANSLATED),
         ("axolotl", "wandb_project", "mine", NOT_SUPPORTED),
         ("axolotl", "wandb_project", None, SAME),
@@ -153,7 +154,7 @@ def test_key_is_translated(tool, key, value, expected, tmp_path) -> None:
 )
 def test_key_is_in_its_list_with_a_text(tool, key, value, kind, tmp_path) -> None:
     state = imported(tmp_path, tool, **{key: value})
-    assert kind_of(state, key) == ({kind} if kind else set())
+    assert kind_of(state, key) == {kind}
     assert all(entry.kind in KINDS and entry.text for entry in state.entries)
 
 
@@ -208,7 +209,14 @@ def test_batch_size_counts_gpus(tmp_path) -> None:
     [
         ("axolotl", {"deepspeed": "deepspeed_configs/zero3_bf16_cpuoffload_all.json"}, "zero3_8_offload"),
         ("axolotl", {"deepspeed": "deepspeed_configs/zero2.json"}, "zero2_8"),
-        ("axolotl", {"fsdp_version": 2, "fsdp_config": {"offload_params": False}}, "fsdp2_8_offload"),
+        ("axolotl", {"fsdp_version": 2, "fsdp_config": {"offload_params": True}}, "fsdp2_8_offload"),
+        ("axolotl", {"fsdp_version": 2, "fsdp_config": {"offload_params": False}}, "fsdp2_8"),
+        ("axolotl", {"adapter": "qlora", "fsdp": ["full_shard", "auto_wrap"]}, "fsdp2_8_quantized"),
+        ("axolotl", {"deepspeed": {"zero_optimization": {"stage": 2}, "train_batch_size": 32}}, "zero2_8"),
+        ("axolotl", {"deepspeed": "deepspeed_configs/zero1_torch_compile.json"}, "ddp_8"),
+        ("trl", {"accelerate_config": "zero3"}, "zero3_8"),
+        ("trl", {"accelerate_config": "single_gpu"}, ""),
+        ("trl", {"deepspeed": "mine.json"}, ""),
         ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z3_config.json"}, "zero3_8"),
         ("trl", {"fsdp": "full_shard auto_wrap"}, "fsdp2_8"),
     ],
@@ -246,11 +254,12 @@ def test_axolotl_sources_keep_files_splits_and_columns(tmp_path) -> None:
     state = imported(tmp_path, "axolotl", datasets=sources)
     assert state.recipe["data.name"] == [
         {"name": "a/b", "subset": "en", "split": "train[:5%]"},
-        "json/x.jsonl",
+        "x.jsonl",
         "c",
     ]
     assert state.recipe["data.columns"] == {"messages": "turns"}
-    assert state.recipe["data.role_map"] == {"bot": "assistant"} and state.recipe["data.train_on"] == "all"
+    assert state.recipe["data.role_map"] == {"bot": "assistant"}
+    assert state.recipe["data.train_on"] == "assistant", "plain text trains on all tokens anyway"
     unsupported = {entry.key for entry in state.entries if entry.kind == NOT_SUPPORTED}
     assert {"datasets.2.type", "datasets.2.train_on_eos", "datasets.2.shards"} <= unsupported
 
@@ -339,3 +348,128 @@ def test_a_compile_mode_that_excludes_checkpointing_is_not_kept(tmp_path) -> Non
 def test_migration_page_is_made_from_the_importers_tables() -> None:
     script = module_of("scripts", "make_migration")
     assert script.PAGE.read_text() == script.page(), "scripts/make_migration.py"
+
+
+def keys_read_by(module: Any) -> list[str]:
+    """Return the keys that an importer takes by name, and those of its rules."""
+    tree = ast.parse(Path(module.__file__).read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    named = [
+        call.args[0].value
+        for call in calls
+        if isinstance(call.func, ast.Attribute)
+        and call.func.attr in ("take", "get", "pop")
+        and ast.unparse(call.func.value) in ("state", "state.source")
+        and isinstance(call.args[0], ast.Constant)
+    ]
+    return sorted({*map(str, named), *module.RULES, *common.TRAINER})
+
+
+@pytest.mark.parametrize("tool", BASES)
+def test_no_key_that_an_importer_reads_is_dropped(tool, tmp_path) -> None:
+    required = {"base_model", "model_name_or_path", "dataset_name", "datasets", "dataset"}
+    dropped = []
+    for key in keys_read_by(reading.TOOLS[tool]):
+        for value in (True, 2, "a", ["a"], None):
+            try:
+                state = imported(tmp_path, tool, **{key: value})
+            except UserError:
+                continue  # the tool does not accept such a value
+            if key not in {entry.key.split(".")[0] for entry in state.entries}:
+                dropped.append((key, value))
+            if key not in required and value is not None:
+                break
+    assert not dropped
+
+
+@pytest.mark.parametrize(
+    ("tool", "given", "key"),
+    [
+        ("axolotl", {"optimizer": "muon"}, "optimizer"),
+        ("axolotl", {"lr_scheduler": "rex"}, "lr_scheduler"),
+        ("axolotl", {"val_set_size": 200}, "val_set_size"),
+        ("axolotl", {"eval_steps": 0.05}, "eval_steps"),
+        ("axolotl", {"excess_length_strategy": "truncate"}, "excess_length_strategy"),
+        ("axolotl", {"max_steps": 50, "saves_per_epoch": 2}, "saves_per_epoch"),
+        ("axolotl", {"plugins": ["axolotl.integrations.spectrum.SpectrumPlugin"]}, "plugins"),
+        ("axolotl", {"bnb_config_kwargs": {"bnb_4bit_quant_type": "fp4"}}, "bnb_config_kwargs"),
+        ("llamafactory", {"val_size": 100}, "val_size"),
+        ("llamafactory", {"optim": "adamw_apex_fused"}, "optim"),
+        ("llamafactory", {"eval_dataset": "mine,chats"}, "eval_dataset"),
+        ("llamafactory", {"eval_dataset": "hub"}, "eval_dataset"),
+        ("llamafactory", {"quantization_bit": 4, "quantization_type": "fp4"}, "quantization_type"),
+        ("llamafactory", {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
+        ("llamafactory", {"enable_thinking": False}, "enable_thinking"),
+        ("llamafactory", {"eval_strategy": "epoch", "val_size": 0.1}, "eval_strategy"),
+        ("trl", {"max_length": None}, "max_length"),
+        ("trl", {"eval_strategy": "steps", "eval_steps": 10}, "dataset_test_split"),
+        ("trl", {"load_in_4bit": True}, "use_bnb_nested_quant"),
+        ("trl", {"load_in_4bit": True, "use_peft": False}, "load_in_4bit"),
+        ("trl", {"data_seed": 1, "logging_dir": "logs"}, "logging_dir"),
+    ],
+)
+def test_values_that_finetune_does_not_take_are_listed_and_the_recipe_loads(
+    tool, given, key, tmp_path
+) -> None:
+    state = imported(tmp_path, tool, **given)
+    assert kind_of(state, key) == {NOT_SUPPORTED}, [one for one in state.entries if one.key == key]
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe_text.write(state, "theirs.yaml"))
+    loader.load(path)
+
+
+def test_weights_of_the_last_step_are_kept_as_in_the_tools(tmp_path) -> None:
+    for tool, size in (("axolotl", "val_set_size"), ("llamafactory", "val_size")):
+        given = {size: 0.1, "eval_steps": 10}
+        recipe = imported(tmp_path, tool, eval_strategy="steps", **given).recipe
+        assert recipe["eval.eval_steps"] == 10 and recipe["eval.load_best_model_at_end"] is False
+        best = imported(tmp_path, tool, load_best_model_at_end=True, **given).recipe
+        assert best["eval.load_best_model_at_end"] is True
+    recipe = imported(tmp_path, "axolotl", eval_strategy="epoch", val_set_size=0.1, eval_steps=10).recipe
+    assert "eval.eval_steps" not in recipe
+
+
+@pytest.mark.parametrize("second", ["answer", "output"])
+def test_sources_with_other_columns_are_named(second, tmp_path) -> None:
+    info = {
+        name: {"file_name": f"{name}.jsonl", "columns": {"response": column}}
+        for name, column in (("mine", "answer"), ("other", second))
+    }
+    imported(tmp_path, "llamafactory")
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(LLAMA_FACTORY | {"dataset": "mine,other"}))
+    state = reading.import_recipe(tmp_path / "theirs.yaml")
+    assert state.recipe["data.columns"] == {"output": "answer"}
+    named = {entry.key for entry in state.entries if entry.kind == NOT_SUPPORTED}
+    assert ("dataset.other.columns" in named) is (second == "output")
+
+
+def test_data_with_images_is_refused(tmp_path) -> None:
+    imported(tmp_path, "llamafactory")
+    info = {"mine": {"file_name": "rows.json", "columns": {"messages": "messages", "images": "images"}}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(UserError, match="images, audio or video"):
+        reading.import_recipe(tmp_path / "theirs.yaml")
+
+
+@pytest.mark.parametrize(("keys", "known"), [({"role": "from"}, True), ({"role": "speaker"}, False)])
+def test_other_keys_of_messages_are_named(keys, known, tmp_path) -> None:
+    source = {"path": "a.jsonl", "type": "chat_template", "message_property_mappings": keys}
+    state = imported(tmp_path, "axolotl", datasets=[source])
+    (entry,) = (one for one in state.entries if one.key.endswith("message_property_mappings"))
+    assert entry.kind == (SAME if known else NOT_SUPPORTED)
+
+
+def test_a_script_of_trl_and_other_configs_say_what_they_are(tmp_path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text('"""Run `trl sft`."""\nfrom trl import SFTConfig, SFTTrainer\n')
+    with pytest.raises(UserError, match="Python script of TRL"):
+        reading.import_recipe(script)
+    script.write_text(
+        f'"""\npython trl/scripts/sft.py \\\n  --model_name_or_path {MODEL} --dataset_name a\n"""\n'
+    )
+    assert reading.import_recipe(script).recipe["data.name"] == "a"
+    for text, what in (("compute_environment: LOCAL\n", "accelerate config"), ("train_dataset: a\n", "v1")):
+        script.write_text(text)
+        with pytest.raises(UserError, match=what):
+            reading.import_recipe(script)
