@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from finetune.export.export_job import Job
 
-K_QUANTS = ("q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k")
+K_QUANTS = {"q2_k": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+"""What llama.cpp's own program quantizes: the name, and the number in `general.file_type`."""
 KINDS = (*gguf_file.TYPES, *K_QUANTS)
 QUANTIZER = "llama-quantize"
 
@@ -58,7 +59,7 @@ def write(job: Job, folder: Path) -> dict[str, Any]:
             gguf_file.write(whole, entries, tensors, source, kind)
             if whole != path:
                 quantize_with_llama_cpp(whole, path, job.quantize)
-        stored = {**entries, "general.file_type": None} if whole != path else entries
+        stored = {**entries, "general.file_type": file_type(job.quantize)}
         check_file(path, stored, tensors, source, job.quantize)
     report = {"files": {path.name: path.stat().st_size}, "architecture": family.architecture}
     report |= {"tensors": len(tensors), "serving_check": check_serving(path, job)}
@@ -91,6 +92,11 @@ def entries_of(job: Job, family: gguf_families.Family, rows: int) -> dict[str, A
     found = {f"general.{key}": value for key, value in {**general, **numbers}.items()}
     found |= gguf_families.settings(config, family)
     return found | gguf_tokenizer.entries(job.tokenizer, rows, job.expected.stops, opens(job))
+
+
+def file_type(quantize: str) -> int:
+    """Return the number of a quantization in `general.file_type`."""
+    return K_QUANTS[quantize] if quantize in K_QUANTS else gguf_file.TYPES[quantize][1]
 
 
 def opens(job: Job) -> bool:

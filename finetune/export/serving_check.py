@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
+from finetune.core import model_config
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.data import encoding
 from finetune.evaluation import scoring
@@ -38,13 +39,15 @@ TOLERANCES = {
     "q8_0": 0.3,
     "fp8": 0.5,
     "int8": 0.4,
-    "q6_k": 0.4,
-    "q5_k_m": 0.6,
-    "q4_k_m": 1.0,
-    "q3_k_m": 2.0,
-    "q2_k": 4.0,
+    "q6_k": 0.6,
+    "q5_k_m": 0.8,
+    "q4_k_m": 1.5,
+    "q3_k_m": 2.5,
+    "q2_k": 6.0,
 }
 """Allowed difference of a log-probability, in standard deviations of the logits."""
+WITH_EXPERTS = 4.0
+"""The least tolerance of quantized experts: rounding can send a token to another expert."""
 LOSS_SHARE = 0.25
 """Allowed difference of the loss, as a share of the allowed difference of a log-probability."""
 
@@ -99,24 +102,31 @@ class Expected(NamedTuple):
     """Examples with the tokens that contribute to the loss."""
     loss: float | None = None
     """Loss per token of the fine-tuned model on `documents`."""
+    has_experts: bool = False
 
     def spread(self) -> float:
         """Return the standard deviation of the logits, which sets the scale of a tolerance."""
         return float(torch.stack([row.std() for answer in self.logits for row in answer]).mean())
+
+    def tolerance(self, kind: str) -> float:
+        """Return the allowed difference of a log-probability for weights that are stored as `kind`."""
+        quantized = self.has_experts and kind not in ("f32", "f16", "bf16")
+        return max(TOLERANCES[kind], WITH_EXPERTS if quantized else 0.0) * self.spread()
 
 
 def expected_of(model: Any, tokenizer: Any, recipe: Recipe, texts: Texts) -> Expected:
     """Return the prompts and answers of the evaluation. A template that asks for the date gets today's."""
     stops = scoring.stop_ids(model, tokenizer)
     loss = mean(losses_of(model, texts.documents)) if texts.documents else None
+    routed = model_config.experts(model.config.get_text_config()) > 1
     if not texts.examples:
         first = [text_logits(model, document.ids) for document in texts.documents[:1]]
-        return Expected([], [], [], first, stops, texts.documents, loss)
+        return Expected([], [], [], first, stops, texts.documents, loss, routed)
     data = recipe.data.model_copy(update={"template_date": None})
     encoder = encoding.make_encoder(tokenizer, data, any(example.messages for example in texts.examples))
     prompts = encoder.prompts(texts.examples)
     answered, logits = answers(model, prompts[:ANSWERS], stops)
-    return Expected(texts.examples, prompts, answered, logits, stops, texts.documents, loss)
+    return Expected(texts.examples, prompts, answered, logits, stops, texts.documents, loss, routed)
 
 
 def text_logits(model: Any, ids: list[int]) -> torch.Tensor:
@@ -232,7 +242,7 @@ def compare_ids(wanted: list[list[int]], got: list[list[int]]) -> dict[str, Any]
 
 def compare_answers(expected: Expected, got: list[list[Step]], kind: str) -> dict[str, Any]:
     """Compare greedy answers up to the first token whose two best logits are closer than the tolerance."""
-    tolerance = TOLERANCES[kind] * expected.spread()
+    tolerance = expected.tolerance(kind)
     compared, largest, first = 0, 0.0, None
     for index, answer in enumerate(got):
         logits = expected.logits[index].log_softmax(-1)

@@ -256,6 +256,24 @@ def test_export_of_an_adapter_to_mlx_has_the_update_of_each_weight(
     torch.testing.assert_close((held[f"{module}.lora_a"] @ held[f"{module}.lora_b"]).T, b @ a)
 
 
+CLEAN = [
+    (adapter, target)
+    for adapter in ("lora", "dora", "rslora", "ia3", "oft", "vera", "full")
+    for target in ("gguf", "ollama", "vllm", "mlx", "compressed-tensors")
+]
+
+
+@needs_gguf
+@needs_compressed_tensors
+@pytest.mark.soak
+@pytest.mark.parametrize(("adapter", "target"), CLEAN)
+def test_a_clean_export_raises_no_false_alarm(
+    adapter: str, target: str, trained: Callable[..., RunFolder]
+) -> None:
+    check = export(trained(adapter), "--to", target)["serving_check"]
+    assert check["reader"] and check["answers"]["agree"] and check["loss"]["agree"]
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [

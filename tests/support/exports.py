@@ -11,6 +11,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from finetune.core import model_config
 from finetune.data.encoding import Encoded
 from finetune.data.examples import Example
 from finetune.export import gguf_tokenizer, serving_check
@@ -60,6 +61,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     # name -> tokenizer, config
     "llama": ("llama3", {"model_type": "llama", "tie_word_embeddings": False}),
     "llama_tied": ("chatml", {"model_type": "llama", "tie_word_embeddings": True}),
+    "llama_wide": (
+        "chatml",
+        {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8},
+    ),
     "llama_rope": ("llama3", {"model_type": "llama", "rope_parameters": LLAMA3_ROPE}),
     "llama_linear": (
         "chatml",
@@ -259,5 +264,6 @@ def job_of(folder: Path, quantize: str = "f16", name: str = "tiny") -> Job:
     answers, logits = serving_check.answers(model, prompts[: serving_check.ANSWERS], stops, 8)
     documents = [Encoded(ids, [(len(ids) - 8, len(ids))]) for ids in prompts]
     loss = serving_check.mean(serving_check.losses_of(model, documents))
-    expected = Expected(chats(), prompts, answers, logits, stops, documents, loss)
+    routed = model_config.experts(model.config.get_text_config()) > 1
+    expected = Expected(chats(), prompts, answers, logits, stops, documents, loss, routed)
     return Job(name, folder, model.config, tokenizer, expected, quantize, str(folder))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.core.errors import UserError
 from finetune.data.encoding import Encoded
@@ -19,7 +20,7 @@ from support.soak import soak_except
 
 NEEDS_GGUF = pytest.importorskip("gguf", reason="needs the package gguf (the extra `export`)")
 
-from finetune.export import gguf_export  # noqa: E402 (after importorskip)
+from finetune.export import gguf_export, gguf_readers  # noqa: E402 (after importorskip)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +61,40 @@ def test_export_in_a_type_stays_within_its_tolerance(kind: str, saved: Any, tmp_
     (size,) = report["files"].values()
     weights = sum(value.numel() for value in _weights(saved("llama_tied")).values())
     assert weights * sizes[kind] < size < weights * sizes[kind] + 60_000
+
+
+@pytest.mark.skipif(shutil.which(gguf_export.QUANTIZER) is None, reason="needs llama.cpp's llama-quantize")
+@pytest.mark.parametrize("family", ["llama_wide", "llama_tied", "qwen2_moe"])
+@pytest.mark.parametrize("kind", gguf_export.K_QUANTS)
+def test_export_in_k_quants_stays_within_its_tolerance(
+    kind: str, family: str, saved: Any, tmp_path: Path
+) -> None:
+    report = exported(saved(family), tmp_path / "out", kind)
+    check = report["serving_check"]
+    assert check["token_ids"].get("different", 0) == 0 and check["stop_tokens"]["missing"] == []
+    assert check["answers"]["agree"] and check["loss"]["agree"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [f"tiny-{kind}.gguf"]
+    gguf = gguf_families.load_gguf()
+    reader = gguf.GGUFReader(tmp_path / "out" / f"tiny-{kind}.gguf")
+    stored = {tensor.tensor_type.name for tensor in reader.tensors}
+    assert family != "llama_wide" or f"Q{kind[1]}_K" in stored  # rows of others are no multiple of 256
+
+
+def test_losses_of_llama_cpp_have_the_weights_of_the_loss(saved: Any, tmp_path: Path) -> None:
+    job = exports.job_of(saved("llama_tied"))
+    weighted = [
+        document._replace(weights=((size - 8, size - 6, 0.0), (size - 6, size - 2, 0.25)))
+        for document in job.expected.documents[:3]
+        for size in (len(document.ids),)
+    ]
+    model: Any = AutoModelForCausalLM.from_pretrained(saved("llama_tied"), dtype=torch.float32).eval()
+    wanted = serving_check.losses_of(model, weighted)
+    gguf_export.write(job, tmp_path)
+    with gguf_readers.reader_of(tmp_path / "tiny-f16.gguf", job) as reader:
+        assert reader and reader.losses
+        found = reader.losses(weighted)
+    for (loss, count), (own, number) in zip(found, wanted, strict=True):
+        assert count == number == 4 * 0.25 + 2 and loss == pytest.approx(own, rel=1e-3)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.core.errors import Exit, UserError
 from support import exports
+from support.soak import soak_except
 
 gguf: Any = pytest.importorskip("gguf", reason="needs the package gguf (the extra `export`)")
 
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from finetune.export.export_job import Job
+
+
+needs_quantizer = pytest.mark.skipif(
+    shutil.which(gguf_export.QUANTIZER) is None, reason="needs llama.cpp's program llama-quantize"
+)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +69,7 @@ def check(path: Path, job: Job) -> None:
     with gguf_file.opened(job.source) as source:
         tensors = gguf_tensors.plan(list(source.files), config, family)
         entries = gguf_export.entries_of(job, family, gguf_export.rows_of(tensors, source))
+        entries["general.file_type"] = gguf_export.file_type(job.quantize)
         gguf_export.check_file(path, entries, tensors, source, job.quantize)
     gguf_export.check_serving(path, job)
 
@@ -163,6 +170,15 @@ WEIGHTS: dict[str, Callable[[dict[str, torch.Tensor]], None]] = {
 }
 
 
+ELSEWHERE = {  # fault -> the test that plants it
+    "tokens added but embeddings not": "test_check_catches_missing_embeddings_of_added_tokens",
+    "tied head written twice": "test_check_catches_a_tied_head_that_is_written_twice",
+    "q/k permutation missing": "test_check_catches_queries_and_keys_that_are_not_in_pairs",
+    "wrong quantization block": "test_check_catches_a_wrong_quantization_block",
+    "truncated file": "test_check_catches_a_truncated_file",
+}
+
+
 @pytest.mark.parametrize("fault", WEIGHTS)
 def test_check_catches_a_fault_in_the_weights(fault: str, job: Any, tmp_path: Path) -> None:
     right = job("llama_tied")
@@ -223,6 +239,22 @@ def test_check_catches_a_wrong_quantization_block(job: Any, tmp_path: Path) -> N
     assert "blk.1.ffn_up" in caught(path, right)
 
 
+@needs_quantizer
+@pytest.mark.parametrize("kind", ["q6_k", "q4_k_m", "q2_k"])
+def test_check_catches_a_wrong_block_of_k_quants(kind: str, tmp_path: Path) -> None:
+    right = exports.job_of(exports.model_of("llama_wide", tmp_path / "model"), kind)
+    (tmp_path / "out").mkdir()
+    gguf_export.write(right, tmp_path / "out")
+    path = tmp_path / "out" / f"tiny-{kind}.gguf"
+    check(path, right)
+    reader = gguf.GGUFReader(path, "r+")
+    (tensor,) = (one for one in reader.tensors if one.name == "blk.1.ffn_up.weight")
+    _, size = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
+    tensor.data[3, :size] = tensor.data[4, :size]
+    reader.data.flush()
+    assert "blk.1.ffn_up" in caught(path, right)
+
+
 @pytest.mark.parametrize("share", [0.999, 0.5, 0.01])
 def test_check_catches_a_truncated_file(share: float, job: Any, tmp_path: Path) -> None:
     path = written(job("llama_tied"), tmp_path / "out")
@@ -231,6 +263,18 @@ def test_check_catches_a_truncated_file(share: float, job: Any, tmp_path: Path) 
     assert caught(path, job("llama_tied"))
 
 
-def test_check_raises_no_false_alarm(job: Any, tmp_path: Path) -> None:
-    for index, family in enumerate(("llama", "llama_tied", "llama_linear", "qwen2")):
-        check(written(job(family), tmp_path / f"out{index}"), job(family))
+CLEAN = [(family, kind) for family in exports.FAMILIES for kind in ("f16", "bf16", "q8_0")]
+IN_CI = [("llama", "f16"), ("llama_linear", "f16"), ("qwen2", "bf16"), ("qwen3_moe", "q8_0")]
+
+
+@pytest.mark.parametrize(("family", "kind"), soak_except(IN_CI, CLEAN))
+def test_check_raises_no_false_alarm(family: str, kind: str, job: Any, tmp_path: Path) -> None:
+    right = replace(job(family), quantize=kind)
+    check(written(right, tmp_path / "out"), right)
+
+
+def test_every_fault_of_the_list_is_planted() -> None:
+    faults = {*KEYS, *WEIGHTS, *ELSEWHERE}
+    assert len(faults) == 20
+    for text in ELSEWHERE.values():
+        assert text in globals()
