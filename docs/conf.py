@@ -51,7 +51,9 @@ html_show_sourcelink = False
 html_use_opensearch = ""
 
 nitpicky = True
-# Pages of other projects for the names in annotations. intersphinx would need the network for its inventories
+# Pages of other projects for all names in annotations, so that `-n` ignores no name. Transformers, PEFT and
+# TRL have no inventory, because Sphinx does not make their documentation. No annotation names a class of
+# torch.
 _PATH = "https://docs.python.org/3/library/pathlib.html#pathlib.Path"
 _TRANSFORMERS = "https://huggingface.co/docs/transformers/main_classes"
 LINKS = {

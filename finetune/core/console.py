@@ -7,6 +7,7 @@ other libraries go to log.txt, because the user can't act on them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -17,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from finetune.core import progress, safe_files, upstream_private
-from finetune.core.formatting import labelled
+from finetune.core import progress, safe_files, terminal_tables, upstream_private
+from finetune.core.formatting import duration, labelled
 from finetune.core.privacy import masked, secrets, switch_off_telemetry
 from finetune.core.visible_text import continued, visible
 
@@ -49,6 +50,7 @@ class Console:
         self._log: RichConsole | None = None
         self._handler: logging.StreamHandler[Any] | None = None
         self._progress: Progress | None = None
+        self._waiting = contextlib.ExitStack()  # the phase of training, without a terminal
         self._started = 0.0
         self._done = 0
 
@@ -74,16 +76,18 @@ class Console:
         Args:
             wide: columns that need a terminal of at least WIDE characters. log.txt has all columns.
         """
-        rows = list(rows)
+        known = secrets()
+        names, *cells = [[visible(masked(str(cell), known)) for cell in line] for line in (columns, *rows)]
         self.say("")
         if title:  # printed on its own line, because a table would wrap it
             self.say(title, style="bold")
         narrow = [index for index, name in enumerate(columns) if name not in wide]
         shown = range(len(columns)) if self.console.width >= WIDE else narrow
         if not self.console.quiet:
-            self.console.print(_table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows]))
+            narrowed = [[line[i] for i in shown] for line in (names, *cells)]
+            self.console.print(terminal_tables.render(narrowed[0], narrowed[1:], self.console.width))
         if self._log:
-            self._log.print(_table(columns, rows))
+            self._log.print(terminal_tables.render(names, cells, self._log.width))
 
     def log(self, *lines: str) -> None:
         """Write lines into log.txt only."""
@@ -109,26 +113,33 @@ class Console:
     def start(self, total: int, done: int = 0) -> None:
         """Start the progress display of `total` training steps, of which `done` are finished."""
         self._started, self._done = time.monotonic(), done
-        if self.console.is_terminal and not self.console.quiet:
-            text = TextColumn("{task.description}", markup=False)
-            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
-            self._progress = Progress(*columns, console=self.console, transient=True)
-            self._progress.start()
-            self._progress.add_task("starting", total=total, completed=done)
+        if self.console.quiet:
+            return
+        if not self.console.is_terminal:
+            self._waiting.enter_context(progress.phase(self, "training", parts=total - done))
+            return
+        text = TextColumn("{task.description}", markup=False)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text)
+        self._progress = Progress(*columns, console=self.console, transient=True)
+        self._progress.start()
+        self._progress.add_task("starting", total=total, completed=done)
 
     def step(self, step: int, total: int, line: str) -> None:
-        """Show one logged step. The log file gets every step."""
+        """Show one logged step. Without a terminal, show each 20th of the steps, and one after 30 s."""
         line = visible(line)
         if self._progress:
             self._progress.update(self._progress.task_ids[0], completed=step, description=line)
         left = (time.monotonic() - self._started) / (step - self._done) * (total - step)
-        text = f"step {step}/{total}  {line}  {left:.0f}s left"
-        if not self._progress and (step in (1, total) or step % max(1, total // PLAIN_LINES) == 0):
-            self.console.print(text)
+        text = f"step {step}/{total}  {line}  {duration(left)} left"
+        if not self._progress:
+            is_due = step in (1, total) or step % max(1, total // PLAIN_LINES) == 0
+            if progress.advance(step - self._done, is_due=is_due):
+                self.console.print(text)
         self.log(text)
 
     def stop(self) -> None:
         """End the training display."""
+        self._waiting.close()
         if self._progress:
             self._progress.stop()
             self._progress = None
@@ -142,21 +153,6 @@ class Console:
         if self._log:
             self._log.file.close()
             self._log = None
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table with masked secrets, whose first column does not wrap."""
-    known = secrets()
-    table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        table.add_column(_cell(column, known), overflow="fold", header_style="dim", no_wrap=index == 0)
-    for row in rows:
-        table.add_row(*(_cell(value, known) for value in row))
-    return table
-
-
-def _cell(value: object, known: list[str]) -> Text:
-    return Text(visible(masked(str(value), known)))
 
 
 def quieten_libraries() -> None:

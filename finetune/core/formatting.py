@@ -14,7 +14,12 @@ def precision(launched: str) -> str:
 
 def size(count: float) -> str:
     """Format a number of bytes, such as `1.50 GiB` or `12.00 MiB`."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+    return f"{amount(count / 2**30)} GiB" if count >= 2**30 else f"{amount(count / 2**20)} MiB"
+
+
+def amount(value: float) -> str:
+    """Format an amount with at most four digits and two decimals, such as `1.50`, `101.6` or `2,048`."""
+    return f"{value:,.{2 if abs(value) < 99.995 else 1 if abs(value) < 999.95 else 0}f}"
 
 
 def duration(seconds: float) -> str:
@@ -31,15 +36,15 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600:,} h {whole % 3600 // 60} min"
 
 
-def figure(value: object) -> str:
-    """Format a number with at most four digits, and an integer with separators; `-` for no number."""
+def figure(value: object, digits: int = 4) -> str:
+    """Format a number with at most `digits` digits, and a large one without decimals; `-` for no number."""
     if not isinstance(value, int | float):
         return "-"
     if not math.isfinite(value):
         return str(value)
-    if abs(value) >= 1000:
+    if abs(value) >= 10 ** (digits - 1):
         return f"{value:,.0f}" if abs(value) < 1e9 else f"{value:.3g}"
-    return f"{value:.3g}" if abs(value) < 1 else f"{value:.4g}"
+    return f"{value:.{digits}g}"
 
 
 def percent(value: float) -> str:
@@ -79,8 +84,8 @@ def is_share(key: str, *scores: dict[str, Any]) -> bool:
 
 
 def number(value: float, *, share: bool) -> str:
-    """Format a score: a share in percent, other scores such as losses and BLEU as they are."""
-    return percent(value) if share else f"{value:.4f}"
+    """Format a score: a share in percent, other scores such as losses and BLEU with four digits."""
+    return percent(value) if share else figure(value)
 
 
 WARNING = "warning: "

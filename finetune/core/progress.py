@@ -206,6 +206,22 @@ def reach(parts: int) -> None:
         shown.done = parts
 
 
+def advance(parts: int, *, is_due: bool) -> bool:
+    """Set the number of finished parts, and return whether to print a line about them.
+
+    A line is due if `is_due` is set or the last one is 30 s old. The phase then prints none for 30 s.
+    """
+    shown = _current.get()
+    if shown is None:
+        return is_due
+    with shown.lock:
+        now = time.monotonic()
+        shown.done = parts
+        is_due = is_due or now - shown.last >= BETWEEN
+        shown.last = now if is_due else shown.last
+    return is_due
+
+
 @contextlib.contextmanager
 def part(name: str, share: Callable[[], float] | None = None) -> Iterator[None]:
     """Show a part of the current phase.

@@ -12,6 +12,7 @@ import numpy as np
 from rich.text import Text
 
 from finetune.core import html_pages, safe_files
+from finetune.core.formatting import amount
 from finetune.core.visible_text import visible_lines
 from finetune.data.audit import DROPPED
 from finetune.data.loss_mask import IGNORED, WEIGHTS
@@ -242,7 +243,7 @@ def facts(prepared: Prepared) -> list[tuple[str, str, str]]:
         seen = f"the first {report.seen:,}" if report.seen else "all"
         return [*found, ("prepared", "during training", f"audited {seen} examples")]
     when = "earlier (cached), in" if prepared.cached else "now, in"
-    return [*found, ("prepared", f"{when} {report.seconds:.1f} s", str(prepared.path))]
+    return [*found, ("prepared", f"{when} {amount(report.seconds)} s", str(prepared.path))]
 
 
 def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
@@ -255,7 +256,7 @@ def described(reports: dict[str, Report]) -> list[tuple[str, str, str]]:
         ("tokens in the loss", f"{report.trained_tokens:,} ({share(report)})", by),
     ]
     if report.loss_weight:
-        found.append(("sum of loss weights", f"{report.loss_weight:,.1f}", "divides the loss of all tokens"))
+        found.append(("sum of loss weights", amount(report.loss_weight), "divides the loss of all tokens"))
     if report.lengths:
         named = zip(("1%", "25%", "50%", "75%", "99%"), report.lengths["percentiles"], strict=True)
         low, *_, high = report.lengths["edges"]

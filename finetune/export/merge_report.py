@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import mixed_precision
+from finetune.core.formatting import amount, figure
 
 if TYPE_CHECKING:
     from finetune.core.console import Console
@@ -13,9 +14,9 @@ if TYPE_CHECKING:
 def show(screen: Console, report: dict[str, Any]) -> None:
     """Print the result, the verification and the next command."""
     rows, figures, path = report["rows"], report["against_tuned"], report["path"]
-    before = f" (was {report['bytes_before'] / 1e6:.1f} MB)" if "bytes_before" in report else ""
+    before = f" (was {amount(report['bytes_before'] / 1e6)} MB)" if "bytes_before" in report else ""
     lines = [("weights", f"{report.get('storage', report['dtype'])}"), ("folder", path)]
-    lines += [("size", f"{report['bytes'] / 1e6:.1f} MB{before}")]
+    lines += [("size", f"{amount(report['bytes'] / 1e6)} MB{before}")]
     if "trained_for" in report:
         wanted = "quantized" if report["quantized"] else "not quantized: see --quantize"
         lines += [("trained for", f"{report['trained_for']} ({wanted})")]
@@ -55,7 +56,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
     if report["scores"]:
         scores = report["scores"].items()
         matched = ["-" if s["exact_match"] is None else f"{s['exact_match']:.1%}" for _, s in scores]
-        table = [(name, f"{s['loss']:.4f}", share) for (name, s), share in zip(scores, matched, strict=True)]
+        table = [(name, figure(s["loss"]), share) for (name, s), share in zip(scores, matched, strict=True)]
         screen.table("validation set", ("", "loss", "exact match"), table)
     needs = "transformers and torchao" if report["quantized"] else "transformers"
     screen.say("", f"next: load the model with {needs}:")

@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import progress
-from finetune.core.formatting import WARNING, duration
+from finetune.core.formatting import WARNING, amount, duration, figure
 from finetune.data import template_sandbox
 from finetune.hardware import gpus
 from finetune.planning import measured_rates, planned_machine, planner, suggestions
@@ -140,14 +140,14 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
             for name, value in now.parts.items()
             if value
         )
-        yield "s per step", f"{now.step_seconds:.3f} ({shares})"
+        yield "s per step", f"{figure(now.step_seconds)} ({shares})"
         yield "tokens/s", f"{now.tokens_per_second:,.0f}"
     size, link = now.sent
     if link:
         waits = now.parts.get("communication", 0.0)
-        text = f"{size / 1e9:,.3g} GB per step and GPU, {size / link:.3f} s at {link / 1e9:,.0f} GB/s"
+        text = f"{size / 1e9:,.3g} GB per step and GPU, {figure(size / link)} s at {link / 1e9:,.0f} GB/s"
         name = now.by.name + (f", {now.by.sharing} GPUs per sequence" if now.by.sharing > 1 else "")
-        yield "between GPUs", f"{name}: {text}; {waits:.3f} s do not overlap with computation"
+        yield "between GPUs", f"{name}: {text}; {figure(waits)} s do not overlap with computation"
     yield "rates", now.source
     yield "steps", f"{now.steps:,}" if now.steps is not None else "not known"
     if now.seconds:
@@ -155,13 +155,14 @@ def times(now: Plan, price: float | None) -> Iterator[tuple[str, str]]:
         hours = now.seconds * now.processes / 3600
         gpu = gpus.of_device(now.machine.name) if now.machine.device == "cuda" else None
         if gpu:
-            yield "energy", f"{hours * gpu.watts / 1000:,.2f} kWh with GPUs at their limit of {gpu.watts} W"
+            used = amount(hours * gpu.watts / 1000)
+            yield "energy", f"{used} kWh with GPUs at their limit of {gpu.watts} W"
         if price is not None:
-            yield "cost", f"{hours * price:,.2f}: {hours:,.2f} device hours at {price:g}"
+            yield "cost", f"{amount(hours * price)}: {amount(hours)} device hours at {price:g}"
     elif price is not None and now.tokens_per_second:
         hours = 1e9 / now.tokens_per_second * now.processes / 3600
-        text = f"{hours * price:,.2f} per billion tokens (the number of steps is not known)"
-        yield "cost", f"{text}: {hours:,.2f} device hours at {price:g}"
+        text = f"{amount(hours * price)} per billion tokens (the number of steps is not known)"
+        yield "cost", f"{text}: {amount(hours)} device hours at {price:g}"
     elif price is not None:
         yield "cost", "not known"
 
@@ -175,7 +176,7 @@ def _row(one: Change, now: Plan) -> list[str]:
 
 
 def _gib(value: float | None) -> str:
-    return "" if not value else f"{value:.2f}" if value >= 0.01 else "0.00"
+    return "" if not value else amount(value) if value >= 0.01 else "0.00"
 
 
 def _device(machine: Hardware) -> str:

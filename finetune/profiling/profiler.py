@@ -212,11 +212,12 @@ def shares(trace: Trace, ran: list[Ran]) -> dict[str, float]:
 
 def show(screen: Console, found: Profile) -> None:
     """Print the shares as a table, then the verdict and the suggestion."""
+    spent = {name: share * found.seconds * 1e3 for name, share in found.shares.items()}
     rows = [
-        (SHOWN.get(name, name), f"{share:.1%}", f"{share * found.seconds * 1e3:.1f}")
-        for name, share in found.shares.items()
+        (SHOWN.get(name, name), f"{found.shares[name]:.1%}", f"{ms:.4g}" if ms < 1000 else f"{ms:,.0f}")
+        for name, ms in spent.items()
     ]
-    screen.table(f"a step of {found.seconds:.3f} s", ("part", "share", "ms"), rows)
+    screen.table(f"a step of {found.seconds:.4g} s", ("part", "share", "ms"), rows)
     screen.say(f"padding: {found.padding:.1%} of the tokens; attention: {found.attention}")
     known = f"{found.roofline[0]:.0%} of {found.roofline[1]}" if found.roofline else "an unknown share"
     needed = f"; MFU of the whole step: {found.model:.0%}" if found.model else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.formatting import figure
 from finetune.run_folder.file_shapes import ServingCheck
 
 if TYPE_CHECKING:
@@ -61,5 +62,5 @@ def _answers(said: ComparedAnswers) -> str:
 def _losses(said: ComparedLosses) -> str:
     if said.not_run:
         return f"not run: {said.not_run}"
-    both = f"{said.runtime:.4f}, in finetune {said.finetune:.4f}, allowed ±{said.tolerance:.2g}"
+    both = f"{figure(said.runtime)}, in finetune {figure(said.finetune)}, allowed ±{said.tolerance:.2g}"
     return f"{both} (nats per token, {said.tokens:,} tokens)"

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 
+LABELS = {
+    "model.storage": "base model weights",
+    "speed.graphs": "CUDA graphs",
+    "speed.fused": "fused adapters",
+}
 SAMPLE = {"reference": "reference", "base": "base", "fine-tuned": "tuned"}  # shown name -> key in eval.json
 
 
@@ -45,7 +50,11 @@ def show_plan(
         ),
     ]
     paths = run_folder.local_paths(recipe)
-    rows += [(key.partition(".")[2], value, why) for key, (value, why) in chosen.items() if key not in paths]
+    rows += [
+        (LABELS.get(key, key.partition(".")[2]), formatting.as_yaml(value), why)
+        for key, (value, why) in chosen.items()
+        if key not in paths
+    ]
     screen.table("plan", ("setting", "value", "reason"), rows, wide=("reason",))
     of_validation = [f"validation set: {remark}" for remark in validation.remarks()]
     for notice in [*train.remarks(), *of_validation, *recipe.origin.notices, *notes]:

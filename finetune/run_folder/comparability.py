@@ -65,7 +65,7 @@ def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]
         pairs = ((f"{name}.{key}" if name else key, left.get(key), right.get(key)) for key in keys)
         return [row for key, one, other in pairs for row in unequal(one, other, key)]
     same = left == right or (left != left and right != right)  # NaN equals NaN here
-    return [] if same else [(name, shown(left), shown(right))]
+    return [] if same else [(name, *shown_pair(left, right))]
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
@@ -138,6 +138,14 @@ def other_weights(a: RunFolder, b: RunFolder) -> list[str]:
 def near(one: float, other: float) -> bool:
     """Return whether two losses on the same examples may come from the same weights."""
     return math.isclose(one, other, rel_tol=SAME_BASE) or math.isnan(one) or math.isnan(other)
+
+
+def shown_pair(left: object, right: object) -> tuple[str, str]:
+    """Format two unequal values. Floats have four digits, or as many as it takes to tell them apart."""
+    if isinstance(left, float) and isinstance(right, float):
+        pairs = ((f"{left:.{digits}g}", f"{right:.{digits}g}") for digits in (4, 6, 9))
+        return next((pair for pair in pairs if pair[0] != pair[1]), (repr(left), repr(right)))
+    return shown(left), shown(right)
 
 
 def shown(value: object) -> str:

@@ -64,7 +64,8 @@ def choices(
     recipe, setup, correction = run.recipe, run.setup, run.correction
     launch, set_by = setup.launch, recipe.origin.set_by
     derived = peft_configs.derived(adapted, recipe.adapter)
-    how = "asked for" if recipe.train.max_steps else f"{recipe.train.num_train_epochs or 3.0:g} epochs"
+    how = f"{recipe.train.num_train_epochs or 3.0:g} epochs"
+    how = f"{set_by.get('train.max_steps', 'recipe')}: max_steps" if recipe.train.max_steps else how
     factors = f"{batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
     split = f"{batch.effective} = {factors}"
 

@@ -28,6 +28,7 @@ from finetune.launch import accelerate_config
 from finetune.recipe import loader
 from finetune.reporting import plots
 from finetune.run_folder.run_folder import RunFolder
+from support import tables
 from support.paths import QUICKSTART, ROOT
 from support.runs import show_progress_at_once
 from support.scripts import module_of
@@ -169,6 +170,11 @@ def test_page_and_picture_need_nothing_else(climbed: Climbed) -> None:
     page = (climbed.folder / "quickstart" / "ablation.html").read_text()
     assert "<svg" in page and not re.search(r"(src|href)=.?https?:", page)
     assert (climbed.folder / "quickstart" / "ablation.svg").read_text().startswith("<svg")
+
+
+def test_tables_of_an_ablation_fit_80_and_120_columns(climbed: Climbed, tmp_path) -> None:
+    found = climbed.found(climbed.folder)
+    tables.assert_tables_fit(lambda: ablation_report.show(Console(), found, tmp_path), count=2)
 
 
 def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed, capsys) -> None:

@@ -10,13 +10,14 @@ import pytest
 
 from finetune.cli import main
 from finetune.core import console
+from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
 from finetune.experiments.comparison import comparison, comparison_report, run_diff
 from finetune.experiments.runner import kept_runs
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
-from support import two_ranks
+from support import tables, two_ranks
 from support.paths import QUICKSTART
 from support.runs import metrics
 
@@ -227,15 +228,22 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
     assert f"NOT COMPARABLE: {expected[change]}" in capsys.readouterr().out
 
 
+def test_tables_of_a_comparison_fit_80_and_120_columns(done) -> None:
+    recipes = {row["run"]: load_recipe(QUICKSTART) for row in found(done)["runs"]}
+    tables.assert_tables_fit(lambda: comparison_report.show(done, found(done), recipes, Console()))
+    lora, ia3 = (str(done / name) for name in ("lora-seed42", "ia3-seed42"))
+    tables.assert_tables_fit(lambda: run_diff.run(lora, ia3, Console()))
+
+
 def test_two_runs_that_differ(done, capsys) -> None:
     a, b = str(done / "lora-seed42"), str(done / "lora-seed43")
     assert main.main(["compare", a, b, "--assert-equal"]) == 4
     said = capsys.readouterr()
     assert "train.seed  42  (override)  43  (override)" in " ".join(said.out.split(" ")).replace("   ", "  ")
     assert "2 of 2 steps differ, first step 1" in said.out
-    assert (
-        said.out.rstrip().splitlines()[-1].startswith("The runs differ in losses and weights and evaluation")
-    )
+    last = said.out.rstrip().splitlines()[-1]
+    assert last.startswith("The runs differ in: losses, weights, evaluation (2 of 2 steps differ")
+    assert last.endswith(" Different: recipe.")
     assert said.err.startswith("error: the losses of the runs differ")
     assert main.main(["compare", a, b]) == 0
 

@@ -12,14 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.autoconfig import machine_setup
 from finetune.cli import main
+from finetune.core.console import Console
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.evaluation import reopen
-from finetune.export import merging, staged_files, torchao_quantization
+from finetune.export import merge_report, merging, staged_files, torchao_quantization
 from finetune.models import loading, quantization_checks
 from finetune.recipe import loader
 from finetune.recipe.schema import Model
 from finetune.run_folder.run_folder import RunFolder
+from support import tables
 from support.paths import MODEL
 from support.soak import soak_except
 
@@ -113,6 +115,7 @@ def test_in_bfloat16_it_says_how_near_it_is(run, impatient, capsys) -> None:
     assert re.search(r"^merge, running the fine-tuned model: \d+%, .* left$", said, re.MULTILINE)
     assert "merge, merging the adapter: " in said and "merge, verifying the merged weights: " in said
     report = folder.read("merge.json")["merged"]
+    tables.assert_tables_fit(lambda: merge_report.show(Console(), report))
     assert report["dtype"] == "bfloat16" and report["merged_onto"] == "fp32" and report["scores"] == {}
     assert report["rows"]["from"] == "held-out" and report["rows"]["rows"] == 3
     assert report["tensors"]["changed"] == 42, "each linear layer but the output head"

@@ -30,6 +30,7 @@ from finetune.experiments.sweep import search_space, search_space_checks, study_
 from finetune.experiments.sweep import study as sweep_study
 from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.recipe import loader
+from support import tables
 from support.paths import QUICKSTART, ROOT
 from support.runs import show_progress_at_once
 from support.soak import soak_except
@@ -100,6 +101,11 @@ def test_a_sweep_shows_its_progress(study: Path) -> None:
     printed = (study.parent / "printed.txt").read_text()
     assert re.search(r"^checking the search space: [\d.]+ s$", printed, re.MULTILINE)
     assert re.search(r"^sweep, trial \d: \d+%, .* left$", printed, re.MULTILINE)
+
+
+def test_tables_of_a_sweep_fit_80_and_120_columns(study, found) -> None:
+    asked = SweepRequest(str(QUICKSTART), [], study.parent / "space.yaml", study, 2, None, "")
+    tables.assert_tables_fit(lambda: sweep_report.show(Console(), asked, found))
 
 
 def test_a_trial_is_an_ordinary_run(study, found) -> None:

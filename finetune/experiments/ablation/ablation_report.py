@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.autoconfig import mixed_precision
-from finetune.core import html_pages, safe_files, shipped_files
+from finetune.core import formatting, html_pages, safe_files, shipped_files
 from finetune.core.command_lines import command
 from finetune.core.markdown import code, plain, table
 from finetune.core.visible_text import visible
@@ -69,12 +69,12 @@ def _gain(found: dict[str, Any], rate: str) -> list[str]:
 def _rest(found: dict[str, Any]) -> list[str]:
     mfu, held_out = found["mfu"], found["held_out"]
     return [
-        f"{found['memory_gib']:.2f}",
-        "-" if mfu is None else f"{mfu:.1%}",
-        f"{found['loss']:.4f}",
-        "-" if held_out is None else f"{held_out:.4f}",
+        formatting.amount(found["memory_gib"]),
+        "-" if mfu is None else formatting.percent(mfu),
+        formatting.figure(found["loss"]),
+        formatting.figure(held_out),
         _cost(found),
-        f"{found['first_step_seconds']:.1f}",
+        formatting.amount(found["first_step_seconds"]),
     ]
 
 
@@ -151,7 +151,7 @@ def page(found: dict[str, Any]) -> str:
         (f"speed / {'your recipe' if found['as_is'] else 'baseline'}", f"{stack[rate] / base[rate]:.2f}"),
         (measured_run.UNITS[found["rate"]], f"{stack[found['rate']]:,.0f}"),
         ("GiB", f"{base['memory_gib']:.2f} → {stack['memory_gib']:.2f}"),
-        ("loss", f"{base['loss']:.4f} → {stack['loss']:.4f}"),
+        ("loss", f"{formatting.figure(base['loss'])} → {formatting.figure(stack['loss'])}"),
     ]
     machine = ", ".join(
         f"{name} {found['machine'][name]}" for name in ("hardware", "threads", "torch", "transformers")
@@ -195,7 +195,8 @@ def launch_config(found: dict[str, Any], machine: Hardware) -> str:
 
 
 def show(screen: Console, found: dict[str, Any], place: Path) -> None:
-    screen.table(f"ablation of {found['recipe']}", header(found), cells(found))
+    wide = (measured_run.UNITS[found["rate"]], "MFU", "loss", "first step, s")
+    screen.table(f"ablation of {found['recipe']}", header(found), cells(found), wide=wide)
     screen.table("status of each optimization", ("optimization", "status", "why"), reasons(found))
     screen.say(
         "", f"{headline(found)}.", f"wrote {place}/ablation.md, ablation.svg, ablation.html, best.yaml"

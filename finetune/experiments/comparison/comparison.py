@@ -348,7 +348,7 @@ def within(
         if PartialState().is_main_process:
             place.write("budget.json", known)
     steps, failed = known["steps"], known["failed"]
-    rows = [(kind, n, f"{known['step_seconds'][kind]:.3g}") for kind, n in steps.items()]
+    rows = [(kind, n, f"{known['step_seconds'][kind]:.4g}") for kind, n in steps.items()]
     screen.table("steps that fit the budget", ("type", "steps", "seconds per step"), rows)
     runs = plan(requested, {**{job.entrant.type: FEWEST_STEPS for job in jobs}, **steps})
     return runs, {job.name: failed[job.entrant.type] for job in runs if job.entrant.type in failed}

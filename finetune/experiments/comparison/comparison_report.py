@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from scipy.special import stdtr
 from scipy.stats import studentized_range
 
-from finetune.core import markdown, safe_files
+from finetune.core import formatting, markdown, safe_files
 from finetune.core.command_lines import command
 from finetune.core.visible_text import visible
 from finetune.core.weight_files import find_weight_files
@@ -49,23 +49,23 @@ NOTHING = (
 class Measure(NamedTuple):
     key: str
     label: str
-    form: str
-    spread: str
-    """Format of the standard deviation. If it is empty, only compare.json holds the deviation."""
+    spread: bool = False
+    """Whether the table shows the standard deviation. compare.json always holds it."""
     unit: float = 1.0
     """Divisor of the displayed value."""
 
 
 MEASURES = (
-    Measure("quality", "", "{:.3f}", "{:.3f}"),
-    Measure("loss", "validation loss", "{:.4f}", "{:.4f}"),
-    Measure("step_seconds", "s per step", "{:.3g}", ""),
-    Measure("tokens_per_second", "tokens/s", "{:,.0f}", ""),
-    Measure("train_seconds", "training, s", "{:,.1f}", "{:.1f}"),
-    Measure("memory_gib", "GiB", "{:.2f}", ""),
-    Measure("bytes", "saved, MB", "{:,.2f}", "", 1e6),
-    Measure("forgetting", "forgetting", "{:+.4f}", "{:.4f}"),
+    Measure("quality", "", spread=True),
+    Measure("loss", "validation loss", spread=True),
+    Measure("step_seconds", "s per step"),
+    Measure("tokens_per_second", "tokens/s"),
+    Measure("train_seconds", "training, s", spread=True),
+    Measure("memory_gib", "GiB"),
+    Measure("bytes", "saved, MB", unit=1e6),
+    Measure("forgetting", "forgetting", spread=True),
 )
+WIDE = ("runs", "s per step", "tokens/s", "saved, MB")  # columns for wide terminals
 GAP = 14  # space between plots, in units of the SVG
 COSTS = {"train_seconds": "time", "memory_gib": "memory", "bytes": "size"}
 AXES = {"train_seconds": "training, seconds", "memory_gib": "peak memory, GiB", "bytes": "saved, MB"}
@@ -269,7 +269,7 @@ def verdict(known: dict[str, Any], best: str, chosen: str, tied: list[str], metr
     """Explain the win in one sentence that does not claim more than the seeds show."""
 
     def of(kind: str) -> str:
-        return f"{kind} {plus_minus(known[kind], MEASURES[0]._replace(form='{:.4g}', spread='{:.2g}'))}"
+        return f"{kind} {plus_minus(known[kind], MEASURES[0])}"
 
     def gap(kind: str) -> float:
         return abs(known[kind]["mean"] - known[best]["mean"])
@@ -294,17 +294,16 @@ def plus_minus(found: dict[str, Any] | None, measure: Measure) -> str:
     """Format the mean and, if there is one, the standard deviation."""
     if found is None:
         return "-"
-    text, spread = measure.form.format(found["mean"] / measure.unit), found["sd"]
+    text, spread = formatting.figure(found["mean"] / measure.unit), found["sd"]
     if spread is None or not measure.spread:
         return text
-    return f"{text}±{measure.spread.format(spread / measure.unit)}"
+    return f"{text}±{formatting.figure(spread / measure.unit, 2)}"
 
 
 def cells(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the table, with the best type first. Columns without values are skipped."""
     metric, higher, types = found["metric"], found["higher_is_better"], found["types"]
-    quality = (MEASURES[0] if higher else MEASURES[1])._replace(key="quality", label=metric)
-    shown = [quality, *(m for m in MEASURES[1:] if m.label != metric)]
+    shown = [MEASURES[0]._replace(label=metric), *(m for m in MEASURES[1:] if m.label != metric)]
     shown = [m for m in shown if any(values[m.key] for values in types.values())]
 
     def order(kind: str) -> float:
@@ -347,7 +346,7 @@ def write(place: Path, settings: dict[str, Any], failed: dict[str, str]) -> None
 def show(place: Path, found: dict[str, Any], recipes: Mapping[str, Recipe], screen: Console) -> None:
     """Print the table, and write compare.svg and best.yaml."""
     header, rows = cells(found)
-    screen.table(f"{len(found['runs'])} runs", header, rows)
+    screen.table(f"{len(found['runs'])} runs", header, rows, wide=WIDE)
     screen.say("", *remarks(found), "")
     won = found["winner"]
     if won:

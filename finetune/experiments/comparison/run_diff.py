@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Exit, Problem, UserError
+from finetune.core.formatting import figure
 from finetune.core.weight_files import find_weight_files
 from finetune.run_folder import comparability
 from finetune.run_folder.comparability import Found
@@ -66,12 +67,12 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Fo
 
 def sentence(unequal: list[Found], causes: list[str], reasons: list[str]) -> str:
     """Summarize the differences in one sentence."""
-    given = f"different {' and '.join(causes)}" if causes else "the same recipe, environment and data"
+    given = f"Different: {', '.join(causes)}." if causes else "Recipe, environment and data are the same."
     if not unequal:
-        return f"Losses, weights and evaluation of the runs are equal, bit for bit, with {given}."
-    names = " and ".join(part.part for part in unequal)
+        return f"Losses, weights and evaluation of the runs are equal, bit for bit. {given}"
+    names = ", ".join(part.part for part in unequal)
     sure = " Their figures are not comparable." if reasons else ""
-    return f"The runs differ in {names}, with {given}: {unequal[0].summary}.{sure}"
+    return f"The runs differ in: {names} ({unequal[0].summary}). {given}{sure}"
 
 
 def environments(a: RunFolder, b: RunFolder) -> Found:
@@ -87,12 +88,12 @@ def curves(a: RunFolder, b: RunFolder) -> Found:
     left, right = ({line["step"]: line["loss"] for line in folder.steps()} for folder in (a, b))
     both = sorted(left.keys() & right.keys())
     apart = [step for step in both if left[step] != right[step]]
-    rows = [(f"loss of step {step}", f"{left[step]}", f"{right[step]}") for step in apart]
+    rows = [(f"loss of step {step}", *comparability.shown_pair(left[step], right[step])) for step in apart]
     rows += [
         (
             f"loss of step {step}",
-            str(left.get(step, comparability.MISSING)),
-            str(right.get(step, comparability.MISSING)),
+            figure(left.get(step)),
+            figure(right.get(step)),
         )
         for step in sorted(left.keys() ^ right.keys())
     ]
@@ -120,7 +121,8 @@ def weights(a: RunFolder, b: RunFolder) -> Found:
         elif not one.equal(other) or one.dtype != other.dtype:
             gap = float((one.double() - other.double()).abs().max())
             largest, furthest = max((largest, furthest), (gap, name))
-            rows.append((name, f"norm {one.double().norm():.6g}", f"norm {other.double().norm():.6g}"))
+            norms = comparability.shown_pair(float(one.double().norm()), float(other.double().norm()))
+            rows.append((name, *(f"norm {norm}" for norm in norms)))
     if not rows:
         return Found("weights", [], f"all {len(left)} tensors are equal, bit for bit")
     said = f"{len(rows)} of {len(left)} tensors differ"
@@ -141,7 +143,9 @@ def shape(tensor: Any) -> str:
 
 def results(a: RunFolder, b: RunFolder) -> Found:
     """Compare every figure of the evaluation."""
-    left, right = ({k: f.found("eval.json").get(k, {}) for k in ("base", "tuned", "tasks")} for f in (a, b))
+    named = {"base model": "base", "fine-tuned model": "tuned", "tasks": "tasks"}
+    found = (folder.found("eval.json") for folder in (a, b))
+    left, right = ({name: result.get(key, {}) for name, key in named.items()} for result in found)
     rows = comparability.unequal(left, right)
     said = f"{rows[0][0]} is {rows[0][1]} in one run and {rows[0][2]} in the other" if rows else "equal"
     return Found("evaluation", rows, said if any(left.values()) or rows else "the runs have no evaluation")

@@ -216,5 +216,5 @@ def _gpu() -> float | None:
 
 
 def _row(phase: Phase) -> tuple[str, ...]:
-    gpu = "-" if phase.gpu is None else f"{phase.gpu / GIB:.2f}"
-    return phase.name, f"{phase.seconds:.1f}", f"{phase.host / GIB:.2f}", gpu
+    gpu = "-" if phase.gpu is None else formatting.amount(phase.gpu / GIB)
+    return phase.name, formatting.amount(phase.seconds), formatting.amount(phase.host / GIB), gpu

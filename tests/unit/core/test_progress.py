@@ -75,6 +75,33 @@ def test_parts_show_their_share_and_the_time_left(clock, capsys) -> None:
     ]
 
 
+def test_training_prints_a_line_of_a_step_every_30_seconds(clock, capsys) -> None:
+    console = Console()
+    console.start(total=1000, done=100)
+    for step in range(101, 106):
+        clock[0] += 20
+        console.step(step, 1000, "loss 1.5")
+    console.step(150, 1000, "loss 1.4")
+    console.stop()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == ["step 102/1000", "step 104/1000", "step 150/1000"]
+    assert lines[0] == "step 102/1000  loss 1.5  4 h 59 min left"
+
+
+def test_training_prints_a_line_during_a_step_that_takes_long(clock, capsys) -> None:
+    console = Console()
+    console.start(total=10)
+    clock[0] += 20
+    console.step(1, 10, "loss 1.5")
+    assert capsys.readouterr().out == "step 1/10  loss 1.5  3 min 0 s left\n"
+    clock[0] += 40
+    deadline = time.perf_counter() + 10
+    while not (said := capsys.readouterr().out) and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert said == "training: 10%, 9 min 0 s left\n"
+    console.stop()
+
+
 def test_a_phase_without_loops_shows_its_time(clock, capsys) -> None:
     with progress.phase(Console(), "loading the model"):
         clock[0] += 45
