@@ -135,7 +135,7 @@ def passages(text: str) -> list[str]:
 
 
 def train(base: str, files: dict[str, Any], options: Any, folder: Path, *changes: str) -> dict[str, Any]:
-    """One run: its losses by step, those of the held-out rows, and that of what was saved."""
+    """Return the losses of one run: of each step, of the validation set, and of the saved weights."""
     import torch
 
     from finetune.cli import main as cli_main
@@ -190,7 +190,7 @@ def last(run: dict[str, Any]) -> float:
 
 
 def drawn(result: dict[str, Any]) -> str:
-    """Both curves, of training and of the held-out rows, as an SVG."""
+    """Return the curves of the training loss and the validation loss as an SVG."""
     from finetune.reporting.plots import Curve, curves, smoothed
 
     lines = []

@@ -118,7 +118,8 @@ def packing_isolation() -> str:
     )
     parts.append(text_at(350, 120, "Check before training:", INK, 13))
     parts.append(text_at(350, 140, "change example 1,", INK, 13))
-    parts.append(text_at(350, 160, "outputs of 2 and 3 must not move.", INK, 13))
+    parts.append(text_at(350, 160, "outputs of 2 and 3", INK, 13))
+    parts.append(text_at(350, 180, "must not change.", INK, 13))
     return svg(580, 276, parts, "A block-diagonal attention mask: each packed example attends only to itself")
 
 
@@ -160,15 +161,17 @@ def plan_scatter() -> str:
         row for row in _measured("plan").values() if row.get("measured_gib") and row.get("measured_seconds")
     ]
     parts = [
-        _scatter(16, "seconds per step (log scale)", rows, "seconds", (0.05, 40)),
-        _scatter(410, "peak GiB (log scale)", rows, "gib", (5, 150)),
+        _scatter(16, "seconds per step (log scale)", rows, "seconds"),
+        _scatter(410, "peak GiB (log scale)", rows, "gib"),
     ]
     return svg(790, 380, parts, f"Planned against measured, {len(rows)} benchmark rows")
 
 
-def _scatter(left: float, title: str, rows: list[Any], what: str, limits: tuple[float, float]) -> str:
+def _scatter(left: float, title: str, rows: list[Any], what: str) -> str:
     from math import log10
 
+    values = [row[f"{name}_{what}"] for row in rows for name in ("measured", "planned")]
+    limits = min(values) / 1.3, max(values) * 1.3
     low, high = map(log10, limits)
     x, y, size = left + 48, 36, 290
 
@@ -182,7 +185,7 @@ def _scatter(left: float, title: str, rows: list[Any], what: str, limits: tuple[
         parts.append(
             f'<circle cx="{x + at_x:.1f}" cy="{y + size - at_y:.1f}" r="3" fill="#2f7d5b" fill-opacity="0.6"/>'
         )
-    for value in (0.1, 1, 10, 100):
+    for value in (0.01, 0.1, 1, 10, 100):
         if limits[0] <= value <= limits[1]:
             parts.append(text_at(x + place(value) - 6, y + size + 16, f"{value:g}", SOFT, 11))
             parts.append(text_at(x - 26, y + size - place(value) + 4, f"{value:g}", SOFT, 11))
@@ -212,7 +215,7 @@ def choose_launch() -> str:
         [
             ("One GPU?", "", "no config"),
             ("Several machines?", "", "multi_node"),
-            ("Does the training fit on each GPU?", "an adapter on an fp8 or bf16 base", "ddp_N"),
+            ("Does the training fit on each GPU?", "an adapter on an fp8 or bf16 base model", "ddp_N"),
             ("Is one sequence too long for a GPU?", "", "context_parallel_4"),
             ("Is the base model quantized?", "", "fsdp2_8_quantized"),
         ],

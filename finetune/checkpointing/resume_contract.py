@@ -94,7 +94,7 @@ def contract(
         **({"moments split by": _zero()} if launch.splitter == "DeepSpeed" else {}),
         "precision": launch.precision,
         "device": hardware.device,
-        "storage of the base": setup.storage.value,
+        "base model weights": setup.storage.value,
         "attention": setup.attention.value,
         "hardware": hardware.name,
         **{f"versions.{name}": installed for name, installed in run_folder.packages().items() if installed},

@@ -41,7 +41,8 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
         fix = f"--adapter {near or 'lora'}"
         raise UserError(Problem("no such adapter type", found=answers.adapter, fix=fix, code="adapter-type"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path)))
+    length = _max_length(answers.model)
+    safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), max_length=length))
     try:
         notes = checker.check(loader.load(path))
     except UserError as error:
@@ -49,13 +50,26 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
         if not columns:
             standard_streams.say(f"wrote {path}")
             raise
-        safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), columns))
+        safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), columns, length))
         notes = [f"the names of the columns suggest data.{columns}. Correct it if it is wrong"]
         notes += checker.check(loader.load(path))
     standard_streams.say(f"wrote {path}")
     if not options.quiet:
         standard_streams.say(*map(labelled, notes), f"next: {command('train', str(path))}")
     return {"recipe": path, "notes": notes}
+
+
+def _max_length(model: str) -> int:
+    """Return `data.max_length`: that of every new recipe, or less if a local model has fewer positions."""
+    from finetune.models import architecture, token_limits
+    from finetune.recipe import new_recipe
+
+    config = Path(model) / "config.json"
+    try:
+        longest = token_limits.positions(architecture.config_in(config)) if config.exists() else None
+    except UserError:  # the check of the recipe reports it
+        longest = None
+    return min(longest or new_recipe.MAX_LENGTH, new_recipe.MAX_LENGTH)
 
 
 def _guessed_columns(error: UserError) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,16 @@ RECIPES: tuple[tuple[str, dict[str, Any]], ...] = (
 def recipes(options: argparse.Namespace) -> dict[str, Any]:
     """List the shipped recipes, print a recipe, or copy a recipe to change it."""
     from finetune.core import paths, shipped_files
+    from finetune.core.console import Console
 
     if options.name is None and options.copy is None:
-        listed = [
-            f"{name:<24} {shipped_files.purpose(path)}" for name, path in shipped_files.recipes().items()
-        ]
-        standard_streams.say(*listed, "", f"next: {command('recipes')} NAME")
         found = {name: shipped_files.purpose(path) for name, path in shipped_files.recipes().items()}
+        screen = Console(quiet=options.quiet)
+        screen.table("", ("recipe", "purpose"), list(found.items()))
+        screen.say("", f"next: {command('recipes', 'quickstart')}")
         return {"recipes": found}
     if options.name is None:
-        fix = f"finetune recipes NAME --copy {shlex.quote(options.copy)}"
+        fix = command("recipes", "quickstart", "--copy", options.copy)
         raise UserError(Problem("the name of the recipe is missing", fix=fix, code="command-line"))
     if options.copy is None:
         standard_streams.say(*shipped_files.text(options.name).rstrip("\n").split("\n"))

@@ -124,16 +124,24 @@ class Console:
         self._progress.start()
         self._progress.add_task("starting", total=total, completed=done)
 
+    def reach(self, step: int) -> None:
+        """Show that a step has ended."""
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], completed=step)
+        elif not self.console.quiet:
+            progress.finish(step - self._done)
+
     def step(self, step: int, total: int, line: str) -> None:
         """Show one logged step. Without a terminal, show each 20th of the steps, and one after 30 s."""
+        self.reach(step)
         line = visible(line)
         if self._progress:
-            self._progress.update(self._progress.task_ids[0], completed=step, description=line)
+            self._progress.update(self._progress.task_ids[0], description=line)
         left = (time.monotonic() - self._started) / (step - self._done) * (total - step)
         text = f"step {step}/{total}  {line}  {duration(left)} left"
-        if not self._progress:
+        if not self._progress and not self.console.quiet:
             is_due = step in (1, total) or step % max(1, total // PLAIN_LINES) == 0
-            if progress.advance(step - self._done, is_due=is_due):
+            if progress.is_line_due(is_due=is_due):
                 self.console.print(text)
         self.log(text)
 

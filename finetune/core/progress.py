@@ -206,17 +206,22 @@ def reach(parts: int) -> None:
         shown.done = parts
 
 
-def advance(parts: int, *, is_due: bool) -> bool:
-    """Set the number of finished parts, and return whether to print a line about them.
+def finish(parts: int) -> None:
+    """Set the number of finished parts of the current phase, which ran in this phase."""
+    if shown := _current.get():
+        shown.done = parts
 
-    A line is due if `is_due` is set or the last one is 30 s old. The phase then prints none for 30 s.
+
+def is_line_due(*, is_due: bool) -> bool:
+    """Return whether to print a line about the current phase: if `is_due` is set or the last one is 30 s old.
+
+    The phase then prints none of its own for 30 s.
     """
     shown = _current.get()
     if shown is None:
         return is_due
     with shown.lock:
         now = time.monotonic()
-        shown.done = parts
         is_due = is_due or now - shown.last >= BETWEEN
         shown.last = now if is_due else shown.last
     return is_due

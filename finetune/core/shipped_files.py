@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from finetune.core import strict_yaml
+from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -58,7 +59,7 @@ def text(name: str) -> str:
     known = recipes()
     if name not in known:
         near = named(Path(name)) or nearest(name, known)
-        fix = f"finetune recipes {near}" if near else "finetune recipes"
+        fix = command("recipes", near) if near else command("recipes")
         raise UserError(Problem(f"no shipped recipe is called {name}", fix=fix, code="recipe-file"))
     return known[name].read_text(encoding="utf-8")
 

@@ -185,7 +185,9 @@ def first_rows(data: Data, at_least: int = 0) -> list[str]:
     if problems:
         raise UserError(*problems)
     count = sum(first.count for first in splits.values())
-    said = f"checked {count:,} examples: the first {FIRST} of each source; run `finetune data` to check all"
+    said = f"checked the first {FIRST} examples of each source; run `finetune data` to check all"
+    if all(first.are_all for first in splits.values()):
+        said = f"checked all {count:,} examples without the tokenizer; `finetune data` checks their tokens"
     notes = [f"{name}: checked less than {FIRST} examples, because they are long" for name in cut]
     return [*([said] if count else []), *notes]
 

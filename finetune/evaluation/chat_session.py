@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from finetune.data.encoding import Encoder
 
 MAX_NEW_TOKENS = 512
+SHOWN = {"base": "base", "tuned": "fine-tuned"}  # name of a model -> shown name
 HELP = "/reset: new conversation  /system TEXT  /base, /tuned, /both: who answers  /quit"
 # Chat can need more memory than training: for a separate base model or a long conversation
 LESS_MEMORY = "add --max-new-tokens=128, or set ACCELERATE_USE_CPU=true to use the CPU"
@@ -166,7 +167,7 @@ def command(talk: Talk, line: str) -> str:
         return "the conversation is empty again"
     if name in ("/base", "/tuned", "/both"):
         talk.asked = ("base", "tuned") if name == "/both" else (name[1:],)
-        return f"{' and '.join(talk.asked)} will answer"
+        return f"{' and '.join(SHOWN[name] for name in talk.asked)} will answer"
     if name == "/system":
         if not talk.chats or "system" in talk.encoder.leaves_out:
             return "this model does not support a system message"
@@ -196,7 +197,7 @@ def answer(talk: Talk, text: str) -> dict[str, str]:
 
             said[voice.name] = respond(talk, voice, [*given, *voice.history, user_turn], heard)
             if not live:
-                answered = f"{voice.name}: {visible_lines(said[voice.name])}"
+                answered = f"{SHOWN[voice.name]}: {visible_lines(said[voice.name])}"
                 talk.console.print(answered, markup=False, emoji=False, soft_wrap=True)
     for voice in voices:
         voice.history += [user_turn, {"role": "assistant", "content": said[voice.name]}]
@@ -268,6 +269,6 @@ def side_by_side(said: dict[str, str]) -> Table:
     """Return a table with one column for each model."""
     table = Table(box=None, expand=True, pad_edge=False)
     for name in said:
-        table.add_column(name, ratio=1, overflow="fold", header_style="bold")
+        table.add_column(SHOWN[name], ratio=1, overflow="fold", header_style="bold")
     table.add_row(*(Text(visible_lines(text)) for text in said.values()))
     return table

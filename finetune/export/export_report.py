@@ -20,7 +20,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
     for note in report.get("notes", ()):
         screen.say(f"note: {note}")
     screen.table("serving check", ("", ""), exports.lines(report))
-    screen.say("", f"next: cd {shlex.quote(report['path'])} and serve the model:")
+    screen.say("", "next:", f"  cd {shlex.quote(report['path'])}")
     for line in report["serve"]:
         screen.say(f"  {line}")
     if client := report.get("client"):

@@ -23,7 +23,7 @@ def show(screen: Console, report: dict[str, Any]) -> None:
     if report.get("merged_onto"):
         storage = report["merged_onto"]
         dequantized = "" if storage in mixed_precision.STORED else ", dequantized"
-        lines += [("base model", f"as in training ({storage}{dequantized}), in fp32")]
+        lines += [("base model", f"as in training ({storage}{dequantized}); merged in fp32")]
     if report["quantized"]:
         left = f"{report['layers']['quantized']} linear layers; not quantized: {report['not_quantized']}"
         lines += [("quantized", left)]
@@ -59,5 +59,4 @@ def show(screen: Console, report: dict[str, Any]) -> None:
         table = [(name, figure(s["loss"]), share) for (name, s), share in zip(scores, matched, strict=True)]
         screen.table("validation set", ("", "loss", "exact match"), table)
     needs = "transformers and torchao" if report["quantized"] else "transformers"
-    screen.say("", f"next: load the model with {needs}:")
-    screen.say(f"  AutoModelForCausalLM.from_pretrained({path!r})")
+    screen.say("", f"load the model with {needs}:", f"  AutoModelForCausalLM.from_pretrained({path!r})")

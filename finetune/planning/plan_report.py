@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from finetune.planning.suggestions import Change
     from finetune.recipe.schema import Recipe
 
+LABELS = {"quantization": "base model weights", "fused": "fused adapters"}  # name of a choice -> shown name
 KINDS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers", "CUDA graphs")
 WORK = {"products": "GEMMs", "launch gaps": "GPU idle", "to the CPU and back": "CPU transfers"}  # shown as
 
@@ -96,11 +97,12 @@ def show(screen: Console, recipe: Recipe, now: Plan, found: list[Change], price:
     rows.append(["all", *(_gib(sum(phase.values())) for phase in phases)])
     screen.table("memory per device, GiB", ("", *now.phases), rows)
     screen.table("time", ("what", "planned"), list(times(now, price)))
-    chosen = [(name, choice.value, choice.reason) for name, choice in now.choices.items()]
+    chosen = [(LABELS.get(name, name), one.value, one.reason) for name, one in now.choices.items()]
     screen.table("choices", ("what", "choice", "why"), chosen)
     what = "faster" if now.fits else "changes that fit"
-    screen.table(what, ("change", "peak GiB", "tokens/s", "trade-off"), [_row(one, now) for one in found])
-    if not found:
+    if found:
+        screen.table(what, ("change", "peak GiB", "tokens/s", "trade-off"), [_row(one, now) for one in found])
+    else:
         faster = "no single change of this recipe is much faster"
         screen.say(faster if now.fits else "no change of this recipe fits; use a larger GPU")
     warned = [line for line in adapter_types.advice(recipe) if line.startswith(WARNING)]

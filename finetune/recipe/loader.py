@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from finetune.core import paths, shipped_files, strict_yaml
+from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError
 from finetune.core.folder_search import match_paths
 from finetune.recipe import adapter_keys, adapter_types, build, command_line_overrides, recipe_errors, renames
@@ -44,7 +45,7 @@ def load(
     raw, problems = document.value, list(document.problems)
     if not isinstance(raw, dict):
         what, expected = "the file is not a recipe", "a mapping with the sections model, data and adapter"
-        found, fix = recipe_errors.show(raw), "finetune recipes quickstart --copy ."
+        found, fix = recipe_errors.show(raw), command("recipes", "quickstart", "--copy", ".")
         raise UserError(Problem(what, "", str(path), found, expected, fix, code="recipe-file"))
     origin.where = document.where
     if format_version == 1:
@@ -108,7 +109,7 @@ def _read(path: Path) -> strict_yaml.Document:
     except OSError as error:
         near, ships = paths.similar_files(path), shipped_files.named(path)
         if ships and not os.path.exists(near):
-            near = f"finetune recipes {ships} --copy ."
+            near = command("recipes", ships, "--copy", ".")
         fix, found = near or "finetune recipes", error.strerror or str(error)
         what = "finetune can't read the recipe"
         raise UserError(Problem(what, where=str(path), found=found, fix=fix, code="recipe-file")) from None

@@ -27,7 +27,10 @@ class Answers:
     adapter: str
 
 
-def write(answers: Answers, path: str, columns: str = "") -> str:
+MAX_LENGTH = 1024
+
+
+def write(answers: Answers, path: str, columns: str = "", max_length: int = MAX_LENGTH) -> str:
     """Return the YAML text of a recipe.
 
     Args:
@@ -43,6 +46,7 @@ def write(answers: Answers, path: str, columns: str = "") -> str:
         data=_yaml(answers.data),
         validation=_validation(answers.validation),
         path=shlex.quote(path),
+        max_length=max_length,
         columns=f"  {columns} # finetune's names: the names in the file\n" if columns else "",
         adapter=answers.adapter,
         others=", ".join(name for name in MAIN_TYPES if name != answers.adapter),
@@ -97,7 +101,7 @@ model:
 data:
   name: {data} # a file, a folder, or a dataset on the Hub
 {columns}  {validation}
-  max_length: 1024 # longest example in tokens; longer examples are skipped and counted
+  max_length: {max_length} # longest example in tokens; longer examples are skipped and counted
 
 adapter:
   type: {adapter} # or {others}: change only this key to switch the method

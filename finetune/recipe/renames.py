@@ -300,8 +300,13 @@ def current_recipe(raw: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+OLD_FACTS = {"storage of the base": "base model weights"}  # of a contract
+
+
 def current_contract(contract: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's contract with its dotted keys under today's names."""
+    """Return a checkpoint's contract with its dotted keys and its facts under today's names."""
     held = [name for name in ("recipe", "chosen") if name in contract]
-    parts = {name: dict(current(*item) for item in contract[name].items()) for name in held}
+    parts: dict[str, Any] = {name: dict(current(*item) for item in contract[name].items()) for name in held}
+    if facts := contract.get("facts"):
+        parts["facts"] = {OLD_FACTS.get(name, name): value for name, value in facts.items()}
     return {**contract, **parts}

@@ -354,7 +354,7 @@ class Eval(Section):
     engine: Literal["hf", "vllm"] = "hf"
     """Library that runs `tasks`: transformers, or vLLM if it is installed."""
     forgetting: bool | PathName = True
-    """Text on which forgetting is measured. `true`: the shipped text. A file has a `text` in each row."""
+    """Text on which forgetting is measured. `true`: the shipped text. Each example of a file has a `text`."""
     generate: bool = True
     """Also generate answers to the validation set at the end, with the base model and the fine-tuned model,
     for exact match and samples. `false`: compute only the losses, in a fraction of the time."""

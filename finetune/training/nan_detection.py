@@ -277,7 +277,7 @@ def look_again(trainer: Steps, step: int) -> str:
     if sharded_tensors.sharded(model) or hasattr(trainer.model_wrapped, "backward"):
         return "not searched: the launch shards the weights or their state"
     if transformer_engine_layers.used():
-        return "not searched: processes communicate in each pass of TransformerEngine"
+        return "not searched: processes communicate in each forward pass of TransformerEngine"
     parts = trainer.micro_batches.divided(batches, getattr(trainer.args, "pad_to_multiple_of", None))
     try:
         reports = [first_not_finite(model, partial(trainer.loss_of, part)) for part in parts]

@@ -197,7 +197,7 @@ def add_run_check(optimizer: Optimizer, optim: str, kind: object, checks: RunChe
         not optimizer_choice.LOW_BITS.search(optim) or bool(low) or not large
     )
     few = (
-        f"; none has {optimizer_choice.SMALLEST} numbers, from which fewer bits are used"
+        f"; none has the {optimizer_choice.SMALLEST} elements from which fewer bits are used"
         if not large and not low
         else ""
     )

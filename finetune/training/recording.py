@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
+from finetune.core.command_lines import command
 from finetune.core.console import Console
 from finetune.core.errors import Stopped, UserError
 from finetune.core.run_checks import RunChecks
@@ -39,7 +40,8 @@ def recording(
     except Stopped as stopped:
         stopped.folder, ended = str(folder.path), str(stopped)
         if folder.weights.exists():
-            stopped.args = (f"{ended}; the trained weights are saved; next: finetune evaluate {folder.path}",)
+            evaluate = command("evaluate", str(folder.path))
+            stopped.args = (f"{ended}; the trained weights are saved; next: {evaluate}",)
         raise
     except UserError as error:
         ended = str(error)

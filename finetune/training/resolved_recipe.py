@@ -64,9 +64,11 @@ def choices(
     recipe, setup, correction = run.recipe, run.setup, run.correction
     launch, set_by = setup.launch, recipe.origin.set_by
     derived = peft_configs.derived(adapted, recipe.adapter)
-    how = f"{recipe.train.num_train_epochs or 3.0:g} epochs"
+    epochs = recipe.train.num_train_epochs or 3.0
+    how = f"{epochs:g} epoch{'s' * (epochs != 1)}"
     how = f"{set_by.get('train.max_steps', 'recipe')}: max_steps" if recipe.train.max_steps else how
-    factors = f"{batch.per_device} x {launch.processes} processes x {batch.accumulation} accumulated"
+    processes = f"{launch.processes} process{'es' * (launch.processes > 1)}"
+    factors = f"micro-batch {batch.per_device} x {batch.accumulation} accumulation x {processes}"
     split = f"{batch.effective} = {factors}"
 
     def by(key: str, who: str, choice: Choice) -> str:

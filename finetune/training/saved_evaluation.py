@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils.memory import clear_device_cache
 
+from finetune.core.command_lines import command
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives
 from finetune.evaluation import evaluator, gpu_room
@@ -50,7 +51,7 @@ def evaluate(folder: RunFolder, live: verify_saved.Live, checks: RunChecks) -> d
         done = subprocess.run(line, env=alone(), capture_output=True, text=True, check=False)
         if done.returncode:
             said = " ".join(done.stderr.split())[-500:]
-            what, fix = "the evaluation failed after training", f"finetune evaluate {folder.path}"
+            what, fix = "the evaluation failed after training", command("evaluate", str(folder.path))
             problem = Problem(
                 what, found=said, why="the trained weights are saved", fix=fix, code="run-check"
             )

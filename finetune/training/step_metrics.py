@@ -84,6 +84,7 @@ class Metrics(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        self.screen.reach(state.global_step)
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last step, whatever logging_steps is
 

@@ -81,7 +81,8 @@ class Stop:
         if os.environ.get("RANK", "0") == "0":
             first = "saving" if self.keeps else "exiting without a checkpoint"
             then = ", then exiting" if self.keeps else ""
-            os.write(2, f"\n{name}: {first} after this step{then}; once more: leaving now\n".encode())
+            again = "a second signal exits at once"
+            os.write(2, f"\n{name}: {first} after this step{then}; {again}\n".encode())
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from support.paths import ROOT
 QUESTION = "12 pears for Ada Lovelace in Utrecht."
 RUNS: dict[str, Path] = {}
 BEGINS = re.compile(  # of what is said; an answer may have several lines
-    "^(?=base: |tuned: |tuned will|base will|base and|the conversation is|system message|no system"
+    "^(?=base: |fine-tuned: |fine-tuned will|base will|base and|the conversation is|system message|no system"
     "|this model|/reset: |error: )",
     re.MULTILINE,
 )
@@ -84,18 +84,18 @@ def test_both_answer_as_in_evaluation(run, talk) -> None:
     base, tuned = (expected(folder, side, asked) for side in (False, True))
     assert base != tuned
     said = talk(folder, "--prompt", QUESTION, "--max-new-tokens", "8")
-    assert said == [f"base: {base}", f"tuned: {tuned}"]
+    assert said == [f"base: {base}", f"fine-tuned: {tuned}"]
     assert talk(folder, QUESTION, "--max-new-tokens", "8") == said
 
 
 def test_each_has_a_history_of_its_own(run, talk) -> None:
     folder = run()
     said = talk(folder, "/tuned", QUESTION, "/both", "And then?", "/reset", QUESTION, "--max-new-tokens", "8")
-    assert said[0] == "tuned will answer" and said[2] == "base and tuned will answer"
+    assert said[0] == "fine-tuned will answer" and said[2] == "base and fine-tuned will answer"
     first = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": said[1][7:]}
     then = {"role": "user", "content": "And then?"}
     assert said[3] == f"base: {expected(folder, False, [then])}", "it was not asked before"
-    assert said[4] == f"tuned: {expected(folder, True, [*first, then])}"
+    assert said[4] == f"fine-tuned: {expected(folder, True, [*first, then])}"
     assert said[5] == "the conversation is empty again" and said[7] == said[1]
 
 
@@ -124,7 +124,7 @@ def test_a_base_that_training_changed_is_loaded_beside(run, talk) -> None:
     folder = run("full", "train.learning_rate=2e-3")
     asked = [{"role": "user", "content": QUESTION}]
     said = talk(folder, "--prompt", QUESTION, "--max-new-tokens", "8")
-    assert said == [f"base: {expected(folder, False, asked)}", f"tuned: {expected(folder, True, asked)}"]
+    assert said == [f"base: {expected(folder, False, asked)}", f"fine-tuned: {expected(folder, True, asked)}"]
     assert said[0][6:] != said[1][7:]
 
 
@@ -204,7 +204,7 @@ def test_at_a_terminal(run) -> None:
                 break
         assert stopped
         os.write(ours, b"/tuned\n")
-        until("tuned will answer")
+        until("fine-tuned will answer")
         until("> ")
         os.write(ours, b"\x04")
         assert child.wait(timeout=60) == 0

@@ -111,7 +111,7 @@ def test_in_bfloat16_it_says_how_near_it_is(run, impatient, capsys) -> None:
     folder = run("lora")
     assert main.main(["merge", str(folder.path)]) == 0
     said = capsys.readouterr().out
-    assert "nats per token" in said and "3 validation examples" in said and "next:" in said
+    assert "nats per token" in said and "3 validation examples" in said and "load the model" in said
     assert re.search(r"^merge, running the fine-tuned model: \d+%, .* left$", said, re.MULTILINE)
     assert "merge, merging the adapter: " in said and "merge, verifying the merged weights: " in said
     report = folder.read("merge.json")["merged"]

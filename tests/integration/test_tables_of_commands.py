@@ -10,6 +10,10 @@ from support import tables
 from support.paths import QUICKSTART
 
 
+def test_tables_of_recipes_fit_80_and_120_columns() -> None:
+    tables.assert_tables_fit(lambda: main.main(["recipes"]))
+
+
 def test_tables_of_data_fit_80_and_120_columns(small, two_layers) -> None:
     words = ["data", str(QUICKSTART), *small, f"model.name={two_layers}", "data.packing=true", "--show", "0"]
     tables.assert_tables_fit(lambda: main.main(words))
@@ -25,5 +29,7 @@ def test_tables_of_a_finished_run_s_commands_fit_80_and_120_columns(trained, cap
     run = str(trained().path)
     tables.assert_tables_fit(lambda: main.main(["evaluate", run]))
     tables.assert_tables_fit(lambda: main.main(["publish", run, "--dry-run"]))
-    shutil.rmtree(re.search(r"(\S+finetune-publish-\S+)", capsys.readouterr().out)[1])
+    staged = re.search(r"(\S+finetune-publish-\S+)", capsys.readouterr().out)
+    assert staged
+    shutil.rmtree(staged[1])
     tables.assert_tables_fit(lambda: main.main(["export", run, "--to", "vllm", "--adapter"]), count=2)

@@ -99,7 +99,33 @@ def test_training_prints_a_line_during_a_step_that_takes_long(clock, capsys) -> 
     while not (said := capsys.readouterr().out) and time.perf_counter() < deadline:
         time.sleep(0.01)
     assert said == "training: 10%, 9 min 0 s left\n"
+    console.reach(2)
+    clock[0] += 40
+    deadline = time.perf_counter() + 10
+    while not (said := capsys.readouterr().out) and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    assert said == "training: 20%, 6 min 40 s left\n"
     console.stop()
+
+
+def test_the_bar_of_training_follows_steps_that_are_not_logged() -> None:
+    console, text = Console(), io.StringIO()
+    console.console = RichConsole(file=text, force_terminal=True, width=80)
+    console.start(total=10)
+    console.reach(3)
+    console.stop()
+    assert "3/10" in text.getvalue()
+
+
+def test_a_quiet_run_does_not_move_the_phase_around_it(clock, capsys) -> None:
+    with progress.phase(Console(), "compare", parts=4):
+        quiet = Console(quiet=True)
+        quiet.start(total=10)
+        clock[0] += 40
+        quiet.step(9, 10, "loss 1.5")
+        quiet.stop()
+        list(progress.track([[1]], 1))
+    assert capsys.readouterr().out.splitlines()[0].startswith("compare: 12%")
 
 
 def test_a_phase_without_loops_shows_its_time(clock, capsys) -> None:

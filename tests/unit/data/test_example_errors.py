@@ -330,7 +330,7 @@ def test_check_reads_the_first_rows(tmp_path: Path, capsys) -> None:
     assert main.main([*plan, "data.expect.malformed=0.5"]) == 0
     assert "unknown role" not in capsys.readouterr().out
     assert checked(rows, "data.validation=null", "data.expect.malformed=0.5") == 0
-    assert "checked 6 examples: the first 200 of each source" in capsys.readouterr().out
+    assert "checked all 6 examples without the tokenizer" in capsys.readouterr().out
 
 
 def test_a_row_without_turns_lacks_those_of_its_format(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_row_without_turns_lacks_those_of_its_format(tmp_path: Path) -> None:
 def test_check_reads_no_more_than_the_first_rows(tmp_path: Path, capsys) -> None:
     write(rows := tmp_path / "rows.jsonl", [*map(chat, range(example_errors.FIRST)), {"messages": "none"}])
     assert checked(rows, "data.validation=null") == 0
-    said = f"checked {example_errors.FIRST} examples: the first {example_errors.FIRST} of each source"
+    said = f"checked the first {example_errors.FIRST} examples of each source"
     assert said in capsys.readouterr().out
     write(rows, [*map(chat, range(example_errors.FIRST - 1)), {"messages": "none"}])
     assert checked(rows, "data.validation=null") == 2
