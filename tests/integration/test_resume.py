@@ -321,7 +321,7 @@ def test_no_difference_is_silent(straight) -> None:
                     refused.add(key)
                 assert key in said
     must, may = ({f"{s}{key}" for s, keys in part.items() for key in keys.split()} for part in (MUST, MAY))
-    must |= {"chat template", "data: content", "storage of the base"}
+    must |= {"chat template", "data: content", "base model weights"}
     assert must <= refused and may <= named and not refused & named
     assert len(refused | named) > 60
 
