@@ -40,11 +40,18 @@ val_set_size: 0.05
 ```
 
 ```bash
+pip install -e ".[export]" xllamacpp
 finetune import axolotl.yml --verify --output from_axolotl.yaml
 finetune check from_axolotl.yaml
+finetune train from_axolotl.yaml train.output_dir=runs/from_axolotl
+finetune export runs/from_axolotl --to gguf --quantize q8_0
+llama-cli -m runs/from_axolotl/export-gguf-q8_0/from_axolotl-q8_0.gguf --jinja
 ```
 
-The command detects the tool by its keys. It writes a recipe, and the recipe's comments list the result for every key:
+These steps lead from the old config to a model that answers in llama.cpp. The export compares its token ids and answers with
+finetune's. [Serve your model](serve.md) has the other servers.
+
+`finetune import` detects the tool by its keys. It writes a recipe, and the recipe's comments list the result for every key:
 
 | result | meaning |
 |---|---|
@@ -55,6 +62,7 @@ The command detects the tool by its keys. It writes a recipe, and the recipe's c
 
 - `--from trl` sets the tool. A shell script with `trl sft ...` works too.
 - `--gpus 4` is the number of GPUs that the old config used. finetune needs it to keep the effective batch size.
+- In TRL's Python scripts and in configs of LLaMA-Factory's v1, finetune reads nothing. The error says what to do instead.
 - finetune imports supervised fine-tuning only. For DPO, KTO, GRPO or pretraining, the error names the tool to stay with.
 
 Read the list before you train: a key that is not supported may change the result.

@@ -7,6 +7,7 @@ import copy
 import importlib
 import json
 import shutil
+import socket
 import subprocess
 import time
 import urllib.request
@@ -19,7 +20,6 @@ import torch
 from finetune.core import packages
 from finetune.data.chat_texts import render_chat
 from finetune.data.loss_mask import IGNORED
-from finetune.distributed.restart_together import free_port
 from finetune.export import serving_check
 from finetune.export.gguf_families import load_gguf
 from finetune.export.serving_check import LIKELIEST, Reader, Step
@@ -41,12 +41,23 @@ def reader_of(path: Path, job: Job) -> Iterator[Reader | None]:
     """Open a GGUF file with the best program that is installed, or give `None`."""
     longest = max((len(document.ids) for document in job.expected.documents), default=0)
     context = max([longest, *map(len, job.expected.prompts)]) + serving_check.ROOM + 8
+    with llama_cpp(path, context) as reader:
+        if reader is None and packages.installed("gguf"):
+            reader = transformers_reader(path, job)
+        yield reader
+
+
+@contextlib.contextmanager
+def llama_cpp(path: Path, context: int) -> Iterator[Reader | None]:
+    """Open a GGUF file with llama.cpp, or give `None` if it is not installed.
+
+    Args:
+        context: the most tokens of a prompt and its answer.
+    """
     if packages.installed("xllamacpp"):
         yield from _xllamacpp(path, context)
     elif program := shutil.which("llama-server"):
         yield from _llama_server(program, path, context)
-    elif packages.installed("gguf"):
-        yield transformers_reader(path, job)
     else:
         yield None
 
@@ -71,14 +82,17 @@ def _xllamacpp(path: Path, context: int) -> Iterator[Reader]:
 
 def _llama_server(program: str, path: Path, context: int) -> Iterator[Reader]:
     """Start the program `llama-server` of llama.cpp."""
-    port = str(free_port())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     words = [program, "-m", str(path), "--host", "127.0.0.1", "--port", port, "-c", str(context), "-np", "1"]
     words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-warmup", "--jinja"]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTUP
         while process.poll() is None and time.monotonic() < end:
-            with contextlib.suppress(URLError, ConnectionError, TimeoutError):
+            # While it loads the model, the server rejects requests, which is a ValueError
+            with contextlib.suppress(URLError, ConnectionError, TimeoutError, ValueError):
                 _ask(f"{address}/health")
                 break
             time.sleep(0.2)

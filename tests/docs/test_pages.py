@@ -28,7 +28,7 @@ from support.words import house_words
 SHORT = ["train.max_steps=1", "train.warmup_steps=0", "train.effective_batch_size=2", "eval.max_new_tokens=4"]
 SECTIONS = set(Recipe.model_fields)
 SAMPLE = "README.md"  # the page whose commands and examples `make test` runs
-OTHER_PROGRAMS = ("make", "source", "pip", "export", "echo", "ls")
+OTHER_PROGRAMS = ("make", "source", "pip", "export", "echo", "ls", "llama-cli", "llama-server")
 GENERATED = ("optimizations.md", "recipe_gallery.md", "adapters.md", "launch_matrix.md")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from finetune.core import packages
 from finetune.core.errors import UserError
 from finetune.data.encoding import Encoded
 from finetune.export import gguf_families, gguf_tokenizer, serving_check
@@ -78,6 +79,16 @@ def test_export_in_k_quants_stays_within_its_tolerance(
     reader = gguf.GGUFReader(tmp_path / "out" / f"tiny-{kind}.gguf")
     stored = {tensor.tensor_type.name for tensor in reader.tensors}
     assert family != "llama_wide" or f"Q{kind[1]}_K" in stored  # rows of others are no multiple of 256
+
+
+@pytest.mark.skipif(shutil.which("llama-server") is None, reason="needs llama.cpp's program llama-server")
+def test_the_program_llama_server_is_a_reader_too(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "installed", lambda name: name != "xllamacpp")
+    check = exported(saved("llama_tied"), tmp_path / "out")["serving_check"]
+    assert check["reader"] == "llama.cpp (llama-server)" and check["token_ids"]["different"] == 0
+    assert check["answers"]["agree"] and check["loss"]["agree"]
 
 
 def test_losses_of_llama_cpp_have_the_weights_of_the_loss(saved: Any, tmp_path: Path) -> None:
