@@ -254,7 +254,8 @@ def translate(state: Translation, where: str, gpus: int) -> None:
             state.unsupported("plugins", plugin, "finetune runs no plugins of axolotl")
     size = float(state.source.get("val_set_size") or 0)
     if not size:
-        state.record(SAME, "val_set_size", state.take("val_set_size"), "there is no validation set")
+        text = "it is off" if "data.validation" in state.recipe else "there is no validation set"
+        state.record(SAME, "val_set_size", state.take("val_set_size"), text)
     elif size >= 1:
         text = "it counts examples; set `data.validation_fraction` to their share of the data"
         state.unsupported("val_set_size", state.take("val_set_size"), text)
@@ -305,12 +306,7 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
                 )
             else:
                 state.record(TRANSLATED, f"{key}.chat_template", template, "see chat_template")
-        for theirs, ours in (("field_messages", "messages"), ("field", "text"), ("field_tools", "tools")):
-            value = entry.pop(theirs, None)
-            if value is None and ours == "messages" and columns.get(ours, ours) != ours:
-                value = ours  # axolotl's default, which another source does not have
-            if value is not None:
-                common.column(state, columns, ours, value, f"{key}.{theirs}")
+        _columns(state, entry, columns, key)
         mapped = dict(entry.pop("message_property_mappings", None) or {})
         for theirs, name in (("message_field_role", "role"), ("message_field_content", "content")):
             mapped |= {name: value} if (value := entry.pop(theirs, None)) else {}
@@ -331,6 +327,18 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     state.recipe |= {"data.columns": columns} if columns else {}
     state.recipe |= {"data.role_map": roles} if roles else {}
+
+
+def _columns(state: Translation, entry: dict[str, Any], columns: dict[str, str], key: str) -> None:
+    """Translate the names of the columns of a source."""
+    for theirs, ours in (("field_messages", "messages"), ("field", "text"), ("field_tools", "tools")):
+        value = entry.pop(theirs, None)
+        if ours == "messages" and value == "conversations":
+            state.record(SAME, f"{key}.{theirs}", value, "finetune detects the column conversations")
+        elif value is None and ours == "messages" and columns.setdefault(ours, ours) != ours:
+            common.column(state, columns, ours, ours, f"{key}.{theirs}")  # axolotl's default
+        elif value is not None:
+            common.column(state, columns, ours, value, f"{key}.{theirs}")
 
 
 def _message_keys(state: Translation, mapped: dict[str, str], key: str) -> None:
@@ -355,8 +363,7 @@ def _format(state: Translation, entry: dict[str, Any], key: str, where: str) -> 
     elif base in ("chat_template", "sharegpt"):
         state.record(TRANSLATED, f"{key}.type", kind, "finetune detects messages and sharegpt")
     elif base == "alpaca":
-        state.record(TRANSLATED, f"{key}.type", kind, "finetune detects alpaca columns")
-        text = "axolotl writes alpaca examples in its own prompt; finetune uses the chat template"
+        text = "axolotl writes alpaca columns in its own prompt; finetune uses the chat template"
         state.record(DIFFERS, f"{key}.type", kind, f"{text} (`data.chat_template` takes a file)")
     elif kind:
         text = "finetune knows messages, prompt and completion, alpaca, sharegpt and text"

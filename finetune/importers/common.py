@@ -47,6 +47,8 @@ TRAINER = {
         reason="finetune runs no code of a model's repository; models that transformers knows need none"
     ),
     "disable_tqdm": Rule(same=NO_EFFECT),
+    "torch_compile": Rule("speed.compile", bool),
+    "torch_compile_mode": Rule("speed.compile"),
     "local_rank": Rule(same="the launcher sets it"),
 }
 SCHEDULES = {"cosine_with_min_lr": "cosine_with_min_lr", "one_cycle": "cosine"}
@@ -115,9 +117,8 @@ def batch_size(state: Translation, micro: tuple[str, int], steps: tuple[str, int
         state.record("translated", name, per_device if name == micro[0] else accumulated, text)
     for name, default in (micro, steps):
         if name not in names:
-            state.record(
-                "differs by default", name, default, f"not set; the default of {state.tool} is {default}"
-            )
+            why = f"the default of {state.tool} is {default}, and finetune's default batch has 32 examples"
+            state.record("differs by default", name, default, f"{why}; kept {default}")
 
 
 def lora(state: Translation, keys: dict[str, str], quantized: str = "") -> None:

@@ -59,6 +59,7 @@ RULES = {
     "pissa_init": Rule("adapter.init_lora_weights", lambda on: f"pissa_niter_{on}"),
     "resize_vocab": Rule(same="finetune adds only the rows of new tokens"),
     "add_tokens": Rule("model.add_tokens", lambda text: [name.strip() for name in text.split(",")]),
+    "new_special_tokens": Rule("model.add_tokens", lambda text: [name.strip() for name in text.split(",")]),
     "add_special_tokens": Rule("model.add_tokens", lambda text: [name.strip() for name in text.split(",")]),
     "rope_scaling": Rule(reason="set rope_scaling in the model's config.json"),
     "ray_num_workers": Rule(reason="see scripts/slurm and scripts/skypilot"),
@@ -123,6 +124,9 @@ RULES = {
         )
     },
 }
+
+
+ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 
 
 def translate(state: Translation, where: str, gpus: int) -> None:
@@ -198,7 +202,7 @@ def _datasets(state: Translation, where: str) -> None:
         sources.append(_source(info, folder))
         for ours, theirs in _columns(info).items():
             common.column(state, columns, ours, theirs, f"dataset.{name}.columns")
-        for key in ("num_samples", "script_url", "cloud_file_name", "ms_hub_url", "om_hub_url", "folder"):
+        for key in ("num_samples", "folder", *(() if info.get("hf_hub_url") else ELSEWHERE)):
             if value := info.get(key):
                 text = "finetune reads the whole files of the Hub and of this machine"
                 state.unsupported(f"dataset.{name}.{key}", value, text)
@@ -238,7 +242,12 @@ def _source(info: dict[str, Any], folder: Path) -> Any:
     """The source of an entry of dataset_info.json: a path, or a Hub dataset."""
     if "file_name" in info:
         return os.path.join(folder, info["file_name"])
-    source = {"name": info.get("hf_hub_url", ""), "subset": info.get("subset"), "split": info.get("split")}
+    elsewhere = next((info[key] for key in ELSEWHERE if info.get(key)), "")
+    source = {
+        "name": info.get("hf_hub_url") or elsewhere,
+        "subset": info.get("subset"),
+        "split": info.get("split"),
+    }
     kept = {key: value for key, value in source.items() if value is not None}
     return kept["name"] if set(kept) == {"name"} else kept
 
@@ -299,7 +308,11 @@ def _adapter(state: Translation) -> None:
         if kind == "lora":
             state.record(TRANSLATED, "finetuning_type", kind, f"adapter.type: {state.recipe['adapter.type']}")
     modules = "all-linear" if target == "all" else [name.strip() for name in target.split(",")]
-    state.set("adapter.target_modules", modules, "lora_target", target)
+    name = "oft_target" if kind == "oft" else "lora_target"
+    if name in state.given:
+        state.set("adapter.target_modules", modules, name, target)
+    else:
+        state.keep_default("adapter.target_modules", modules, "all-linear")
     if not quantized:
         common.keep_unquantized(state)
 

@@ -116,7 +116,7 @@ def _drop_refused(state: Translation, where: Path) -> None:
             for problem in error.problems:
                 key = ".".join(problem.key.split(".")[:2])
                 if key in state.recipe and key.startswith(OPTIONAL) and key != "adapter.type":
-                    fix = f"; {problem.fix}" if problem.fix else ""
+                    fix = f"; {problem.fix}" if problem.fix else "; kept finetune's default"
                     state.refuse(key, f"finetune does not accept it: {problem.what}{fix}")
         else:
             return
@@ -152,10 +152,13 @@ def _command_words(text: str, where: str) -> list[str]:
             fix = "correct the quotes of the command line"
             raise UserError(Problem(what, where=where, found=str(error), fix=fix, code="import")) from error
         for place, word in enumerate(words):
+            before = words[:place]
+            launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []
+            launch = ["--accelerate_config", *launch] if launch else []
             if word.endswith("sft.py"):
-                return ["sft", *words[place + 1 :]]
+                return ["sft", *words[place + 1 :], *launch]
             if Path(word).name == "trl" and words[place + 1 :]:
-                return words[place + 1 :]
+                return [*words[place + 1 :], *launch]
     return []
 
 
@@ -169,6 +172,10 @@ def _arguments(words: list[str], where: str) -> dict[str, Any]:
         if word.startswith("--"):
             key, equals, value = word[2:].replace("-", "_").partition("=")
             given[key] = [strict_yaml.scalar(value)] if equals else []
+            if key.startswith("no_") and not equals:
+                key = key.removeprefix("no_")
+                given[key] = [False]
+                del given[f"no_{key}"]
         elif key:
             given[key].append(strict_yaml.scalar(word))
     found = {key: values if values[1:] else values[0] if values else True for key, values in given.items()}

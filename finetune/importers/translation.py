@@ -97,7 +97,8 @@ class Translation:
         elif rule.reason and value not in rule.off:
             self.unsupported(key, value, rule.reason)
         else:
-            self.record(SAME, key, value, rule.same or "it is not set")
+            unset = "it is not set" if value is None else "finetune does this too" if value else "it is off"
+            self.record(SAME, key, value, rule.same or unset)
 
     def keep_default(self, target: str, theirs: Any, ours: Any, why: str = "") -> None:
         """Write the tool's default into the recipe if the recipe has no value for the key."""
@@ -120,7 +121,8 @@ class Translation:
     def finish(self) -> None:
         """Record the keys that no rule knows, and those that are switched off."""
         for key, value in self.source.items():
-            self.unsupported(key, value, f"finetune does not know this key of {self.tool}")
+            if value is not None:
+                self.unsupported(key, value, f"finetune does not know this key of {self.tool}")
         self.source = {}
         recorded = {entry.key.split(".")[0] for entry in self.entries}
         for key, value in self.given.items():

@@ -39,6 +39,7 @@ RULES = {
     "lora_target_parameters": Rule("adapter.target_parameters"),
     "bnb_4bit_quant_type": Rule(reason="`model.quantization: fp4` has this type", off=(None, "nf4")),
     "env": Rule(reason="set the variables in the shell"),
+    "num_processes": Rule(reason="use `finetune import --gpus`, which counts them in the batch size"),
     "bnb_4bit_quant_storage": Rule(same=common.NO_EFFECT),
     "ignore_bias_buffers": Rule(same=common.NO_EFFECT),
     "shuffle_dataset": Rule(same="finetune shuffles the examples"),
@@ -67,6 +68,10 @@ def translate(state: Translation, where: str, gpus: int) -> None:
             for one in mixture
         ]
         state.set("data.name", names, "datasets", mixture)
+        for number, one in enumerate(mixture):
+            for key in one.keys() - {"path", "name", "split"}:
+                text = "finetune has no such setting for a source; see `data.columns` and `data.name`"
+                state.unsupported(f"datasets.{number}.{key}", one[key], text)
     _adapter(state)
     _loss(state)
     attention = state.take("attn_implementation")
@@ -82,6 +87,9 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     common.batch_size(state, ("per_device_train_batch_size", 8), ("gradient_accumulation_steps", 1), gpus)
     common.duration(state)
     _validation(state)
+    mode = state.take("truncation_mode", "keep_start")
+    text = "TRL cuts a longer example; finetune never cuts an answer and skips it; see `data.too_long`"
+    state.unsupported("truncation_mode", mode, text)
     if "max_length" in state.source and state.source["max_length"] is None:
         text = "finetune needs a length; set `data.max_length` to the longest example of `finetune data`"
         state.unsupported("max_length", state.take("max_length"), text)
@@ -159,9 +167,6 @@ def _loss(state: Translation) -> None:
 
 def _defaults(state: Translation) -> None:
     common.keep_trainer_defaults(state, max_length=1024, learning_rate=2e-5)
-    mode = state.take("truncation_mode", "keep_start")
-    text = "TRL cuts a longer example; finetune never cuts an answer and skips it; see `data.too_long`"
-    state.unsupported("truncation_mode", mode, text)
 
 
 def _validation(state: Translation) -> None:
