@@ -119,7 +119,7 @@ def plan(screen: Console) -> None:
     short = recipe.model_copy(
         update={"model": recipe.model.model_copy(update={"name": "examples/tiny_llama/model"})}
     )
-    plan_report.run(short, [], screen, planned_machine.Asked("l4", None, None, None))
+    plan_report.run(short, [], screen, planned_machine.PlanRequest("l4", None, None, None))
 
 
 def end_of_run(screen: Console) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from finetune.autoconfig.memory_estimate import IN_FLIGHT, INT8, at_once, split
+from finetune.autoconfig.memory_estimate import IN_FLIGHT, INT8, peak_activations_gib, recomputed_layers
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.run_checks import Choice
 
@@ -36,9 +36,9 @@ def choose_activation_checkpointing(requested: str, plan: Memory, hardware: Hard
         key, fix = "speed.activation_checkpointing", "set `speed.activation_checkpointing: auto`, or full"
         problem = Problem(what, key, found=value, fix=fix, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
-    if plan.away and requested == "auto":
-        leaves = (plan.kept - plan.norms - plan.mlps) * plan.away * plan.pinned
-        if plan.mlps and leaves <= plan.host and max(at_once(plan, "mlp")) <= plan.room:
+    if plan.offloaded and requested == "auto":
+        leaves = (plan.kept - plan.norms - plan.mlps) * plan.offloaded * plan.pinned
+        if plan.mlps and leaves <= plan.host and max(peak_activations_gib(plan, "mlp")) <= plan.room:
             return Choice("mlp", f"auto: {leaves:.0f} GiB of other activations are offloaded to CPU memory")
         return Choice("full", "speed.offload offloads the inputs of recomputed layers")
     if requested != "auto":
@@ -88,17 +88,17 @@ def choose(
     cheap = choice.value.startswith("mlp:") and _cost(choice.value, plan) <= _cost("mlp_int8", plan)
     per_layer = (plan.kept - plan.norms - plan.mlps) / layers
     passing = plan.norms / layers  # one tensor on its way to the CPU, another on its way back
-    over = at_once(plan, "mlp_int8")[1] + passing - plan.room
+    over = peak_activations_gib(plan, "mlp_int8")[1] + passing - plan.room
     count = max(1, math.ceil(over / per_layer) + IN_FLIGHT)
     if choice.value in ("none", "norms", "mlp_int8"):
         why = "not needed"
-    elif not plan.beside:
+    elif not plan.offloadable:
         why = "only with compiled layers and fused MLPs on fp8"
     elif cheap:
         why = "recomputing these MLPs is cheaper than int8"
     elif count > layers:
         why = "offloading all layers would not be enough"
-    elif count > plan.beside * layers:
+    elif count > plan.offloadable * layers:
         why = "copies would be slower than the layers"
     elif count * per_layer * plan.pinned > plan.host:
         why = f"{count * per_layer * plan.pinned:.0f} GiB do not fit in CPU memory"
@@ -108,7 +108,7 @@ def choose(
         return choice, Choice("none", f"auto: {why}"), plan
     half = Choice("mlp_int8", f"{choice.reason}; not more, because {count} layers offload other activations")
     text = f"auto: {count * per_layer:.0f} GiB in CPU memory, so that no MLP is recomputed"
-    return half, Choice(f"activations:{count}", text), plan._replace(away=count / layers)
+    return half, Choice(f"activations:{count}", text), plan._replace(offloaded=count / layers)
 
 
 def stronger_level(level: str, *, fused_mlps: bool, offloads: bool) -> str | None:
@@ -148,4 +148,4 @@ def _rounded(plan: Memory, text: str) -> Choice | None:
 def _cost(checkpointing: str, plan: Memory) -> float:
     """Return the time that a level adds, in units of recomputing gate and up of one MLP."""
     rounding = plan.rounding * plan.layers if checkpointing.startswith("mlp_int8") else 0.0
-    return split(checkpointing, plan.layers)[1] + rounding
+    return recomputed_layers(checkpointing, plan.layers)[1] + rounding

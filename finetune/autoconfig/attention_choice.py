@@ -58,7 +58,7 @@ class Attends:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowLayout:
     """The sequences that attention is trained on."""
 
     packed: bool
@@ -108,7 +108,11 @@ def _lacks(config: ModelConfig) -> tuple[str, ...]:
 
 
 def choose(
-    requested: str, hardware: Hardware, dtype: str, attends: Attends | None = None, rows: Rows | None = None
+    requested: str,
+    hardware: Hardware,
+    dtype: str,
+    attends: Attends | None = None,
+    rows: RowLayout | None = None,
 ) -> tuple[str, str]:
     """Choose the attention implementation. Return it with the reason.
 
@@ -143,7 +147,7 @@ def choose(
     return _masked(attends), "auto: with a full attention mask, because " + "; ".join(passed_over)
 
 
-def candidates(hardware: Hardware, rows: Rows) -> tuple[str, ...]:
+def candidates(hardware: Hardware, rows: RowLayout) -> tuple[str, ...]:
     """Return the implementations that `auto` considers, the fastest first."""
     if hardware.device != "cuda":
         return ("sdpa", "eager")
@@ -170,7 +174,7 @@ def for_evaluation(requested: str, attends: Attends) -> tuple[str, str]:
 
 
 def unsupported_reason(
-    name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows, *, installed: bool = True
+    name: str, hardware: Hardware, dtype: str, attends: Attends, rows: RowLayout, *, installed: bool = True
 ) -> str:
     """Return why an implementation can't train this model on this machine; the empty string if it can."""
     lacking = missing(name, hardware, installed=installed)
@@ -221,7 +225,7 @@ def broken(name: str) -> str:
     return ""
 
 
-def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: Rows) -> str:
+def _wrong(name: str, hardware: Hardware, dtype: str, attends: Attends, rows: RowLayout) -> str:
     """Return what an implementation does not support in this model or these sequences."""
     if name == "eager":
         return ""
@@ -267,7 +271,7 @@ def _padded(longest: int) -> int:
     return math.ceil(longest / multiple) * multiple
 
 
-def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
+def left_out(dtype: str, attends: Attends, rows: RowLayout) -> str:
     """Return a feature that this model or its sequences need and that FlashAttention 3 was built without.
 
     The `hopper/setup.py` of flash-attention records the disabled features in `flash_attn_config`.
@@ -290,7 +294,7 @@ def left_out(dtype: str, attends: Attends, rows: Rows) -> str:
     return next((what for what, is_so in missing.items() if is_so), "")
 
 
-def _reason(name: str, hardware: Hardware, rows: Rows, passed_over: list[str]) -> str:
+def _reason(name: str, hardware: Hardware, rows: RowLayout, passed_over: list[str]) -> str:
     kind = "packed" if rows.packed else "padded"
     if hardware.device != "cuda":
         text = f"auto: the only fused kernel for {kind} sequences on the CPU"

@@ -37,17 +37,17 @@ class Work(NamedTuple):
     """Why `auto` does not compile."""
     parts: int = 1
     """Number of shards of gradients and optimizer state. Each process holds one shard."""
-    awaited: float = 0.0
+    arriving_gib: float = 0.0
     """GiB of weights that arrive on this device when training starts, minus the weights that leave it."""
     host: float = math.inf
     """GiB of CPU memory that this process may fill by offloading."""
-    each: float = 12.0
+    bytes_per_parameter: float = 12.0
     """Bytes of gradient and optimizer state per trainable parameter."""
-    differs: str = "the steps are not known to be alike"
+    graphs_unsupported: str = "the steps are not known to be alike"
     """Why `auto` must not record passes as CUDA graphs."""
     usable: float = 0.0
     """GiB that training may fill in addition to the weights and the adapter."""
-    once: bool = False
+    no_recompute: bool = False
     """TransformerEngine's fp8 applies only in the forward pass, so no layer can be recomputed."""
 
 
@@ -148,7 +148,7 @@ def check_cuda_graphs(
         what, fix = f"CUDA graphs do not work with {sharded}", "speed.compile: true"
         why = f"a CUDA graph reads weights at fixed addresses, and {sharded} moves them"
         return Problem(what, "speed.compile", found=as_yaml(compile), why=why, fix=fix, code=code)
-    if compile in GRAPHS and memory_estimate.away(offload, 1):
+    if compile in GRAPHS and memory_estimate.offloaded_share(offload, 1):
         what = f"speed.compile: {compile} does not work with offloaded activations"
         why = "a CUDA graph reads activations at fixed addresses on the GPU"
         fix = "set `speed.offload: none`, or `speed.compile: true`"

@@ -48,7 +48,7 @@ FAMILIES = ("llama", "qwen3_moe")
 RECOMPUTED = "layers are recomputed or offload their activations, which CUDA graphs do not support"
 
 
-def alone(processes: int) -> bool:
+def is_single_plain_process(processes: int) -> bool:
     """Return whether a launch is one process without sharding and without an fp8 backend.
 
     CUDA graphs were tested only under such launches.
@@ -60,13 +60,13 @@ def alone(processes: int) -> bool:
     )
 
 
-def differs(
-    recipe: Recipe, config: ModelConfig, *, alone: bool, attention: str, storage: str, searched: bool
+def unsupported_reason(
+    recipe: Recipe, config: ModelConfig, *, single_process: bool, attention: str, storage: str, searched: bool
 ) -> str:
     """Return why `auto` must not record the passes of a run as CUDA graphs; the empty string if it may.
 
     Args:
-        alone: whether the launch is one process, as the function `alone` decides.
+        single_process: whether the launch is one process, as `is_single_plain_process` decides.
         searched: whether a search finds the micro-batch size.
     """
     data, adapter, speed = recipe.data, recipe.adapter, recipe.speed
@@ -76,7 +76,7 @@ def differs(
         return "streamed batches have different lengths"
     if searched:
         return "a search finds the micro-batch size"
-    if not alone:
+    if not single_process:
         return "not tested on several GPUs or under a launch that changes layers"
     text = config.get_text_config()
     drops = [getattr(text, key, 0) for key in ("resid_pdrop", "embd_pdrop", "hidden_dropout")]
@@ -93,13 +93,15 @@ def differs(
     return next((f"not tested with {what}; {fix}" for what, is_tested in tried.items() if not is_tested), "")
 
 
-def choose(requested: str | bool, compile: Choice, *, differs: str, gemm_seconds: float, kind: str) -> Choice:
+def choose(
+    requested: str | bool, compile: Choice, *, unsupported: str, gemm_seconds: float, kind: str
+) -> Choice:
     """Choose whether compiled layers run as CUDA graphs, by the mode of torch.compile or if it pays off.
 
     Args:
         requested: `speed.compile`.
         compile: the choice for `speed.compile`.
-        differs: why `auto` must not record passes; the empty string if it may.
+        unsupported: why `auto` must not record passes; the empty string if it may.
         gemm_seconds: seconds of one layer's GEMMs in a forward and backward pass.
         kind: a key of `LAUNCHED`.
     """
@@ -108,14 +110,14 @@ def choose(requested: str | bool, compile: Choice, *, differs: str, gemm_seconds
     if requested not in ("auto", True):
         return Choice("on" if requested in compilation.GRAPHS else "off", "asked for")
     launched, text = LAUNCHED[kind], f"a layer takes the GPU {gemm_seconds * 1e3:.1f} ms"
-    if differs:
-        return Choice("off", f"auto: {differs}")
+    if unsupported:
+        return Choice("off", f"auto: {unsupported}")
     if gemm_seconds >= launched:
         return Choice("off", f"auto: {text}, so the GPU does not wait for Python")
     return Choice("on", f"auto: {text}, and Python needs about {launched * 1e3:.1f} ms to launch it")
 
 
-def beside(
+def choose_with_memory(
     chosen: Choice, speed: Speed, checkpointing: str, plan: Memory, hardware: Hardware
 ) -> tuple[Choice, Choice, Choice, Memory]:
     """Choose activation checkpointing, offloading and CUDA graphs together.
@@ -132,7 +134,7 @@ def beside(
             *requested, plan._replace(room=plan.room - plan.graphs), hardware
         )
         conflict = compilation.check_cuda_graphs(compilation.GRAPHS[0], checkpoints.value, offload.value)
-        fits = max(memory_estimate.at_once(with_graphs, checkpoints.value)) <= with_graphs.room
+        fits = max(memory_estimate.peak_activations_gib(with_graphs, checkpoints.value)) <= with_graphs.room
         if fits and not conflict:
             return checkpoints, offload, chosen, with_graphs
         if speed.compile not in compilation.GRAPHS:
@@ -142,7 +144,7 @@ def beside(
     return checkpoints, offload, chosen, plan
 
 
-def products(config: ModelConfig, tokens: int, peak: float | None, *, kind: str) -> float:
+def layer_gemm_seconds(config: ModelConfig, tokens: int, peak: float | None, *, kind: str) -> float:
     """Return seconds of one layer's GEMMs in a forward and backward pass.
 
     Args:

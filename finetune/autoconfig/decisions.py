@@ -149,16 +149,18 @@ def decide(spec: ModelSpec, speed: Speed, work: Work, hardware: Hardware, fused:
     broken = f"PEFT's forward pass of {names} breaks the graph of torch.compile" if names else ""
     _refuse(compilation.check_graph_breaks(speed.compile, broken))
     compile = compilation.choose_compile(speed.compile, work._replace(eager=work.eager or broken), hardware)
-    products = cuda_graphs.products(spec.config, work.tokens, hardware.peak_flops, kind=spec.kind)
+    gemms = cuda_graphs.layer_gemm_seconds(spec.config, work.tokens, hardware.peak_flops, kind=spec.kind)
     graphs = cuda_graphs.choose(
-        speed.compile, compile, differs=work.differs, gemm_seconds=products, kind=spec.kind
+        speed.compile, compile, unsupported=work.graphs_unsupported, gemm_seconds=gemms, kind=spec.kind
     )
     keeps = keeps_of(spec, work.parts, fused=fused.value == "on", compiled=compile.value == "on")
     plan = plan_memory(spec, work, keeps, speed.offload)
     plan = plan._replace(unfused=f"speed.fused: {spec.unfused or fused.reason}")
-    once = work.once and speed.activation_checkpointing == "auto"
+    once = work.no_recompute and speed.activation_checkpointing == "auto"
     requested = "none" if once else speed.activation_checkpointing
-    checkpointing, offload, graphs, plan = cuda_graphs.beside(graphs, speed, requested, plan, hardware)
+    checkpointing, offload, graphs, plan = cuda_graphs.choose_with_memory(
+        graphs, speed, requested, plan, hardware
+    )
     _refuse(compilation.check_cuda_graphs(speed.compile, checkpointing.value, offload.value, work.sharded))
     if once:
         why = f"auto: TransformerEngine's fp8 applies only in the forward pass, and {launch_environment.ONCE}"
@@ -172,7 +174,7 @@ def plan_memory(spec: ModelSpec, work: Work, keeps: Keeps, offload: str) -> Memo
     Args:
         offload: `speed.offload`, or the choice for it.
     """
-    usable = work.usable - work.each * (spec.trained // work.parts) / memory_estimate.GIB
+    usable = work.usable - work.bytes_per_parameter * (spec.trained // work.parts) / memory_estimate.GIB
     options = {"usable": usable, "offload": offload, "extra": spec.rounded_gib}
     return memory_estimate.activations(spec.config, work.tokens, keeps, **options)._replace(host=work.host)
 

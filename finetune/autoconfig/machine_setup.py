@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from finetune.autoconfig.attention_choice import Attends, Rows
+    from finetune.autoconfig.attention_choice import Attends, RowLayout
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.hardware.detection import Hardware
     from finetune.quantization.stored_weights import Stored
@@ -71,7 +71,7 @@ def choose(
     base: str,
     adapter_type: str,
     attends: Attends | None = None,
-    rows: Rows | None = None,
+    rows: RowLayout | None = None,
     weights: Weights = Weights(),
 ) -> Setup:
     """Detect the machine and the launch, and choose attention and base model storage for them.

@@ -70,11 +70,11 @@ class Memory(NamedTuple):
     """The part of `kept` in gate and up of fused MLPs, which can be recomputed."""
     host: float = math.inf
     """CPU memory available for offloading."""
-    away: float = 0.0
+    offloaded: float = 0.0
     """Share of the layers that offload their activations."""
     rounding: float = math.inf
     """Time to store an MLP in int8, relative to recomputing it; inf: `auto` does not use int8."""
-    beside: float = 0.0
+    offloadable: float = 0.0
     """Share of the layers that `auto` may offload, so that copies are not slower than the layers."""
     pinned: float = 1.0
     """Pinned CPU memory per offloaded byte. torch rounds it up to powers of two."""
@@ -133,7 +133,7 @@ class Keeps(NamedTuple):
     """The experts' weights are quantized, and each layer dequantizes them."""
 
 
-def split(checkpointing: str, layers: int) -> tuple[int, int]:
+def recomputed_layers(checkpointing: str, layers: int) -> tuple[int, int]:
     """Return the number of layers that are recomputed whole, and of those that recompute only gate and up.
 
     For example, `full:8` of 32 layers gives 8 and 24.
@@ -315,18 +315,20 @@ def activations(
     room = usable - max(moments) - MARGIN_GIB
     row = tokens * one.hidden * 2 / GIB
     saved_gib = kept_gib(config, tokens, keeps) + extra
-    gone = away(offload, one.layers)
+    gone = offloaded_share(offload, one.layers)
     entry = (1 - gone) * row * (1 if keeps.adapted else 2)
     mlps = 4 * tokens * one.layers * one.intermediate / GIB if keeps.fused else 0.0
     pinned = 2 ** math.ceil(math.log2(row)) / row
-    plan = Memory(one.layers, saved_gib, 2 * one.layers * row, entry, room, mlps, away=gone, pinned=pinned)
+    plan = Memory(
+        one.layers, saved_gib, 2 * one.layers * row, entry, room, mlps, offloaded=gone, pinned=pinned
+    )
     plan = plan._replace(graphs=min(moments))
     if not (keeps.fp8 and keeps.compiled and keeps.fused):
         return plan
-    return plan._replace(rounding=ROUNDING / one.hidden, beside=min(1.0, one.hidden / COPIED))
+    return plan._replace(rounding=ROUNDING / one.hidden, offloadable=min(1.0, one.hidden / COPIED))
 
 
-def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
+def peak_activations_gib(plan: Memory, checkpointing: str) -> tuple[float, float]:
     """Return GiB of activations at the loss, and at the peak of the backward pass.
 
     Recomputed layers are spread evenly and include the first layer. Backward holds all activations of the
@@ -337,7 +339,7 @@ def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
         return plan.kept, plan.kept
     if checkpointing.startswith("mlp_int8"):
         saved_gib = _stays(plan.kept - plan.norms - plan.mlps, plan)
-        saved_gib += INT8 * plan.mlps * (1 - split(checkpointing, layers)[1] / layers)
+        saved_gib += INT8 * plan.mlps * (1 - recomputed_layers(checkpointing, layers)[1] / layers)
         return saved_gib, saved_gib + plan.norms / layers
     # `mlp:N` recomputes the first N layers. By then, backward has freed the activations of the last layers.
     if checkpointing.startswith("mlp:"):
@@ -348,7 +350,7 @@ def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
     if checkpointing in ("norms", "mlp"):
         saved_gib = _stays(plan.kept - half, plan)
         return saved_gib, saved_gib + half / layers
-    count = split(checkpointing, layers)[0]
+    count = recomputed_layers(checkpointing, layers)[0]
     per_layer = (plan.kept - half) / layers if count < layers else plan.kept / layers
     saved_gib = (layers - count) * per_layer + count * plan.entry
     # Backward has freed the layers after the last recomputed layer.
@@ -358,10 +360,12 @@ def at_once(plan: Memory, checkpointing: str) -> tuple[float, float]:
 
 def _stays(saved_gib: float, plan: Memory) -> float:
     """Return the part of the layers' activations that stays on the GPU, in GiB."""
-    return saved_gib * (1 - plan.away) + min(saved_gib * plan.away, IN_FLIGHT * saved_gib / plan.layers)
+    return saved_gib * (1 - plan.offloaded) + min(
+        saved_gib * plan.offloaded, IN_FLIGHT * saved_gib / plan.layers
+    )
 
 
-def away(offload: str, layers: int) -> float:
+def offloaded_share(offload: str, layers: int) -> float:
     """Return the share of the layers that offload their activations to CPU memory."""
     kind, _, some = offload.partition(":")
     return 0.0 if kind not in ("activations", "all") else min(1.0, int(some) / layers) if some else 1.0

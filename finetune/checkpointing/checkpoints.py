@@ -43,7 +43,7 @@ _ASIDE = re.compile(r"aside-(step-\d+)")  # later checkpoints of a run that resu
 _FILE = re.compile(r"[A-Za-z0-9_-]+\.(safetensors|json)")
 
 
-class Found(NamedTuple):
+class VerifiedCheckpoint(NamedTuple):
     """A checkpoint that verified."""
 
     path: Path
@@ -235,7 +235,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def newest(checkpoints: Path) -> Found | None:
+def newest(checkpoints: Path) -> VerifiedCheckpoint | None:
     """Return the newest checkpoint that verifies, with notes on newer ones; `None` if there is no checkpoint.
 
     Raises:
@@ -250,7 +250,7 @@ def newest(checkpoints: Path) -> Found | None:
             continue
         rest = "is not used, and the next save deletes it. To keep it, give it its old name"
         skipped += [f"{one.name} {rest}" for one in aside(checkpoints)]
-        return Found(path, step_of(path), read_contract(path), skipped)
+        return VerifiedCheckpoint(path, step_of(path), read_contract(path), skipped)
     if skipped:
         what, fix = "all checkpoints are damaged", "choose a new train.output_dir to start again"
         texts = {"found": "; ".join(skipped), "fix": fix, "code": "checkpoint"}
@@ -258,7 +258,7 @@ def newest(checkpoints: Path) -> Found | None:
     return None
 
 
-def named(checkpoints: Path, name: str) -> Found:
+def named(checkpoints: Path, name: str) -> VerifiedCheckpoint:
     """Return the checkpoint of this name.
 
     Raises:
@@ -275,7 +275,7 @@ def named(checkpoints: Path, name: str) -> Found:
         what, fix = "the checkpoint is damaged", "use --resume to continue from the newest valid checkpoint"
         problem = Problem(what, where=str(path), found=str(damage), fix=fix, code="checkpoint")
         raise UserError(problem, code=Exit.ARTIFACT) from None
-    return Found(path, step_of(path), read_contract(path), [])
+    return VerifiedCheckpoint(path, step_of(path), read_contract(path), [])
 
 
 def verify(path: Path) -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,7 +20,7 @@ from finetune.run_folder import lock, run_folder
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from finetune.checkpointing.checkpoints import Found
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.core.console import Console
 
 OURS = {  # files and folders that a stopped run may leave in its folder
@@ -133,12 +132,12 @@ def _saved(folder: RunFolder) -> bool:
     return whole and (folder.checkpoints / checkpoints.CONTRACT).exists()
 
 
-def find_in(where: str | None, requested: str | None) -> Found | None:
+def find_in(where: str | None, requested: str | None) -> VerifiedCheckpoint | None:
     """Return the verified checkpoint to resume from in this folder, as `find` does."""
     return find(RunFolder(Path(where)), requested) if where else None
 
 
-def find(folder: RunFolder, requested: str | None) -> Found | None:
+def find(folder: RunFolder, requested: str | None) -> VerifiedCheckpoint | None:
     """Return the verified checkpoint to resume from; `None` for a new run.
 
     Raises:
@@ -156,9 +155,8 @@ def find(folder: RunFolder, requested: str | None) -> Found | None:
 
 def begin(
     folder: RunFolder,
-    checkpoint: Found | None,
+    checkpoint: VerifiedCheckpoint | None,
     contract: dict[str, Any],
-    choices: dict[str, tuple[Any, str]],
     screen: Console,
 ) -> None:
     """Bring the run folder to the state of the checkpoint, or to the start of a new run."""
@@ -167,8 +165,6 @@ def begin(
         safe_files.remove(folder.path, half.name)
     later = checkpoints.begin(folder.checkpoints, step)
     removed = rewind(folder, step)
-    chosen = {key: value for key, (value, _) in choices.items()}
-    contract["chosen"] = json.loads(json.dumps(chosen, default=str))
     differing = resume_contract.chosen_anew(checkpoint.contract, contract) if checkpoint else []
     checkpoints.write_contract(folder.checkpoints, contract)
     if not checkpoint:

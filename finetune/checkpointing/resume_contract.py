@@ -17,7 +17,7 @@ from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import Found
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.recipe.schema import Speed
 
 # Keys of a recipe and facts that may change in a resumed run. A name that ends with a dot is a prefix.
@@ -190,7 +190,9 @@ def check_base(saved: dict[str, Any], fingerprint: str, path: Path, *, decompose
         raise UserError(problem, code=Exit.ARTIFACT)
 
 
-def as_chosen(requested: Speed, checkpoint: Found | None, hardware: str) -> tuple[Speed, set[str]]:
+def as_chosen(
+    requested: Speed, checkpoint: VerifiedCheckpoint | None, hardware: str
+) -> tuple[Speed, set[str]]:
     """Replace `auto` with the checkpoint's activation checkpointing, offloading and CUDA graphs.
 
     A new choice would depend on the memory that is free today. It could store gate and up of other layers in
@@ -216,6 +218,12 @@ def as_chosen(requested: Speed, checkpoint: Found | None, hardware: str) -> tupl
     if requested.compile in ("auto", True) and chosen.get("speed.compile") and "speed.graphs" in chosen:
         chosen_values["compile"] = GRAPHS[0] if chosen["speed.graphs"] == "on" else "default"
     return requested.model_copy(update=chosen_values), set(chosen_values)
+
+
+def with_choices(contract: dict[str, Any], choices: dict[str, tuple[Any, str]]) -> dict[str, Any]:
+    """Return a contract with the values that a run chose, by key."""
+    chosen = {key: value for key, (value, _) in choices.items()}
+    return {**contract, "chosen": json.loads(json.dumps(chosen, default=str))}
 
 
 def chosen_anew(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

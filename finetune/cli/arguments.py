@@ -9,14 +9,11 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
-
-if TYPE_CHECKING:
-    pass
 
 # Functions with another name than their command: `import` is a keyword, and `finetune.export` is a package.
 NAMES = {"import_recipe": "import", "export_model": "export"}

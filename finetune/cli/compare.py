@@ -129,4 +129,6 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
         folder = Path(options.output or f"runs/compare-{Path(options.what).stem}")
         given = (options.what, options.overrides, options.adapters.split(","), options.seeds or 3)
-        return comparison.run(comparison.Asked(*given, options.budget, folder), quiet=options.quiet)
+        return comparison.run(
+            comparison.ComparisonRequest(*given, options.budget, folder), quiet=options.quiet
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.autoconfig import attention_choice, base_quantization, mixed_precision
-from finetune.autoconfig.attention_choice import Rows
+from finetune.autoconfig.attention_choice import RowLayout
 from finetune.core import run_checks
 from finetune.core.errors import UserError
 from finetune.models import architecture, fp8_support
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 def attention(recipe: Recipe | None, machine: Hardware) -> tuple[str, str]:
     """Choose the attention kernel for the recipe, or for a Llama if there is no recipe or no config."""
-    rows, attends, unread = Rows(packed=False, longest=1024), None, ""
+    rows, attends, unread = RowLayout(packed=False, longest=1024), None, ""
     dtype = mixed_precision.DTYPES[mixed_precision.launch(machine).precision]
     if recipe:
-        rows = Rows(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
+        rows = RowLayout(recipe.data.packing or recipe.data.padding_free, recipe.data.max_length)
         try:
             attends = attention_choice.read(architecture.read(recipe.model).config)
         except UserError:

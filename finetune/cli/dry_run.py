@@ -42,7 +42,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
     with progress.phase(screen, "preparing the data"):
         start = start_checks.check_start(recipe, options.resume, launches=bool(options.accelerate))
     preview.summary(screen, start.prepared)
-    request = planned_machine.Asked(None, None, None, options.accelerate)
+    request = planned_machine.PlanRequest(None, None, None, options.accelerate)
     planned = plan_report.run(recipe, options.overrides, screen, request)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(launcher.command_line([*arguments.train_again(options), *launched]))

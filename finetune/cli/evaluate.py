@@ -13,7 +13,7 @@ from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import opened
 
 if TYPE_CHECKING:
-    from finetune.launch.launcher import Start
+    from finetune.launch.launcher import LaunchChoice
     from finetune.run_folder.run_folder import RunFolder
 
 EVALUATE: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -60,7 +60,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> Start:
+def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> LaunchChoice:
     """Return how a run is evaluated on a machine with several GPUs."""
     from finetune.evaluation import evaluation_launch
 

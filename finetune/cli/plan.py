@@ -42,6 +42,8 @@ def plan(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.planning import plan_report, planned_machine
 
     with located(recipe := load(options)):
-        request = planned_machine.Asked(options.gpu, options.gpus, options.price_per_hour, options.accelerate)
+        request = planned_machine.PlanRequest(
+            options.gpu, options.gpus, options.price_per_hour, options.accelerate
+        )
         screen = Console(quiet=options.quiet)
         return plan_report.as_json(*plan_report.run(recipe, options.overrides, screen, request))

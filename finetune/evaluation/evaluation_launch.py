@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from finetune.evaluation import gpu_room, reopen
-from finetune.launch.launcher import Start
+from finetune.launch.launcher import LaunchChoice
 from finetune.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from finetune.run_folder.run_folder import RunFolder
 
 
-def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
+def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> LaunchChoice:
     """Return the shipped config that distributes the examples over all GPUs.
 
     There is no config if one process needs all GPUs for the model.
@@ -21,8 +21,8 @@ def launch_of(run: RunFolder, overrides: list[str], machine: Hardware) -> Start:
     recipe = run_folder.recipe_of(run, overrides)
     if gpu_room.too_large(recipe.model, reopen.setup_of(recipe)):
         reason = f"the base model does not fit on one GPU, so one process uses all {machine.count} GPUs"
-        return Start("", reason, 1)
+        return LaunchChoice("", reason, 1)
     if recipe.eval.engine == "vllm" and recipe.eval.tasks:
-        return Start("", "vLLM runs in one process", 1)
+        return LaunchChoice("", "vLLM runs in one process", 1)
     reason = f"each of {machine.count} GPUs has the whole base model and a part of the examples"
-    return Start("ddp_8", reason, machine.count)
+    return LaunchChoice("ddp_8", reason, machine.count)

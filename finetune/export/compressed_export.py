@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 KINDS = ("fp8", "int8")
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def check_adapter(adapter: Path) -> None:
     vllm_export.check_adapter(adapter)
 
 
-def write(job: Job, folder: Path) -> dict[str, Any]:
+def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Quantize the merged weights, and compare transformers' answers with the fine-tuned model's."""
     model = model_class.open_folder(job.source, dtype=torch.float32)
     with writing(folder):
@@ -73,7 +73,7 @@ def write(job: Job, folder: Path) -> dict[str, Any]:
     return report | commands
 
 
-def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
+def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the quantized base model and the adapter, and compare the answers of both together."""
     from transformers import AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """A merged model with what finetune expects of the exported one."""
 
     name: str

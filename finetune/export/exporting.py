@@ -28,7 +28,7 @@ from finetune.export import (
     targets,
     verify_merge,
 )
-from finetune.export.export_job import Job
+from finetune.export.export_job import ExportJob
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -119,7 +119,7 @@ def run(
             config = AutoConfig.from_pretrained(str(whole), trust_remote_code=False)
         stored = "" if setup.storage.value in mixed_precision.STORED else setup.storage.value
         base = (recipe.model.name, recipe.model.revision)
-        job = Job(name, source, config, tokenizer, expected[0], kind, *base, stored)
+        job = ExportJob(name, source, config, tokenizer, expected[0], kind, *base, stored)
         packed = safe_files.make_folder(packed.parent, packed.name)
         write = targets.MODULES[to].write_adapter if adapter else targets.MODULES[to].write
         with progress.part("writing the files and checking their answers"):

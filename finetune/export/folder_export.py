@@ -14,12 +14,12 @@ from finetune.core.paths import writing
 from finetune.core.weight_files import find_weight_files
 from finetune.data.chat_texts import render_chat
 from finetune.export import serving_check, staged_files
-from finetune.export.serving_check import Reader, Step
+from finetune.export.serving_check import AnswerToken, Reader
 from finetune.models.generation_config import declared_stops
 
 if TYPE_CHECKING:
     from finetune.data.examples import Example
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 
 def copy(source: Path, folder: Path) -> dict[str, int]:
@@ -41,7 +41,7 @@ def sizes(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_size for path in files}
 
 
-def check(folder: Path, job: Job, kind: str, without_answers: str = "") -> dict[str, Any]:
+def check(folder: Path, job: ExportJob, kind: str, without_answers: str = "") -> dict[str, Any]:
     """Run the serving check with transformers, which loads the exported folder by itself."""
     with serving_check.readable(folder):
         found = serving_check.run(_reader(folder, job, without_answers), job.expected, kind)
@@ -49,7 +49,7 @@ def check(folder: Path, job: Job, kind: str, without_answers: str = "") -> dict[
     return found
 
 
-def _reader(folder: Path, job: Job, without_answers: str) -> Reader:
+def _reader(folder: Path, job: ExportJob, without_answers: str) -> Reader:
     import transformers
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -66,7 +66,7 @@ def _reader(folder: Path, job: Job, without_answers: str) -> Reader:
     return Reader(name, partial(_ids, tokenizer), answer, stops, losses, without_answers=without_answers)
 
 
-def _model(folder: Path, job: Job) -> Any:
+def _model(folder: Path, job: ExportJob) -> Any:
     """Load the exported weights in fp32: a whole model, or the adapter on its base model."""
     from transformers import AutoModelForCausalLM
 
@@ -94,6 +94,6 @@ def _ids(tokenizer: Any, examples: list[Example]) -> list[list[int]]:
     return found
 
 
-def _answer(model: Any, stops: list[int], prompt: list[int], room: int) -> list[Step]:
+def _answer(model: Any, stops: list[int], prompt: list[int], room: int) -> list[AnswerToken]:
     (tokens,), (logits,) = serving_check.answers(model, [prompt], stops, room)
     return serving_check.steps(tokens, logits)

@@ -22,7 +22,7 @@ from finetune.export import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 K_QUANTS = {"q2_k": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 """What llama.cpp's own program quantizes: the name, and the number in `general.file_type`."""
@@ -45,7 +45,7 @@ def check(config: Any, quantize: str) -> None:
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 
-def write(job: Job, folder: Path) -> dict[str, Any]:
+def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the GGUF file, read it back, and run the serving check."""
     config: Any = job.config.get_text_config()
     family = gguf_families.family_of(config)
@@ -71,7 +71,7 @@ def check_adapter(adapter: Path) -> None:
     gguf_lora.check(adapter)
 
 
-def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
+def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the adapter alone as a GGUF LoRA, and read it back."""
     path = folder / f"{job.name}-lora.gguf"
     with writing(folder):
@@ -83,7 +83,7 @@ def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
     return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} --jinja"]}
 
 
-def entries_of(job: Job, family: gguf_families.Family, rows: int) -> dict[str, Any]:
+def entries_of(job: ExportJob, family: gguf_families.Family, rows: int) -> dict[str, Any]:
     """Return all keys of the file."""
     config: Any = job.config.get_text_config()
     general = {"architecture": family.architecture, "type": "model", "name": job.name}
@@ -99,7 +99,7 @@ def file_type(quantize: str) -> int:
     return K_QUANTS[quantize] if quantize in K_QUANTS else gguf_file.TYPES[quantize][1]
 
 
-def opens(job: Job) -> bool:
+def opens(job: ExportJob) -> bool:
     """Return whether the prompts of the evaluation start with the BOS token."""
     return bool(job.expected.prompts) and job.expected.prompts[0][:1] == [job.tokenizer.bos_token_id]
 
@@ -126,7 +126,7 @@ def check_file(path: Path, entries: dict[str, Any], tensors: Any, source: Any, k
     gguf_file.refuse_damaged(path, gguf_file.differences(path, wanted, tensors, source, kind))
 
 
-def check_serving(path: Path, job: Job) -> dict[str, Any]:
+def check_serving(path: Path, job: ExportJob) -> dict[str, Any]:
     """Run the serving check with the best reader that is installed."""
     with serving_check.readable(path), gguf_readers.reader_of(path, job) as reader:
         found = serving_check.run(reader, job.expected, job.quantize, gguf_readers.NONE_INSTALLED)

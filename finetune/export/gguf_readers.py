@@ -22,7 +22,7 @@ from finetune.data.chat_texts import render_chat
 from finetune.data.loss_mask import IGNORED
 from finetune.export import serving_check
 from finetune.export.gguf_families import load_gguf
-from finetune.export.serving_check import LIKELIEST, Reader, Step
+from finetune.export.serving_check import LIKELIEST, AnswerToken, Reader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
     from finetune.data.encoding import Encoded
     from finetune.data.examples import Example
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 NONE_INSTALLED = "no reader of GGUF files is installed; run `pip install xllamacpp`"
 STARTUP = 600  # seconds to load a model
 
 
 @contextlib.contextmanager
-def reader_of(path: Path, job: Job) -> Iterator[Reader | None]:
+def reader_of(path: Path, job: ExportJob) -> Iterator[Reader | None]:
     """Open a GGUF file with the best program that is installed, or give `None`."""
     longest = max((len(document.ids) for document in job.expected.documents), default=0)
     context = max([longest, *map(len, job.expected.prompts)]) + serving_check.ROOM + 8
@@ -138,15 +138,15 @@ def _prompt_of_server(address: str, example: Example) -> list[int]:
     return list(_ask(f"{address}/tokenize", request)["tokens"])
 
 
-def _answer_of_server(address: str, prompt: list[int], room: int) -> list[Step]:
+def _answer_of_server(address: str, prompt: list[int], room: int) -> list[AnswerToken]:
     request = {"prompt": prompt, "n_predict": room, "temperature": 0, "n_probs": LIKELIEST}
     request |= {"cache_prompt": False, "return_tokens": True}
     done = _ask(f"{address}/completion", request)
     # The server gives no probabilities for a token that ends within a character
-    held, found = list(done["completion_probabilities"]), list[Step]()
+    held, found = list(done["completion_probabilities"]), list[AnswerToken]()
     for token in done["tokens"]:
         step = held.pop(0) if held and held[0]["id"] == token else {"top_logprobs": []}
-        found.append(Step(token, {top["id"]: top["logprob"] for top in step["top_logprobs"]}))
+        found.append(AnswerToken(token, {top["id"]: top["logprob"] for top in step["top_logprobs"]}))
     return found
 
 
@@ -181,7 +181,7 @@ def _ask(address: str, body: dict[str, Any] | None = None) -> Any:
         raise ValueError(f"llama.cpp rejected the request: {error.read().decode()[:300]}") from error
 
 
-def transformers_reader(path: Path, job: Job) -> Reader:
+def transformers_reader(path: Path, job: ExportJob) -> Reader:
     """Return transformers' GGUF reader. It reads the tokenizer, the weights and a part of the settings.
 
     It ignores most names in `tokenizer.ggml.pre` and how a space is added, so it can't compare some tokens.
@@ -250,6 +250,6 @@ def _model_of_transformers(path: Path, config: Any, architecture: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(path.parent), **options).eval()
 
 
-def _answer_of_transformers(model: Any, stops: list[int], prompt: list[int], room: int) -> list[Step]:
+def _answer_of_transformers(model: Any, stops: list[int], prompt: list[int], room: int) -> list[AnswerToken]:
     (tokens,), (logits,) = serving_check.answers(model, [prompt], stops, room)
     return serving_check.steps(tokens, logits)

@@ -12,7 +12,7 @@ from finetune.export import folder_export, gguf_lora, mlx_lora
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 KINDS = ("bf16", "f32")
 FAMILIES = (
@@ -34,7 +34,7 @@ def check(config: Any, _quantize: str) -> None:
         raise UserError(Problem(what, **texts))
 
 
-def write(job: Job, folder: Path) -> dict[str, Any]:
+def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the merged weights, and compare transformers' answers with the fine-tuned model's."""
     report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
     report["serving_check"] = folder_export.check(folder, job, job.quantize)
@@ -47,7 +47,7 @@ def check_adapter(adapter: Path) -> None:
     gguf_lora.check(adapter, "mlx-lm")
 
 
-def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
+def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the adapter alone. mlx-lm applies it to the base model."""
     config: Any = job.config.get_text_config()
     with writing(folder):

@@ -18,7 +18,7 @@ from finetune.export import gguf_export
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 KINDS = gguf_export.KINDS
 check = gguf_export.check
@@ -61,7 +61,7 @@ class Parts:
         return f"{head}{{{{ range .Messages }}}}{branches}{{{{ end }}}}{{{{ end }}}}{self.prompt}"
 
 
-def write(job: Job, folder: Path) -> dict[str, Any]:
+def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the GGUF file and the Modelfile."""
     chats = [example for example in job.expected.examples if example.messages]
     template = "{{ .Prompt }}"
@@ -80,7 +80,7 @@ def write(job: Job, folder: Path) -> dict[str, Any]:
     return report | {"serve": [f"ollama create {job.name} -f Modelfile", f"ollama run {job.name}"]}
 
 
-def modelfile(name: str, template: str, job: Job) -> str:
+def modelfile(name: str, template: str, job: ExportJob) -> str:
     """Return the text of the Modelfile."""
     stops = [job.tokenizer.convert_ids_to_tokens(stop) for stop in job.expected.stops]
     config: Any = job.config.get_text_config()
@@ -137,7 +137,7 @@ def parts_of(tokenizer: Any, opens: bool) -> Parts:
     return parts
 
 
-def check_rendering(parts: Parts, job: Job, chats: list[Any]) -> None:
+def check_rendering(parts: Parts, job: ExportJob, chats: list[Any]) -> None:
     """Raise a UserError if both templates write a validation chat differently (exit 4)."""
     bos = job.tokenizer.bos_token if gguf_export.opens(job) else ""
     for index, example in enumerate(chats):

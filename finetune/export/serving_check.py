@@ -52,7 +52,7 @@ LOSS_SHARE = 0.25
 """Allowed difference of the loss, as a share of the allowed difference of a log-probability."""
 
 
-class Step(NamedTuple):
+class AnswerToken(NamedTuple):
     """One token of a greedy answer."""
 
     token: int
@@ -67,7 +67,7 @@ class Reader:
     name: str
     prompt_ids: Callable[[list[Example]], list[list[int]]] | None
     """Return the token ids of prompts. `None`: it can't read the tokenizer, and `without_ids` says why."""
-    answer: Callable[[list[int], int], list[Step]] | None
+    answer: Callable[[list[int], int], list[AnswerToken]] | None
     """Return the greedy answer to a prompt. `None`: it can't run it, and `without_answers` says why."""
     stop_ids: Callable[[], set[int]] | None = None
     """Return the tokens at which it ends an answer."""
@@ -168,11 +168,11 @@ def answers(
     return found, logits
 
 
-def steps(tokens: list[int], logits: torch.Tensor) -> list[Step]:
+def steps(tokens: list[int], logits: torch.Tensor) -> list[AnswerToken]:
     """Return an answer with the log-probabilities of the likeliest tokens."""
     values, ids = logits.log_softmax(-1).topk(min(LIKELIEST, logits.shape[-1]))
     pairs = zip(tokens, ids.tolist(), values.tolist(), strict=True)
-    return [Step(token, dict(zip(row, held, strict=True))) for token, row, held in pairs]
+    return [AnswerToken(token, dict(zip(row, held, strict=True))) for token, row, held in pairs]
 
 
 def run(reader: Reader | None, expected: Expected, kind: str, why: str = "") -> dict[str, Any]:
@@ -240,7 +240,7 @@ def compare_ids(wanted: list[list[int]], got: list[list[int]]) -> dict[str, Any]
     return found
 
 
-def compare_answers(expected: Expected, got: list[list[Step]], kind: str) -> dict[str, Any]:
+def compare_answers(expected: Expected, got: list[list[AnswerToken]], kind: str) -> dict[str, Any]:
     """Compare greedy answers up to the first token whose two best logits are closer than the tolerance."""
     tolerance = expected.tolerance(kind)
     compared, largest, first = 0, 0.0, None

@@ -19,7 +19,7 @@ from finetune.evaluation import reopen
 from finetune.export import torchao_quantization
 from finetune.models import model_class
 from finetune.quantization import fp8_loading, stacked_experts
-from finetune.speed.lm_head_loss import base_of
+from finetune.speed.lm_head_loss import base_model_of
 from finetune.training import load_data
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def in_fp32(opened: Any) -> None:
     """
     if any(torchao_quantization.is_quantized(parameter) for parameter in opened.parameters()):
         return
-    base = base_of(opened)
+    base = base_model_of(opened)
     if getattr(base, "quantization_method", None) == fp8_loading.METHOD:
         base.dequantize(torch.float32)
     for parameter in opened.parameters():

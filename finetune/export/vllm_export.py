@@ -15,7 +15,7 @@ from finetune.export import folder_export, vllm_rules
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 KINDS = ("bf16", "f32")
 ADDRESS = "http://localhost:8000/v1"
@@ -25,7 +25,7 @@ def check(_config: Any, _quantize: str) -> None:
     """vLLM serves every model type that finetune trains, so there is nothing to refuse before the merge."""
 
 
-def write(job: Job, folder: Path) -> dict[str, Any]:
+def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the merged weights, and compare transformers' answers with the fine-tuned model's."""
     report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
     report["serving_check"] = folder_export.check(folder, job, job.quantize)
@@ -57,7 +57,7 @@ def check_adapter(adapter: Path) -> int:
     return vllm_rules.largest_rank(config) or vllm_rules.RANKS[-1]
 
 
-def write_adapter(job: Job, folder: Path) -> dict[str, Any]:
+def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the adapter, and compare PEFT's answers with the fine-tuned model's."""
     rank = check_adapter(job.source)
     report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}

@@ -48,7 +48,7 @@ def launched() -> bool:
 
 def if_needed(
     arguments: list[str],
-    choose: Callable[[Hardware], Start],
+    choose: Callable[[Hardware], LaunchChoice],
     config: str | None = None,
 ) -> None:
     """Replace this process by `accelerate launch` if a config was named or several GPUs are visible.
@@ -118,11 +118,11 @@ def _launcher_of(own: list[str]) -> list[str]:
     return [script.name, *given[2 : -len(own)]] if on_the_path else given[: -len(own)]
 
 
-def data_parallel(train: Train, machine: Hardware) -> Start:
+def data_parallel(train: Train, machine: Hardware) -> LaunchChoice:
     """Choose data parallelism over as many GPUs as the sequences of a step can be divided among."""
     count, fewer = most_processes(train, machine.count)
     config = "ddp_8" if count > 1 else "single_gpu"
-    return Start(config, fewer or f"{count} GPUs, each with the whole base model", count)
+    return LaunchChoice(config, fewer or f"{count} GPUs, each with the whole base model", count)
 
 
 def refuse_second(config: str | None) -> None:
@@ -364,7 +364,7 @@ def forward(number: int, frame: object) -> None:
             child.send_signal(number)
 
 
-class Start(NamedTuple):
+class LaunchChoice(NamedTuple):
     """The launch of a command on a machine with several GPUs."""
 
     config: str

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Model, Train
 
 
-class Rows(NamedTuple):
+class DataEstimate(NamedTuple):
     """An estimate of the data. A row is one example, or with packing one packed sequence."""
 
     number: int
@@ -48,7 +48,7 @@ class Rows(NamedTuple):
     """How the lengths are known."""
 
 
-def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> Rows | None:
+def rows_of(data: Data, model: Model, at_once: int, seed: int | None = None) -> DataEstimate | None:
     """Estimate the data from prepared data, or else from a sample of local files.
 
     Args:
@@ -80,7 +80,7 @@ def _prepared(data: Data, model: Model, seed: int | None) -> tuple[Path | None, 
         return None, f"the plan ignores the prepared data, because {error.problems[0].what}"
 
 
-def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | None:
+def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> DataEstimate | None:
     """Count the rows of local files and estimate their tokens from a sample.
 
     Returns:
@@ -105,25 +105,25 @@ def _sampled_rows(data: Data, model: Model, at_once: int, seed: int) -> Rows | N
     most = float(data.max_length)
     lengths, how = lengths_in_tokens(data, model, sampled)
     if not lengths:
-        return Rows(0, most, most, most, how="the files are empty")
+        return DataEstimate(0, most, most, most, how="the files are empty")
     texts = can_be_split(data, sampled) if data.too_long == "split" else [False] * len(lengths)
     long = sum(length > most for length in lengths) / len(lengths)
     split = sum(text and length > most for length, text in zip(lengths, texts, strict=True)) / len(lengths)
     kept = used(lengths, data, texts)
     if not kept or lines <= 0:
-        return Rows(0, most, most, most, long, split, how)
+        return DataEstimate(0, most, most, most, long, split, how)
     attended = sum(length**2 for length in kept) / sum(kept)
     rows = lines * len(kept) / len(lengths)
     if data.packing:
         rows *= sum(kept) / len(kept) / most
-        return Rows(max(1, round(rows)), most, most, attended, long, split, how)
+        return DataEstimate(max(1, round(rows)), most, most, attended, long, split, how)
     if len(every) > 1:
         random.Random(0).shuffle(kept)  # a batch has rows of all files
     batches = [kept[start : start + at_once] for start in range(0, len(kept), at_once)]
     padded = kept if data.padding_free else [max(batch) for batch in batches]
     mean, longest = sum(kept) / len(kept), sum(padded) / len(padded)
     spans = attended if data.padding_free else longest
-    return Rows(max(1, round(rows)), mean, longest, spans, long, split, how)
+    return DataEstimate(max(1, round(rows)), mean, longest, spans, long, split, how)
 
 
 def used(lengths: list[float], data: Data, texts: list[bool]) -> list[float]:
@@ -142,7 +142,7 @@ def used(lengths: list[float], data: Data, texts: list[bool]) -> list[float]:
     return [piece for piece in pieces if 1 < piece <= most]
 
 
-def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
+def too_long(rows: DataEstimate | None, data: Data) -> tuple[str, bool]:
     """Describe how a run treats rows longer than `data.max_length`. Also return whether a run would stop."""
     if rows is None or not rows.long:
         return "", False
@@ -159,7 +159,7 @@ def too_long(rows: Rows | None, data: Data) -> tuple[str, bool]:
     return f"{share}, {what}; data.expect.dropped allows {limit:.0%}", dropped > limit
 
 
-def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
+def refused(rows: DataEstimate | None, data: Data, batch: Batch) -> str:
     """Return why a run would refuse the rows; the empty string if no reason is known."""
     if rows is None:
         return ""
@@ -183,7 +183,7 @@ def refused(rows: Rows | None, data: Data, batch: Batch) -> str:
     return f"the data has {number}, and one step needs {batch.effective} (train.effective_batch_size)"
 
 
-def known_steps(train: Train, rows: Rows | None, batch: Batch, processes: int) -> int | None:
+def known_steps(train: Train, rows: DataEstimate | None, batch: Batch, processes: int) -> int | None:
     """Return the optimizer steps of the run; `None` if they are not known before the data is prepared."""
     if train.max_steps is not None:
         return train.max_steps
@@ -204,7 +204,7 @@ def _unusable(paths: tuple[tuple[str, int], ...], requested: str) -> str:
 
 
 @cache  # a plan and each of its suggestions call it
-def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) -> Rows:
+def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) -> DataEstimate:
     """Return the exact number and lengths of prepared rows.
 
     Args:
@@ -228,7 +228,7 @@ def _prepared_rows(folder: Path, packing: bool, at_once: int, *, apart: bool) ->
     report = (prepared_cache.reports(folder) or {})["train"]
     long = report["counts"].get("too_long", 0) / max(1, report["rows"])
     spans = attended if packing or not apart else longest
-    return Rows(len(rows), float(rows.mean()), longest, spans, long, how="prepared data")
+    return DataEstimate(len(rows), float(rows.mean()), longest, spans, long, how="prepared data")
 
 
 @cache  # a plan and each of its suggestions call it

@@ -161,10 +161,10 @@ def _largest_moment(
     copies = 2 * sum(map(prod, run.model.linear.values())) / GIB if autocast else 0.0
     buckets = 4 * trained if share.buckets else 0.0
     gradients = 4 * trained / share.states
-    at_loss, at_backward = memory_estimate.at_once(plan, chosen.checkpointing)
+    at_loss, at_backward = memory_estimate.peak_activations_gib(plan, chosen.checkpointing)
     loss = memory_estimate.loss_gib(config, tokens, compiled=kept.compiled, trained=full or kept.head)
     passing = memory_estimate.backward_gib(config, tokens, kept)
-    if plan.away:  # two layers' inputs: one on its way to the CPU and one on its way back
+    if plan.offloaded:  # two layers' inputs: one on its way to the CPU and one on its way back
         passing += 2 * tokens * memory_estimate.widths(config).hidden * 2 / GIB
     some = 0.0 if full and run.batch.accumulation == 1 else gradients
     # An adapter's run gathers only the head at the loss, and only layers in backward. Full fine-tuning keeps
@@ -194,10 +194,10 @@ def leaving(plan: memory_estimate.Memory, checkpointing: str, entry: float) -> f
     Args:
         entry: GiB of a layer's input.
     """
-    each = memory_estimate.split(checkpointing, plan.layers)[0] * entry
+    each = memory_estimate.recomputed_layers(checkpointing, plan.layers)[0] * entry
     if checkpointing in ("mlp", "mlp_int8"):
         each = plan.kept - plan.norms - plan.mlps
-    return plan.away * each
+    return plan.offloaded * each
 
 
 def _evaluation(

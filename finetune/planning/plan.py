@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from finetune.autoconfig.batch_size import Batch
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
 from finetune.planning import memory_by_phase
 from finetune.planning.sharding_cost import Sharding
-
-if TYPE_CHECKING:
-    pass
-
 
 COMPILE_SECONDS = 25  # compilation in the first step (benchmarks/gpu.json)
 

@@ -28,7 +28,7 @@ WORK = {"products": "GEMMs", "launch gaps": "GPU idle", "to the CPU and back": "
 
 
 def run(
-    recipe: Recipe, overrides: list[str], screen: Console, requested: planned_machine.Asked
+    recipe: Recipe, overrides: list[str], screen: Console, requested: planned_machine.PlanRequest
 ) -> tuple[Plan, list[Change]]:
     """Plan a recipe and its cheapest changes, and print both.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.planning.sharding_cost import Sharding
 
 
-class Asked(NamedTuple):
+class PlanRequest(NamedTuple):
     """The arguments of `finetune plan` apart from the recipe."""
 
     gpu: str | None
@@ -69,7 +69,7 @@ def on_gpus(config: Path) -> None:
         raise UserError(Problem(what, "--accelerate", str(config), **texts))
 
 
-def of_arguments(requested: Asked) -> tuple[Hardware, int, Sharding | None]:
+def of_arguments(requested: PlanRequest) -> tuple[Hardware, int, Sharding | None]:
     """Return the machine to plan for, its number of processes, and how their launch divides the training.
 
     Raises:

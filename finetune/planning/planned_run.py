@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from finetune.hardware.detection import Hardware
     from finetune.models.architecture import Architecture
     from finetune.planning.adapter_size import Adapted
-    from finetune.planning.dataset_estimate import Rows
+    from finetune.planning.dataset_estimate import DataEstimate
     from finetune.planning.sharding_cost import Sharding
     from finetune.recipe.schema import Recipe
 
@@ -39,7 +39,7 @@ class PlannedRun:
     attention: str
     """The attention implementation of a training step."""
     batch: Batch
-    rows: Rows | None
+    rows: DataEstimate | None
     """The estimate of the data; `None`: not known."""
     steps: int | None
 

@@ -64,7 +64,7 @@ def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
     flops = step_time.flops(run.model, run.adapter, run.full) * of_row * run.batch.accumulation
     with launch_environment.under(dict(by.variables)):
         eager = launch_environment.eager(plain=not run.full and run.storage in mixed_precision.STORED)
-        alone = cuda_graphs.alone(run.target.processes)
+        single_process = cuda_graphs.is_single_plain_process(run.target.processes)
     state = optimizer_choice.state_bytes(optimizer_choice.asked(recipe.train), recipe.speed) + 4 * share.half
     averages = memory_estimate.AVERAGES if run.adapter.allocates else 0
     kinds = {"attention": run.attention, "storage": run.storage}
@@ -78,10 +78,12 @@ def work(run: PlannedRun, share: Share, free: float, *, searched: bool) -> Work:
         sharded=by.name if by.weights else "",
         eager=eager,
         parts=share.states,
-        each=4 + 4 * share.buckets + state + averages,
-        differs=cuda_graphs.differs(recipe, run.model.config, alone=alone, searched=searched, **kinds),
+        bytes_per_parameter=4 + 4 * share.buckets + state + averages,
+        graphs_unsupported=cuda_graphs.unsupported_reason(
+            recipe, run.model.config, single_process=single_process, searched=searched, **kinds
+        ),
         usable=usable,
-        once=by.once,
+        no_recompute=by.no_recompute,
     )
     if machine.host_gib is None:
         return made

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 
-def at_once(
+def plan_step(
     recipe: Recipe,
     machine: Hardware,
     processes: int,
@@ -110,7 +110,7 @@ def _share(run: PlannedRun) -> sharding_cost.Share:
 
 def _step(
     run: PlannedRun, chosen: memory_by_phase.Chosen, phases: dict[str, dict[str, float]]
-) -> step_time.Step:
+) -> step_time.Pass:
     """Describe what one process computes, recomputes and offloads in a forward and backward pass.
 
     Args:
@@ -122,9 +122,9 @@ def _step(
     every += memory_by_phase.outside(run.model, precision)
     gone = phases.get(memory_by_phase.HOST, {})
     row = max(1, round(rows.padded)) if rows else data.max_length
-    whole, mlps = memory_estimate.split(chosen.checkpointing, memory.layers)
+    whole, mlps = memory_estimate.recomputed_layers(chosen.checkpointing, memory.layers)
     halves = (mlps if memory.mlps else 0) / memory.layers
-    return step_time.Step(
+    return step_time.Pass(
         tokens=run.batch.per_device * row // by.sharing,
         length=max(1, round(rows.attended)) if rows else data.max_length,
         passes=run.batch.accumulation,

@@ -32,6 +32,6 @@ def storage_and_attention(recipe: Recipe, found: Architecture, target: Target) -
     stored = model_checks.check_stored(recipe, found.config)
     base = base_quantization.choose_base(quantization, kind, precision, machine, against, stored)
     dtype = mixed_precision.compute_dtype(precision, base.value)
-    shown = attention_choice.Rows(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
+    shown = attention_choice.RowLayout(flat, recipe.data.max_length, adapter_types.find(kind).prompt)
     attends = attention_choice.read(found.config)
     return base, Choice(*attention_choice.choose(recipe.model.attention, machine, dtype, attends, shown))

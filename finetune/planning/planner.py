@@ -15,7 +15,7 @@ from finetune.autoconfig.batch_size import MARGIN, most_processes, sizes
 from finetune.core.errors import Problem, UserError
 from finetune.core.run_checks import Choice
 from finetune.hardware.detection import Hardware
-from finetune.launch.launcher import Start
+from finetune.launch.launcher import LaunchChoice
 from finetune.planning import (
     memory_by_phase,
     plan_notes,
@@ -55,12 +55,12 @@ def make(
         UserError: a run would refuse the recipe too.
     """
     if by is not None or processes == 1:
-        return under(recipe, machine, processes, by or ONE, cpu_rate)
+        return plan_launch(recipe, machine, processes, by or ONE, cpu_rate)
     processes, fewer = most_processes(recipe.train, processes)
     if processes == 1:
-        alone = under(recipe, machine, 1, ONE, cpu_rate)
+        alone = plan_launch(recipe, machine, 1, ONE, cpu_rate)
         return replace(alone, choices={"launch": Choice("single_gpu", fewer), **alone.choices})
-    whole = under(recipe, machine, processes, DDP, cpu_rate)
+    whole = plan_launch(recipe, machine, processes, DDP, cpu_rate)
     split, refused = (None, "") if whole.fits else _split(recipe, machine, processes, cpu_rate)
     # Layers are not fused under FSDP2, so a shard may need more memory than a whole quantized base model.
     made = split if split and (split.fits or split.peak < whole.peak) else whole
@@ -83,7 +83,7 @@ def _split(
         The plan and the empty string, or `None` and why FSDP2 can't run the recipe.
     """
     try:
-        made = under(recipe, machine, processes, FSDP2, cpu_rate)
+        made = plan_launch(recipe, machine, processes, FSDP2, cpu_rate)
         storage = made.choices["quantization"].value
         refusals.refuse(recipe, machine, processes, sharding_cost.split_config(FSDP2, storage, processes))
     except UserError as error:
@@ -91,7 +91,7 @@ def _split(
     return made, ""
 
 
-def launch_of(recipe: Recipe, machine: Hardware) -> Start:
+def launch_of(recipe: Recipe, machine: Hardware) -> LaunchChoice:
     """Choose the shipped accelerate config for the GPUs of this machine, as the plan does, with the reason.
 
     Raises:
@@ -99,10 +99,10 @@ def launch_of(recipe: Recipe, machine: Hardware) -> Start:
     """
     choice_checks.setup_of(recipe)
     made = make(recipe, machine, machine.count)
-    return Start(*made.choices["launch"], made.processes)
+    return LaunchChoice(*made.choices["launch"], made.processes)
 
 
-def under(
+def plan_launch(
     recipe: Recipe, machine: Hardware, processes: int, by: Sharding, cpu_rate: float | None = None
 ) -> Plan:
     """Plan a recipe under a launch.
@@ -117,7 +117,7 @@ def under(
     mixed_precision.check_precision(by.precision, machine)
     refusals.refuse(recipe, machine, processes, by)
     if recipe.train.per_device_train_batch_size != "auto":
-        return planned_step.at_once(recipe, machine, processes, by, cpu_rate)
+        return planned_step.plan_step(recipe, machine, processes, by, cpu_rate)
     if by.weights:
         key, what = (
             "train.per_device_train_batch_size",
@@ -129,21 +129,21 @@ def under(
         )
         raise UserError(Problem(what, key, found="auto", why=why, fix=fix, code="launch-config"))
 
-    def of(rows: int, checkpointing: str, offload: str) -> Plan:
+    def plan_rows(rows: int, checkpointing: str, offload: str) -> Plan:
         train = recipe.train.model_copy(update={"per_device_train_batch_size": rows})
         speed = recipe.speed.model_copy(
             update={"activation_checkpointing": checkpointing, "offload": offload}
         )
         changed = recipe.model_copy(update={"train": train, "speed": speed})
-        return planned_step.at_once(changed, machine, processes, by, cpu_rate, searched=True)
+        return planned_step.plan_step(changed, machine, processes, by, cpu_rate, searched=True)
 
-    chosen = of(1, recipe.speed.activation_checkpointing, recipe.speed.offload)
+    chosen = plan_rows(1, recipe.speed.activation_checkpointing, recipe.speed.offload)
     checkpointing, offload = chosen.choices["activation checkpointing"], chosen.choices["offload"]
     usable = MARGIN * (
         machine.memory_gib - (memory_by_phase.CONTEXT_GIB if machine.device == "cuda" else 0.0)
     )
     for rows in sizes(chosen.batch.accumulation, chosen.batch.accumulation)[1:]:
-        made = of(rows, checkpointing.value, offload.value)
+        made = plan_rows(rows, checkpointing.value, offload.value)
         if made.peak > usable:
             break
         chosen = made

@@ -45,7 +45,7 @@ class Sharding(NamedTuple):
     """`mixed_precision: fp8` without a backend, which means an fp8 base model."""
     sharing: int = 1
     """Processes that share each sequence (context parallelism)."""
-    once: bool = False
+    no_recompute: bool = False
     """TransformerEngine's fp8 applies only in the forward pass, so no layer can be recomputed."""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables that the launch would set for its processes (`launch_environment`)."""
@@ -129,7 +129,7 @@ def of_config(path: Path, gpus: int | None = None) -> tuple[Sharding, int]:
     made = (found if count > 1 else ONE)._replace(precision=precision, frozen_fp8=frozen)
     once = precision_of_launch == "fp8" and str((given.get("fp8_config") or {}).get("backend")) == "TE"
     said = tuple(variables(given).items())
-    return made._replace(sharing=sizes["cp"], once=once, variables=said), count
+    return made._replace(sharing=sizes["cp"], no_recompute=once, variables=said), count
 
 
 def variables(given: dict[str, Any]) -> dict[str, str]:

@@ -7,7 +7,7 @@ shares, unless `finetune doctor --measure` has measured their rates.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig import attention_choice, cuda_graphs, memory_estimate
 from finetune.core import model_config
@@ -101,7 +101,7 @@ class Rates(NamedTuple):
     source: str
 
 
-class Step(NamedTuple):
+class Pass(NamedTuple):
     """One forward and backward pass of a process, and the number of passes in an optimizer step."""
 
     tokens: int
@@ -132,7 +132,18 @@ class Step(NamedTuple):
     """Compiled layers run as CUDA graphs."""
 
 
-def rates_of(name: str, attention: str, step: Step, one: Widths) -> Rates | None:
+class Workload(NamedTuple):
+    """What a pass computes: the model, its adapter and the settings of the run."""
+
+    config: PreTrainedConfig
+    adapter: Adapted
+    linear: dict[str, tuple[int, int]]
+    """Outputs and inputs of each linear layer, by name."""
+    keeps: Keeps
+    step: Pass
+
+
+def rates_of(name: str, attention: str, step: Pass, one: Widths) -> Rates | None:
     """Return the rates of a GPU, measured on it at a model's shapes, or else from the shares above.
 
     Returns:
@@ -157,7 +168,7 @@ def of_cpu(one: Widths) -> str:
     return "; ".join(filter(None, ("one layer, timed now", why)))
 
 
-def shipped(name: str, attention: str, step: Step) -> Rates | None:
+def shipped(name: str, attention: str, step: Pass) -> Rates | None:
     """Return the rates of a GPU from the shares above; `None` if the table of GPUs lacks it."""
     gpu = gpus.of_device(name)
     if gpu is None:
@@ -181,7 +192,7 @@ def shipped(name: str, attention: str, step: Step) -> Rates | None:
 
 
 def of_step(
-    run: PlannedRun, kept: Keeps, step: Step, cpu_rate: float | None
+    run: PlannedRun, kept: Keeps, step: Pass, cpu_rate: float | None
 ) -> tuple[dict[str, float], str, float]:
     """Return seconds of a step by kind of work, the source of the rates, and bytes/s between GPUs."""
     found, has, machine = run.model, run.adapter, run.target.machine
@@ -194,7 +205,7 @@ def of_step(
     rates = rates_of(machine.name, run.attention, step, memory_estimate.widths(found.config))
     if rates is None:
         return {}, f"not known, because {machine.name} is not in the table of GPUs", 0.0
-    made = seconds(found.config, has, found.linear, kept, step, rates)
+    made = seconds(Workload(found.config, has, found.linear, kept, step), rates)
     return made, rates.source, rates.link
 
 
@@ -222,79 +233,108 @@ def _adapter_size(config: PreTrainedConfig, has: Adapted) -> float:
     return (has.trained - has.saved - has.experts) * (has.rank > 0) + routed
 
 
-def _experts_seconds(config: PreTrainedConfig, kept: Keeps, step: Step, rates: Rates) -> tuple[float, float]:
-    """Return seconds of the experts' GEMMs in a pass, and of the copies of all their weights."""
-    one, size = memory_estimate.widths(config), memory_estimate.routed_size(config)
-    stacks, peft = 1.5 * one.stack * one.layers, kept.experts == "peft"
-    once = max(2 * size * step.tokens / (GROUPED * rates.product), 2 * stacks / rates.bandwidth)
-    products = once * ((3 if step.full or peft else 2) + step.recomputed)
-    moved = weight_passes(int(stacks), step, step.recomputed, dequantized=True) if kept.dequantized else 0.0
-    moved += 60 * stacks if peft else 0.0  # B A, its sum with the weights, and their gradients (row `peft`)
-    return products, moved / rates.bandwidth
-
-
-def seconds(
-    config: PreTrainedConfig,
-    has: Adapted,
-    linear: dict[str, tuple[int, int]],
-    kept: Keeps,
-    step: Step,
-    rates: Rates,
-) -> dict[str, float]:
+def seconds(work: Workload, rates: Rates) -> dict[str, float]:
     """Return seconds of an optimizer step by kind of work. Their sum is the time of the step."""
-    one, tokens = memory_estimate.widths(config), step.tokens
-    size, again = _linear_size(linear), step.recomputed
-    rate = rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
+    config, adapter, linear, kept, step = work
+    one = memory_estimate.widths(config)
+    base, gemms = _gemm_seconds(work, rates)
+    moved = passes(work)
+    parts = {
+        "products": gemms,
+        "attention": _causal_flops(one, step)
+        * ((1 + step.recomputed) / rates.forward + 2.5 / rates.backward),
+        "memory-bound": _memory_seconds(work, moved, rates) + REST * one.layers,
+    }
+    busy = sum(parts.values())
+    if step.leaving or step.stepped:
+        first = 2 * _linear_size(linear) * step.tokens / _base_rate(step, rates)
+        first += _causal_flops(one, step) / rates.forward
+        first += step.tokens * one.layers * moved[0] / _bandwidth(kept, rates)
+        parts["to the CPU and back"] = copied(step, adapter.trained, first, busy - first, rates.host)
+    parts["launch gaps"] = max(0.0, _launch_seconds(work) * one.layers - sum(parts.values()))
+    if step.processes > 1:
+        waits = waited(step, adapter.trained, busy, base / 2, one.layers, rates.link) / step.passes
+        parts["communication"] = waits + shared_rows(step, one) / rates.link
+    made = {name: value * step.passes for name, value in parts.items()}
+    return {**made, "rank allocation": ALLOCATION * len(adapter.names)} if adapter.allocates else made
+
+
+def _base_rate(step: Pass, rates: Rates) -> float:
+    """Return FLOP/s of the GEMMs with the base model's weights."""
+    return rates.fp8 if step.storage == "fp8" and rates.fp8 else rates.product
+
+
+def _bandwidth(kept: Keeps, rates: Rates) -> float:
+    """Return bytes/s of memory-bound kernels."""
+    return rates.bandwidth * (1 if kept.compiled else EAGER)
+
+
+def _causal_flops(one: Widths, step: Pass) -> int:
+    """Return FLOPs of causal attention in a forward pass."""
+    return 2 * step.tokens * step.length * one.queries * one.layers
+
+
+def _gemm_seconds(work: Workload, rates: Rates) -> tuple[float, float]:
+    """Return seconds of the GEMMs with linear layers' weights, and of all GEMMs."""
+    config, adapter, linear, kept, step = work
+    one, again = memory_estimate.widths(config), step.recomputed
     # The share of a forward pass that gate and up take.
     gate_and_up = 2 * one.intermediate / (one.qkv + one.queries + 3 * one.intermediate)
-    grouped, of_weights = _experts_seconds(config, kept, step, rates)
-    base = 2 * size * tokens / rate * ((3 if step.full else 2) + again + step.halves * gate_and_up)
-    thin = (
-        0.0
-        if step.full or not has.rank
-        else 6 * _adapter_size(config, has) * tokens / (THIN * rates.product) * (1 + again / 3)
-    )
-    head = 2 * one.vocabulary * one.hidden * tokens / rates.product * (3 if step.full or has.head else 2)
-    causal = 2 * tokens * step.length * one.queries * one.layers
-    attention = causal * (1 + again) / rates.forward + 2.5 * causal / rates.backward
-    forward, backward = passes(one, kept, has, step, linear)
-    copies = tokens * one.layers * (forward * (1 + again) + backward)
-    copies += tokens * one.vocabulary * (6 if kept.compiled else 24)
-    memory = copies / (rates.bandwidth * (1 if kept.compiled else EAGER))
-    memory += weight_passes(size, step, again) / rates.bandwidth + of_weights
-    optimizer = 0.0 if step.stepped else has.trained * 37 / rates.bandwidth / step.passes
+    times = (3 if step.full else 2) + again + step.halves * gate_and_up
+    base = 2 * _linear_size(linear) * step.tokens / _base_rate(step, rates) * times
+    head = 2 * one.vocabulary * one.hidden * step.tokens / rates.product
+    head *= 3 if step.full or adapter.head else 2
+    size, experts = memory_estimate.routed_size(config), kept.experts == "peft"
+    once = 2 * size * step.tokens / (GROUPED * rates.product)
+    once = max(once, 2 * _stacked_weights(one) / rates.bandwidth)  # all weights are read once
+    grouped = once * ((3 if step.full or experts else 2) + again)
+    thin = 0.0
+    if adapter.rank and not step.full:
+        thin = 6 * _adapter_size(config, adapter) * step.tokens / (THIN * rates.product) * (1 + again / 3)
+    return base, base + grouped + head + thin
+
+
+def _stacked_weights(one: Widths) -> float:
+    """Return the number of all experts' weights: gate and up, and half as many of down."""
+    return 1.5 * one.stack * one.layers
+
+
+def _memory_seconds(work: Workload, moved: tuple[float, float], rates: Rates) -> float:
+    """Return seconds of the memory-bound kernels of a pass, and of the optimizer.
+
+    Args:
+        moved: the bytes of `passes`.
+    """
+    config, adapter, linear, kept, step = work
+    one, again, (forward, backward) = memory_estimate.widths(config), step.recomputed, moved
+    copies = step.tokens * one.layers * (forward * (1 + again) + backward)
+    copies += step.tokens * one.vocabulary * (6 if kept.compiled else 24)
+    weights, stacks = weight_passes(_linear_size(linear), step, again), _stacked_weights(one)
+    if kept.dequantized:
+        weights += weight_passes(int(stacks), step, again, dequantized=True)
+    if kept.experts == "peft":  # B A, its sum with the weights, and their gradients (row `peft`)
+        weights += 60 * stacks
+    optimizer = 0.0 if step.stepped else adapter.trained * 37 / rates.bandwidth / step.passes
+    return copies / _bandwidth(kept, rates) + weights / rates.bandwidth + optimizer
+
+
+def _launch_seconds(work: Workload) -> float:
+    """Return seconds that Python needs to launch one layer's kernels, forward and backward."""
+    _, adapter, _, kept, step = work
     lora = "qlora" if kept.four_bit else "lora"
-    kind = "full" if step.full else "dora" if has.columns and has.rank else lora if has.rank else "ia3"
+    kind = "full" if step.full else "dora" if adapter.columns and adapter.rank else lora
+    kind = kind if step.full or adapter.rank else "ia3"
     how = "compiled" if kept.compiled else "fused" if kept.fused else kind
     if kept.compiled:
         quantized = " quantized" if kept.dequantized else ""
         how += f"{quantized} experts" if kept.experts == "fused" else ""
         how += " full" if step.full else " fp8" if step.storage == "fp8" and how == "compiled" else ""
     how = "graphs" if step.graphs else how
-    launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * one.layers * (1 + again / 3)
-    launch *= FROZEN_EXPERTS if kept.experts == "fused" and not has.experts else 1.0
-    rest = REST * one.layers
-    parts = {
-        "products": base + grouped + head + thin,
-        "attention": attention,
-        "memory-bound": memory + optimizer + rest,
-    }
-    busy = sum(parts.values())
-    first = 2 * size * tokens / rate + causal / rates.forward
-    first += tokens * one.layers * forward / (rates.bandwidth * (1 if kept.compiled else EAGER))
-    if step.leaving or step.stepped:
-        parts["to the CPU and back"] = copied(step, has.trained, first, busy - first, rates.host)
-    parts["launch gaps"] = max(0.0, launch - sum(parts.values()))
-    if step.processes > 1:
-        parts["communication"] = (
-            waited(step, has.trained, busy, base / 2, one.layers, rates.link) / step.passes
-        )
-        parts["communication"] += shared_rows(step, one) / rates.link
-    made = {name: value * step.passes for name, value in parts.items()}
-    return {**made, "rank allocation": ALLOCATION * len(has.names)} if has.allocates else made
+    launch = (LAUNCH[how] + LAUNCH["offloaded"] * bool(step.leaving)) * (1 + step.recomputed / 3)
+    return launch * (FROZEN_EXPERTS if kept.experts == "fused" and not adapter.experts else 1.0)
 
 
-def copied(step: Step, trained: int, forward: float, backward: float, rate: float) -> float:
+def copied(step: Pass, trained: int, forward: float, backward: float, rate: float) -> float:
     """Return seconds of a pass that the GPU waits for copies to and from the CPU, and for AdamW on the CPU.
 
     The copy of a layer's activations overlaps with the next layer, in both directions. Gradients are copied
@@ -311,7 +351,7 @@ def copied(step: Step, trained: int, forward: float, backward: float, rate: floa
     return waits + (max(ADAMW_BYTES * trained / HOST_ADAMW, sums) / step.passes if step.stepped else 0.0)
 
 
-def waited(step: Step, trained: int, busy: float, backward: float, layers: int, link: float) -> float:
+def waited(step: Pass, trained: int, busy: float, backward: float, layers: int, link: float) -> float:
     """Return seconds of an optimizer step that a GPU waits for other GPUs.
 
     DDP's reduction of gradients overlaps with backward only if a step has a single pass. Gathered layers
@@ -333,7 +373,7 @@ def waited(step: Step, trained: int, busy: float, backward: float, layers: int, 
     return max(first, (gathers + sums) / link - busy * step.passes) + own
 
 
-def shared_rows(step: Step, one: Widths) -> float:
+def shared_rows(step: Pass, one: Widths) -> float:
     """Return bytes that a GPU sends in a pass under context parallelism.
 
     Each process sends its keys and values to the others in forward, in recomputed layers and in backward.
@@ -343,9 +383,7 @@ def shared_rows(step: Step, one: Widths) -> float:
     return own * others * one.layers * (3 + step.recomputed)
 
 
-def passes(
-    one: Any, kept: Keeps, has: Adapted, step: Step, linear: dict[str, tuple[int, int]]
-) -> tuple[float, float]:
+def passes(work: Workload) -> tuple[float, float]:
     """Return bytes that memory-bound kernels move per token and layer, in forward and in backward.
 
     Estimate and measurement for a compiled and fused 8B Llama on an H200, in milliseconds of a step:
@@ -354,14 +392,15 @@ def passes(
     - gated activation: 43, measured 42 to 50
     - GEMMs with the adapter's rank, with casts to fp8: 57, measured 54
     """
+    config, has, linear, kept, step = work
+    one = memory_estimate.widths(config)
     hidden, wide, qkv = one.hidden, one.intermediate, one.qkv
     inputs = sum(linear[name][1] for name in has.names) / one.layers
     outputs = sum(linear[name][0] for name in has.names) / one.layers
     outside = qkv + 2 * hidden  # outputs of all linear layers but gate and up
     rows = 2 * one.routed * hidden  # bytes of one token's inputs or outputs of all its experts
-    mlp = (
-        0 if one.routed else wide
-    )  # intermediate values that adapters of linear layers and casts to fp8 read
+    # intermediate values that adapters of linear layers and casts to fp8 read
+    mlp = 0 if one.routed else wide
     if kept.fused or kept.compiled:
         forward, backward = 24.0 * hidden + 6 * wide + 2 * rows, 48.0 * hidden + 16.8 * wide + 2 * rows
         backward += 6 * wide + 2 * rows if has.experts else 0.0
@@ -392,7 +431,7 @@ def passes(
     return forward, backward
 
 
-def weight_passes(size: int, step: Step, again: float, *, dequantized: bool = False) -> float:
+def weight_passes(size: int, step: Pass, again: float, *, dequantized: bool = False) -> float:
     """Return bytes that kernels move to transpose, dequantize or cast the weights in a pass.
 
     Args:

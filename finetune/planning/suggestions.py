@@ -57,13 +57,13 @@ def changes(
         taken = made.refused in ("", now.refused)  # data that a run refuses anyway does not rule a change out
         taken &= evaluation_fits(recipe, made) or not evaluation_fits(recipe, now)
         if made.fits and taken and (not now.fits or _faster(now, made)):
-            found.append(Change(change, "; ".join((cost, *beside(change, now, made))), made))
+            found.append(Change(change, "; ".join((cost, *side_effects(change, now, made))), made))
     found.sort(key=lambda one: (-_rate(one.plan), one.plan.peak))
     enough = {one.overrides[0] for one in found if len(one.overrides) == 1}
     return [one for one in found if len(one.overrides) == 1 or not enough & set(one.overrides)][:SHOWN]
 
 
-def beside(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
+def side_effects(change: tuple[str, ...], now: Plan, made: Plan) -> Iterator[str]:
     """Yield the side effects of a change, such as another launch, other steps or the use of CPU memory."""
     if made.by.name != now.by.name:
         yield f"{made.by.name or 'one process'} instead of {now.by.name or 'one process'}"

@@ -46,7 +46,7 @@ def setup_of(recipe: Recipe) -> Setup:
         base=recipe.model.quantization,
         adapter_type=recipe.adapter.type,
         attends=attention_choice.read(config),
-        rows=attention_choice.Rows(flat, recipe.data.max_length, prompt),
+        rows=attention_choice.RowLayout(flat, recipe.data.max_length, prompt),
         weights=machine_setup.Weights(stored, partial(fp8_support.against_fp8, recipe)),
     )
     packing_support.check(config, recipe.data, recipe.train, setup.attention.value, setup.launch.rows_apart)

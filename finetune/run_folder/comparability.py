@@ -19,7 +19,7 @@ AT_MOST = 8  # rows of a table of differences
 OF_THE_PLACE = ("train.output_dir", "model.name", "data.name", "data.validation", "data.cache_dir")
 
 
-class Found(NamedTuple):
+class Differences(NamedTuple):
     """The differences of one part of two runs."""
 
     part: str
@@ -28,7 +28,7 @@ class Found(NamedTuple):
     summary: str = ""
 
 
-def recipes(a: RunFolder, b: RunFolder) -> Found:
+def recipes(a: RunFolder, b: RunFolder) -> Differences:
     """Compare two recipes key by key, with who set each value. Paths of files and folders may differ."""
     left, right = resolved(a), resolved(b)
     rows = []
@@ -37,7 +37,7 @@ def recipes(a: RunFolder, b: RunFolder) -> Found:
         place = key in OF_THE_PLACE and Path(one[0].strip('"')).name == Path(other[0].strip('"')).name
         if one[0] != other[0] and not place and key != "train.output_dir":
             rows.append((key, *(f"{value}  ({who})" if who else value for value, who in (one, other))))
-    return Found("recipe", rows)
+    return Differences("recipe", rows)
 
 
 def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
@@ -46,7 +46,7 @@ def resolved(folder: RunFolder) -> dict[str, tuple[str, str]]:
     return {f"{one.section}.{one.key}": (one.value, one.who) for one in found}
 
 
-def data(a: RunFolder, b: RunFolder) -> Found:
+def data(a: RunFolder, b: RunFolder) -> Differences:
     """Compare the content of the data files, and the counts of their examples."""
 
     def of(folder: RunFolder) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def data(a: RunFolder, b: RunFolder) -> Found:
         files = {name: sorted(set(split.get("sources", {}).values())) for name, split in report.items()}
         return {name: {"files": files[name], **{k: report[name].get(k) for k in counted}} for name in report}
 
-    return Found("data", unequal(of(a), of(b)))
+    return Differences("data", unequal(of(a), of(b)))
 
 
 def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]:

@@ -25,7 +25,7 @@ from finetune.models import module_names
 from finetune.speed import router_balance
 from finetune.speed.activation_offload import Activations
 from finetune.speed.live_model_spec import decoder_layers, fused_mlps, live_model_spec
-from finetune.speed.lm_head_loss import base_of
+from finetune.speed.lm_head_loss import base_model_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,7 @@ def apply(model: nn.Module, speed: Speed, work: Work, hardware: Hardware, checks
     fused = decide_fused(spec, speed.fused, hardware, work.sharded)
     if fused.value == "on":
         fused, spec = add_fused(model, fused, checks)
-    room = memory_estimate.usable_gib(free_gib(hardware), sharded=bool(work.sharded)) - work.awaited
+    room = memory_estimate.usable_gib(free_gib(hardware), sharded=bool(work.sharded)) - work.arriving_gib
     usable, host = least(room, work.host)
     decided = decide(spec, speed, work._replace(usable=usable, host=host), hardware, fused)
     # All ranks use rank 0's decisions. With sharded weights, a recomputed layer gathers its weights again,
@@ -63,10 +63,10 @@ def change_layers(model: nn.Module, decided: Decisions, hardware: Hardware, chec
     """Recompute layers, and offload their inputs to CPU memory, as decided."""
     layers, checkpointing = decoder_layers(model), decided.checkpointing.value
     if checkpointing != "none":
-        count, mlps = memory_estimate.split(checkpointing, len(layers))
+        count, mlps = memory_estimate.recomputed_layers(checkpointing, len(layers))
         rounded, whole = checkpointing.startswith("mlp_int8"), decided.keeps.fused
         add_activation_checkpointing(model, layers, count, checks, mlps=mlps if whole else 0, rounded=rounded)
-    if count := round(memory_estimate.away(decided.offload.value, len(layers)) * len(layers)):
+    if count := round(memory_estimate.offloaded_share(decided.offload.value, len(layers)) * len(layers)):
         device = torch.device(hardware.device)  # the weights may still be on the CPU until rank 0 sends them
         chosen = [one for one in layers if one.gradient_checkpointing or checkpointing in ("mlp", "mlp_int8")]
         count = min(count, len(chosen))
@@ -81,7 +81,7 @@ def compile_layers(model: nn.Module, decided: Decisions, speed: Speed, checks: R
     upstream_private.allow_graphs(2 * len(layers) + 8)
     # The first layer's input requires a gradient as the inputs of the other layers do. Otherwise this layer
     # needs its own graph, which takes 8 s to compile (benchmarks/LOG.md). The gradient takes 0.1 % of a step.
-    base_of(model).enable_input_require_grads()
+    base_model_of(model).enable_input_require_grads()
     mode = speed.compile if isinstance(speed.compile, str) and speed.compile != "auto" else None
     mode = mode or (compilation.GRAPHS[0] if graphs else None)
     for layer in layers:
@@ -144,7 +144,7 @@ def add_activation_checkpointing(
     if count:
         enable = getattr(model, "activation_checkpointing_enable", None)
         enable = enable or model.gradient_checkpointing_enable
-        routers = router_balance.routers_of(base_of(model))
+        routers = router_balance.routers_of(base_model_of(model))
         enable({"use_reentrant": False, "context_fn": partial(_checkpoint_contexts, routers)})
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index in chosen and isinstance(layer, GradientCheckpointingLayer)
@@ -201,7 +201,7 @@ def flops_per_token(adapted: torch.nn.Module) -> float:
     A frozen weight needs 2 FLOPs per element in the forward pass and 2 for the gradient of its input. A
     trainable weight needs 2 more.
     """
-    base = base_of(adapted)
+    base = base_model_of(adapted)
     beside = set(base.modules()) - set(module_names.of_text(base))
     config = base.config.get_text_config()
     sizes = model_config.expert_sizes(config)

@@ -9,7 +9,7 @@ from finetune.core.errors import Exit, Problem, UserError, only_user_errors
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import live_model_spec, lm_head_loss
 from finetune.speed.fused_layers import Fused
-from finetune.speed.fused_lora import Stack, base_of
+from finetune.speed.fused_lora import Stack, base_layer_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,9 @@ def apply(model: PeftModel) -> PeftModel:
     remove(model)
     layers = live_model_spec.decoder_layers(model)
     if not layers:
-        what = f"finetune does not know the decoder layers of {type(lm_head_loss.base_of(model)).__name__}"
+        what = (
+            f"finetune does not know the decoder layers of {type(lm_head_loss.base_model_of(model)).__name__}"
+        )
         problem = Problem(what, fix=WITHOUT, code="speed-option")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     fused = Fused(model, layers, every_pass=True)
@@ -74,7 +76,7 @@ def remove(model: PeftModel) -> PeftModel:
         if parts := vars(module).pop("finetune_fused", None):
             vars(module).pop("forward")
             for layer in [layer for part in parts if isinstance(part, Stack) for layer in part.layers]:
-                _own_memory(base_of(layer))
+                _own_memory(base_layer_of(layer))
     return model
 
 

@@ -34,6 +34,7 @@ from finetune.kernels.ops import ACTIVATIONS
 from finetune.models import module_names
 from finetune.quantization import stacked_experts
 from finetune.speed import lm_head_loss
+from finetune.speed.forward_comparison import allowed_difference, changed_parameters, relative_difference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -43,8 +44,6 @@ NAME = "finetune"
 FIRST, LAST = STACKED
 # Tokens on which the forward is compared with the experts' own, and experts of each token.
 TOKENS, EACH = 64, 4
-# Allowed relative difference by dtype. It is 2e-2 for 16 bits.
-ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
 class Experts:
@@ -361,7 +360,7 @@ class FusedExperts:
         """
         self.served, self.left, self.worst = list[Experts](), Counter[str](), 0.0
         self.installed = list[Experts]()
-        self.base, self.before = lm_head_loss.base_of(model), dict[str, Any]()
+        self.base, self.before = lm_head_loss.base_model_of(model), dict[str, Any]()
         found = [one for layer in layers for one in stacked(layer)]
         for module, wrappers in found:
             if installed := vars(module).get("finetune_experts"):
@@ -416,7 +415,7 @@ class FusedExperts:
                 raise
             except Exception as failed:  # such as a kernel that does not fit this GPU
                 reason = f"their fused forward or backward fails here: {' '.join(str(failed).split())[:120]}"
-            if error <= ALLOWED.get(one.dtype, 2e-2):
+            if error <= allowed_difference(one.dtype):
                 self.worst = max(self.worst, error)
                 continue
             self.served.remove(one)
@@ -442,7 +441,7 @@ def install_quantized(model: Any) -> None:
     for one in fused.served:
         for wrapper in one.wrappers:
             wrapper.merge = MethodType(_refuse_merge, wrapper)
-    decoder = module_names.decoder_of(lm_head_loss.base_of(model))
+    decoder = module_names.decoder_of(lm_head_loss.base_model_of(model))
     decoder.register_forward_pre_hook(lambda *_: fused.refresh())
 
 
@@ -522,7 +521,7 @@ def difference(experts: Experts) -> float:
     x = torch.randn(TOKENS, width, generator=made).to(device, experts.dtype)
     weights = torch.rand(TOKENS, each, generator=made).to(device, experts.dtype)
     ids = torch.rand(TOKENS, count, generator=made).topk(each).indices.to(x.device)
-    with _stirred(experts, made):
+    with _with_changed_adapters(experts, made):
         before, module.finetune_before = module.finetune_before, "eager"
         training = module.training
         if experts.quantized:
@@ -539,7 +538,7 @@ def difference(experts: Experts) -> float:
                 torch.autograd.grad(again, leaf, torch.ones_like(again))
         finally:
             experts.proving = False
-    return float((ours - own).float().norm() / own.float().norm())
+    return relative_difference(ours, own)
 
 
 def _expert_by_expert(
@@ -561,17 +560,11 @@ def _expert_by_expert(
 
 
 @contextlib.contextmanager
-def _stirred(experts: Experts, made: torch.Generator) -> Iterator[None]:
+def _with_changed_adapters(experts: Experts, made: torch.Generator) -> Iterator[None]:
     """Change the adapters' parameters a little, and restore them afterwards."""
-    trained = [
-        (p, p.detach().clone()) for one in experts.wrappers for p in one.parameters() if p.requires_grad
-    ]
-    for parameter, _ in trained:
-        parameter += 0.02 * torch.randn(parameter.shape, generator=made).to(parameter)
-    experts.refresh()
     try:
-        yield
+        with changed_parameters(list(experts.wrappers), made):
+            experts.refresh()
+            yield
     finally:
-        for parameter, before in trained:
-            parameter.copy_(before)
         experts.refresh()

@@ -23,8 +23,9 @@ from finetune.kernels.ops import ACTIVATIONS
 from finetune.models import module_names
 from finetune.quantization import four_bit, fp8_linear
 from finetune.speed import dora_norm, lm_head_loss
+from finetune.speed.forward_comparison import allowed_difference, changed_parameters, relative_difference
 from finetune.speed.fused_experts import FusedExperts
-from finetune.speed.fused_lora import Stack, base_of, gated_mlp, project
+from finetune.speed.fused_lora import Stack, base_layer_of, gated_mlp, project
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,6 @@ if is_bnb_4bit_available():
     TYPES += (lora.Linear4bit, adalora.SVDLinear4bit, ia3.Linear4bit)
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that share their input
 TOKENS = 64  # tokens on which a fused module is compared with its own forward
-ALLOWED = {torch.float64: 1e-10, torch.float32: 1e-4}  # largest relative difference; 2e-2 for fewer bits
 
 
 class Group(NamedTuple):
@@ -82,7 +82,7 @@ class Fused:
         magnitudes = [m for m in fast if getattr(m, "lora_magnitude_vector", None)]
         self.norms = dora_norm.Norms(magnitudes) if magnitudes else None
         # the hook is on the decoder, because the chunked loss calls the decoder and not the model
-        decoder = module_names.decoder_of(lm_head_loss.base_of(model))
+        decoder = module_names.decoder_of(lm_head_loss.base_model_of(model))
         groups = self._right(groups, fast)
         self.experts = FusedExperts(model, [] if against else layers, every)
         fast |= self.experts.wrappers()
@@ -147,7 +147,7 @@ class Fused:
     def _errors(self, groups: list[Group]) -> list[str]:
         """Return the error of each group with nonzero adapters, or an empty string."""
         generator = torch.Generator().manual_seed(0)
-        with torch.no_grad(), _stirred([m for group in groups for m in group.called], generator):
+        with torch.no_grad(), _comparable([m for group in groups for m in group.called], generator):
             if self.norms:
                 self.norms.refresh()
             errors = [self._error(group, generator) for group in groups]
@@ -156,7 +156,7 @@ class Fused:
         return errors
 
     def _error(self, group: Group, generator: torch.Generator) -> str:
-        inside: Any = base_of(group.members[0])
+        inside: Any = base_layer_of(group.members[0])
         stored: torch.dtype = inside.weight.dtype
         dtype = getattr(inside, "compute_dtype", stored)
         if four_bit.is_four_bit(inside):  # the fused forward uses exactly the dequantized weight
@@ -171,8 +171,8 @@ class Fused:
                 torch.autograd.grad(expected_output, leaf, torch.ones_like(expected_output))
         except Exception as error:  # such as a kernel that does not fit this GPU; PEFT's own forward runs
             return f"the fused forward or backward pass fails here: {' '.join(str(error).split())[:120]}"
-        error = float((ours - own).float().norm() / own.float().norm())
-        if error <= ALLOWED.get(stored, 2e-2):
+        error = relative_difference(ours, own)
+        if error <= allowed_difference(stored):
             self.worst = max(self.worst, error)
             return ""
         return f"the fused forward differs from PEFT's own by {error:.0e}"
@@ -210,9 +210,9 @@ def _mlp(module: Any, fast: set[nn.Module], adapted: list[Any]) -> list[Group]:
         return []
     if any(map(unsupported_reason, members)) or not alike(first):
         return []
-    if not any(map(_adapted, members)) and not isinstance(base_of(members[-1]), fp8_linear.Fp8Linear):
+    if not any(map(_adapted, members)) and not isinstance(base_layer_of(members[-1]), fp8_linear.Fp8Linear):
         return []  # without an adapter, fusing saves only the rounding to fp8
-    if any(base_of(one).bias is not None for one in members) or any(map(_entered, first)):
+    if any(base_layer_of(one).bias is not None for one in members) or any(map(_entered, first)):
         return []
     both, last = Stack(first, adapted), Stack([down], adapted)
     module.finetune_fused = (both, last, act)
@@ -269,7 +269,7 @@ def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> t
 
 def unsupported_reason(layer: Any) -> str:
     """Return why a linear layer can't be fused; the empty string if it can."""
-    base = base_of(layer)
+    base = base_layer_of(layer)
     if type(base) not in (nn.Linear, fp8_linear.Fp8Linear) and not four_bit.is_four_bit(base):
         return f"the base model is stored as {type(base).__name__}"
     if type(base.weight) not in (torch.Tensor, nn.Parameter) and not four_bit.is_four_bit(base):
@@ -305,7 +305,7 @@ def unsupported_reason(layer: Any) -> str:
 
 def alike(members: list[Any]) -> bool:
     """Return whether layers can be stacked: the same input size, storage and dtype, and all or no biases."""
-    bases = [base_of(one) for one in members]
+    bases = [base_layer_of(one) for one in members]
     kinds = {(type(b), b.in_features, b.weight.dtype, b.weight.device, b.bias is None) for b in bases}
     ranks = [one.r[one.active_adapters[0]] for one in members if isinstance(one, lora.LoraLayer)]
     together = len(members) == 1 or not any(map(_entered, members))
@@ -313,7 +313,7 @@ def alike(members: list[Any]) -> bool:
 
 
 def _linear(module: nn.Module) -> bool:
-    return isinstance(base_of(module), nn.Linear)
+    return isinstance(base_layer_of(module), nn.Linear)
 
 
 def _adapted(module: nn.Module) -> bool:
@@ -330,25 +330,19 @@ def _dropout(layer: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _stirred(modules: list[nn.Module], generator: torch.Generator) -> Iterator[None]:
+def _comparable(modules: list[nn.Module], generator: torch.Generator) -> Iterator[None]:
     """Put modules into training mode without dropout and with changed parameters; restore all afterwards."""
     training = [(module, module.training) for one in modules for module in one.modules()]
-    trained = [(p, p.detach().clone()) for one in modules for p in one.parameters() if p.requires_grad]
     dropouts = [(module, module.p) for module, _ in training if isinstance(module, nn.Dropout)]
     for module in modules:
         module.train()
     for dropout, _ in dropouts:
         dropout.p = 0.0
-    with torch.no_grad():  # in place and not on `.data`, so that versions count
-        for parameter, _ in trained:
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator).to(parameter)
     try:
-        yield
+        with changed_parameters(modules, generator):
+            yield
     finally:
         for module, mode in training:
             module.training = mode
         for dropout, p in dropouts:
             dropout.p = p
-        with torch.no_grad():
-            for parameter, before in trained:
-                parameter.copy_(before)

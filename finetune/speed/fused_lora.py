@@ -58,7 +58,7 @@ def factors(layer: nn.Module) -> Factors:
     return Factors(a * lora.scaling[name], b, dora_norm.column(lora, name))
 
 
-def base_of(layer: nn.Module) -> Any:
+def base_layer_of(layer: nn.Module) -> Any:
     """Return the frozen layer under an adapter, or the layer itself."""
     return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
 
@@ -77,7 +77,7 @@ class Stack:
         Args:
             adapted: layers that show whether the adapter is enabled, if none of `layers` has an adapter.
         """
-        bases = [base_of(layer) for layer in layers]
+        bases = [base_layer_of(layer) for layer in layers]
         own: list[Any] = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
         self.adapted = own or adapted or []
         self.adapters = [layer.active_adapters for layer in self.adapted]
@@ -101,7 +101,7 @@ class Stack:
 
         PEFT replaces them when it merges or unmerges an adapter.
         """
-        bases = [base_of(layer) for layer in self.layers]
+        bases = [base_layer_of(layer) for layer in self.layers]
         if _places(bases) == self.places:
             return False
         self.stored = held(bases)

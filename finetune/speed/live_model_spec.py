@@ -15,7 +15,7 @@ from finetune.models import module_names
 from finetune.quantization import qat, stacked_experts
 from finetune.quantization.fp8_linear import Fp8Linear
 from finetune.recipe import adapter_types
-from finetune.speed.lm_head_loss import base_of
+from finetune.speed.lm_head_loss import base_model_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,7 +26,7 @@ def live_model_spec(model: Any) -> ModelSpec:
     trained = {n: sharded_tensors.shape(p).numel() for n, p in model.named_parameters() if p.requires_grad}
     layers, ia3 = decoder_layers(model), any("ia3_l" in name for name in trained)
     in_fp8 = any(isinstance(module, Fp8Linear) for module in model.modules())
-    four_bit = bool(getattr(base_of(model), "is_loaded_in_4bit", False))
+    four_bit = bool(getattr(base_model_of(model), "is_loaded_in_4bit", False))
     repeated = upstream_private.attention_name(model.config.get_text_config()) in ("sdpa", "eager")
     return ModelSpec(
         config=model.config,
@@ -58,7 +58,7 @@ def _of_experts(model: nn.Module) -> dict[str, Any]:
 
 def decoder_layers(model: nn.Module) -> list[Any]:
     """Return the decoder layers of a transformers or PEFT model in order; empty if they can't be found."""
-    layers = getattr(module_names.decoder_of(base_of(model)), "layers", None)
+    layers = getattr(module_names.decoder_of(base_model_of(model)), "layers", None)
     return list(layers) if isinstance(layers, torch.nn.ModuleList) else []
 
 

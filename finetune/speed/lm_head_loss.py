@@ -22,6 +22,7 @@ from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import launch_environment
 from finetune.speed import loss_weights, router_balance
 from finetune.speed.chunked_cross_entropy import IGNORED, Head, TokenLoss, computes_all, token_loss
+from finetune.speed.forward_comparison import ALLOWED, allowed_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 
     from finetune.core.run_checks import RunChecks
 
-# Largest relative difference between finetune's logits and the model's own, by the dtype of the head
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 2e-2}
 TRIED = 16  # tokens of the example on which TRL's loss is tested
 LOGIT_SPREAD = 20.0  # standard deviation of the test logits, large enough to show a softcap of 30
 
@@ -111,7 +110,9 @@ def choose(asked: str, model: nn.Module, arguments: TrainingArguments) -> Choice
     Raises:
         UserError: the requested loss does not work here, or is not this model's loss (exit 3).
     """
-    unsupported_reason = run_unsupported_reason(model, arguments) or head_unsupported_reason(base_of(model))
+    unsupported_reason = run_unsupported_reason(model, arguments) or head_unsupported_reason(
+        base_model_of(model)
+    )
     if asked == "trl":
         prove_fused(model, unsupported_reason)
         return Choice("trl", "asked for")
@@ -146,14 +147,14 @@ def prove_fused(model: nn.Module, unsupported_reason: str) -> str:
     problem = Problem(what, "speed.loss", why=unsupported_reason, fix=fix, code="model-unsupported")
     try:
         with trying(model):
-            wanted, got = own_losses(base_of(model)), fused_losses(base_of(model))
+            wanted, got = own_losses(base_model_of(model)), fused_losses(base_model_of(model))
     except Untried as error:
         return f"TRL's loss could not be tested: {error}"
     except Exception as error:  # a head that TRL does not know may raise any error
         problem = replace(problem, found=f"{type(error).__name__}: {first_line(error)}")
         raise UserError(problem, code=Exit.ENVIRONMENT) from error
     difference = float((got - wanted).norm() / wanted.norm())
-    if difference <= ROUNDING.get(base_of(model).get_output_embeddings().weight.dtype, 2e-2):
+    if difference <= allowed_difference(base_model_of(model).get_output_embeddings().weight.dtype):
         return f"TRL's loss equals this model's own loss (relative difference {difference:.1g})"
     found = f"a relative difference of {difference:.1g} on random tokens"
     raise UserError(replace(problem, found=found), code=Exit.ENVIRONMENT)
@@ -166,7 +167,7 @@ class Untried(Exception):
 @contextlib.contextmanager
 def trying(model: nn.Module) -> Iterator[None]:
     """Put the model into evaluation and eager mode, and restore its mode and its own forward afterwards."""
-    base, training = base_of(model), model.training
+    base, training = base_model_of(model), model.training
     before, compiles = (
         vars(base).get("forward"),
         upstream_private.attention_name(base.config) == "flex_attention",
@@ -214,7 +215,7 @@ def run_unsupported_reason(model: Any, arguments: Any) -> str:
         coefficient = getattr(config, "router_aux_loss_coef", 0.0)
     adapter: Any = getattr(model, "peft_config", {}).get("default")
     unbalanced = hasattr(config, "output_router_logits") and coefficient
-    unbalanced = unbalanced and not router_balance.routers_of(base_of(model))
+    unbalanced = unbalanced and not router_balance.routers_of(base_model_of(model))
     obstacles = {
         "the adapter adds virtual tokens": adapter is not None and adapter.is_prompt_learning,
         "label smoothing needs all logits": arguments.label_smoothing_factor != 0,
@@ -238,7 +239,7 @@ def head_unsupported_reason(base: PreTrainedModel | PeftModel) -> str:
         return f"the output head is not a plain nn.Linear ({type(head).__name__})"
     if head.weight.is_meta:
         return "the output head is offloaded"
-    if head.weight.dtype not in ROUNDING:
+    if head.weight.dtype not in ALLOWED:
         return f"the output head is in {str(head.weight.dtype).removeprefix('torch.')}"
     if base.base_model is base:
         return "the model has no backbone without a head"
@@ -247,7 +248,7 @@ def head_unsupported_reason(base: PreTrainedModel | PeftModel) -> str:
     except Exception as error:  # a model's own forward may raise any error
         reason = f"{type(error).__name__}: {first_line(error)}"
         return f"the head can't be tested without the layers ({reason})"
-    if difference > ROUNDING[head.weight.dtype]:
+    if difference > ALLOWED[head.weight.dtype]:
         return (
             f"this model's logits differ from the logits of its head (relative difference {difference:.1g})"
         )
@@ -309,7 +310,7 @@ def scaled_bias(base: Any, scale: float) -> Tensor | None:
     return None if bias is None else bias * scale
 
 
-def base_of(model: Any) -> Any:
+def base_model_of(model: Any) -> Any:
     """Return the transformers model under an adapter, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -327,7 +328,7 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Inst
     Returns:
         An object that counts the calls. Its `undo` restores the model's own forward.
     """
-    base, found = base_of(model), formula(base_of(model).config)
+    base, found = base_model_of(model), formula(base_model_of(model).config)
     routers = router_balance.names_of(base)
     before, balance = base.forward, router_balance.RouterBalance(base, balanced=balanced) if routers else None
     ran = Installed(functools.partial(_undo, base, vars(base).get("forward"), balance), routers=routers)

@@ -30,7 +30,7 @@ class Trial(NamedTuple):
     """Peak memory in bytes; infinity: out of memory."""
 
 
-class Rows(NamedTuple):
+class SearchData(NamedTuple):
     """The data of the search."""
 
     dataset: Any
@@ -44,11 +44,11 @@ class StepKind(NamedTuple):
 
     compiled: bool | None
     """Whether the chunked loss is compiled; `None`: another loss, with all logits."""
-    beside: float
-    """Bytes per trainable parameter in addition to weight and gradient (`step_work.beside`)."""
+    bytes_per_parameter: float
+    """Bytes per trainable parameter in addition to weight and gradient."""
 
 
-def search(model: nn.Module, rows: Rows, batch: Batch, step: StepKind, checks: RunChecks) -> Batch:
+def search(model: nn.Module, rows: SearchData, batch: Batch, step: StepKind, checks: RunChecks) -> Batch:
     """Find the largest divisor of each process's share that fits with the longest sequences.
 
     The search runs forward pass, loss and backward pass of growing micro-batches, with a placeholder for the
@@ -123,13 +123,13 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
 
 def _peak(model: Any, inputs: dict[str, Any], step: StepKind) -> float:
     """Return the peak memory in bytes of a step of these sequences without its update."""
-    compiled, beside = step
+    compiled, bytes_per_parameter = step
     installed = lm_head_loss.install(model, compiled=compiled) if compiled is not None else None
     trained, training = sum(p.numel() for p in model.parameters() if p.requires_grad), model.training
     model.train()  # enables recomputation and dropout
     _reset(model.device)
     try:
-        held = torch.zeros(round(trained * beside), dtype=torch.uint8, device=model.device)
+        held = torch.zeros(round(trained * bytes_per_parameter), dtype=torch.uint8, device=model.device)
         found = (
             model(**inputs, num_labels=chunked_cross_entropy.numbers(inputs)[0]).nll
             if installed

@@ -46,13 +46,13 @@ def search_batch(
     adapted: nn.Module,
     batch: Batch,
     fast: dict[str, run_checks.Choice],
-    rows: batch_search.Rows,
+    rows: batch_search.SearchData,
 ) -> Batch:
     """Return the largest micro-batch size that fits, or the size of the checkpoint's run."""
     if run.found:
         return batch_search.as_before(batch, run.found.contract)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
-    step = batch_search.StepKind(compiled, step_work.beside(run.recipe, run.setup))
+    step = batch_search.StepKind(compiled, step_work.optimizer_bytes_per_parameter(run.recipe, run.setup))
     with run.setup.autocast():
         return batch_search.search(adapted, rows, batch, step, run.checks)
 
@@ -70,7 +70,7 @@ def corrector(
         batch,
         allowed,
         fused_mlps=bool(layers) and all(map(live_model_spec.fused_mlps, layers)),
-        offloads=bool(memory_estimate.away(fast["speed.offload"].value, max(1, len(layers)))),
+        offloads=bool(memory_estimate.offloaded_share(fast["speed.offload"].value, max(1, len(layers)))),
     )
     alone = run.setup.launch.processes == 1
     if change is None or not (alone or run.correction.restarts):
@@ -96,7 +96,9 @@ def micro_batches(
     less = oom_recovery.fixes(*settings, allowed, graphs=graphs)
     tell = partial(oom_recovery.tell, batch.per_device, run.console, run.checks)
     length = recipe.data.max_length // setup.launch.sharing
-    needs = partial(oom_recovery.needed, length, setup, fast, step_work.beside(recipe, setup))
+    needs = partial(
+        oom_recovery.needed, length, setup, fast, step_work.optimizer_bytes_per_parameter(recipe, setup)
+    )
     return oom_recovery.MicroBatches(batch.per_device, less, tell, needs)
 
 

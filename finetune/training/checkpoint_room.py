@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import Found
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Recipe
 
@@ -55,7 +55,7 @@ def check_space(
         )
 
 
-def frozen_fingerprint(adapted: nn.Module, checkpoint: Found | None, checks: RunChecks) -> str:
+def frozen_fingerprint(adapted: nn.Module, checkpoint: VerifiedCheckpoint | None, checks: RunChecks) -> str:
     """Return the fingerprint of the frozen weights.
 
     Refuse a run that can't resume from `checkpoint`, before anything in its folder changes.

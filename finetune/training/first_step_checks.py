@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from peft import PeftModel
+    from torch.utils.data import DataLoader
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
     from finetune.autoconfig.machine_setup import Setup
@@ -129,68 +130,70 @@ class FirstStep(TrainerCallback):
     ) -> None:
         if state.global_step != self.first:
             return
-        add, step = self.checks.add, f"step {self.first}"
-        how = f"{step}: {self.micro_batches} micro-batches x {self.processes} processes"
-        rows = self.rows * self.processes
-        if self.flat:  # a flattened batch is one row, but the loader knows its number of sequences
-            loader = kwargs["train_dataloader"]
-            at_once = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size
-            loaded = len(
-                self.planned.micro_batches.kept[state.global_step]
-            )  # each micro-batch may be divided
-            rows = loaded * at_once * self.processes
-        # A run may resume before the last step of an epoch, which has the remaining sequences.
-        batch, ends_epoch = self.planned.batch, self.first > 1 and float(state.epoch).is_integer()
-        add("train.effective_batch_size", batch, rows, how, ok=rows == batch or (ends_epoch and rows < batch))
-        add("steps planned", self.planned.steps, state.max_steps, "the Trainer's own count, before training")
-        # of all ranks, because a rank with a part of a long sequence may have no label
-        labels = sum(collectives.gathered(self.loss_tokens))
-        add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
-        if weight := sum(collectives.gathered(self.loss_weight)):
-            how, ok = (
-                "of all ranks, scaled to the number of labels",
-                math.isclose(weight, labels, rel_tol=1e-6),
-            )
-            add(f"sum of the loss weights in {step}", labels, round(weight, 3), how, ok=ok)
-        how, code = "the dtype of most GEMM FLOPs in the first forward pass", Exit.ENVIRONMENT
-        add("dtype", self.dtype, self.seen_dtype, how, code=code)
-        kernels = attention_that_ran(self.operations)
-        how = "profile of the first forward pass"
-        add(
-            "model.attention",
-            self.attention,
-            str(kernels),
-            how,
-            ok=self.attention in kernels.names,
-            code=code,
-        )
-        if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
-            add("attention mask", "none", kernels.mask or "none", f"{how}: shapes of its inputs", code=code)
-        if self.fp8:
-            actual, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(kwargs["model"])
-            add("fp8 GEMMs", f"at least {least}", actual, how, ok=self.fp8_gemms >= least, code=code)
+        self._check_batch(state, kwargs["train_dataloader"])
+        self._check_labels()
+        self._check_operations(kwargs["model"])
         self.planned.loss.add_run_check(sorted(self.operations), self.micro_batches, self.checks)
         if self.rounding:
             self.rounding.add_run_check(self.checks)
         if self.offloaded:
             self.offloaded.add_run_check(self.micro_batches, self.checks)
-        optim = getattr(
-            args.optim, "value", args.optim
-        )  # the value, because str() of transformers' enum differs
+        # the value, because str() of transformers' enum differs
+        optim = getattr(args.optim, "value", args.optim)
         optimizers.add_run_check(kwargs["optimizer"], optim, self.planned.optimizer.kind, self.checks)
-        compiled = self.planned.compiled
-        if compiled and compiled.value == "on":
-            counters = upstream_private.compile_counters()
-            breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
-            over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
-            how, actual = (
-                "torch.compile's own count after the first step",
-                f"{breaks} graph breaks, {graphs} graphs",
-            )
-            actual += ", some layers in eager mode: over torch's recompile_limit" if over else ""
-            whole, self.compiled_graphs = not breaks and not over, graphs
-            add("speed.compile", "0 graph breaks", actual, how, ok=whole or compiled.reason != "asked for")
+        if self.planned.compiled and self.planned.compiled.value == "on":
+            self._check_compilation(explicit=self.planned.compiled.reason == "asked for")
         self.checks.check()
+
+    def _check_batch(self, state: TrainerState, loader: DataLoader[Any]) -> None:
+        """Compare the sequences of the step and the number of steps with the plan."""
+        how = f"step {self.first}: {self.micro_batches} micro-batches x {self.processes} processes"
+        rows = self.rows * self.processes
+        if self.flat:  # a flattened batch is one row, but the loader knows its number of sequences
+            micro_batch = getattr(loader.batch_sampler, "batch_size", None) or loader.batch_size or 1
+            loaded = len(self.planned.micro_batches.kept[state.global_step])  # each may be divided
+            rows = loaded * micro_batch * self.processes
+        # A run may resume before the last step of an epoch, which has the remaining sequences.
+        batch, ends_epoch = self.planned.batch, self.first > 1 and float(state.epoch or 0).is_integer()
+        ok = rows == batch or (ends_epoch and rows < batch)
+        self.checks.add("train.effective_batch_size", batch, rows, how, ok=ok)
+        how = "the Trainer's own count, before training"
+        self.checks.add("steps planned", self.planned.steps, state.max_steps, how)
+
+    def _check_labels(self) -> None:
+        """Check that the step has labels, on all ranks together, because one rank's part may have none."""
+        step, labels = f"step {self.first}", sum(collectives.gathered(self.loss_tokens))
+        self.checks.add(f"loss tokens in {step}", "> 0", labels, "labels of all ranks", ok=labels > 0)
+        if weight := sum(collectives.gathered(self.loss_weight)):
+            how, ok = (
+                "of all ranks, scaled to the number of labels",
+                math.isclose(weight, labels, rel_tol=1e-6),
+            )
+            self.checks.add(f"sum of the loss weights in {step}", labels, round(weight, 3), how, ok=ok)
+
+    def _check_operations(self, model: PreTrainedModel | PeftModel) -> None:
+        """Check the dtype, the attention and the fp8 GEMMs in the profile of the first forward pass."""
+        add, code, how = self.checks.add, Exit.ENVIRONMENT, "profile of the first forward pass"
+        text = "the dtype of most GEMM FLOPs in the first forward pass"
+        add("dtype", self.dtype, self.seen_dtype, text, code=code)
+        ran = attention_that_ran(self.operations)
+        add("model.attention", self.attention, str(ran), how, ok=self.attention in ran.names, code=code)
+        if self.flat and self.attention in (*kernel_limits.IMPLEMENTATIONS, "flex_attention"):
+            add("attention mask", "none", ran.mask or "none", f"{how}: shapes of its inputs", code=code)
+        if self.fp8:
+            actual, least = f"{self.fp8_gemms} fp8 GEMMs", self._fp8_products(model)
+            add("fp8 GEMMs", f"at least {least}", actual, how, ok=self.fp8_gemms >= least, code=code)
+
+    def _check_compilation(self, *, explicit: bool) -> None:
+        """Count torch.compile's graphs. A graph break is an error if the recipe asks for compilation."""
+        counters = upstream_private.compile_counters()
+        breaks, graphs = sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+        over = sum(n for text, n in counters["unimplemented"].items() if "recompile limit" in text)
+        actual = f"{breaks} graph breaks, {graphs} graphs"
+        actual += ", some layers in eager mode: over torch's recompile_limit" if over else ""
+        self.compiled_graphs, how = graphs, "torch.compile's own count after the first step"
+        ok = not explicit or (not breaks and not over)
+        self.checks.add("speed.compile", "0 graph breaks", actual, how, ok=ok)
 
     def _fp8_products(self, model: PreTrainedModel | PeftModel) -> int:
         """Return the number of fp8 GEMMs of a forward pass through the decoder, or 1 if it is not known."""

@@ -41,7 +41,7 @@ def add(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
             checks.add(f"fp8_config.{name}", value, str(live_value).lower(), "its fp8 recipe", code=code)
     split = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(accelerator.distributed_type.value, "")
     checks.add("sharding", launch.splitter or "none", split or "none", how, code=code)
-    trainer.add_callback(Prepared(launch, trainer, checks))
+    trainer.add_callback(PreparedModelChecks(launch, trainer, checks))
 
 
 def add_repeated_check(trainer: Any, checks: RunChecks) -> None:
@@ -105,7 +105,7 @@ def asked_of(backend: str) -> dict[str, str]:
     return {name: value for name, value in values.items() if value}
 
 
-class Prepared(TrainerCallback):
+class PreparedModelChecks(TrainerCallback):
     """Run checks of the prepared model: trainable parameters, the optimizer's tensors and the shards.
 
     After the first step, it checks fp8 GEMMs and gathered quantized weights.

@@ -11,16 +11,12 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from finetune.core import signals, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
-
-if TYPE_CHECKING:
-    pass
-
 
 TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/data/dataloader.py)
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr

@@ -115,7 +115,7 @@ def needed(
     length: int,
     setup: Setup,
     chosen: dict[str, Choice],
-    beside: float,
+    bytes_per_parameter: float,
     model: Any,
     rows: int,
 ) -> str:
@@ -123,7 +123,7 @@ def needed(
 
     Args:
         chosen: the choices for `speed:`, by option.
-        beside: bytes per trainable parameter in addition to weight and gradient.
+        bytes_per_parameter: bytes per trainable parameter in addition to weight and gradient.
     """
     spec, tokens = live_model_spec(model), rows * length
     if setup.launch.sharded or not spec.layers:
@@ -131,10 +131,12 @@ def needed(
     fused, compiled = (chosen[f"speed.{name}"].value == "on" for name in ("fused", "compile"))
     keeps = decisions.keeps_of(spec, 1, fused=fused, compiled=compiled)
     memory = decisions.plan_memory(spec, Work(tokens, None), keeps, chosen["speed.offload"].value)
-    at_loss, at_backward = memory_estimate.at_once(memory, chosen["speed.activation_checkpointing"].value)
+    at_loss, at_backward = memory_estimate.peak_activations_gib(
+        memory, chosen["speed.activation_checkpointing"].value
+    )
     at_loss += memory_estimate.loss_gib(model.config, tokens, compiled=compiled, trained=spec.head)
     at_backward += memory_estimate.backward_gib(model.config, tokens, keeps)
-    allocated = sum(p.nbytes for p in model.parameters()) + (4 + beside) * spec.trained
+    allocated = sum(p.nbytes for p in model.parameters()) + (4 + bytes_per_parameter) * spec.trained
     total = allocated / memory_estimate.GIB + max(at_loss, at_backward)
     total += memory.graphs if chosen["CUDA graphs"].value == "on" else 0.0
     what = f"a micro-batch of {rows} x {length} tokens"

@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import Found
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe, Train
     from finetune.training.eval_callback import Validate
@@ -193,7 +193,7 @@ def _run(
         trackers.running(data.arguments, run.folder) as tracked,
     ):
         run = replace(run, correction=correction._replace(folder=str(run.folder.path)))
-        _write_start(run, data, loaded)
+        loaded = _write_start(run, data, loaded)
         live, validations = _train(run, data, loaded, stop, requested.callbacks, tracked)
         del loaded  # the evaluation needs the memory
         _evaluate(run, live, validations)
@@ -230,7 +230,7 @@ def _begin(
     attention_functions.register(setup.attention.value)
     screen = Console(quiet=requested.verbosity == "quiet", verbose=requested.verbosity == "verbose")
     batch = split_batch(recipe.train, setup.launch.rows_apart)
-    # starts the process group
+    collectives.start(setup.hardware.device)
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     collectives.agree(resume_facts.recipe_facts(recipe))
     folder = start_folder(where, arguments)
@@ -275,21 +275,27 @@ def _load_model(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     checkpoint_room.check_space(adapted, recipe, setup, where)
     base = checkpoint_room.frozen_fingerprint(adapted, run.found, run.checks)
     if recipe.train.per_device_train_batch_size == "auto" and not run.correction.micro_batch:
-        shown = batch_search.Rows(train, recipe.data, cast("int", data.tokenizer.pad_token_id))
+        shown = batch_search.SearchData(train, recipe.data, cast("int", data.tokenizer.pad_token_id))
         batch = batch_setup.search_batch(run, adapted, batch, fast, shown)
         batch_setup.put_in_arguments(batch, data.arguments)
     contract = {**data.contract, "base": base}
     return _Loaded(adapted, batch_setup.StepPlan(steps, batch, fast, flops, contract))
 
 
-def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> None:
-    """Print the plan of the run, and write its settings and the initial adapter into the run folder."""
+def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> _Loaded:
+    """Print the plan of the run, and write its settings and the initial adapter into the run folder.
+
+    Returns:
+        `loaded` with the run's choices in the contract of its checkpoints.
+    """
     recipe, setup, folder, report = run.recipe, run.setup, run.folder, data.prepared.report
     adapted, plan = loaded.adapted, loaded.plan
     choices = resolved_recipe.choices(run, plan.batch, plan.steps, adapted, plan.choices)
     run.correction.add_run_checks(run.checks)
+    contract = resume_contract.with_choices(plan.contract, choices)
+    loaded = replace(loaded, plan=replace(plan, contract=contract))
     if not setup.launch.main:
-        return
+        return loaded
     resolved_recipe.write_start(run, choices, report, adapted, data.arguments)
     repeats = launch_checks.notes_on_repeats(
         recipe.train, data.rows, plan.batch, setup.launch.rows_apart, plan.steps
@@ -298,7 +304,8 @@ def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> None:
     safe_files.make_folder(folder.path, "checkpoints/.staging")
     with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
         initialization.save_initial(adapted, private)
-    resume.begin(folder, run.found, plan.contract, choices, run.console)
+    resume.begin(folder, run.found, contract, run.console)
+    return loaded
 
 
 def _train(
@@ -347,7 +354,7 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
     terminal.show_result(run.console, run.folder, run.checks, result)
 
 
-def find_checkpoint(section: Train, resumes: str | None, setup: Setup) -> Found | None:
+def find_checkpoint(section: Train, resumes: str | None, setup: Setup) -> VerifiedCheckpoint | None:
     """Return the checkpoint to resume from, which rank 0 verified."""
     stopping.check(section, resumes, setup.launch.keeper)
     folder = RunFolder(Path(section.output_dir or ""))

@@ -9,7 +9,7 @@ from finetune.training.auto_correction import NONE
 
 if TYPE_CHECKING:
     from finetune.autoconfig.machine_setup import Setup
-    from finetune.checkpointing.checkpoints import Found
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.core.console import Console
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Recipe
@@ -27,7 +27,7 @@ class RunContext:
     checks: RunChecks
     console: Console
     folder: RunFolder
-    found: Found | None = None
+    found: VerifiedCheckpoint | None = None
     """The checkpoint that the run resumes."""
     correction: Correction = NONE
     """What an earlier start changed, because the first step ran out of memory."""

@@ -11,22 +11,22 @@ from finetune.preflight import choice_checks, token_checks
 from finetune.training import load_data, optimizers, resume_facts, stopping, training_arguments
 
 if TYPE_CHECKING:
-    from finetune.checkpointing.checkpoints import Found
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.data.preparation import Prepared
     from finetune.recipe.schema import Recipe
 
 
-class Start(NamedTuple):
+class PlannedStart(NamedTuple):
     """What a run would start with."""
 
     prepared: Prepared
-    found: Found | None
+    found: VerifiedCheckpoint | None
     """The checkpoint that it would resume."""
     unseen: list[str]
     """What only the processes of the launch can check."""
 
 
-def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Start:
+def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> PlannedStart:
     """Prepare the data, and refuse what `train` refuses before it loads a weight.
 
     Args:
@@ -57,4 +57,4 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Start
             resume_contract.compare(checkpoint.contract, contract, checkpoint.path)
     later = checkpoint and not (sft_config and not launches)
     unseen = ["SFTConfig", "the schedule"] * (not alone) + ["the checkpoint"] * bool(later)
-    return Start(prepared, checkpoint, unseen)
+    return PlannedStart(prepared, checkpoint, unseen)

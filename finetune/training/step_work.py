@@ -53,28 +53,30 @@ def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: floa
         )
     host = training_state.available() / 2 / int(launch_environment.said("LOCAL_WORLD_SIZE", "1"))
     parts = launch.processes if launch.splitter else 1
-    bytes_per_parameter = 4 + parts * beside(recipe, setup)
+    bytes_per_parameter = 4 + parts * optimizer_bytes_per_parameter(recipe, setup)
     plain = hasattr(adapted, "peft_config") and setup.storage.value in mixed_precision.STORED
     eager = launch_environment.eager(plain=plain)
     kinds = {"attention": setup.attention.value, "storage": setup.storage.value}
-    alone = cuda_graphs.alone(launch.processes)
+    single_process = cuda_graphs.is_single_plain_process(launch.processes)
     searched = recipe.train.per_device_train_batch_size == "auto"
-    differs = cuda_graphs.differs(recipe, adapted.config, alone=alone, searched=searched, **kinds)
+    unsupported = cuda_graphs.unsupported_reason(
+        recipe, adapted.config, single_process=single_process, searched=searched, **kinds
+    )
     return compilation.Work(
         tokens,
         flops,
         sharded=sharded,
         eager=eager,
         parts=parts,
-        awaited=awaited / memory_estimate.GIB,
+        arriving_gib=awaited / memory_estimate.GIB,
         host=host / memory_estimate.GIB,
-        each=bytes_per_parameter,
-        differs=differs,
-        once=transformer_engine_layers.used(),
+        bytes_per_parameter=bytes_per_parameter,
+        graphs_unsupported=unsupported,
+        no_recompute=transformer_engine_layers.used(),
     )
 
 
-def beside(recipe: Recipe, setup: Setup) -> float:
+def optimizer_bytes_per_parameter(recipe: Recipe, setup: Setup) -> float:
     """Return the bytes of a process per trainable parameter in addition to weight and gradient.
 
     These are the optimizer state, DDP's copy of the gradient, DeepSpeed's fp32 copy of the weight, and

@@ -11,12 +11,14 @@ from finetune.models import fingerprint
 from finetune.training import expert_use, launch_checks, optimizers, stopping, verify_saved
 
 if TYPE_CHECKING:
-    from finetune.checkpointing.checkpoints import Found
+    from finetune.checkpointing.checkpoints import VerifiedCheckpoint
     from finetune.recipe.schema import Adapter
     from finetune.training.trainer import Trainer
 
 
-def train(trainer: Trainer, section: Adapter, checkpoint: Found | None, checks: RunChecks) -> None:
+def train(
+    trainer: Trainer, section: Adapter, checkpoint: VerifiedCheckpoint | None, checks: RunChecks
+) -> None:
     """Train with run checks, and compare the weights before and after training."""
     checks.check()
     adapted: Any = trainer.model

@@ -10,7 +10,7 @@ from finetune.autoconfig import data_loader
 from finetune.autoconfig.batch_size import Batch
 from finetune.core import upstream_private
 from finetune.core.errors import UserError
-from finetune.distributed import collectives, launch_environment
+from finetune.distributed import launch_environment
 from finetune.kernels import kernel_limits
 from finetune.recipe import train_rules, upstream_options
 
@@ -33,8 +33,10 @@ def with_floats(train_keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
-    """SFTConfig from the recipe's `train:` and from what this project decides itself."""
-    collectives.start(setup.hardware.device)
+    """Return the SFTConfig of a recipe's `train:` and of what finetune decides itself.
+
+    In a launch of several processes, the process group must have been started.
+    """
     new_name = "activation_checkpointing" in upstream_options.fields(
         upstream_options.SFT_CONFIG
     )  # transformers >= 5.23

@@ -277,15 +277,17 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
     each = [sum(p.nbytes for p in layer.parameters()) for layer in base.model.layers]
     layers = sum(each[:3]) + whole - sum(each)
     work = step_work.work_of(base, loaded, split, 64, 0.0)
-    assert work.parts == 4 and work.awaited == pytest.approx((whole / 4 + layers - whole) / 2**30, rel=1e-3)
+    assert work.parts == 4 and work.arriving_gib == pytest.approx(
+        (whole / 4 + layers - whole) / 2**30, rel=1e-3
+    )
     alone = step_work.work_of(base, loaded, setup, 64, 0.0)
-    assert (alone.parts, alone.awaited) == (1, 0)
-    assert (work.each, alone.each) == (12, 12), "gradient and AdamW's moments"
+    assert (alone.parts, alone.arriving_gib) == (1, 0)
+    assert (work.bytes_per_parameter, alone.bytes_per_parameter) == (12, 12), "gradient and AdamW's moments"
     for processes, precision, more in ((1, "bf16", 2 * linear), (4, "no", 0), (4, "bf16", 2 * linear)):
         launch = dataclasses.replace(setup.launch, processes=processes, precision=precision)
         work = step_work.work_of(base, loaded, dataclasses.replace(setup, launch=launch), 64, 0.0)
-        assert work.awaited == pytest.approx(more / 2**30), "autocast's copies"
-        assert work.each == (16 if processes > 1 else 12), "and the gradients DDP sends"
+        assert work.arriving_gib == pytest.approx(more / 2**30), "autocast's copies"
+        assert work.bytes_per_parameter == (16 if processes > 1 else 12), "and the gradients DDP sends"
     spec = live_model_spec(base)
     kept = decisions.keeps_of(spec, 1, fused=False, compiled=False)
 
@@ -294,13 +296,13 @@ def test_recomputation_is_planned_for_a_part_of_what_trains() -> None:
 
     rooms = [room_of(Work(64, None, parts=parts)) for parts in (1, 4)]
     assert rooms[1] - rooms[0] == pytest.approx(12 * whole / 4 * 0.75 / 2**30, rel=1e-3)
-    light = room_of(Work(64, None, each=6.0))
+    light = room_of(Work(64, None, bytes_per_parameter=6.0))
     assert light - rooms[0] == pytest.approx((12 - 6) * whole / 4 / 2**30, rel=1e-3)
     elsewhere = base.to("meta")  # where its head is a copy
     apart = sum(p.nbytes for p in elsewhere.parameters()) - whole
     whole, layers = whole + apart, layers + apart
     work = step_work.work_of(elsewhere, loaded, split, 64, 0.0)
-    assert work.awaited == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
+    assert work.arriving_gib == pytest.approx((whole / 4 + layers) / 2**30, rel=1e-3)
 
 
 def losses(folder: RunFolder) -> list[float]:

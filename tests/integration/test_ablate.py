@@ -259,7 +259,7 @@ def test_a_run_is_of_its_data_s_content(tmp_path, small) -> None:
     for file, given in zip(files, small, strict=True):
         shutil.copy(given.partition("=")[2], file)
     words = [f"data.name={files[0]}", f"data.validation={files[1]}"]
-    job = measured_run.Job(str(QUICKSTART), words, tmp_path / "run")
+    job = measured_run.RunCommand(str(QUICKSTART), words, tmp_path / "run")
     found = [measured_run.identity(job)]
     for file in files:
         file.write_text(file.read_text().replace("a", "b", 1))
@@ -274,7 +274,7 @@ def test_a_run_that_failed_is_made_again_and_a_finished_one_is_not(tmp_path, mon
     monkeypatch.setattr(measured_run, "start", lambda words, log, *_, **__: Path(log).touch() or next(codes))
     config = tmp_path / "cpu.yaml"
     config.write_text("use_cpu: true\n")
-    job = measured_run.Job(str(QUICKSTART), [], tmp_path / "run", accelerate=str(config))
+    job = measured_run.RunCommand(str(QUICKSTART), [], tmp_path / "run", accelerate=str(config))
     assert [measured_run.make(job, cpu=True) for _ in range(3)] == [True, True, False]
     config.write_text("use_cpu: true\nnum_processes: 2\n")
     assert measured_run.make(job, cpu=True) and next(codes, None) is None

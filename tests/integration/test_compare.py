@@ -161,7 +161,7 @@ def together(who: str, folder: str) -> None:
     collectives.AGREEMENT_SECONDS = 2
     collectives.failures()
     comparison.pipeline = SimpleNamespace(run=training)
-    reason = comparison.run_one(comparison.Job(None, 1, None, RunFolder(Path(folder)), "x"))
+    reason = comparison.run_one(comparison.ComparedRun(None, 1, None, RunFolder(Path(folder)), "x"))
     state.wait_for_everyone()
     print(f"went on: {reason}|", flush=True)
 
@@ -289,7 +289,7 @@ def test_a_budget_gives_each_type_the_same_time(run, short, tmp_path, monkeypatc
     monkeypatch.setattr(comparison, "PILOT_STEPS", 4)
     monkeypatch.setattr(comparison, "PILOT_TIMED", 2)
     place = tmp_path / "c"
-    asked = comparison.Asked(
+    asked = comparison.ComparisonRequest(
         str(QUICKSTART), [*short, "publish.repo=null"], ["lora", "dora"], 1, 900.0, place
     )
     jobs = comparison.plan(asked)
@@ -312,7 +312,7 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
     """It has the time of the others, whose steps stay; those are not timed again."""
     timed, fails = list[str](), True
 
-    def run_one(job: comparison.Job) -> str:
+    def run_one(job: comparison.ComparedRun) -> str:
         timed.append(job.entrant.type)
         if fails and job.entrant.type == "ia3":
             return "out of memory"
@@ -324,7 +324,7 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
         return ""
 
     monkeypatch.setattr(comparison, "run_one", run_one)
-    asked = comparison.Asked(str(QUICKSTART), [], ["lora", "ia3"], 1, 600.0, tmp_path)
+    asked = comparison.ComparisonRequest(str(QUICKSTART), [], ["lora", "ia3"], 1, 600.0, tmp_path)
     jobs, screen = comparison.plan(asked), console.Console(quiet=True)
     runs, failed = comparison.within(600.0, jobs, asked, screen)
     assert failed == {"ia3-seed42": "out of memory"} and timed == ["lora", "ia3"]
@@ -339,7 +339,7 @@ def test_a_type_whose_timing_failed_is_timed_anew(tmp_path, monkeypatch) -> None
 def test_evaluations_on_top_of_a_budget_are_said_beforehand(short, tmp_path, capsys) -> None:
     for every, budget, said in ((1, 900.0, True), (1, None, False), (None, 900.0, False)):
         given = [*short, f"eval.eval_steps={every}" if every else "eval.eval_steps=null"]
-        asked = comparison.Asked(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
+        asked = comparison.ComparisonRequest(str(QUICKSTART), given, ["lora"], 1, budget, tmp_path)
         comparison.introduce(comparison.plan(asked), asked, console.Console())
         assert ("--budget counts only the final evaluation" in capsys.readouterr().out) == said
 

@@ -272,7 +272,10 @@ def test_merged_and_taken_out_again_it_trains_on_the_weights_that_are_there(kind
     assert not fused.norms or fused.norms.error() < 1e-10
     for stack in fused.stacks:
         for layer in stack.layers:
-            held, base = stack.stored[0].untyped_storage(), fused_lora.base_of(layer).weight.untyped_storage()
+            held, base = (
+                stack.stored[0].untyped_storage(),
+                fused_lora.base_layer_of(layer).weight.untyped_storage(),
+            )
             assert held.data_ptr() == base.data_ptr()
 
 

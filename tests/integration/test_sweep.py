@@ -296,7 +296,7 @@ def test_a_trial_that_another_worker_took_over_is_left_to_it(tmp_path, monkeypat
     monkeypatch.setattr(screen, "say", lambda *texts: said.extend(texts))
     looked = search_space_checks.Looked(space, [], "cpu", {}, 96)
     with study_storage.opened(url, "study") as study:
-        job = sweep_study.Job(asked, whole, space, looked, study, screen, math.inf, sweep_study.Told(), [])
+        job = sweep_study.Search(asked, whole, space, looked, study, screen, math.inf, sweep_study.Told(), [])
         sweep_study.one(job)
         assert "another worker took it over" in said[-1] and started[0].poll() == -signal.SIGTERM
         assert not (folder / "trial-0000" / "checkpoints").exists() and sweep_study.begin_another(job)
@@ -321,7 +321,7 @@ def test_a_broken_worker_ends_alone(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(worker_process, "run", lambda *_, **__: ended)
     with study_storage.opened(url, "study") as study:
         rest = asked, whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told()
-        broken, other = sweep_study.Job(*rest, []), sweep_study.Job(*rest, [])
+        broken, other = sweep_study.Search(*rest, []), sweep_study.Search(*rest, [])
         for _ in range(sweep_study.HOPELESS):
             assert sweep_study.begin_another(broken)
             sweep_study.one(broken)
@@ -348,12 +348,12 @@ def test_a_trial_too_many_counts_as_none(tmp_path, monkeypatch) -> None:
     )
     with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "study") as study:
         rest = whole, space, looked, study, Console(quiet=True), math.inf, sweep_study.Told(), list[Any]()
-        job = sweep_study.Job(asked, *rest)
+        job = sweep_study.Search(asked, *rest)
         sweep_study.one(job)
         study.ask().set_user_attr("worker", f"{platform.node()} 1 -3600.00")  # of a process that is gone
         sweep_study.one(job)
         for most in (2, 4):
-            job = sweep_study.Job(asked._replace(trials=most), *rest)
+            job = sweep_study.Search(asked._replace(trials=most), *rest)
             while sweep_study.begin_another(job):
                 sweep_study.one(job)
             assert len(ran) == most

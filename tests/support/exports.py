@@ -15,7 +15,7 @@ from finetune.core import model_config
 from finetune.data.encoding import Encoded
 from finetune.data.examples import Example
 from finetune.export import gguf_tokenizer, serving_check
-from finetune.export.export_job import Job
+from finetune.export.export_job import ExportJob
 from finetune.export.serving_check import Expected
 from support.paths import DATA, MODEL
 
@@ -248,7 +248,7 @@ def model_of(family: str, folder: Path) -> Path:
     return folder
 
 
-def job_of(folder: Path, quantize: str = "f16", name: str = "tiny") -> Job:
+def job_of(folder: Path, quantize: str = "f16", name: str = "tiny") -> ExportJob:
     """The job of exporting a saved model, with what transformers answers."""
     from transformers import AutoTokenizer
 
@@ -266,4 +266,4 @@ def job_of(folder: Path, quantize: str = "f16", name: str = "tiny") -> Job:
     loss = serving_check.mean(serving_check.losses_of(model, documents))
     routed = model_config.experts(model.config.get_text_config()) > 1
     expected = Expected(chats(), prompts, answers, logits, stops, documents, loss, routed)
-    return Job(name, folder, model.config, tokenizer, expected, quantize, str(folder))
+    return ExportJob(name, folder, model.config, tokenizer, expected, quantize, str(folder))

@@ -228,7 +228,7 @@ def measure(bench: Bench, name: str, kind: str, stage: str, variant: Variant) ->
     folder = place / f"{stem(bench.request)}-{stage}-{number}"
     named = variant.accelerate or setup.accelerate
     config = str(launcher.find(named)) if named else None
-    job = measured_run.Job(bench.request.path, values, folder, variant.mixed_precision, config)
+    job = measured_run.RunCommand(bench.request.path, values, folder, variant.mixed_precision, config)
     run = folder.relative_to(bench.request.folder)
     fresh = measured_run.make(job, cpu=bench.machine.device == "cpu")
     found = measured_run.figures(folder, setup.warm_up)
@@ -361,7 +361,7 @@ def stack(bench: Bench, rows: list[dict[str, Any]]) -> tuple[Variant, list[str]]
             continue
         runs, before = bench.of(variant), bench.of(current)
         if not runs or current != base:  # otherwise both are on the baseline, and their runs were interleaved
-            runs, before = beside(bench, optimization, variant, current, last)
+            runs, before = run_in_pairs(bench, optimization, variant, current, last)
         gate = bench.of(current if others else base)
         found = row["stacked"] = verdict.judge(bench.scale, optimization, runs, before, gate, rows)
         row |= {"status": found["verdict"], "why": found["why"]}
@@ -382,7 +382,7 @@ def repeat_recipe(bench: Bench) -> None:
         measure(bench, "as_is", "recipe", "alone", own)
 
 
-def beside(
+def run_in_pairs(
     bench: Bench, optimization: Optimization, variant: Variant, current: Variant, last: tuple[str, str]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Run an optimization on the stack, each run paired with a run of the stack, so that drift affects both.

@@ -61,7 +61,7 @@ NO_EVALUATION = [
 FEWEST_STEPS = 10  # minimum for a run within a budget, because fewer steps show nothing
 
 
-class Asked(NamedTuple):
+class ComparisonRequest(NamedTuple):
     """The arguments of a comparison."""
 
     path: str
@@ -81,7 +81,7 @@ class Entrant(NamedTuple):
     """Source of the learning rate."""
 
 
-class Job(NamedTuple):
+class ComparedRun(NamedTuple):
     """One run of the comparison."""
 
     entrant: Entrant
@@ -96,7 +96,7 @@ class Job(NamedTuple):
         return self.folder.path.name
 
 
-def run(requested: Asked, *, quiet: bool = False) -> dict[str, Any]:
+def run(requested: ComparisonRequest, *, quiet: bool = False) -> dict[str, Any]:
     """Train and evaluate each type with each seed, and write the table, the plot and the winner's recipe.
 
     Returns:
@@ -143,7 +143,7 @@ def run(requested: Asked, *, quiet: bool = False) -> dict[str, Any]:
     return found
 
 
-def plan(requested: Asked, steps: dict[str, int] | None = None) -> list[Job]:
+def plan(requested: ComparisonRequest, steps: dict[str, int] | None = None) -> list[ComparedRun]:
     """Return the runs, ordered by seed, so that a comparison that is stopped early is still balanced.
 
     Args:
@@ -169,7 +169,7 @@ def plan(requested: Asked, steps: dict[str, int] | None = None) -> list[Job]:
                 problems |= {str(problem): problem for problem in error.problems}
                 codes.append(error.code)
             else:
-                jobs.append(Job(entrant, seed, recipe, folder, kept_runs.identity(recipe, data)))
+                jobs.append(ComparedRun(entrant, seed, recipe, folder, kept_runs.identity(recipe, data)))
     if problems:
         raise UserError(*problems.values(), code=min(codes))
     return jobs
@@ -229,7 +229,7 @@ def limit(own: Recipe, steps: int) -> list[str]:
     return [f"train.max_steps={steps}", *capped]
 
 
-def introduce(jobs: list[Job], requested: Asked, screen: Console) -> None:
+def introduce(jobs: list[ComparedRun], requested: ComparisonRequest, screen: Console) -> None:
     """Show the planned runs and the notes on them."""
     first = [job for job in jobs if job.seed == jobs[0].seed]
     rows = [(job.entrant.type, f"{job.entrant.rate:g}", job.entrant.why) for job in first]
@@ -247,7 +247,7 @@ def introduce(jobs: list[Job], requested: Asked, screen: Console) -> None:
     screen.say("")
 
 
-def make_way(job: Job, screen: Console, head: str) -> bool:
+def make_way(job: ComparedRun, screen: Console, head: str) -> bool:
     """Return whether the run is still needed. Move any other content of its folder to aside/."""
 
     def cleared() -> bool:
@@ -261,7 +261,7 @@ def make_way(job: Job, screen: Console, head: str) -> bool:
     return collectives.from_main(cleared)
 
 
-def run_and_report(job: Job, screen: Console, head: str) -> dict[str, str]:
+def run_and_report(job: ComparedRun, screen: Console, head: str) -> dict[str, str]:
     """Run a job and print its result. Return the reason by the name of the job if it fails."""
     path, train = job.folder.path, job.recipe.train
     screen.say(f"{head} running; its log is {path}/log.txt")
@@ -273,7 +273,7 @@ def run_and_report(job: Job, screen: Console, head: str) -> dict[str, str]:
     return {job.name: reason} if reason else {}
 
 
-def run_one(job: Job) -> str:
+def run_one(job: ComparedRun) -> str:
     """Train and evaluate. Return the reason if it fails, else an empty string.
 
     Raises:
@@ -334,8 +334,8 @@ def clear_memory() -> float:
 
 
 def within(
-    budget: float, jobs: list[Job], requested: Asked, screen: Console
-) -> tuple[list[Job], dict[str, str]]:
+    budget: float, jobs: list[ComparedRun], requested: ComparisonRequest, screen: Console
+) -> tuple[list[ComparedRun], dict[str, str]]:
     """Return the runs with the steps that fit into equal shares of the budget, and the failed runs."""
     place = RunFolder(requested.folder)
     question = {"budget_seconds": budget, "runs": [job.identity for job in jobs]}
@@ -355,7 +355,11 @@ def within(
 
 
 def measure(
-    budget: float, jobs: list[Job], requested: Asked, screen: Console, known: dict[str, Any] | None = None
+    budget: float,
+    jobs: list[ComparedRun],
+    requested: ComparisonRequest,
+    screen: Console,
+    known: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Time each type with a short run, and return the steps that fit.
 

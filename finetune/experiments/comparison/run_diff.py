@@ -11,7 +11,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import figure
 from finetune.core.weight_files import find_weight_files
 from finetune.run_folder import comparability
-from finetune.run_folder.comparability import Found
+from finetune.run_folder.comparability import Differences
 from finetune.run_folder.run_folder import RunFolder, open_run
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from finetune.core.console import Console
 
 
-def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Found]:
+def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Differences]:
     """Show the differences between two runs, part by part, and end with one sentence.
 
     Raises:
@@ -65,7 +65,7 @@ def run(a: str, b: str, screen: Console, *, must_equal: bool = False) -> list[Fo
     return parts
 
 
-def sentence(unequal: list[Found], causes: list[str], reasons: list[str]) -> str:
+def sentence(unequal: list[Differences], causes: list[str], reasons: list[str]) -> str:
     """Summarize the differences in one sentence."""
     given = f"Different: {', '.join(causes)}." if causes else "Recipe, environment and data are the same."
     if not unequal:
@@ -75,15 +75,15 @@ def sentence(unequal: list[Found], causes: list[str], reasons: list[str]) -> str
     return f"The runs differ in: {names} ({unequal[0].summary}). {given}{sure}"
 
 
-def environments(a: RunFolder, b: RunFolder) -> Found:
+def environments(a: RunFolder, b: RunFolder) -> Differences:
     """Compare versions, git, hardware and launch. The Trainer's settings follow from the recipe."""
     left, right = (folder.read("environment.json") for folder in (a, b))
     keys = [key for key in dict.fromkeys([*left, *right]) if key != "sft_config"]
     rows = [row for key in keys for row in comparability.unequal(left.get(key), right.get(key), key)]
-    return Found("environment", rows)
+    return Differences("environment", rows)
 
 
-def curves(a: RunFolder, b: RunFolder) -> Found:
+def curves(a: RunFolder, b: RunFolder) -> Differences:
     """Compare the losses at the same steps."""
     left, right = ({line["step"]: line["loss"] for line in folder.steps()} for folder in (a, b))
     both = sorted(left.keys() & right.keys())
@@ -98,21 +98,21 @@ def curves(a: RunFolder, b: RunFolder) -> Found:
         for step in sorted(left.keys() ^ right.keys())
     ]
     if not rows:
-        return Found("losses", [], f"equal at {len(both)} steps")
+        return Differences("losses", [], f"equal at {len(both)} steps")
     gaps = [abs(float(left[step]) - float(right[step])) for step in both]
     said = f"{len(apart)} of {len(both)} steps differ" + (f", first step {apart[0]}" if apart else "")
     said += f", by at most {max(gaps):.3g} and {sum(gaps) / len(gaps):.3g} on average" if apart else ""
     alone = len(left.keys() ^ right.keys())
-    return Found("losses", rows, said + (f"; only one run has {alone} of the steps" if alone else ""))
+    return Differences("losses", rows, said + (f"; only one run has {alone} of the steps" if alone else ""))
 
 
-def weights(a: RunFolder, b: RunFolder) -> Found:
+def weights(a: RunFolder, b: RunFolder) -> Differences:
     """Compare the trained weights, tensor by tensor."""
     left, right = dict(tensors(a)), dict(tensors(b))
     if left.keys() != right.keys():
         alone = sorted(left.keys() ^ right.keys())
         rows = [(name, shape(left.get(name)), shape(right.get(name))) for name in alone]
-        return Found("weights", rows, f"only one run has {len(alone)} of {len(left | right)} tensors")
+        return Differences("weights", rows, f"only one run has {len(alone)} of {len(left | right)} tensors")
     rows, largest, furthest = [], 0.0, ""
     for name in left:
         one, other = left[name], right[name]
@@ -124,9 +124,11 @@ def weights(a: RunFolder, b: RunFolder) -> Found:
             norms = comparability.shown_pair(float(one.double().norm()), float(other.double().norm()))
             rows.append((name, *(f"norm {norm}" for norm in norms)))
     if not rows:
-        return Found("weights", [], f"all {len(left)} tensors are equal, bit for bit")
+        return Differences("weights", [], f"all {len(left)} tensors are equal, bit for bit")
     said = f"{len(rows)} of {len(left)} tensors differ"
-    return Found("weights", rows, said + (f", by at most {largest:.3g} ({furthest})" if furthest else ""))
+    return Differences(
+        "weights", rows, said + (f", by at most {largest:.3g} ({furthest})" if furthest else "")
+    )
 
 
 def tensors(folder: RunFolder) -> Iterator[tuple[str, Any]]:
@@ -141,11 +143,13 @@ def shape(tensor: Any) -> str:
     return comparability.MISSING if tensor is None else " x ".join(map(str, tensor.shape))
 
 
-def results(a: RunFolder, b: RunFolder) -> Found:
+def results(a: RunFolder, b: RunFolder) -> Differences:
     """Compare every figure of the evaluation."""
     named = {"base model": "base", "fine-tuned model": "tuned", "tasks": "tasks"}
     found = (folder.found("eval.json") for folder in (a, b))
     left, right = ({name: result.get(key, {}) for name, key in named.items()} for result in found)
     rows = comparability.unequal(left, right)
     said = f"{rows[0][0]} is {rows[0][1]} in one run and {rows[0][2]} in the other" if rows else "equal"
-    return Found("evaluation", rows, said if any(left.values()) or rows else "the runs have no evaluation")
+    return Differences(
+        "evaluation", rows, said if any(left.values()) or rows else "the runs have no evaluation"
+    )

@@ -60,7 +60,7 @@ ALIKE = {
 }
 
 
-class Job(NamedTuple):
+class RunCommand(NamedTuple):
     """The command of one run."""
 
     recipe: str
@@ -100,7 +100,7 @@ def length(steps: int, warm_up: int, adapter: Adapter) -> list[str]:
     return varied_keys.overrides({**ALIKE, **few})
 
 
-def identity(job: Job) -> str:
+def identity(job: RunCommand) -> str:
     """Return a hash of everything that determines a run's figures, except the machine.
 
     The hash covers the content of the run's files.
@@ -151,7 +151,7 @@ def cut_held_out(name: str | None, place: Path, rows: int, screen: Console) -> s
     return str(place / "validation.jsonl")
 
 
-def make(job: Job, *, cpu: bool) -> bool:
+def make(job: RunCommand, *, cpu: bool) -> bool:
     """Run the job unless it is already finished without an error. Return whether it ran now.
 
     Raises:

@@ -49,7 +49,7 @@ BEAT = 10.0  # seconds between two signs of life in the study
 HOPELESS = 5  # if this many trials fail and none succeeds, the values are not the cause
 
 
-class Job(NamedTuple):
+class Search(NamedTuple):
     """A search in progress."""
 
     asked: SweepRequest
@@ -103,7 +103,7 @@ def run(requested: SweepRequest, *, quiet: bool = False) -> dict[str, Any]:
         requested.url, name, maximize=maximize, pruner=pruner(found.space, recipe)
     ) as study:
         deadline = time.monotonic() + requested.seconds if requested.seconds is not None else float("inf")
-        job = Job(requested, recipe, found.space, found, study, screen, deadline, Told(), [])
+        job = Search(requested, recipe, found.space, found, study, screen, deadline, Told(), [])
         try:
             accepted = hold(
                 study, requested.folder, search_space.identity(recipe, found.space, found.content)
@@ -144,7 +144,7 @@ def _failed(what: str, reason: str, folder: str) -> Problem:
     return Problem(what, found=reason, fix=fix, code="experiment")
 
 
-def search(job: Job) -> dict[str, Any]:
+def search(job: Search) -> dict[str, Any]:
     """Run all remaining trials, and return the content of trials.json."""
     introduce(job)
     with signals.listening(job.told.heard), show_progress(job):
@@ -156,7 +156,7 @@ def search(job: Job) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def show_progress(job: Job) -> Iterator[None]:
+def show_progress(job: Search) -> Iterator[None]:
     """Show the share of the trials that are finished, or the share of `--hours` that has passed."""
     if not (seconds := job.asked.seconds):
         with progress.phase(job.screen, "sweep", parts=round(job.most)):
@@ -215,7 +215,7 @@ def sampler(space: Space, seed: int) -> optuna.samplers.BaseSampler:
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=space.search.startup_trials)
 
 
-def introduce(job: Job) -> None:
+def introduce(job: Search) -> None:
     """Show the search space, and queue the recipe's own values as the first trial."""
     request, study, screen = job.asked, job.study, job.screen
     own = search_space.own_draw(job.space, job.recipe, job.found.unsaid)
@@ -243,7 +243,7 @@ def introduce(job: Job) -> None:
         screen.say(f"continuing the study {shown} after {finished(study)} finished trials", "")
 
 
-def begin_another(job: Job) -> bool:
+def begin_another(job: Search) -> bool:
     """Queue the trials that dead workers left behind, and return whether another trial is needed."""
     if job.told.by or time.monotonic() > job.deadline:
         return False
@@ -262,12 +262,12 @@ def counted(study: Study) -> list[FrozenTrial]:
     return [one for one in every if not (study_storage.is_lost(one) or sweep_report.is_surplus(one))]
 
 
-def hopeless(job: Job) -> bool:
+def hopeless(job: Search) -> bool:
     """Return whether all trials of this process failed. Other workers of the study continue."""
     return len(job.ran) >= HOPELESS and all(job.ran)
 
 
-def one(job: Job) -> None:
+def one(job: Search) -> None:
     """Run one trial. If another worker has taken it over, leave it to that worker."""
     drawn = job.study.ask()
     folder = job.asked.folder / f"trial-{drawn.number:04d}"
@@ -280,7 +280,7 @@ def one(job: Job) -> None:
         job.screen.say(f"trial {drawn.number}: {what}")
 
 
-def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
+def attempt(job: Search, drawn: optuna.Trial, folder: Path) -> None:
     """Draw a trial's values, run it, and tell the study how it ended."""
     study, request = job.study, job.asked
     study_storage.describe(drawn)
@@ -311,7 +311,7 @@ def attempt(job: Job, drawn: optuna.Trial, folder: Path) -> None:
     record(job, drawn, ended)
 
 
-def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
+def words_of(job: Search, values: dict[str, Any], folder: Path) -> list[str]:
     """Return the arguments of `finetune train` for a trial.
 
     Raises:
@@ -325,7 +325,7 @@ def words_of(job: Job, values: dict[str, Any], folder: Path) -> list[str]:
     return [job.asked.path, *given, *mine, *launched]
 
 
-def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
+def judges(job: Search, drawn: optuna.Trial) -> tuple[Any, Any]:
     """Return two functions that say why a trial must end: on an evaluation, and while waiting.
 
     The second one checks the time limit and signals.
@@ -356,7 +356,7 @@ def judges(job: Job, drawn: optuna.Trial) -> tuple[Any, Any]:
     return judge, waiting
 
 
-def record(job: Job, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
+def record(job: Search, drawn: optuna.Trial, ended: worker_process.Ended) -> None:
     """Report the result to the study. A lost trial has no reason and is queued again."""
     number, study = drawn.number, job.study
     drawn.set_user_attr("seconds", ended.seconds)

@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from finetune.autoconfig import attention_choice, machine_setup
-from finetune.autoconfig.attention_choice import FAMILIES, Attends, Rows, choose, read
+from finetune.autoconfig.attention_choice import FAMILIES, Attends, RowLayout, choose, read
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
 from finetune.evaluation import reopen, scoring
@@ -36,7 +36,7 @@ L40S = Hardware("cuda", "NVIDIA L40S", 1, (8, 9), 48, 16)
 H200 = Hardware("cuda", "NVIDIA H200", 1, (9, 0), 141, 16)
 B200 = Hardware("cuda", "NVIDIA B200", 1, (10, 0), 180, 16)
 RTX5090 = Hardware("cuda", "NVIDIA GeForce RTX 5090", 1, (12, 0), 32, 16)
-DENSE, PACKED = Rows(False, 4096), Rows(True, 4096)
+DENSE, PACKED = RowLayout(False, 4096), RowLayout(True, 4096)
 FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
@@ -82,8 +82,14 @@ def test_the_fastest_that_is_here(machine, have, dense, packed, packages) -> Non
     [
         (Attends("mistral", window=4095), DENSE, (), "varlen", "sliding window"),
         (Attends("mistral", window=4096), DENSE, (), "cudnn", ""),
-        (Attends("mistral", window=4095), Rows(packed=False, longest=4040), (), "varlen", "sliding window"),
-        (Attends("mistral", window=4095), Rows(packed=False, longest=4032), (), "cudnn", "is 64"),
+        (
+            Attends("mistral", window=4095),
+            RowLayout(packed=False, longest=4040),
+            (),
+            "varlen",
+            "sliding window",
+        ),
+        (Attends("mistral", window=4095), RowLayout(packed=False, longest=4032), (), "cudnn", "is 64"),
         (Attends("gemma3_text", 256, window=512), DENSE, FLASH, "flash_attention_3", ""),
         (Attends("gemma3_text", 256, window=512), DENSE, (), "varlen", "sliding window"),
         (Attends("gemma", 256), DENSE, (), "varlen", "does not support heads of size 256"),
@@ -102,7 +108,7 @@ def test_the_fastest_that_is_here(machine, have, dense, packed, packages) -> Non
             "has chunked attention",
         ),
         (Attends("nemotron"), DENSE, FLASH, "sdpa", "not tested with nemotron"),
-        (Attends(), Rows(False, 4096, prompts=True), FLASH, "sdpa", "virtual tokens"),
+        (Attends(), RowLayout(False, 4096, prompts=True), FLASH, "sdpa", "virtual tokens"),
     ],
 )
 def test_it_moves_on_where_a_kernel_is_not_the_model_s(attends, rows, have, name, reason, packages) -> None:

@@ -36,7 +36,7 @@ ON, OFF = Choice("on", "asked for"), Choice("off", "asked for")
 def test_layers_are_graphs_where_it_pays(
     asked: str | bool, compile: Choice, differs: str, products: float, found: tuple[str, str]
 ) -> None:
-    chosen = cuda_graphs.choose(asked, compile, differs=differs, gemm_seconds=products, kind="fp8")
+    chosen = cuda_graphs.choose(asked, compile, unsupported=differs, gemm_seconds=products, kind="fp8")
     assert chosen.value == found[0] and found[1] in chosen.reason
 
 
@@ -76,7 +76,7 @@ def test_by_themselves_graphs_fit_and_no_layer_is_made_again_whole(
 ) -> None:
     speed = loader.load(QUICKSTART, options).speed
     plan = memory_estimate.Memory(32, 20.0, 2.0, 0.1, room, graphs=2.0)
-    again, offload, graphs, _ = cuda_graphs.beside(
+    again, offload, graphs, _ = cuda_graphs.choose_with_memory(
         Choice("on", "auto"), speed, speed.activation_checkpointing, plan, H100
     )
     assert (again.value, offload.value, graphs.value) == found[:3] and found[3] in graphs.reason
@@ -101,9 +101,9 @@ def test_passes_have_to_be_alike(changes: list[str], why: str) -> None:
     config = architecture.read(loaded.model).config
     searched = loaded.train.per_device_train_batch_size == "auto"
     kinds = {"attention": "varlen", "storage": "bf16", "searched": searched}
-    found = cuda_graphs.differs(loaded, config, alone=True, **kinds)
+    found = cuda_graphs.unsupported_reason(loaded, config, single_process=True, **kinds)
     assert why in found and bool(why) == bool(found)
-    assert why or "GPUs" in cuda_graphs.differs(loaded, config, alone=False, **kinds)
+    assert why or "GPUs" in cuda_graphs.unsupported_reason(loaded, config, single_process=False, **kinds)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_graphs_are_for_one_process_that_splits_nothing(config: str, processes: 
     """Asked by a run of its environment, and by a plan of the config's."""
     by, _ = sharding_cost.of_config(ROOT / "accelerate_configs" / f"{config}.yaml")
     with launch_environment.under(dict(by.variables)):
-        assert cuda_graphs.alone(processes) == found
+        assert cuda_graphs.is_single_plain_process(processes) == found
 
 
 def test_a_plan_has_their_time_and_their_memory(large) -> None:

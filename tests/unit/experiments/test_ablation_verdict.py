@@ -171,7 +171,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch, fails: str = "none") -> dict[Path, 
     """Runs that are not made: the rates they will have, each 1 % below the last; one of them fails."""
     made, losses = dict[Path, float](), dict[Path, float]()
 
-    def make(job: measured_run.Job, *, cpu: bool) -> bool:
+    def make(job: measured_run.RunCommand, *, cpu: bool) -> bool:
         keys = {text.partition("=")[0] for text in job.overrides if not text.endswith("=false")}
         gains = [gain for key, gain in GAINS.items() if set(key.split("+")) <= keys]
         made[job.folder] = 100 * 0.99 ** len(made) * math.prod(gains)

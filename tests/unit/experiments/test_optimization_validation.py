@@ -119,7 +119,7 @@ def test_a_run_without_a_launch_has_one_gpu(given: str | None, seen: str, tmp_pa
         return 1
 
     monkeypatch.setattr(measured_run, "start", start)
-    measured_run.make(measured_run.Job(str(QUICKSTART), [], tmp_path / "run"), cpu=False)
+    measured_run.make(measured_run.RunCommand(str(QUICKSTART), [], tmp_path / "run"), cpu=False)
     assert told[0]["CUDA_VISIBLE_DEVICES"] == seen
 
 

@@ -15,7 +15,7 @@ from finetune.core import packages
 from finetune.core.errors import UserError
 from finetune.data.encoding import Encoded
 from finetune.export import gguf_families, gguf_tokenizer, serving_check
-from finetune.export.serving_check import Expected, Reader, Step
+from finetune.export.serving_check import AnswerToken, Expected, Reader
 from support import exports
 from support.soak import soak_except
 
@@ -163,14 +163,16 @@ def test_compare_answers_accepts_another_token_only_where_two_logits_are_close()
     for logits, agree in ((close, True), (clear, False)):
         wanted = expected([logits], [int(torch.tensor(logits).argmax())], [])
         other = 1 - wanted.answers[0][0]
-        got = [[Step(other, {})]]
+        got = [[AnswerToken(other, {})]]
         found = serving_check.compare_answers(wanted, got, "f16")
         assert found["agree"] is agree, found
 
 
 def test_check_fails_if_a_reader_goes_on_after_the_end_of_a_turn() -> None:
     wanted = expected([[9.0, 0.0, 0.0]], [0], [0])
-    reader = Reader("a reader", lambda _: [[5, 6]], lambda *_: [Step(0, {}), Step(1, {})], lambda: {0})
+    reader = Reader(
+        "a reader", lambda _: [[5, 6]], lambda *_: [AnswerToken(0, {}), AnswerToken(1, {})], lambda: {0}
+    )
     found = serving_check.run(reader, wanted, "f16")
     assert found["answers"]["first_difference"]["expected"] is None
     with pytest.raises(UserError, match="answers differently"):
@@ -181,7 +183,9 @@ def test_check_compares_the_loss_of_a_reader_with_its_tolerance() -> None:
     document = Encoded([1, 2, 0], [(1, 3)])
     wanted = expected([[9.0, 0.0, 0.0]], [0], [])._replace(documents=[document], loss=1.5)
     for loss, agrees in ((3.005, True), (4.0, False)):
-        reader = Reader("a reader", None, lambda *_: [Step(0, {})], losses=lambda _, loss=loss: [(loss, 2)])
+        reader = Reader(
+            "a reader", None, lambda *_: [AnswerToken(0, {})], losses=lambda _, loss=loss: [(loss, 2)]
+        )
         found = serving_check.run(reader, wanted, "f16")
         assert found["loss"]["runtime"] == loss / 2 and found["loss"]["tokens"] == 2
         assert found["loss"]["agree"] is agrees

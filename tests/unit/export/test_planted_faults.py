@@ -26,7 +26,7 @@ from finetune.export import gguf_export, gguf_families, gguf_file, gguf_tensors 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from finetune.export.export_job import Job
+    from finetune.export.export_job import ExportJob
 
 
 needs_quantizer = pytest.mark.skipif(
@@ -35,11 +35,11 @@ needs_quantizer = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
+def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ExportJob]:
     """`job(family)`: an export of a tiny model and what transformers answers, which is made once."""
-    made: dict[str, Job] = {}
+    made: dict[str, ExportJob] = {}
 
-    def found(family: str) -> Job:
+    def found(family: str) -> ExportJob:
         if family not in made:
             folder = exports.model_of(family, tmp_path_factory.mktemp(family) / "model")
             made[family] = exports.job_of(folder, "f16")
@@ -48,7 +48,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Job]:
     return found
 
 
-def written(job: Job, folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> Path:
+def written(job: ExportJob, folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> Path:
     """Write a GGUF file, with changed keys."""
     config: Any = job.config.get_text_config()
     family = gguf_families.family_of(config)
@@ -62,7 +62,7 @@ def written(job: Job, folder: Path, change: Callable[[dict[str, Any]], None] | N
     return folder / "tiny.gguf"
 
 
-def check(path: Path, job: Job) -> None:
+def check(path: Path, job: ExportJob) -> None:
     """Run the whole check of a GGUF file: read it back, then the serving check."""
     config: Any = job.config.get_text_config()
     family = gguf_families.family_of(config)
@@ -74,7 +74,7 @@ def check(path: Path, job: Job) -> None:
     gguf_export.check_serving(path, job)
 
 
-def caught(path: Path, job: Job) -> str:
+def caught(path: Path, job: ExportJob) -> str:
     with pytest.raises(UserError) as raised:
         check(path, job)
     assert raised.value.code == Exit.ARTIFACT
@@ -126,7 +126,7 @@ def test_check_catches_a_fault_in_the_keys(fault: str, job: Any, tmp_path: Path)
     assert caught(written(job(family), tmp_path / "out", change), job(family))
 
 
-def in_weights(change: Callable[[dict[str, torch.Tensor]], None], job: Job, folder: Path) -> Job:
+def in_weights(change: Callable[[dict[str, torch.Tensor]], None], job: ExportJob, folder: Path) -> ExportJob:
     """The job with a copy of the model whose weights have a fault."""
     shutil.copytree(job.source, folder)
     weights = load_file(folder / "model.safetensors")

@@ -19,7 +19,7 @@ from finetune.cli import main
 from finetune.core.errors import UserError
 from finetune.hardware.detection import Hardware
 from finetune.launch import accelerate_config, launcher
-from finetune.launch.launcher import Start
+from finetune.launch.launcher import LaunchChoice
 from finetune.planning import sharding_cost
 from support.paths import ROOT
 
@@ -239,7 +239,7 @@ def test_a_number_of_processes_that_only_the_launcher_can_be_told(name, gpus, sa
     machine = Hardware("cuda", "NVIDIA H100 80GB HBM3", gpus, (9, 0), 79.6, 96)
     monkeypatch.setattr(launcher, "detect", lambda: machine)
     with pytest.raises(UserError, match="the command line must give the number") as raised:
-        launcher.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1), name)
+        launcher.if_needed(["train", "recipe.yaml"], lambda machine: LaunchChoice("", "", 1), name)
     (problem,) = raised.value.problems
     assert raised.value.code == 2 and said in problem.fix and "-m finetune train recipe.yaml" in problem.fix
 
@@ -304,7 +304,7 @@ def test_a_signal_ends_a_launch_for_good(monkeypatch) -> None:
     launcher.forward(signal.SIGTERM, None)
     assert told == [signal.SIGTERM]
     with pytest.raises(SystemExit) as left:  # what is begun again
-        launcher.if_needed(["train", "recipe.yaml"], lambda machine: Start("", "", 1))
+        launcher.if_needed(["train", "recipe.yaml"], lambda machine: LaunchChoice("", "", 1))
     assert left.value.code == 75
     children.clear()
     with pytest.raises(SystemExit) as left:

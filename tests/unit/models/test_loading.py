@@ -130,7 +130,13 @@ def test_storage_of_the_base(asked: str, kind: str, precision: str, stored: str)
 
 def test_recompute_is_planned_from_memory() -> None:
     from finetune.autoconfig.activation_checkpointing import choose_activation_checkpointing
-    from finetune.autoconfig.memory_estimate import Keeps, Memory, at_once, kept_gib, split
+    from finetune.autoconfig.memory_estimate import (
+        Keeps,
+        Memory,
+        kept_gib,
+        peak_activations_gib,
+        recomputed_layers,
+    )
 
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=False)) == pytest.approx(60, rel=0.1)  # measured
     assert kept_gib(LLAMA_8B, 16384, Keeps(fused=True)) == pytest.approx(54, rel=0.1)  # measured
@@ -151,7 +157,10 @@ def test_recompute_is_planned_from_memory() -> None:
     assert (
         choose_activation_checkpointing("auto", fused._replace(room=32.0), H100).value == "mlp:17"
     )  # 46 - 17 x 28 / 32
-    assert max(at_once(fused, "mlp:16")) == 32 + 8 / 32 and split("mlp:16", 32) == (0, 16)
+    assert max(peak_activations_gib(fused, "mlp:16")) == 32 + 8 / 32 and recomputed_layers("mlp:16", 32) == (
+        0,
+        16,
+    )
     assert choose_activation_checkpointing("auto", fused._replace(room=19.2), H100).value == "mlp:31"
     assert choose_activation_checkpointing("auto", fused._replace(room=10.0), H100).value == "full:21"
     in_fp8 = fused._replace(rounding=0.25)  # an MLP in int8 costs a quarter of one made again
@@ -164,9 +173,9 @@ def test_recompute_is_planned_from_memory() -> None:
     )  # 46 - 28 x 0.484
     assert choose_activation_checkpointing("auto", in_fp8._replace(room=30.0), H100).value == "mlp_int8:6"
     assert (
-        max(at_once(fused, "mlp_int8:6")) <= 30.25
-        and split("mlp_int8:6", 32) == (0, 6)
-        and split("mlp_int8", 32)[1] == 0
+        max(peak_activations_gib(fused, "mlp_int8:6")) <= 30.25
+        and recomputed_layers("mlp_int8:6", 32) == (0, 6)
+        and recomputed_layers("mlp_int8", 32)[1] == 0
     )
     assert choose_activation_checkpointing("auto", in_fp8._replace(room=10.0), H100).value == "full:21"
     assert choose_activation_checkpointing("mlp_int8", fused, CPU).value == "mlp_int8"
@@ -177,14 +186,20 @@ def test_recompute_is_planned_from_memory() -> None:
         == "mlp"
     )
     assert choose_activation_checkpointing("mlp:5", fused, CPU).value == "mlp:5"
-    assert split("full:8", 32) == (8, 24) and split("mlp", 32) == (0, 32) and split("norms", 32) == (0, 0)
+    assert (
+        recomputed_layers("full:8", 32) == (8, 24)
+        and recomputed_layers("mlp", 32) == (0, 32)
+        and recomputed_layers("norms", 32) == (0, 0)
+    )
     leaving = fused._replace(
-        entry=0.0, away=1.0
+        entry=0.0, offloaded=1.0
     )  # 18 GiB: of three of 32 layers at a time, and one's gate and up
     assert choose_activation_checkpointing("auto", leaving._replace(room=3.0), H100).value == "mlp"
     for short in ({"room": 2.5}, {"room": 3.0, "host": 17.0}, {"room": 3.0, "mlps": 0.0}):
         assert choose_activation_checkpointing("auto", leaving._replace(**short), H100).value == "full"
-    assert max(at_once(leaving._replace(away=0.5), "mlp")) == 9 + 3 * 18 / 32 + 36 / 32  # half of them leaves
+    assert (
+        max(peak_activations_gib(leaving._replace(offloaded=0.5), "mlp")) == 9 + 3 * 18 / 32 + 36 / 32
+    )  # half of them leaves
     with pytest.raises(UserError, match="the MLPs of this model are not fused"):
         choose_activation_checkpointing("mlp", plan, H100)
 
@@ -192,14 +207,20 @@ def test_recompute_is_planned_from_memory() -> None:
 def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     """Only where int8 is not enough, where the CPU has room, and as far as copies are hidden."""
     from finetune.autoconfig import activation_checkpointing
-    from finetune.autoconfig.memory_estimate import Keeps, Memory, activations, at_once, away
+    from finetune.autoconfig.memory_estimate import (
+        Keeps,
+        Memory,
+        activations,
+        offloaded_share,
+        peak_activations_gib,
+    )
 
     plan = Memory(layers=32, kept=54.0, norms=8.0, entry=0.125, room=60.0, mlps=28.0)
-    plan = plan._replace(rounding=0.25, beside=0.5)  # what else a layer keeps: 18 / 32 GiB
+    plan = plan._replace(rounding=0.25, offloadable=0.5)  # what else a layer keeps: 18 / 32 GiB
 
     def chosen(recompute: str = "auto", offload: str = "auto", at: Hardware = H100, **other: float) -> Any:
         again, leaves, made = activation_checkpointing.choose(recompute, offload, plan._replace(**other), at)
-        assert made.away == away(leaves.value, 32) * (offload == "auto")
+        assert made.offloaded == offloaded_share(leaves.value, 32) * (offload == "auto")
         return again.value, leaves.value, leaves.reason
 
     only = "auto: only with compiled layers and fused MLPs on fp8"
@@ -210,16 +231,16 @@ def test_auto_keeps_on_the_cpu_what_would_else_be_made_again() -> None:
     again, leaves, reason = chosen(room=30.0)
     assert (again, leaves) == ("mlp_int8", f"activations:{count}")
     assert reason == f"auto: {count * 18 / 32:.0f} GiB in CPU memory, so that no MLP is recomputed"
-    assert max(at_once(plan._replace(away=count / 32), "mlp_int8")) <= 29.75
-    assert max(at_once(plan._replace(away=(count - 1) / 32), "mlp_int8")) > 29.75
+    assert max(peak_activations_gib(plan._replace(offloaded=count / 32), "mlp_int8")) <= 29.75
+    assert max(peak_activations_gib(plan._replace(offloaded=(count - 1) / 32), "mlp_int8")) > 29.75
     assert chosen(room=30.0, host=2.0) == ("mlp_int8:6", "none", "auto: 5 GiB do not fit in CPU memory")
     assert chosen(room=25.0) == ("mlp:25", "none", "auto: copies would be slower than the layers")
-    assert chosen(room=30.0, rounding=math.inf, beside=0.0) == ("mlp:19", "none", only)
+    assert chosen(room=30.0, rounding=math.inf, offloadable=0.0) == ("mlp:19", "none", only)
     assert chosen(room=30.0, at=CPU) == ("none", "none", "auto: no GPU")
     given = {"usable": 27.6, "offload": "auto"}
     for fused, share in ((True, 4096 / 7700), (False, 0.0)):  # FSDP2 splits what would be fused
         made = activations(LLAMA_8B, 16384, Keeps(fused, fp8=True), **given)
-        assert made.beside == share and (made.rounding == math.inf) == (not fused)
+        assert made.offloadable == share and (made.rounding == math.inf) == (not fused)
         assert (
             activation_checkpointing.choose("auto", "auto", made, H100)[0].value.startswith("mlp_int8")
             == fused

@@ -219,13 +219,21 @@ def test_bytes_of_what_trains_are_those_of_the_run() -> None:
         setup = choice_checks.setup_of(loaded)
         launch = replace(setup.launch, processes=gpus)
         real = attach.attach(loading.load(loaded.model, setup, "cpu"), loaded.adapter, 100, RunChecks())
-        assert step_work.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
+        assert (
+            step_work.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).bytes_per_parameter
+            == each
+        )
     for precision, each in (("bf16", 28), ("no", 24)):  # and DeepSpeed's own in fp32
         launch = replace(setup.launch, processes=2, splitter="DeepSpeed", precision=precision)
-        assert step_work.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).each == each
-        assert step_work.beside(loaded, replace(setup, launch=launch)) == (each - 4) / 2, "each has its part"
+        assert (
+            step_work.work_of(real, loaded, replace(setup, launch=launch), 64, 0.0).bytes_per_parameter
+            == each
+        )
+        assert (
+            step_work.optimizer_bytes_per_parameter(loaded, replace(setup, launch=launch)) == (each - 4) / 2
+        ), "each has its part"
     light = loader.load(QUICKSTART, ["adapter.type=adalora", "train.optim=sgd"])
-    assert step_work.work_of(real, light, setup, 64, 0.0).each == 4 + 12
+    assert step_work.work_of(real, light, setup, 64, 0.0).bytes_per_parameter == 4 + 12
 
 
 def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
@@ -239,9 +247,11 @@ def test_a_search_and_a_failed_step_know_the_same_bytes(monkeypatch) -> None:
     names = "speed.loss", "speed.compile", "CUDA graphs", "speed.activation_checkpointing"
     fast = dict.fromkeys(names, chosen)
     seen: list[Any] = []
-    monkeypatch.setattr(batch_search, "search", lambda *given: seen.append(given[3].beside) or split)
+    monkeypatch.setattr(
+        batch_search, "search", lambda *given: seen.append(given[3].bytes_per_parameter) or split
+    )
     run = run_context(loaded, setup)
-    batch_setup.search_batch(run, None, split, fast, batch_search.Rows(None, loaded.data, 0))
+    batch_setup.search_batch(run, None, split, fast, batch_search.SearchData(None, loaded.data, 0))
     made = batch_setup.micro_batches(run, split, fast)
     assert [*seen, made.needs.args[-1]] == [8 + 4 + 12] * 2
 

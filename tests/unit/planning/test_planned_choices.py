@@ -244,7 +244,7 @@ def test_what_comes_with_a_change_is_in_its_price(seventy: Path) -> None:
     packed = dict(suggestions.faster(loader.load(seventy, short), now))["data.packing=true"]
     after = planned(seventy, *short, "data.packing=true", gpu="h100-80gb", count=8)
     assert packed == "fewer steps, each with several examples per sequence"
-    (said,) = suggestions.beside(("data.packing=true",), now, after)
+    (said,) = suggestions.side_effects(("data.packing=true",), now, after)
     assert said == f"{8 * 4096:,} tokens per step instead of {8 * 400:,}"
 
 

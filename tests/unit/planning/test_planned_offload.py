@@ -26,7 +26,7 @@ def test_an_optimizer_on_the_cpu_is_slower_and_never_offered_for_speed(large) ->
 
 
 def test_copies_wait_for_what_computing_does_not_cover() -> None:
-    step = step_time.Step(4096, 4096, 2, "fp8", False, 0.0, 0.0, 1, False, leaving=50e9)
+    step = step_time.Pass(4096, 4096, 2, "fp8", False, 0.0, 0.0, 1, False, leaving=50e9)
     assert step_time.copied(step, 0, forward=2.0, backward=3.0, rate=50e9) == 0
     assert step_time.copied(step, 0, forward=0.25, backward=0.5, rate=50e9) == 0.75 + 0.5
     stepped = step._replace(leaving=0.0, stepped=True)

@@ -202,7 +202,7 @@ def test_gathering_waits_where_the_link_is_slow(large) -> None:
     [
         ("ddp_4", sharding_cost.DDP, (1, 1)),
         ("fsdp2_8", sharding_cost.FSDP2, (8, 8)),
-        ("8xh100_fp8_te", sharding_cost.DDP._replace(once=True), (1, 1)),
+        ("8xh100_fp8_te", sharding_cost.DDP._replace(no_recompute=True), (1, 1)),
         ("zero2_8", sharding_cost.ZERO[2], (1, 8)),
         ("zero3_8", sharding_cost.ZERO[3], (8, 8)),
         ("context_parallel_4", sharding_cost.FSDP2._replace(sharing=4), (4, 4)),
@@ -328,7 +328,7 @@ def test_the_cpu_is_planned_for_where_there_is_no_gpu(capsys) -> None:
 
 
 def test_packed_attention_is_slower_on_short_documents() -> None:
-    step = step_time.Step(4096, 4096, 1, "bf16", False, 0.0, 0.0, 1, True)
+    step = step_time.Pass(4096, 4096, 1, "bf16", False, 0.0, 0.0, 1, True)
     long, short = (step_time.shipped("NVIDIA H200", "varlen", step._replace(length=n)) for n in (2048, 512))
     assert long and short
     assert long.forward == pytest.approx(292e12) and short.forward == pytest.approx(140e12, rel=0.02)

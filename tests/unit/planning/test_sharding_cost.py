@@ -362,7 +362,7 @@ def test_four_h100_choose_by_the_memory_that_was_free(large) -> None:
     plan = now._replace(room=now.room - awaited)
     assert plan.kept == pytest.approx(62, abs=0.5) and before.room - awaited > plan.room + 7
     chosen = activation_checkpointing.choose_activation_checkpointing("auto", plan, H100)
-    saved = plan.kept - max(memory_estimate.at_once(plan, chosen.value))
+    saved = plan.kept - max(memory_estimate.peak_activations_gib(plan, chosen.value))
     assert saved > 8, f"73.8 GiB were not enough without {chosen.value}"
 
 
@@ -387,6 +387,6 @@ def test_layers_that_stay_whole_after_forward_are_counted(large, tmp_path) -> No
     loaded, awaited = loader.load(QUICKSTART, ["adapter.type=full"]), []
     for reshards in ("true", "false"):
         with launch_environment.under({**FSDP, "FSDP_RESHARD_AFTER_FORWARD": reshards}):
-            awaited.append(step_work.work_of(base, loaded, setup, 64, 0.0).awaited)
+            awaited.append(step_work.work_of(base, loaded, setup, 64, 0.0).arriving_gib)
     rest = sum(p.nbytes for layer in base.model.layers[3:] for p in layer.parameters())
     assert awaited[1] - awaited[0] == pytest.approx(rest / 2**30) and rest

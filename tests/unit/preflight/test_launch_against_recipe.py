@@ -333,7 +333,7 @@ def test_torchaos_layers_and_what_is_left_of_the_optimizer(monkeypatch) -> None:
         )
         optimizer = torch.optim.AdamW(model.parameters())
         checks = RunChecks()
-        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), checks)
+        prepared = launch_checks.PreparedModelChecks(launch, SimpleNamespace(model=model), checks)
         config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers, pad_inner_dim=True)
         convert_model_to_fp8_ao(model, config=config)
         given: Any = {"model": model, "optimizer": optimizer}
@@ -358,7 +358,7 @@ def test_layers_of_transformer_engine_that_rounded_nothing_end_the_run() -> None
     launch, state = Launch("accelerate", 1, 0, "fp8", "launch", "", fp8="TE"), SimpleNamespace(global_step=1)
     for number in range(3):
         checks = RunChecks()
-        prepared = launch_checks.Prepared(launch, SimpleNamespace(model=model), checks)
+        prepared = launch_checks.PreparedModelChecks(launch, SimpleNamespace(model=model), checks)
         with pytest.raises(UserError) if number < 2 else contextlib.nullcontext():
             prepared.on_step_end(None, state, None, model=model)
         prepared.on_step_end(None, state, None, model=model)

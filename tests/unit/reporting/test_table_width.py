@@ -18,7 +18,7 @@ from support.paths import QUICKSTART, ROOT
 
 def plan() -> None:
     recipe = loader.load(QUICKSTART, [])
-    plan_report.run(recipe, [], Console(), planned_machine.Asked("l4", None, None, None))
+    plan_report.run(recipe, [], Console(), planned_machine.PlanRequest("l4", None, None, None))
 
 
 def doctor() -> None:
