@@ -123,7 +123,10 @@ def measure(assets: Path, times: int) -> Row:
 
 def table(found: Row) -> str:
     """The results as markdown."""
-    lines = ["| | tokens/s | seconds | tokens | tokens in the loss | sequences filled |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| | tokens/s | seconds | tokens | tokens in the loss | sequences filled |",
+        "|---|---|---|---|---|---|",
+    ]
     for name in ("finetune", "trl"):
         side = found[name]
         cells = f"{side['tokens_per_second'] / 1e6:.2f} M | {side['seconds']:.1f} | {side['tokens']:,} | "
