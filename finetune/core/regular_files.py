@@ -23,6 +23,7 @@ LARGEST_BY_NAME = {
     "tokenizer.model": 64 * MIB,
     "tekken.json": 64 * MIB,
 }
+TEMPLATES = "additional_chat_templates"  # the one folder in a model's folder that transformers reads
 READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".yaml", ".yml", ".tiktoken", ".md")
 
 
@@ -66,10 +67,17 @@ def check_folder(folder: Path, key: str) -> None:
 
     Files that are read at once must not be too large.
     """
-    for entry in sorted(folder.iterdir()):
+    for entry in entries(folder):
         if not entry.exists() or (entry.is_dir() and entry.name not in LARGEST_BY_NAME):
             continue  # the code that needs the file reports a broken link
         check_regular(entry, key, limit_of(entry) if entry.suffix in READ_WHOLE else None)
+
+
+def entries(folder: Path) -> list[Path]:
+    """Return the files and folders of a model's or adapter's folder, with its named chat templates."""
+    inside = folder / TEMPLATES
+    more = sorted(inside.iterdir()) if inside.is_dir() and not inside.is_symlink() else []
+    return [*sorted(folder.iterdir()), *more]
 
 
 def limit_of(path: Path) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5")
 MOST_ADDED = 100_000  # tokens in addition to the vocabulary
 _IMPLEMENTATION = re.compile(r"_?(attn|attention|experts)_implementation(_internal)?")
+_LARGEST_NUMBER = 2**31  # of an adapter's rank and alpha
 _CODE_OF = ("transformers.", "peft.")  # packages that the `auto_mapping` of an adapter may name
 
 
@@ -31,9 +32,8 @@ def check_files(folder: Path, key: str) -> None:
     Raises:
         UserError: finetune refuses an entry. The error names each file and entry.
     """
-    problems = list(_links(sorted(folder.iterdir()), key))
-    if problems:
-        raise UserError(*problems)
+    check_links(regular_files.entries(folder), key)
+    problems = list[Problem]()
     regular_files.check_folder(folder, key)
     for name, look in _LOOKS.items():
         if (folder / name).is_file():
@@ -113,7 +113,8 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
             continue
         home, target = entry.parent.resolve(), entry.resolve()
         # the Hub's cache: snapshots/<commit>/config.json -> ../../blobs/<hash>
-        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
+        cached = (above for above in (home, *home.parents) if above.parent.name == "snapshots")
+        blobs = next((commit.parent.parent / "blobs" for commit in cached), home)
         if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
             what, fix = "a link leads out of its folder", "replace the link with a copy of the file"
             yield Problem(what, key, str(entry), f"a link to {target}", fix=fix, code="unsafe-file")
@@ -207,6 +208,30 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
             fix = f"remove {name} from the file"
             yield Problem(what, key, str(path), found, expected, why=why, fix=fix, code="unsafe-file")
     yield from _other_files(content, path, key)
+    yield from _odd_values(content, path, key)
+
+
+def _odd_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
+    """Find values of LoRA that PEFT does not write."""
+    fix = "save the adapter again with PEFT"
+    for name in ("r", "lora_alpha"):
+        value = content.get(name)
+        is_number = isinstance(value, int | float) and abs(value) < _LARGEST_NUMBER  # NaN is not less
+        if value is not None and not is_number:
+            what, found, expected = (
+                "the config of the adapter has an odd value",
+                f"{name}: {value}"[:200],
+                "a number",
+            )
+            yield Problem(what, key, str(path), found, expected, fix, code="adapter-files")
+    named = content.get("target_parameters") or []
+    if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+        what, found = "the config of the adapter has an odd value", f"target_parameters: {named}"[:200]
+        yield Problem(what, key, str(path), found, "a list of names", fix, code="adapter-files")
+    if content.get("megatron_config") is not None:
+        what, fix = "finetune reads no adapter of Megatron", "convert the adapter to plain PEFT"
+        found = f"megatron_config: {content['megatron_config']}"[:200]
+        yield Problem(what, key, str(path), found, fix=fix, code="adapter-files")
 
 
 def _other_files(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:

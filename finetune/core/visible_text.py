@@ -12,6 +12,7 @@ import unicodedata
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories: control, format, surrogate, line separators
 _BLANK = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")  # letters and marks without a shape
+_NO_CHARACTER = 0xFFFE  # the last two codes of each plane; YAML refuses U+FFFE and U+FFFF
 _NO_LETTERS = 0xE0000  # tags, variation selectors and private use start here
 # The two joiners are useful in emoji and between letters of scripts that join, but not in Latin text.
 _JOINING = r"[\u0590-\u1fff\u2100-\U0010ffff]"
@@ -44,6 +45,7 @@ def _shown(sign: str) -> str:
     code = ord(sign)
     if sign in _SHORT:
         return _SHORT[sign]
-    if unicodedata.category(sign) not in _UNSEEN and sign not in _BLANK and code < _NO_LETTERS:
+    is_seen = unicodedata.category(sign) not in _UNSEEN and sign not in _BLANK
+    if is_seen and code & _NO_CHARACTER != _NO_CHARACTER and code < _NO_LETTERS:
         return sign
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"

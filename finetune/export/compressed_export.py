@@ -81,7 +81,8 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     with writing(folder):
         stored = safe_files.make_folder(folder, "base")
         safe_files.make_folder(folder, "adapter")
-    base: Any = AutoModelForCausalLM.from_pretrained(job.base, revision=job.revision, dtype=torch.float32)
+    options: Any = {"revision": job.revision, "dtype": torch.float32, "trust_remote_code": False}
+    base: Any = AutoModelForCausalLM.from_pretrained(job.base, **options)
     with writing(folder):
         report = save(base, job.quantize, stored)
         job.tokenizer.save_pretrained(str(stored))

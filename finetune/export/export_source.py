@@ -104,8 +104,10 @@ def recipe_of(source: Source, overrides: Sequence[str]) -> Recipe:
     }
     values["model"] |= {"revision": None} if chosen else {}
     recipe = loader.from_values(values, place, list(overrides))
-    added = _added_tokens(source.folder, recipe.model)
-    return recipe.model_copy(update={"model": recipe.model.model_copy(update={"add_tokens": added})})
+    model_files.check_exists(recipe.model)
+    pinned = model_files.pinned(recipe.model)
+    added = _added_tokens(source.folder, pinned)
+    return recipe.model_copy(update={"model": pinned.model_copy(update={"add_tokens": added})})
 
 
 def _added_tokens(folder: RunFolder, base: Model) -> list[str]:

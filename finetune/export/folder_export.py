@@ -54,8 +54,8 @@ def _reader(folder: Path, job: ExportJob, without_answers: str) -> Reader:
     from transformers import AutoTokenizer, GenerationConfig
 
     places = [place for place in (folder, folder / "base") if (place / "tokenizer_config.json").exists()]
-    base = {} if places else {"revision": job.revision}
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(places[0]) if places else job.base, **base)
+    options: Any = {"trust_remote_code": False, "revision": "main" if places else job.revision}
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(places[0]) if places else job.base, **options)
     model = None if without_answers else _model(folder, job)
     answer = model and partial(_answer, model, job.expected.stops)
     losses = model and partial(serving_check.losses_of, model)

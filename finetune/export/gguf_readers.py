@@ -220,7 +220,8 @@ def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Exampl
     """Return prompts as llama.cpp's server makes them: one BOS token, from the template or from the key."""
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    options: Any = {"gguf_file": path.name, "trust_remote_code": False}
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(path.parent), **options)
     adds, bos = bool(held.get("tokenizer.ggml.add_bos_token")), tokenizer.bos_token or ""
     found = []
     for example in examples:

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Problem, UserError, first_line
 from finetune.core.visible_text import visible
 from finetune.data import preparation, source_loading
 from finetune.data.encoding import Encoded, make_encoder
@@ -176,11 +176,13 @@ def _of_trl(recipe: Recipe, rows: list[Row]) -> list[Tokens | str]:
             bf16=False,
             disable_tqdm=True,
         )
-        dataset = Dataset.from_list([{name: value.get(name) for name in columns} for value in values])
         try:
+            dataset = Dataset.from_list([{name: value.get(name) for name in columns} for value in values])
             trainer = SFTTrainer(model, settings, train_dataset=dataset, processing_class=tokenizer)
-        except (ValueError, KeyError, RuntimeError) as error:
-            return [f"TRL does not accept the example: {error}"] * len(rows)
+        except UserError:
+            raise
+        except Exception as error:  # of TRL, or of a library that reads or renders the examples
+            return [f"TRL does not accept the examples: {first_line(error)}"] * len(rows)
     prepared: Any = trainer.train_dataset
     return [Tokens(row["input_ids"], [IGNORED, *row["labels"][1:]]) for row in prepared]
 

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "config.json", "generation_config.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool_use.jinja",
+    "config.json", "generation_config.json",
 )  # fmt: skip
 
 
 def check_exists(model: Model) -> None:
-    """Stop if a local folder does not exist, before anything loads (exit 2)."""
+    """Stop before anything loads if a local folder does not exist, or a name can't be on the Hub (exit 2)."""
+    if not Path(model.name).is_dir() and not local_path(model.name):
+        client.check_name(model.name, "model.name")
     if local_path(model.name) and not Path(model.name).exists():
         what = f"the path {model.name} does not exist"
         found = f"looked in {Path.cwd()} and in the recipe's folder"

@@ -86,6 +86,7 @@ OF_A_MODEL = [
     "chat_template.jinja",
     "model.safetensors",
     "model.safetensors.index.json",
+    "additional_chat_templates/tool_use.jinja",
 ]
 
 
@@ -105,6 +106,7 @@ def test_a_file_of_a_model_that_is_no_regular_file_is_refused(
     make: Callable[[Path], None], name: str, tmp_path, commands
 ) -> None:
     folder = Path(shutil.copytree(MODEL, tmp_path / "model"))
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).unlink(missing_ok=True)
     (folder / "model.safetensors").unlink(missing_ok=True)
     make(folder / name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from finetune.core.errors import UserError
 from finetune.importers import recipe_text
 from support import mutated_imports
 from support.limited_commands import LimitedCommands
+from support.paths import MODEL
 from support.soak import soak_except
 
 if TYPE_CHECKING:
@@ -43,6 +45,43 @@ def test_mutated_config_of_another_tool_is_imported_or_refused(part: int, tmp_pa
             recipe.unlink()
         assert set(os.listdir(tmp_path)) <= {"config", "theirs.yaml", "pipe.yaml", "data"}, seed
     assert set(codes) == {0, 2}, codes
+
+
+@pytest.mark.parametrize("sign", ["\\uffff", "\\ufffe", "\\x85", "\\u2028", "\\U0001ffff", "\\e", "\\0"])
+def test_imported_recipe_holds_no_character_that_yaml_refuses(sign: str, tmp_path) -> None:
+    config, recipe = tmp_path / "theirs.yaml", tmp_path / "recipe.yaml"
+    lines = [
+        "base_model: a/b",
+        f'datasets: [{{path: "c/d{sign}", type: alpaca}}]',
+        f'run_name: "{sign}"',
+        f'odd: "{sign}"',
+    ]
+    config.write_text("\n".join([*lines, "micro_batch_size: 1"]))
+    assert main.main(["import", str(config), "--output", str(recipe)]) == 0
+    check_recipe(recipe.read_text(encoding="utf-8"), 0)
+
+
+ODD_CHATS = {
+    "no messages": [],
+    "no list": "hello",
+    "other content": [{"role": "user", "content": {"a": [1]}}, {"role": "assistant", "content": 5}],
+    "no content": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}],
+    "no role": [{"content": "a"}],
+}
+
+
+@pytest.mark.parametrize("odd", ODD_CHATS)
+def test_odd_example_of_a_verified_batch_is_named(odd: str, tmp_path, capsys) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"messages": turns}, {"messages": ODD_CHATS[odd]}]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    lines = [f"model_name_or_path: {MODEL}", f"dataset_name: {tmp_path / 'rows.jsonl'}", "use_peft: true"]
+    config = tmp_path / "sft.yaml"
+    config.write_text("\n".join([*lines, "max_length: 64", "per_device_train_batch_size: 2"]))
+    output = str(tmp_path / "recipe.yaml")
+    assert main.main(["import", str(config), "--from", "trl", "--verify", "--output", output]) == 0
+    said = capsys.readouterr().out
+    assert "verify: 0 of the first 2 examples" in said and "finetune does not accept the example" in said
 
 
 def check_recipe(text: str, seed: int) -> None:

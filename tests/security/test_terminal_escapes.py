@@ -44,6 +44,7 @@ ESCAPES = {
     "tab": "a\tb",
     "tags": "\U000e0041\U000e007f",
     "fillers": "\u3164\u115f\u2800\u00ad",
+    "noncharacters": "\uffff\ufffe\U0001ffff",
 }
 EVERYTHING = " ".join(ESCAPES.values())
 MARKUP = "[bold]b[/bold] [link=https://evil.example]l[/link] :skull: [/]"

@@ -40,10 +40,18 @@ def test_an_index_names_files_of_its_folder(name: Any, weightless, capsys) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"]
+    "name",
+    [
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "model.safetensors",
+        "additional_chat_templates/tool_use.jinja",
+    ],
 )
 def test_a_link_does_not_leave_its_folder(name: str, weightless, tmp_path, capsys) -> None:
     (tmp_path / "secret").write_text("{}")
+    (weightless / name).parent.mkdir(exist_ok=True)
     (weightless / name).unlink(missing_ok=True)
     (weightless / name).symlink_to(tmp_path / "secret")
     refused(weightless, capsys, says=("a link leads out of its folder", name))
@@ -57,11 +65,48 @@ def test_the_hub_s_own_links_are_fine(weightless, tmp_path) -> None:
     shutil.copytree(weightless, snapshot)
     (snapshot / "config.json").rename(home / "blobs" / "abc")
     (snapshot / "config.json").symlink_to("../../blobs/abc")
+    (snapshot / "additional_chat_templates").mkdir()
+    (home / "blobs" / "def").write_text("")
+    (snapshot / "additional_chat_templates" / "rag.jinja").symlink_to("../../../blobs/def")
     untrusted_files.check_files(snapshot, "model.name")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to(tmp_path / "model" / "config.json")
     with pytest.raises(UserError, match="leads out of its folder"):
         untrusted_files.check_files(snapshot, "model.name")
+
+
+@pytest.mark.parametrize("to", ["gguf", "vllm"])
+def test_export_of_an_adapter_with_a_link_to_another_file_is_refused(
+    to: str, trained, tmp_path, capsys
+) -> None:
+    (tmp_path / "secret").write_text("{{ messages }}")
+    adapter = shutil.copytree(trained().adapter, tmp_path / "adapter")
+    (adapter / "additional_chat_templates").mkdir()
+    (adapter / "additional_chat_templates" / "tool_use.jinja").symlink_to(tmp_path / "secret")
+    output = tmp_path / "exported"
+    assert main.main(["export", str(adapter), "--to", to, "--output", str(output)]) == 2
+    assert "a link leads out of its folder" in capsys.readouterr().err and not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("r", value) for value in ([None], {}, "abc", 10**400, float("nan"))),
+        *(("lora_alpha", value) for value in ([], float("inf"), "1")),
+        *(("target_parameters", value) for value in (5, [None], "abc")),
+        ("megatron_config", {}),
+        ("base_model_name_or_path", -1),
+    ],
+)
+def test_adapter_s_config_with_an_odd_value_is_refused(
+    key: str, value: Any, trained, tmp_path, capsys
+) -> None:
+    adapter = shutil.copytree(trained().adapter, tmp_path / "adapter")
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {key: value}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    for options in (["--to", "vllm", "--adapter"], ["--to", "gguf"]):
+        assert main.main(["export", str(adapter), *options, "--output", str(tmp_path / "exported")]) == 2
+        assert "adapter_config.json" in (said := capsys.readouterr().err) or "model.name" in said
 
 
 @pytest.mark.parametrize("name", ["eval.json", "adapter/tokenizer.json"])
