@@ -18,7 +18,7 @@ from finetune.adapters import (
 )
 from finetune.core import upstream_private
 from finetune.core.errors import UserError
-from finetune.models import module_names
+from finetune.models import module_lists, module_names
 from finetune.quantization import qat, stacked_experts
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def attach(
         _freeze_towers(model, checks)
         adapter_checks.count_trainable(model, checks)
         return model
-    everything = module_names.of_model(model)
+    everything = module_lists.of_live_model(model)
     if adapter.source:
         with stacked_experts.plain_parameters(model):
-            adapted: Any = continue_from.load(model, adapter, added, checks)
+            adapted: Any = continue_from.load(model, adapter, everything, added, checks)
     else:
         name_problems.check(model, adapter, everything)
         with continue_from.refusals("PEFT does not accept it"):

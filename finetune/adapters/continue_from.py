@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import expert_targets, initialization, target_modules
+from finetune.adapters import expert_targets, initialization, target_modules, untrainable_layers
 from finetune.core import regular_files, untrusted_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
@@ -293,8 +293,15 @@ def _rows_of(saved: dict[str, Any]) -> set[int] | None:
     return set.intersection(*map(set, rows.values())) if isinstance(rows, dict) else set(rows)
 
 
-def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], checks: RunChecks) -> Any:
-    """Load the adapter of `adapter.init_from` for training, and check that its whole file is used."""
+def load(
+    model: PreTrainedModel, adapter: Adapter, names: Names, added: Sequence[int], checks: RunChecks
+) -> Any:
+    """Load the adapter of `adapter.init_from` for training, and check that its whole file is used.
+
+    Args:
+        names: the names of the model, with the modules that get no gradient.
+        added: ids of new tokens, whose embeddings train.
+    """
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
     from peft.utils import load_peft_weights
     from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
@@ -315,9 +322,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], checks:
     if problems:
         raise UserError(*problems)
     check_patterns(folder, model)
-    if problems := layout_problems(
-        folder, module_names.of_model(model), adapter_types.find(adapter.type).peft
-    ):
+    if problems := layout_problems(folder, names, adapter_types.find(adapter.type).peft):
         raise UserError(*problems)
     with refusals(f"the adapter of {source} does not fit this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
@@ -346,7 +351,7 @@ def load(model: PreTrainedModel, adapter: Adapter, added: Sequence[int], checks:
 
 
 def layout_problems(folder: Path, names: Names, peft: str) -> list[Problem]:
-    """Return a problem if the adapter stores experts in another layout than the model.
+    """Return a problem if the adapter stores experts in another layout than the model, or would not train.
 
     transformers 4 has one module per expert, and transformers 5 stacks them in two parameters. PEFT converts
     a LoRA adapter from the first layout to the second for some families. For other families it would ignore
@@ -366,6 +371,15 @@ def layout_problems(folder: Path, names: Names, peft: str) -> list[Problem]:
         what = f"the adapter has stacked experts, but {names.family} has one module per expert"
         found, why = f"{len(together)} modules, such as {together[0]}", "PEFT can't split them"
         return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
+    reasons = untrainable_layers.reasons(names, peft)
+    adapted = [f"{name.removeprefix('base_model.model.')}." for name in tensors]
+    if lost := [name for name in reasons if any(one.startswith(f"{name}.") for one in adapted)]:
+        layers = ", ".join(dict.fromkeys(map(module_names.short, lost)))
+        what, found = (
+            f"the saved adapter would not train on {layers} here",
+            f"{len(lost)} modules, such as {lost[0]}",
+        )
+        return [Problem(what, INIT_FROM, found=found, why=reasons[lost[0]], fix=MERGED, code="no-gradient")]
     return []
 
 

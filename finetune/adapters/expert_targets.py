@@ -12,7 +12,7 @@ import re
 from math import prod, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.adapters import target_modules
+from finetune.adapters import target_modules, untrainable_layers
 from finetune.core import formatting
 from finetune.kernels import kernel_limits
 from finetune.models import module_names
@@ -53,6 +53,8 @@ class Resolved(NamedTuple):
     """Full names of targeted linear layers that PEFT would take for experts. They get no adapter."""
     half: str = ""
     """An expert layer that the recipe targets without the other layer of the same parameter."""
+    untrained: tuple[str, ...] = ()
+    """Full names of linear layers that "all-linear" skips, because an adapter would not train on them."""
 
 
 def stacked(names: Names) -> list[tuple[str, str]]:
@@ -78,16 +80,23 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
     plain = {**options, "target_modules": target_modules.EVERYTHING} if every else options
     if isinstance(targets, set | frozenset):
         plain = {**plain, "target_modules": sorted(targets)}
-    picked = target_modules.targeted(plain, names)
+    picked, untrained = target_modules.targeted(plain, names), tuple[str, ...]()
+    if plain.get("target_modules") == target_modules.EVERYTHING:
+        lost = untrainable_layers.reasons(names, peft)
+        untrained = tuple(one for one in picked if one in lost)
+        picked = [one for one in picked if one not in lost]
+    listed = dict(plain)
+    if untrained and picked:
+        listed["target_modules"] = _targets(plain, picked, list(untrained), names)
     if peft != "lora" or targets is None or not stacks:
-        return Resolved(plain, picked)
+        return Resolved(listed, picked, untrained=untrained)
     rewritten = _rewritten(names)
     routers = [] if targets in (target_modules.EVERYTHING, WITH_EXPERTS) else _routers(picked, names)
     skipped = [one for one in picked if module_names.short(one) in rewritten and one not in routers]
     experts, half = _experts(plain, stacks, every)
     changes = bool(experts or routers or skipped or every or (rewritten and isinstance(targets, str)))
     if not changes:
-        return Resolved(plain, picked, half=half)
+        return Resolved(listed, picked, half=half, untrained=untrained)
     modules = [one for one in picked if one not in {*routers, *skipped}]
     entries = (
         [plain["target_modules"]]
@@ -95,14 +104,14 @@ def resolve(options: Mapping[str, Any], names: Names, peft: str) -> Resolved:
         else [[one] for one in plain["target_modules"]]
     )
     named = [one if isinstance(one, str) else one[0] for one in entries if _names_other(one, stacks, routers)]
-    resolved = {**plain, "target_modules": _targets(plain, modules, [*skipped, *routers], names)}
+    resolved = {**plain, "target_modules": _targets(plain, modules, [*skipped, *routers, *untrained], names)}
     parameters = [*experts, *(f"{one}.weight" for one in routers)]
     own = list(options.get("target_parameters") or ())
     added = [one for one in _shortest(parameters, names) if one not in own]
     if own or added:
         resolved["target_parameters"] = [*own, *added]
     resolved |= _doubled([one for one, count in experts.items() if count > 1], resolved, names)
-    return Resolved(resolved, modules, tuple(named), tuple(skipped), half)
+    return Resolved(resolved, modules, tuple(named), tuple(skipped), half, untrained)
 
 
 def is_rewritten(names: Names) -> bool:
@@ -177,7 +186,8 @@ def _targets(options: Mapping[str, Any], modules: list[str], others: list[str], 
         targets = [one for one in usable if _matches(one, modules)]
     rest = [one for one in modules if not any(target_modules.is_suffix(target, one) for target in targets)]
     short = dict.fromkeys(map(module_names.short, rest))
-    known = {**names.kinds, **names.tower_kinds}
+    stacks = (f"{holder}.{parameter}" for holder, parameter in stacked(names))
+    known = [*names.kinds, *names.tower_kinds, *stacks]
     for last in short:
         same = [one for one in rest if module_names.short(one) == last]
         alone = not last.isdecimal() and sum(target_modules.is_suffix(last, one) for one in known) == len(
@@ -235,9 +245,10 @@ def parameters_of_rank_1(size: tuple[int, ...]) -> int:
 
 
 def notes(options: Mapping[str, Any], names: Names, peft: str) -> list[str]:
-    """Return notes on layers of a mixture of experts without an adapter, with the trainable parameters."""
+    """Return notes on layers that get no adapter, and on experts with their trainable parameters."""
     key, resolved = "adapter.target_modules", resolve(options, names, peft)
-    said = list[str]()
+    target = str(options.get("target_modules"))
+    said = [untrainable_layers.note(resolved.untrained, names, peft, target)] if resolved.untrained else []
     if options.get("target_modules") == target_modules.EVERYTHING and stacked(names):
         what = f"{key}: {target_modules.EVERYTHING} adapts the linear layers"
         if peft != "lora" or options.get("use_dora"):
@@ -290,5 +301,5 @@ def _count(resolved: Resolved, names: Names) -> int:
     weights = [f"{one}.weight" for one in resolved.modules]
     ranks = {f"{one}.weight": rank_of(resolved.options, one) for one in resolved.modules}
     ranks |= parameter_ranks(resolved.options, names)
-    sizes = {one: names.shapes[one] for one in [*weights, *ranks] if one in names.shapes}
+    sizes = {one: names.every_shape[one] for one in [*weights, *ranks] if one in names.every_shape}
     return sum(ranks[one] * parameters_of_rank_1(size) for one, size in sizes.items())

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import expert_targets, target_modules
+from finetune.adapters import expert_targets, target_modules, untrainable_layers
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.formatting import as_yaml
 from finetune.models import module_lists, module_names
@@ -29,18 +29,9 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Adapter
 
 
-# Mamba's kernels read the weights of these layers directly, so PEFT refuses adapters of these types on them
-# (peft 0.21.2, tuners/tuners_utils.py, _check_lora_target_modules_mamba).
-_MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-_MAMBA_TYPES, _MAMBA_LAYERS = ("lora", "adalora", "randlora"), ("out_proj", "conv1d")
 ON_HEAD = "an adapter on the output head would get no gradient"
 HEAD_WEIGHT = "TRL's loss reads the weight of the head itself, without the adapter"
 _PEFT_TIES = ("embed_tokens", "lm_head")  # PEFT's EMBEDDING_LAYER_NAMES
-# Norms in the mixers of Mamba 2, by class. A fused kernel reads their weight and epsilon (transformers 5.22).
-_FUSED_NORMS = frozenset(
-    f"{family}RMSNormGated"
-    for family in ("Bamba", "FalconH1", "GraniteMoeHybrid", "Mamba", "NemotronH", "Zamba2")
-)
 
 
 def problems(options: Mapping[str, Any], names: Names, peft: str) -> list[Problem]:
@@ -134,16 +125,20 @@ def _listed(target: str, available: Collection[str]) -> list[str]:
 
 
 def describe_without_gradient(
-    lost: Collection[str], picked: Collection[str], options: Mapping[str, Any], peft: str
+    lost: Collection[str],
+    picked: Collection[str],
+    options: Mapping[str, Any],
+    peft: str,
+    why: str = untrainable_layers.UNREAD,
 ) -> Problem:
-    """Return the problem of modules that get no gradient.
+    """Return the problem of modules on which an adapter would get no gradient.
 
     Args:
         lost: full names of the modules.
         picked: full names of all modules that get an adapter.
     """
     layers = ", ".join(_endings(lost, picked))
-    what, why = f"an adapter on {layers} would get no gradient", "the loss does not depend on its output"
+    what = f"an adapter on {layers} would get no gradient"
     found = f"{len(lost)} modules, such as {sorted(lost)[0]}"
     fix = _leave_out(lost, picked, options, peft)
     return Problem(what, "adapter.target_modules", found=found, fix=fix, why=why, code="no-gradient")
@@ -235,7 +230,7 @@ def _targets(
                 code="target-modules",
             )
         ]
-    return _mamba(names, peft, picked, targets) or _never_called(names, picked, options, peft)
+    return _untrainable(names, picked, options, peft)
 
 
 def _one_of_each(unfit: Mapping[str, str]) -> dict[str, str]:
@@ -317,33 +312,35 @@ def _suggested(peft: str, names: Names) -> str:
 
 def _usable(peft: str, names: Names) -> Collection[str]:
     """Return the last names of linear layers that the adapter type supports and that get a gradient."""
-    kinds = adapter_types.layer_kinds(peft)
+    kinds, lost = adapter_types.layer_kinds(peft), untrainable_layers.reasons(names, peft)
     return dict.fromkeys(
         short(name)
         for name in names.linear
         if names.kinds[name] in (kinds or module_names.LINEAR)
-        and name not in names.without_gradient
+        and name not in lost
         and not short(name).isdecimal()  # a layer of a Sequential; decoder layers have such names too
-        and not _is_read_by_mamba(name, names, peft)
     )
 
 
-def _is_read_by_mamba(name: str, names: Names, peft: str) -> bool:
-    return names.family in _MAMBA and peft in _MAMBA_TYPES and short(name) in _MAMBA_LAYERS
-
-
-def _mamba(names: Names, peft: str, picked: list[str], targets: object) -> list[Problem]:
-    layers = sorted({short(name) for name in picked if _is_read_by_mamba(name, names, peft)})
-    if not layers:
-        return []
-    what = f"PEFT does not adapt {' and '.join(layers)} of {names.family}"
-    key, fix, why = "adapter.target_modules", _suggested(peft, names), "Mamba's kernels read these weights"
-    return [Problem(what, key, found=as_yaml(targets), fix=fix, why=why, code="target-modules")]
-
-
-def _never_called(names: Names, picked: list[str], options: Mapping[str, Any], peft: str) -> list[Problem]:
-    lost = [name for name in picked if name in names.without_gradient or names.kinds[name] in _FUSED_NORMS]
-    return [describe_without_gradient(lost, picked, options, peft)] if lost else []
+def _untrainable(names: Names, picked: list[str], options: Mapping[str, Any], peft: str) -> list[Problem]:
+    """Return a problem for each reason for which an adapter would not train on targeted modules."""
+    if refused := sorted(
+        {short(name) for name in untrainable_layers.refused_by_peft(names, peft) & set(picked)}
+    ):
+        what = f"PEFT does not adapt {' and '.join(refused)} of {names.family}"
+        key, fix, why = (
+            "adapter.target_modules",
+            _suggested(peft, names),
+            "Mamba's kernels read these weights",
+        )
+        found = as_yaml(options.get("target_modules"))
+        return [Problem(what, key, found=found, fix=fix, why=why, code="target-modules")]
+    why = untrainable_layers.reasons(names, peft)
+    lost = [name for name in picked if name in why]
+    return [
+        describe_without_gradient([n for n in lost if why[n] == reason], picked, options, peft, reason)
+        for reason in dict.fromkeys(why[name] for name in lost)
+    ]
 
 
 def _layers(options: Mapping[str, Any], names: Names) -> list[Problem]:

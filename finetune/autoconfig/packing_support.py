@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Data, Train
 
+# Families whose blocks do not pass the borders to their layers (transformers 5.22)
+DROPS_BORDERS = ("mamba2",)
 DISTRIBUTIONS = {"causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm", "fla": "flash-linear-attention"}
 ATTENDING = {"attention", "full_attention", "sliding_attention", "chunked_attention"}  # of `layer_types`
 MASKED = ("sdpa", "eager", "flex_attention")  # attention that learns the borders from a mask
@@ -37,7 +39,8 @@ def check(config: ModelConfig, data: Data, train: Train, attention: str, process
         return
     if reason := unsupported_reason(config, attention):
         what, key = "this model can't separate the examples of a packed sequence", _keys(data)[0]
-        problem = Problem(what, key, found="true", why=reason, fix=switch_off(data), code="model-unsupported")
+        fix = switch_off(data) + _or_kernels(config)
+        problem = Problem(what, key, found="true", why=reason, fix=fix, code="model-unsupported")
         raise UserError(problem, code=Exit.ENVIRONMENT)
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None)
@@ -62,22 +65,41 @@ def _keys(data: Data) -> list[str]:
     return [f"data.{key}" for key in ("packing", "padding_free") if getattr(data, key)]
 
 
+def _or_kernels(config: ModelConfig) -> str:
+    """Return the command that installs the kernels, if the model separates examples with them."""
+    text = config.get_text_config()
+    missing = missing_kernels(text.model_type) if _has_other_layers(text) else []
+    if not missing or crosses_borders(text.model_type):
+        return ""
+    return f"; or, on a machine with an NVIDIA GPU: {packages.install_extra('hybrid')}"
+
+
 def unsupported_reason(config: ModelConfig, attention: str) -> str:
     """Return why a model can't keep packed examples apart, or an empty string."""
     text = config.get_text_config()
     family = text.model_type
     if _has_other_layers(text):
-        needed = upstream_options.kernel_packages(family)
-        lacking = {name: package for name, package in needed.items() if not packages.installed(package)}
-        if lacking:
-            name, package = next(iter(lacking.items()))
-            return f"`{name}` of {family}'s layers needs the package {DISTRIBUTIONS.get(package, package)}"
-        if not needed:
+        if crosses_borders(family):
             return f"the layers of {family} carry a state from one example to the next"
+        if missing := missing_kernels(family):
+            several = "packages" if len(missing) > 1 else "package"
+            return f"the layers of {family} need the {several} {' and '.join(missing)} to separate examples"
     by_mask = attention in MASKED or (attention == "auto" and family not in attention_choice.FAMILIES)
     if by_mask and upstream_options.masks_without_positions(family):
         return f"the attention mask that transformers makes for {family} does not separate examples"
     return ""
+
+
+def crosses_borders(family: str) -> bool:
+    """Return whether the layers of a family carry a state across borders even with all kernels installed."""
+    without = not upstream_options.kernel_packages(family) or upstream_options.kernel_without_borders(family)
+    return bool(without) or family in DROPS_BORDERS
+
+
+def missing_kernels(family: str) -> list[str]:
+    """Return the missing packages whose kernels separate packed examples in the layers of a family."""
+    needed = dict.fromkeys(upstream_options.kernel_packages(family).values())
+    return [DISTRIBUTIONS.get(name, name) for name in needed if not packages.installed(name)]
 
 
 def _has_other_layers(text: Any) -> bool:

@@ -71,7 +71,9 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             notes += after_training.check(recipe.publish, recipe.model.name)
         if main and not options.quiet:
             said_later = {*recipe.origin.notices, *checker.advice(recipe)}
-            Console().note(*(note for note in notes if note not in said_later))
+            of_modules = "adapter.target_modules: "  # the run says these notes of the loaded model
+            shown = (note for note in notes if note not in said_later and not note.startswith(of_modules))
+            Console().note(*shown)
         quieten_libraries()
 
         with fast_imports(quiet=options.quiet):

@@ -52,6 +52,11 @@ def set_attention_name(config: ModelConfig, name: str) -> None:
     config._attn_implementation = name
 
 
+def forget_quantization(config: Any) -> None:
+    """Remove transformers' mark of a quantized model, with which some layers choose another forward pass."""
+    vars(config).pop("_is_quantized", None)
+
+
 def experts_name(config: ModelConfig) -> str:
     """Return the name of the function that a model's experts call."""
     return str(config._experts_implementation)
@@ -246,6 +251,22 @@ def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContext
             return answer(func, args, kwargs or {})
 
     return Mode()
+
+
+@contextlib.contextmanager
+def reference_layers() -> Iterator[None]:
+    """Within the context, layers of transformers run in PyTorch, and not in the kernels of other packages.
+
+    transformers does so while a model is exported, because the kernels accept no tensors without values.
+    """
+    import torch
+
+    before = torch.compiler._is_exporting_flag
+    torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_exporting_flag = before
 
 
 def reads_a_value(operation: Any) -> bool:

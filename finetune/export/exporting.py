@@ -25,6 +25,7 @@ from finetune.export import (
     merging,
     plain_base,
     serving_check,
+    shared_weights,
     targets,
     verify_merge,
 )
@@ -80,6 +81,8 @@ def run(
     targets.MODULES[to].check(config, kind)
     if adapter:
         targets.check_adapter(folder, to)
+    else:
+        shared_weights.check(folder, recipe)
     part = "adapter" if adapter else kind
     where, start = opened.output
     target = merging.free_target(where, f"{start}-{to}-{part}", output)

@@ -18,7 +18,7 @@ from finetune.core import command_lines, progress, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.paths import writing
 from finetune.evaluation import reopen, scoring, validation_set
-from finetune.export import merged_files, plain_base, verify_merge
+from finetune.export import merged_files, plain_base, shared_weights, verify_merge
 from finetune.quantization import qat
 from finetune.run_folder import run_folder
 
@@ -64,6 +64,7 @@ def run(
     recipe = run_folder.recipe_of(folder, overrides)
     setup = reopen.setup_of(recipe)
     merged_files.check_asked(folder, setup, quantized, recipe.speed.qat)
+    shared_weights.check(folder, recipe)
     target = free_target(folder.path, f"merged-{quantized}" if quantized else "merged", output)
     tokenizer = reopen.tokenizer_of(folder)
     held_out, _ = validation_set.held_out(folder, recipe, tokenizer)

@@ -26,7 +26,7 @@ from finetune.kernels.kernel_limits import (
     STACKED,
     quantized_experts_unsupported_reason,
 )
-from finetune.models import checkpoint_headers, module_lists
+from finetune.models import checkpoint_headers, direct_reads, module_lists
 from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
 
@@ -63,8 +63,14 @@ class Architecture:
 
     @cached_property
     def stored(self) -> dict[str, tuple[int, int]]:
-        """Return the same for all linear layers, including those of a multimodal model's encoders."""
-        return {**self.linear, **self.names.tower_linear_shapes}
+        """Return the same for all linear layers that a quantized model quantizes, with the encoders' layers.
+
+        Layers that share a weight keep their dtype, and so do layers whose weights are read directly.
+        """
+        kept = {f"{name}.weight" for name in direct_reads.linear_layers(self.names)}
+        kept |= {*self.names.shared, *self.names.shared.values()}
+        own = {name: size for name, size in self.linear.items() if f"{name}.weight" not in kept}
+        return {**own, **self.names.tower_linear_shapes}
 
     @cached_property
     def parameters(self) -> int:

@@ -11,6 +11,8 @@ from finetune.core import upstream_private
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import nn
 
 TOKENS = 16
@@ -24,9 +26,11 @@ def runs(family: str) -> bool:
     return family in upstream_options.model_classes("CAUSAL_LM") and family not in READ_VALUES
 
 
-def guessed_values() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def guessed_values() -> Iterator[None]:
     """Within the context, a forward pass on the meta device completes, with guesses for tensor values."""
-    return upstream_private.operations_through(_answer)
+    with upstream_private.operations_through(_answer), upstream_private.reference_layers():
+        yield
 
 
 def _answer(operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

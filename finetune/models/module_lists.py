@@ -8,6 +8,7 @@ read it. The lists of other models are made on the meta device once, and kept on
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import logging
@@ -22,7 +23,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.core import regular_files, safe_files, verified_files
+from finetune.core import regular_files, safe_files, upstream_private, verified_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.core.verified_files import Damaged
 from finetune.models import autograd_graph, model_class, model_files, module_names, usual_configs
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
     from finetune.core.model_config import ModelConfig
 
-FORMAT = 6  # the format of the lists on disk; raise it if `Names` or its contents change
+FORMAT = 7  # the format of the lists on disk; raise it if `Names` or its contents change
 SHIPPED = Path(__file__).parent / "module_lists.json"
 
 
@@ -100,7 +101,7 @@ def _kept(path: Path) -> tuple[Names | None, str]:
 def _from_json(held: dict[str, Any]) -> Names:
     for key in ("shapes", "tower_shapes"):
         held[key] = {str(name): tuple(map(int, shape)) for name, shape in held[key].items()}
-    for key in ("without_gradient", "untrained"):
+    for key in ("without_gradient", "untrained", "uncalled"):
         held[key] = tuple(held[key])
     names = Names(**held)
     if not names.kinds or not all(isinstance(kind, str) for kind in names.kinds.values()):
@@ -137,38 +138,57 @@ def _build(folder: Path) -> Names:
 
 def build_without_weights(folder: Path) -> Any:
     """Build the model of a folder's config.json on the meta device."""
-    import torch
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return of_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+
+
+def of_config(config: Any) -> Any:
+    """Build the model of a config of transformers on the meta device."""
+    import torch
+
     loads = model_class.auto_class(config)
     with torch.device("meta"):  # a run chooses the attention, so the config's choice does not matter
         return loads.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
 
 
+def of_live_model(model: Any) -> Names:
+    """Return the names of a model in memory, with the modules that get no gradient.
+
+    A model of the same class on the meta device shows them, as it does for names from a config. So `check`,
+    `plan` and `train` agree. Families with a shipped list have no such modules.
+    """
+    import torch
+
+    found = module_names.of_model(model)
+    if found.family in _shipped_families():
+        return found
+    config = copy.deepcopy(model.config)  # building a model may change the attention in its config
+    upstream_private.forget_quantization(config)
+    with torch.device("meta"):
+        twin = of_meta_model(type(model)(config).to(torch.bfloat16))
+    return replace(
+        found, without_gradient=twin.without_gradient, uncalled=twin.uncalled, untrained=twin.untrained
+    )
+
+
 def of_meta_model(model: nn.Module) -> Names:
-    """Return the names of a model on the meta device, with the modules that get no gradient."""
-    names = module_names.of_model(model)
-    modules, parameters = _without_gradient(model, names)
-    return replace(names, without_gradient=modules, untrained=parameters)
+    """Return the names of a model on the meta device, with the modules that get no gradient.
 
-
-def _without_gradient(model: nn.Module, names: Names) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return modules whose adapter would get no gradient, and parameters that get no gradient.
-
-    One forward pass on the meta device shows them. The model reads the weight of such a module without a call
-    of its forward, or uses its output only for a choice. Both lists are empty if the model can't run on the
-    meta device. The run checks the real model again before its first step (`preflight.gradient_probe`).
+    One forward pass shows the modules. The model reads the weight of such a module without a call of its
+    forward, or uses its output only for a choice. There are none if the model can't run on the meta device.
+    The run checks the real model again before its first step (`preflight.gradient_probe`).
     """
     import torch
 
     from finetune.models import meta_forward
 
+    names = module_names.of_model(model)
     inputs = meta_forward.inputs(model)
     if inputs is None:
         if meta_forward.runs(names.family):  # the config is wrong, and a run would fail too
             meta_forward.logits(model, {"input_ids": meta_forward.tokens(model), "use_cache": False})
-        return (), ()
+        return names
     called = set[str]()
     hooks = [
         module.register_forward_hook(lambda *_, name=name: called.add(name))
@@ -180,13 +200,15 @@ def _without_gradient(model: nn.Module, names: Names) -> tuple[tuple[str, ...], 
         hook.remove()
     read = autograd_graph.parameters(autograd_graph.functions(logits))
     weights = {name: model.get_submodule(name).weight for name in names.modules if ".experts." not in name}
-    modules = [
+    uncalled = tuple(name for name in weights if name not in called)
+    lost = [
         name
         for name, weight in weights.items()
-        if name not in called or (weight.requires_grad and id(weight) not in read)
+        if name in called and weight.requires_grad and id(weight) not in read
     ]
     untrained = [name for name in names.shapes if id(model.get_parameter(name)) not in read]
-    return tuple(modules), tuple(name for name in untrained if ".experts." not in name)
+    untrained = [name for name in untrained if ".experts." not in name]
+    return replace(names, without_gradient=(*uncalled, *lost), uncalled=uncalled, untrained=tuple(untrained))
 
 
 @cache

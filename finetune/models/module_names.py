@@ -30,7 +30,8 @@ class Names:
     kinds: dict[str, str]
     """The kind of each module by its full name, in the model's order."""
     shapes: dict[str, tuple[int, ...]]
-    """The shape of each parameter by its full name; a tied head is not among them."""
+    """The shape of each parameter by its full name; a tied head is not among them. A parameter that several
+    layers share has its first name."""
     family: str = ""
     embedding: str = ""
     """The module that `get_input_embeddings()` returns."""
@@ -44,6 +45,11 @@ class Names:
     untrained: tuple[str, ...] = ()
     """Parameters that get no gradient, so `full` does not change them. Known only if the names come from a
     config."""
+    uncalled: tuple[str, ...] = ()
+    """The modules of `without_gradient` that the model does not call, although it may read their weights."""
+    shared: dict[str, str] = field(default_factory=dict)
+    """The other names of parameters that several layers share, such as Zamba2's attention: name -> name in
+    `shapes`. A tied head is not among them."""
     tower_kinds: dict[str, str] = field(default_factory=dict)
     """The same as `kinds`, for the encoders of a multimodal model."""
     tower_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -56,7 +62,8 @@ class Names:
     @cached_property
     def modules(self) -> list[str]:
         """Return the modules with a weight: linear layers, embeddings, norms and the head."""
-        return [name for name in self.kinds if f"{name}.weight" in self.shapes or name == self.head]
+        weights = {*self.shapes, *self.shared}
+        return [name for name in self.kinds if f"{name}.weight" in weights or name == self.head]
 
     @property
     def parameters(self) -> list[str]:
@@ -65,7 +72,12 @@ class Names:
     @cached_property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of each linear layer without the head."""
-        return _linear_shapes(self.kinds, self.shapes, self.head)
+        return _linear_shapes(self.kinds, self.every_shape, self.head)
+
+    @cached_property
+    def every_shape(self) -> dict[str, tuple[int, ...]]:
+        """Return `shapes` with the other names of shared parameters."""
+        return {**self.shapes, **{name: self.shapes[first] for name, first in self.shared.items()}}
 
     @cached_property
     def tower_linear_shapes(self) -> dict[str, tuple[int, int]]:
@@ -129,21 +141,42 @@ def of_model(model: Any) -> Names:
         _STORED.sub(r".\1", name): (id(p), _shape(model, name, p)) for name, p in model.named_parameters()
     }
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head_name = _name_of(named, head)
     return Names(
         kinds=kinds,
         shapes={name: shape for name, (at, shape) in shapes.items() if at in of_text_model},
         family=model.config.model_type,
         embedding=_name_of(named, embedding),
-        head=_name_of(named, head),
+        head=head_name,
         tied=head is not None and head.weight is embedding.weight,
+        shared=_shared(
+            model, {at: name for name, (at, _) in shapes.items() if at in of_text_model}, head_name
+        ),
         tower_kinds=towers,
         tower_shapes={name: shape for name, (at, shape) in shapes.items() if at not in of_text_model},
     )
 
 
+def _shared(model: nn.Module, first: dict[int, str], head: str) -> dict[str, str]:
+    """Return the further names of parameters: name -> the first name.
+
+    Args:
+        first: the first name of each parameter, by its id.
+    """
+    return {
+        name: first[id(p)]
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if first.get(id(p), name) != name and name.rpartition(".")[0] != head and not _STORED.search(name)
+    }
+
+
 def _shape(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter as the model reads it, which differs if experts are quantized."""
+    """Return the shape of a parameter as the model reads it, which differs if it is quantized."""
     if not (found := _STORED.search(name)):
+        owner, _, leaf = name.rpartition(".")
+        layer: Any = model.get_submodule(owner) if leaf == "weight" else None
+        if layer is not None and hasattr(layer, "in_features") and stored_as(layer):
+            return layer.out_features, layer.in_features
         return tuple(parameter.shape)
     by: Any = model.get_submodule(f"{name[: found.start()]}.parametrizations.{found[1]}.0")
     return tuple(by.shape)

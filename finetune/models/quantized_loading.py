@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.core import formatting, model_config, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.models import checkpoint_headers, module_names
+from finetune.models import checkpoint_headers, direct_reads, module_lists, module_names
 from finetune.quantization import stored_weights
+from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ CODES = (".qweight", ".qzeros", ".weight_packed", ".weight_scale", ".weight_scal
 def options(config: ModelConfig, stored: Stored | None, storage: str, compute: torch.dtype) -> dict[str, Any]:
     """Return the `quantization_config` argument of `from_pretrained`, if it needs one. Complete `config`.
 
+    Layers whose weights are read directly keep their dtype, such as Mamba's `dt_proj`.
+
     Args:
         stored: the quantization of a checkpoint that is already quantized.
         storage: the choice for this model: fp8, nf4 and so on, or fp32, bf16 or fp16.
@@ -37,7 +41,7 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
 
         check_checkpoint(config)
         stored_weights.forget(config)  # Fp8Linear loads these weights like those of an unquantized model
-        return {"quantization_config": Fp8BaseConfig()}
+        return {"quantization_config": Fp8BaseConfig(_skipped(config))}
     if stored and not stored.trains:
         raise UserError(stored_weights.refusal(stored))
     if stored:
@@ -47,7 +51,25 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
     if storage not in QUANTIZED:
         return {}
     experts = bool(model_config.experts(config.get_text_config()))
-    return {"quantization_config": _quantized(storage, compute, experts=experts)}
+    quantized = _quantized(storage, compute, experts=experts)
+    key = "modules_to_not_convert" if storage == "torchao_int8" else "llm_int8_skip_modules"
+    setattr(quantized, key, _skipped(config))
+    return {"quantization_config": quantized}
+
+
+def _skipped(config: ModelConfig) -> list[str] | None:
+    """Return the modules that keep their dtype; `None` if transformers' own choice is complete.
+
+    Raises:
+        Exception: transformers can't build a model from this config.
+    """
+    if not upstream_options.kernel_packages(config.get_text_config().model_type):
+        return None  # only the families with such kernels have layers that are read directly
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    plain = module_lists.of_config(stored_weights.forget(copy.deepcopy(config)))
+    direct = direct_reads.linear_layers(module_lists.of_meta_model(plain))
+    return [*get_keys_to_not_convert(plain), *direct] if direct else None
 
 
 def _quantized(storage: str, compute: torch.dtype, *, experts: bool) -> Any:

@@ -37,13 +37,16 @@ SCALE = "weight_scale"
 
 
 class Fp8BaseConfig(QuantizationConfigMixin):
-    """Quantization config of the frozen fp8 base model.
+    """Quantization config of the frozen fp8 base model. `fits` selects the layers.
 
-    It has no options, because `fits` selects the layers.
+    Args:
+        modules_to_not_convert: names of layers that keep their dtype. `None` means the output head and tied
+            layers.
     """
 
-    def __init__(self, **_: object) -> None:
+    def __init__(self, modules_to_not_convert: list[str] | None = None, **_: object) -> None:
         self.quant_method: Any = METHOD
+        self.modules_to_not_convert = modules_to_not_convert
 
 
 class Fp8BaseQuantizer(HfQuantizer):
@@ -54,7 +57,10 @@ class Fp8BaseQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         stored = renamed(model, stored_layers(kwargs.get("checkpoint_files") or []))
-        not_converted = self.get_modules_to_not_convert(model, None, upstream_private.modules_in_fp32(model))
+        config: Any = self.quantization_config
+        not_converted = self.get_modules_to_not_convert(
+            model, config.modules_to_not_convert, upstream_private.modules_in_fp32(model)
+        )
         for name, module in list(model.named_modules()):
             if (name in stored if stored else should_convert_module(name, not_converted)) and fits(module):
                 model.set_submodule(name, _unread(module, coded=name in stored))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional, Union
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Optional, Union
 
 from finetune.core import packages
 
@@ -224,13 +224,74 @@ def kernel_packages(family: str) -> dict[str, str]:
 
     Functions that only `generate` calls are excluded.
     """
-    found: dict[str, str] = {}
-    for function in _model_functions(family):
-        for call in function.decorator_list:
-            if isinstance(call, ast.Call) and "func_from_hub_with_fallback" in ast.unparse(call.func):
-                name, package = (ast.literal_eval(argument) for argument in call.args[:2])
-                found[name] = package
+    found = dict(pair for function in _model_functions(family) for pair in _kernels(function))
     return {name: package for name, package in found.items() if not name.endswith("_update")}
+
+
+def _kernels(function: ast.FunctionDef) -> list[tuple[str, str]]:
+    """Return the functions of other packages that may replace a function, each with the package's module."""
+    return [
+        (ast.literal_eval(call.args[0]), ast.literal_eval(call.args[1]))
+        for call in function.decorator_list
+        if isinstance(call, ast.Call) and "func_from_hub_with_fallback" in ast.unparse(call.func)
+    ]
+
+
+class FusedLayer(NamedTuple):
+    """A class of layers whose training forward pass is one function of another package."""
+
+    package: str
+    """The module that has the function, such as `mamba_ssm`."""
+    reads: frozenset[str]
+    """The submodules whose weights the function reads without a call of their forward."""
+
+
+@cache
+def fused_layers(family: str) -> dict[str, FusedLayer]:
+    """Return the fused layers of a family by the name of their class.
+
+    transformers writes the function as one that returns `None`, and calls the submodules if the package is
+    not installed (5.22).
+    """
+    file = of_family(family, "modeling")
+    classes = (
+        (node for node in _tree("transformers", file).body if isinstance(node, ast.ClassDef)) if file else ()
+    )
+    functions = _fused_functions(family)
+    found = dict[str, FusedLayer]()
+    for node in classes if functions else ():
+        for call in (one for one in ast.walk(node) if isinstance(one, ast.Call)):
+            package = functions.get(ast.unparse(call.func))
+            if package:
+                weights = re.findall(r"\bself\.(\w+)\.weight\b", ast.unparse(call))
+                found[node.name] = FusedLayer(package, frozenset(weights))
+    return found
+
+
+def _fused_functions(family: str) -> dict[str, str]:
+    """Return the functions that only another package implements: function -> the package's module."""
+    found = dict[str, str]()
+    for function in _model_functions(family):
+        *_, last = function.body
+        if isinstance(last, ast.Return) and last.value is not None and ast.unparse(last) == "return None":
+            found[function.name] = next((package for _, package in _kernels(function)), "")
+    return found
+
+
+@cache
+def kernel_without_borders(family: str) -> str:
+    """Return a function of a family's layers that does not get the borders of packed examples, or nothing.
+
+    Then its state crosses the borders, with the kernels of another package too.
+    """
+    functions = _model_functions(family)
+    kernels = {function.name: _kernels(function)[0][0] for function in functions if _kernels(function)}
+    for call in (node for function in functions for node in ast.walk(function) if isinstance(node, ast.Call)):
+        kernel = kernels.get(ast.unparse(call.func), "_update")
+        given = {keyword.arg for keyword in call.keywords}
+        if not kernel.endswith("_update") and not given & {None, "seq_idx", "cu_seqlens"}:
+            return kernel
+    return ""
 
 
 @cache

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.adapters import continue_from
 from finetune.core.errors import UserError
 from finetune.core.run_checks import RunChecks
+from finetune.models import module_lists
 from finetune.recipe import loader
 from support.architectures import CONFIGS
 from support.paths import QUICKSTART
@@ -34,6 +35,7 @@ def test_pattern_of_a_saved_adapter_that_is_no_regular_expression_is_an_error(
     path.write_text(json.dumps({**json.loads(path.read_text()), key: "(q"}))
     given = [f"adapter.init_from={tmp_path}", "adapter.from_other_base=true"]
     recipe = loader.load(QUICKSTART, [*given, "adapter.r=2", "adapter.lora_alpha=8"])
+    base = base_model()
     with pytest.raises(UserError, match="does not fit this model") as caught:
-        continue_from.load(base_model(), recipe.adapter, [], RunChecks())
+        continue_from.load(base, recipe.adapter, module_lists.of_live_model(base), [], RunChecks())
     assert "unterminated subpattern" in str(caught.value)
