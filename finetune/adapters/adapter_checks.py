@@ -80,9 +80,11 @@ def add_run_checks(
                 ok=bool(trained),
             )
     parameters = set(getattr(adapted, "targeted_parameter_names", ()))
-    asked_parameters = resolved.options.get("target_parameters")
+    # The names in a saved adapter are PEFT's, so `gate_proj` there names no experts
+    of_parameters = limits if adapter.source else resolved.options
+    asked_parameters = of_parameters.get("target_parameters")
     if parameters or asked_parameters:
-        expected_parameters = set(expert_targets.parameter_ranks(resolved.options, known))
+        expected_parameters = set(expert_targets.parameter_ranks(of_parameters, known))
         checks.add(
             "adapter.target_parameters",
             asked_parameters,

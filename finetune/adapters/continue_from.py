@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.adapters import expert_targets, initialization, target_modules, untrainable_layers
+from finetune.adapters import initialization, saved_layout, target_modules
+from finetune.adapters.saved_layout import INIT_FROM, MERGED
 from finetune.core import regular_files, untrusted_files, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import local_path, on_the_hub, similar_files
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
     from finetune.recipe.schema import Adapter
 
-MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"
 FILES = ("adapter_config.json", "adapter_model.safetensors")
-INIT_FROM = "adapter.init_from"
 
 
 def check(adapter: Adapter, base: str, revision: str | None) -> list[str]:
@@ -132,7 +131,7 @@ def _source_problems(
         have = saved.get(key)
         same = _same(key, value, saved) if isinstance(value, list) else value == have
         is_every = value == target_modules.EVERYTHING
-        is_every |= value == expert_targets.WITH_EXPERTS and bool(saved.get("target_parameters"))
+        is_every |= value == target_modules.WITH_EXPERTS and bool(saved.get("target_parameters"))
         if not same and not is_every:
             what, shown, fix = "the saved adapter has another value", str(value), f"remove `{key}`"
             place, expected = f"adapter.{key}", str(have)
@@ -256,9 +255,9 @@ def slow_patterns(adapter: Adapter, names: Names) -> list[Problem]:
 
 
 def check_layout(adapter: Adapter, names: Names) -> list[Problem]:
-    """Return `layout_problems` of a local adapter. For an adapter on the Hub, only the run can check this."""
+    """Return the problems of a local adapter's modules. An adapter on the Hub is checked when it loads."""
     folder = _source_folder(str(adapter.source))
-    return layout_problems(folder, names, adapter_types.find(adapter.type).peft) if folder else []
+    return saved_layout.problems(folder, names, adapter_types.find(adapter.type).peft) if folder else []
 
 
 def check_patterns(folder: Path, model: Any) -> None:
@@ -322,7 +321,7 @@ def load(
     if problems:
         raise UserError(*problems)
     check_patterns(folder, model)
-    if problems := layout_problems(folder, names, adapter_types.find(adapter.type).peft):
+    if problems := saved_layout.problems(folder, names, adapter_types.find(adapter.type).peft):
         raise UserError(*problems)
     with refusals(f"the adapter of {source} does not fit this model"):
         adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
@@ -348,39 +347,6 @@ def load(
         code=Exit.ARTIFACT,
     )
     return adapted
-
-
-def layout_problems(folder: Path, names: Names, peft: str) -> list[Problem]:
-    """Return a problem if the adapter stores experts in another layout than the model, or would not train.
-
-    transformers 4 has one module per expert, and transformers 5 stacks them in two parameters. PEFT converts
-    a LoRA adapter from the first layout to the second for some families. For other families it would ignore
-    the tensors of the experts with a warning.
-    """
-    tensors = {name.partition(".lora_")[0] for name in checkpoint_headers.tensors(folder)}
-    apart = sorted(name for name in tensors if re.search(r"\.experts\.\d+\.", name))
-    together = sorted(name for name in tensors if re.search(r"\.experts(\.base_layer)?$", name))
-    stacked, listed = expert_targets.stacked(names), any(".experts.0." in name for name in names.linear)
-    converts = peft == "lora" and expert_targets.is_rewritten(names)
-    texts = {"fix": MERGED, "code": "adapter-files"}
-    if apart and stacked and not converts:
-        what = f"the adapter has one module per expert, but the experts of {names.family} are stacked"
-        found, why = f"{len(apart)} modules, such as {apart[0]}", "PEFT can't convert them for this family"
-        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
-    if together and listed and not stacked:
-        what = f"the adapter has stacked experts, but {names.family} has one module per expert"
-        found, why = f"{len(together)} modules, such as {together[0]}", "PEFT can't split them"
-        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
-    reasons = untrainable_layers.reasons(names, peft)
-    adapted = [f"{name.removeprefix('base_model.model.')}." for name in tensors]
-    if lost := [name for name in reasons if any(one.startswith(f"{name}.") for one in adapted)]:
-        layers = ", ".join(dict.fromkeys(map(module_names.short, lost)))
-        what, found = (
-            f"the saved adapter would not train on {layers} here",
-            f"{len(lost)} modules, such as {lost[0]}",
-        )
-        return [Problem(what, INIT_FROM, found=found, why=reasons[lost[0]], fix=MERGED, code="no-gradient")]
-    return []
 
 
 def check_whole(adapted: nn.Module, names: Sequence[str], source: str) -> None:

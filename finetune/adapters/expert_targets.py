@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from finetune.core.model_config import ModelConfig
     from finetune.models.module_names import Names
 
-WITH_EXPERTS = "all-linear-and-experts"
+WITH_EXPERTS = target_modules.WITH_EXPERTS
 # Parameters of transformers 5, with the names that an expert's layers had in transformers 4. The first
 # parameter holds two layers.
 LAYERS = {

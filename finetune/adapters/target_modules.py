@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from finetune.models.module_names import Names
 
 EVERYTHING = "all-linear"
+WITH_EXPERTS = "all-linear-and-experts"
 
 
 def is_suffix(target: str, name: str) -> bool:

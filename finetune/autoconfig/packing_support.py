@@ -71,7 +71,10 @@ def _or_kernels(config: ModelConfig) -> str:
     missing = missing_kernels(text.model_type) if _has_other_layers(text) else []
     if not missing or crosses_borders(text.model_type):
         return ""
-    return f"; or, on a machine with an NVIDIA GPU: {packages.install_extra('hybrid')}"
+    how = packages.install_extra("hybrid")
+    if "mamba-ssm" in missing:  # no extra has it, because flash-attn-4 excludes it
+        how = packages.install_command(*missing, "--no-build-isolation")
+    return f"; or, on a machine with an NVIDIA GPU: {how}"
 
 
 def unsupported_reason(config: ModelConfig, attention: str) -> str:

@@ -33,6 +33,7 @@ EXTRAS = {  # extra -> the import names of its packages
     "deepspeed": ("deepspeed",),
     "fp8": ("transformer_engine",),
     "kernels": ("kernels", "liger_kernel"),
+    "hybrid": ("causal_conv1d", "fla"),
     "flash": ("flash_attn",),
 }
 

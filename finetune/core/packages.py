@@ -52,7 +52,7 @@ def _has_pip() -> bool:
 
 def install_extra(extra: str) -> str:
     """The command that installs an extra of this project: of the checkout, or of the installed package."""
-    more = ["--no-build-isolation"] if extra == "flash" else []
+    more = ["--no-build-isolation"] if extra in ("flash", "hybrid") else []  # built against torch
     if not (_ROOT / "pyproject.toml").is_file():
         return install_command(f"{PROJECT}[{extra}]", *more)
     folder = "." if Path.cwd() == _ROOT else str(_ROOT)

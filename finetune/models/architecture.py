@@ -31,7 +31,6 @@ from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT
 
 if TYPE_CHECKING:
-    from finetune.models.module_names import Names
     from finetune.recipe.schema import Model
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -43,7 +42,7 @@ class Architecture:
 
     config: Any
     """The values of the config as attributes, with `get_text_config()`."""
-    names: Names
+    names: module_lists.Names
     """Modules and parameters, as in the model that a run trains."""
     source: str
     unknown: str = ""

@@ -6,12 +6,16 @@ as if they were numbers.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 from finetune.core import packages
+from finetune.models import module_lists
+from finetune.quantization import stored_weights
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from finetune.core.model_config import ModelConfig
     from finetune.models.module_names import Names
 
 
@@ -37,3 +41,18 @@ def linear_layers(names: Names) -> list[str]:
     """
     direct = {*names.uncalled, *by_kernels(names)}
     return [name for name in names.linear if name in direct]
+
+
+def kept_modules(config: ModelConfig) -> list[str] | None:
+    """Return the modules that keep their dtype in a quantized model; `None` means transformers' own choice.
+
+    Raises:
+        Exception: transformers can't build a model from this config.
+    """
+    if not upstream_options.kernel_packages(config.get_text_config().model_type):
+        return None  # only the families with such kernels have layers that are read directly
+    from transformers.quantizers.base import get_keys_to_not_convert
+
+    plain = module_lists.of_config(stored_weights.forget(copy.deepcopy(config)))
+    direct = linear_layers(module_lists.of_meta_model(plain))
+    return [*get_keys_to_not_convert(plain), *direct] if direct else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.core import formatting, model_config, upstream_private
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.models import checkpoint_headers, direct_reads, module_lists, module_names
+from finetune.models import checkpoint_headers, direct_reads, module_names
 from finetune.quantization import stored_weights
-from finetune.recipe import upstream_options
 from finetune.recipe.adapter_types import FOUR_BIT, QUANTIZED
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
 
         check_checkpoint(config)
         stored_weights.forget(config)  # Fp8Linear loads these weights like those of an unquantized model
-        return {"quantization_config": Fp8BaseConfig(_skipped(config))}
+        return {"quantization_config": Fp8BaseConfig(direct_reads.kept_modules(config))}
     if stored and not stored.trains:
         raise UserError(stored_weights.refusal(stored))
     if stored:
@@ -53,23 +51,8 @@ def options(config: ModelConfig, stored: Stored | None, storage: str, compute: t
     experts = bool(model_config.experts(config.get_text_config()))
     quantized = _quantized(storage, compute, experts=experts)
     key = "modules_to_not_convert" if storage == "torchao_int8" else "llm_int8_skip_modules"
-    setattr(quantized, key, _skipped(config))
+    setattr(quantized, key, direct_reads.kept_modules(config))
     return {"quantization_config": quantized}
-
-
-def _skipped(config: ModelConfig) -> list[str] | None:
-    """Return the modules that keep their dtype; `None` if transformers' own choice is complete.
-
-    Raises:
-        Exception: transformers can't build a model from this config.
-    """
-    if not upstream_options.kernel_packages(config.get_text_config().model_type):
-        return None  # only the families with such kernels have layers that are read directly
-    from transformers.quantizers.base import get_keys_to_not_convert
-
-    plain = module_lists.of_config(stored_weights.forget(copy.deepcopy(config)))
-    direct = direct_reads.linear_layers(module_lists.of_meta_model(plain))
-    return [*get_keys_to_not_convert(plain), *direct] if direct else None
 
 
 def _quantized(storage: str, compute: torch.dtype, *, experts: bool) -> Any:

@@ -130,7 +130,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "expert_ffn_hidden_size": 16,
     },
     **dict.fromkeys(("jetmoe", "olmo_hybrid", "modernbert-decoder", "trocr", "xlstm"), _WIDE),
-    **{key: {**_WIDE, **_LINEAR_ATTENTION} for key in ("zamba", "zamba2")},
+    "zamba": {  # two layers share the weights of their attention
+        **_PLAIN, "num_hidden_layers": 5, "num_key_value_heads": 4, "attn_layer_period": 2,
+        "attn_layer_offset": 0, "mamba_d_state": 4,
+    },
+    "zamba2": {
+        **_PLAIN, "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_key_value_heads": 4, "n_mamba_heads": 8, "mamba_d_state": 8, "chunk_size": 8, "adapter_rank": 4,
+    },
+    "nemotron_h": {
+        **_WIDE, "layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_num_heads": 8,
+        "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8, "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+    },
     "minimax_m2": {**_WIDE, **_LOCAL},
     "hrm_text": {**_WIDE, "num_hidden_layers": 1},
 }  # fmt: skip

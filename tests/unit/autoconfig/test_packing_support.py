@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from finetune.autoconfig import packing_support
 from finetune.models import architecture
 from finetune.speed.packing_isolation import leaks
+from support.hybrid_families import FAMILIES, config_of
+from support.soak import soak_except
 
 SIZE = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 WIDE = {**SIZE, "intermediate_size": 64, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -47,6 +49,21 @@ CONFIGS: dict[str, Any] = {
     ),
     "rwkv": lambda: transformers.RwkvConfig(vocab_size=99, hidden_size=32, num_hidden_layers=2),
 }
+
+
+@pytest.mark.parametrize("family", soak_except(("mamba2", "zamba", "zamba2", "lfm2"), FAMILIES))
+def test_borders_reach_the_layers_of_the_families_that_kernels_separate(family: str) -> None:
+    """Without its kernel, a layer that gets the borders raises an error. Other layers ignore them."""
+    kernels = FAMILIES[family].kernels
+    assert packing_support.crosses_borders(family) == (kernels is None)
+    assert kernels is None or set(kernels) == set(packing_support.missing_kernels(family))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(family)).train()
+    if kernels is None and family != "zamba":  # whose convolution gets the borders, and whose scan does not
+        assert leaks(model, 32)[1].logits > 0
+    else:
+        with pytest.raises(ValueError, match="can't keep packed sequences apart without"):
+            leaks(model, 32)
 
 
 def keeps_apart(config: Any) -> bool:

@@ -10,9 +10,12 @@ import tomllib
 
 import pytest
 
-from finetune.autoconfig import optimizer_choice
+from finetune.autoconfig import optimizer_choice, packing_support
 from finetune.cli import main
+from finetune.core.errors import UserError
 from finetune.evaluation import task_packages
+from finetune.recipe.schema import Data, Train
+from support.hybrid_families import config_of
 from support.paths import QUICKSTART, ROOT
 
 PROJECTED = "train.optim_target_modules=all-linear"
@@ -44,6 +47,9 @@ CASES = [
 ]  # fmt: skip
 LAUNCHES = [("deepspeed", "zero3_8", "deepspeed"), ("transformer_engine", "8xh100_fp8_te", "fp8")]
 LAUNCHES += [("torchao", "8xh100_fp8_torchao", "quantize")]
+# Missing modules, a family whose layers need it to separate packed examples, and how it is installed
+KERNELS = [("causal_conv1d", "lfm2", "[hybrid]"), ("fla", "qwen3_next", "[hybrid]")]
+KERNELS += [("mamba_ssm", "bamba", "install mamba-ssm --no-build-isolation")]
 # One process for all: what it prints is `module, key, exit codes, errors`
 SCRIPT = """
 import contextlib, io, json, sys
@@ -87,9 +93,25 @@ def test_missing_package_of_a_launch_is_found_before_it_starts(
     assert f"[{extra}]" in said and "not installed" in said
 
 
+@pytest.mark.parametrize(("module", "family", "how"), KERNELS)
+def test_missing_kernel_of_packed_examples_is_found_with_its_extra(
+    module: str, family: str, how: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(packing_support.packages, "installed", lambda name: name != module)
+    data, train = Data(name="rows.jsonl", packing=True), Train()
+    config = config_of(family)
+    with pytest.raises(UserError) as caught:
+        packing_support.check(config, data, train, "auto")
+    (problem,) = caught.value.problems
+    assert caught.value.code == 3 and packing_support.DISTRIBUTIONS[module] in problem.why
+    assert problem.fix.startswith("data.packing: false; or, ") and how in problem.fix
+    monkeypatch.setattr(packing_support.packages, "installed", lambda name: True)
+    packing_support.check(config, data, train, "auto")
+
+
 def test_each_extra_of_the_project_has_a_case() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    covered = {extra for *_, extra in (*CASES, *LAUNCHES)}
+    covered = {extra for *_, extra in (*CASES, *LAUNCHES)} | {"hybrid"}
     assert set(project["optional-dependencies"]) - {"dev", "docs", "sweep", "export"} <= covered, (
         "two are of commands"
     )

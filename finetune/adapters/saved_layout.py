@@ -1,0 +1,51 @@
+"""Find modules of a saved adapter that the model does not have in this layout, or that would not train."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from finetune.adapters import expert_targets, untrainable_layers
+from finetune.core.errors import Problem
+from finetune.models import checkpoint_headers, module_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from finetune.models.module_names import Names
+
+INIT_FROM = "adapter.init_from"
+MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set model.name to the result"
+
+
+def problems(folder: Path, names: Names, peft: str) -> list[Problem]:
+    """Return a problem if the adapter stores experts in another layout than the model, or would not train.
+
+    transformers 4 has one module per expert, and transformers 5 stacks them in two parameters. PEFT converts
+    a LoRA adapter from the first layout to the second for some families. For other families it would ignore
+    the tensors of the experts with a warning.
+    """
+    tensors = {name.partition(".lora_")[0] for name in checkpoint_headers.tensors(folder)}
+    apart = sorted(name for name in tensors if re.search(r"\.experts\.\d+\.", name))
+    together = sorted(name for name in tensors if re.search(r"\.experts(\.base_layer)?$", name))
+    stacked, listed = expert_targets.stacked(names), any(".experts.0." in name for name in names.linear)
+    converts = peft == "lora" and expert_targets.is_rewritten(names)
+    texts = {"fix": MERGED, "code": "adapter-files"}
+    if apart and stacked and not converts:
+        what = f"the adapter has one module per expert, but the experts of {names.family} are stacked"
+        found, why = f"{len(apart)} modules, such as {apart[0]}", "PEFT can't convert them for this family"
+        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
+    if together and listed and not stacked:
+        what = f"the adapter has stacked experts, but {names.family} has one module per expert"
+        found, why = f"{len(together)} modules, such as {together[0]}", "PEFT can't split them"
+        return [Problem(what, INIT_FROM, found=found, why=why, **texts)]
+    reasons = untrainable_layers.reasons(names, peft)
+    adapted = [f"{name.removeprefix('base_model.model.')}." for name in tensors]
+    if lost := [name for name in reasons if any(one.startswith(f"{name}.") for one in adapted)]:
+        layers = ", ".join(dict.fromkeys(map(module_names.short, lost)))
+        what, found = (
+            f"the saved adapter would not train on {layers} here",
+            f"{len(lost)} modules, such as {lost[0]}",
+        )
+        return [Problem(what, INIT_FROM, found=found, why=reasons[lost[0]], fix=MERGED, code="no-gradient")]
+    return []
