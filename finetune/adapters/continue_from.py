@@ -260,7 +260,7 @@ def check_layout(adapter: Adapter, names: Names) -> list[Problem]:
     return saved_layout.problems(folder, names, adapter_types.find(adapter.type).peft) if folder else []
 
 
-def check_patterns(folder: Path, model: Any) -> None:
+def check_patterns(folder: Path, model: nn.Module) -> None:
     """Stop if the adapter has a regular expression that takes too long on the model's names (exit 2)."""
     path = folder / "adapter_config.json"
     options = untrusted_files.read_object(path, str(path))

@@ -406,7 +406,7 @@ def _ties_head(options: Mapping[str, Any]) -> bool:
     return any(short(target) in _PEFT_TIES for target in targets)
 
 
-def adapter_on_head(kind: str, tokens: Any = None) -> Problem:
+def adapter_on_head(kind: str, tokens: object = None) -> Problem:
     """Return the problem of an adapter that PEFT puts on the output head.
 
     Args:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel
 
+    from finetune.core.model_config import ModelConfig
     from finetune.recipe.adapter_types import Shapes
     from finetune.recipe.schema import Adapter
 
@@ -83,7 +84,7 @@ def fit(config: Any, model: PreTrainedModel, known: module_names.Names, added: S
         config.tokenizer_name_or_path = str(model.name_or_path)  # PEFT opens it
 
 
-def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) -> None:
+def _train_rows(config: ModelConfig, known: module_names.Names, added: Sequence[int]) -> None:
     """Make the embeddings of new tokens trainable, and their rows of the head if the head is not tied.
 
     Raises:
@@ -102,7 +103,7 @@ def _train_rows(config: Any, known: module_names.Names, added: Sequence[int]) ->
     config.trainable_token_indices = next(iter(rows.values())) if tied and len(rows) == 1 else rows
 
 
-def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
+def _keep_to_text(model: PreTrainedModel, config: ModelConfig, known: module_names.Names) -> None:
     """Exclude a multimodal model's encoders, whose layers may have the names of the text model's layers."""
     if not trainable_parameters.towers(model):
         return
@@ -116,7 +117,7 @@ def _keep_to_text(model: PreTrainedModel, config: Any, known: module_names.Names
         config.target_modules = set(target_modules.targeted(vars(config), known))
 
 
-def _fit_to_layers(model: PreTrainedModel, config: Any, known: module_names.Names) -> None:
+def _fit_to_layers(model: PreTrainedModel, config: ModelConfig, known: module_names.Names) -> None:
     """Tell PEFT how GPT-2's layers are stored, and limit "all-linear" to layers that return one tensor."""
     from torch import nn
 

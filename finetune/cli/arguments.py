@@ -9,17 +9,20 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.distributed import launch_environment
 from finetune.training.stop_condition import Until
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 # Functions with another name than their command: `import` is a keyword, and `finetune.export` is a package.
 NAMES = {"import_recipe": "import", "export_model": "export"}
 
 
-def command_name(function: Any) -> str:
+def command_name(function: Callable[..., Any]) -> str:
     """Return the name of the command that a function runs."""
     own: str = function.__name__
     return NAMES.get(own, own)

@@ -130,7 +130,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     top.add_argument("--version", action="version", version=f"finetune {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(function: Any, *its: tuple[str, dict[str, Any]]) -> None:
+    def add(function: Callable[..., Any], *its: tuple[str, dict[str, Any]]) -> None:
         text = (function.__doc__ or "").strip()
         own = arguments.command_name(function)
         command = commands.add_parser(own, help=text, description=text, parents=[common])

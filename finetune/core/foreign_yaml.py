@@ -77,7 +77,7 @@ def _refused(what: str, source: str, event: Any, found: str, expected: str = "")
     return UserError(Problem(what, "", place, found, expected, fix=fix, code="yaml-syntax"))
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """Return lists, mappings with texts as keys, texts, numbers, booleans and nulls. A date becomes text."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from jinja2 import Environment
+    from peft import PeftModel
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
     from finetune.core.model_config import ModelConfig
 
@@ -72,12 +73,12 @@ def gate_of(experts: Any) -> Any:
     return experts._apply_gate
 
 
-def modules_in_fp32(model: Any) -> list[str]:
+def modules_in_fp32(model: PreTrainedModel | PeftModel) -> list[str]:
     """Return name parts of weights that transformers keeps in float32 in a 16-bit model."""
     return list(model._keep_in_fp32_modules or ())
 
 
-def modules_always_in_fp32(model: Any) -> list[str]:
+def modules_always_in_fp32(model: PreTrainedModel | PeftModel) -> list[str]:
     """Return name parts of weights that transformers keeps in float32 for every dtype."""
     return list(model._keep_in_fp32_modules_strict or ())
 
@@ -247,7 +248,7 @@ def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContext
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, func: Any, types: Any, args: object = (), kwargs: object = None) -> Any:
             return answer(func, args, kwargs or {})
 
     return Mode()

@@ -66,7 +66,7 @@ def check_weight_files(folder: Path, key: str = "model.name") -> None:
     raise UserError(Problem(what, key, str(folder), found, expected, fix, code="model-files"))
 
 
-def is_plain_name(file: Any) -> bool:
+def is_plain_name(file: object) -> bool:
     """Whether a value is the name of a safetensors file, without a path."""
     if not isinstance(file, str) or "\\" in file or "\0" in file:
         return False

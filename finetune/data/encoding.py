@@ -30,6 +30,7 @@ from finetune.data.template_sandbox import STOPPED, ChatTemplate, Rendered, rend
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
     from finetune.recipe.schema import Data
@@ -314,7 +315,9 @@ class Encoder:
         brought = bool(opening) and ids[: len(opening)] == opening
         return (ids, True) if brought else (opening + ids, False)
 
-    def _chat(self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Any) -> Encoded:
+    def _chat(
+        self, example: Example, text: Rendered, head: int, shared: list[int], encoding: Encoding
+    ) -> Encoded:
         if text.error.startswith(STOPPED):
             what, fix = "the chat template takes too long", "set `chat_template` to another one"
             raise UserError(Problem(what, KEY, example.where, text.error, fix=fix, code="chat-template"))
@@ -454,7 +457,7 @@ def _weigh(
     return loss_mask.by_weight(text, encoding, tokens, place, weights)
 
 
-def _opening(backend: Any) -> tuple[int, ...]:
+def _opening(backend: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that the tokenizer adds before every text: its BOS token, or nothing."""
     found = backend.encode("x", add_special_tokens=True)
     return tuple(found.ids[: found.special_tokens_mask.index(0)])

@@ -105,7 +105,7 @@ def _rows_of(longest: int) -> int:
     return max(1, min(ROWS, BATCH_BYTES // max(1, longest)))
 
 
-def _longest_repeated(batch: Any) -> int:
+def _longest_repeated(batch: object) -> int:
     """Return the bytes of the longest text that rows can share in each column, summed over the columns."""
     return sum(compute.max(lengths).as_py() or 0 for lengths, _ in _repeated_texts(batch))
 
@@ -118,7 +118,7 @@ def _size(batch: Any) -> int:
     return size + EACH * sum(len(array) for array in _leaves(batch) if types.is_null(array.type))
 
 
-def _repeated_texts(batch: Any) -> Iterator[tuple[Any, int]]:
+def _repeated_texts(batch: object) -> Iterator[tuple[Any, int]]:
     """Yield each array whose rows can share texts, as text lengths per row and stored bytes."""
     for array in _leaves(batch):
         if types.is_dictionary(array.type):

@@ -11,6 +11,8 @@ from finetune.data.template_sandbox import joined
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
+    from tokenizers import Encoding
+
     from finetune.data.examples import Example, TurnWeights
     from finetune.data.template_sandbox import Rendered
 
@@ -96,7 +98,7 @@ class Weighted(NamedTuple):
 
 
 def by_weight(
-    text: str, encoding: Any, tokens: tuple[int, int], content_start: int, weights: TurnWeights
+    text: str, encoding: Encoding, tokens: tuple[int, int], content_start: int, weights: TurnWeights
 ) -> Weighted:
     """Return the weights of the tokens [low, high) of a turn.
 

@@ -85,13 +85,13 @@ def _of_parts(turn: dict[str, Any], where: str) -> list[tuple[str, float | None]
     return found
 
 
-def _weight_of_part(part: Any) -> Any:
+def _weight_of_part(part: object) -> Any:
     if not isinstance(part, dict):
         return None
     return next((part[key] for key in NUMBERS if part.get(key) is not None), None)
 
 
-def _number(value: Any, where: str) -> float:
+def _number(value: object, where: str) -> float:
     if isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1:
         return float(value)
     what = "the weight of the loss has a wrong value"

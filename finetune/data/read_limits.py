@@ -61,7 +61,7 @@ def limited_lines(file: Any, path: Path, limits: Limits) -> Iterator[Any]:
 class RecordLines:
     """The lines of a CSV file. A record with quotes can take several lines."""
 
-    def __init__(self, file: Any, path: Path, limits: Limits) -> None:
+    def __init__(self, file: object, path: Path, limits: Limits) -> None:
         self.lines, self.path, self.limits = limited_lines(file, path, limits), path, limits
         self.number = self.characters = 0
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
 ITERATIONS = 5_000_000  # maximum loop iterations of one rendering
 # Added for each pair of messages, because some templates look back from each message
@@ -383,7 +383,9 @@ def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
     if request["date"]:
         options["strftime_now"] = datetime.datetime.fromisoformat(request["date"]).strftime
 
-    def rendered(messages: list[Any], tools: Any, prompt: bool = request["prompt"]) -> tuple[str, list[Any]]:
+    def rendered(
+        messages: list[Any], tools: Sequence[dict[str, Any]] | None, prompt: bool = request["prompt"]
+    ) -> tuple[str, list[Any]]:
         template, limits = _chat_template(request["template"], upstream)
         limits.left = ITERATIONS + ITERATIONS_PER_PAIR * len(messages) ** 2
         given = {
@@ -435,7 +437,9 @@ def _answer(one: Any, chat: Any) -> tuple[Any, Any, str]:
     return "", (), error[:300]
 
 
-def _by_turns(rendered: Any, messages: list[Any], tools: Any, after_turn: str) -> tuple[Any, Any]:
+def _by_turns(
+    rendered: Any, messages: list[Any], tools: Sequence[dict[str, Any]] | None, after_turn: str
+) -> tuple[Any, Any]:
     """Find the assistant's turns: each turn is the text that it adds to the text before it.
 
     Rendering the whole prefix of each turn takes quadratic time. So a later turn is rendered after a few

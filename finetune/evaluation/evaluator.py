@@ -86,7 +86,7 @@ def run(
         if screen and PartialState().is_main_process:
             screen.say(f"{what} ...")
 
-    def measured(requested: Any, which: str) -> Measured:
+    def measured(requested: object, which: str) -> Measured:
         def part(what: str) -> AbstractContextManager[None]:
             say(f"{which}: {what}")
             return measurement.show_progress(screen, f"{which}: {what}")

@@ -558,7 +558,7 @@ def _groups(metric: str, rows: Any) -> list[Any]:
     return prompts if len(set(prompts)) > 1 else [row["doc_hash"] for row in own]
 
 
-def _stderr(metric: str, rows: Any) -> float | None:
+def _stderr(metric: str, rows: object) -> float | None:
     """Return the standard error of a metric: by formula for a mean, by jackknife for a perplexity."""
     values, weights = _values(metric, rows) or ([], None)
     of = PERPLEXITIES.get(metric.partition(",")[0])

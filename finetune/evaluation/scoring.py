@@ -138,7 +138,9 @@ def score(
     return Score(sums, counts, texts, *((hits, ends) if with_prompt else (None, None)))
 
 
-def score_texts(model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str], settings: Eval) -> Score:
+def score_texts(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], settings: Eval
+) -> Score:
     """Return the losses of a model on plain texts. All tokens count, and all processes share the work."""
     mine = _own(range(len(texts)))
     longest = token_limits.text_limit(model.config)  # `text_limits.check` reports the number of longer texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.core import shipped_files
 from finetune.data.encoding import Encoded
@@ -14,11 +14,13 @@ from finetune.export import serving_check, verify_merge
 from finetune.export.serving_check import Texts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.export.export_source import Source
     from finetune.recipe.schema import Recipe
 
 
-def texts_of(source: Source, recipe: Recipe, tokenizer: Any) -> Texts:
+def texts_of(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Texts:
     """Return the validation set of a run. For an adapter without a run, return texts that finetune ships."""
     if not source.has_run:
         return _shipped(recipe, tokenizer)
@@ -36,7 +38,7 @@ def first_of(documents: list[Encoded]) -> list[Encoded]:
     return [one for one, total in zip(documents, before, strict=False) if total < serving_check.LOSS_TOKENS]
 
 
-def _shipped(recipe: Recipe, tokenizer: Any) -> Texts:
+def _shipped(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Texts:
     """Return questions and texts that finetune ships, as chats if the tokenizer has a template."""
     path = shipped_files.folder("examples") / "general" / "knowledge.jsonl"
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -49,7 +51,7 @@ def _shipped(recipe: Recipe, tokenizer: Any) -> Texts:
     return Texts(ids, examples, first_of(documents))
 
 
-def _asked(question: str, tokenizer: Any) -> Example:
+def _asked(question: str, tokenizer: PreTrainedTokenizerBase) -> Example:
     if not tokenizer.chat_template:
         return Example("shipped", prompt=question)
     answer = {"role": "assistant", "content": "Yes."}

@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from peft import PeftModel
     from torch import nn
+    from transformers import PreTrainedModel
 
+    from finetune.core.model_config import ModelConfig
     from finetune.export.export_job import ExportJob
 
 KINDS = ("fp8", "int8")
@@ -39,7 +42,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 NOT_RUN = "vLLM itself was not run: transformers read the files that vLLM reads"
 
 
-def check(config: Any, _quantize: str) -> None:
+def check(config: ModelConfig, _quantize: str) -> None:
     """Check what is known before weights are loaded.
 
     Raises:
@@ -97,7 +100,7 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     return report | {"serve": [shlex.join(serve)], "client": vllm_export.client(job.name)}
 
 
-def save(model: Any, kind: str, folder: Path) -> dict[str, Any]:
+def save(model: PreTrainedModel | PeftModel, kind: str, folder: Path) -> dict[str, Any]:
     """Quantize a model in fp32, and save it. All weights that are not quantized become bf16.
 
     Returns:
@@ -125,7 +128,7 @@ def save(model: Any, kind: str, folder: Path) -> dict[str, Any]:
     return {"layers": {"quantized": len(layers), "plain": others}}
 
 
-def split_layers(model: Any) -> tuple[Mapping[str, nn.Module], list[str]]:
+def split_layers(model: PreTrainedModel | PeftModel) -> tuple[Mapping[str, nn.Module], list[str]]:
     """Return the linear layers to quantize, and the names of the others, such as the output head.
 
     They are the layers that a base model with `model.quantization: fp8` stores in fp8.

@@ -34,6 +34,9 @@ from finetune.export.export_job import ExportJob
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     from finetune.export.serving_check import Expected
     from finetune.run_folder.run_folder import RunFolder
 
@@ -94,7 +97,7 @@ def run(
     with merging.staging(target) as (whole, packed), merging.located(folder):
         expected: list[Expected] = []
 
-        def observe(model: Any) -> None:
+        def observe(model: PreTrainedModel | PeftModel) -> None:
             verify_merge.in_fp32(model.eval())
             expected.append(serving_check.expected_of(model, tokenizer, recipe, texts))
 

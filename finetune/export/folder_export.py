@@ -18,6 +18,8 @@ from finetune.export.serving_check import AnswerToken, Reader
 from finetune.models.generation_config import declared_stops
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.data.examples import Example
     from finetune.export.export_job import ExportJob
 
@@ -82,7 +84,7 @@ def _model(folder: Path, job: ExportJob) -> Any:
     return PeftModel.from_pretrained(base, str(folder)).eval()
 
 
-def _ids(tokenizer: Any, examples: list[Example]) -> list[list[int]]:
+def _ids(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> list[list[int]]:
     """Return prompts as vLLM makes them: the template writes the BOS token of a chat."""
     found = []
     for example in examples:

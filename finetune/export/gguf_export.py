@@ -22,6 +22,7 @@ from finetune.export import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from finetune.core.model_config import ModelConfig
     from finetune.export.export_job import ExportJob
 
 K_QUANTS = {"q2_k": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
@@ -30,7 +31,7 @@ KINDS = (*gguf_file.TYPES, *K_QUANTS)
 QUANTIZER = "llama-quantize"
 
 
-def check(config: Any, quantize: str) -> None:
+def check(config: ModelConfig, quantize: str) -> None:
     """Check what is known before weights are loaded: the packages, the family and the quantization.
 
     Raises:

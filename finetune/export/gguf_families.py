@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedConfig
 
+    from finetune.core.model_config import ModelConfig
+
 SLIDING_EVERY = {"gemma2": 2, "gemma3_text": 6}
 """llama.cpp's pattern: every n-th layer attends to all tokens, the layers before it to a window."""
 
@@ -96,7 +98,7 @@ def family_of(config: PreTrainedConfig) -> Family:
     return family
 
 
-def unsupported(config: Any, family: Family) -> dict[str, bool]:
+def unsupported(config: ModelConfig, family: Family) -> dict[str, bool]:
     """Return each feature that llama.cpp lacks for a family, and whether the config uses it."""
     kind, heads = config.model_type, config.num_attention_heads
     rope = rope_of(config)
@@ -142,16 +144,16 @@ def unsupported(config: Any, family: Family) -> dict[str, bool]:
     return found
 
 
-def activation_of(config: Any) -> str:
+def activation_of(config: ModelConfig) -> str:
     """Return the activation of the MLP. Gemma's configs name it `hidden_activation`."""
     return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
-def head_size(config: Any) -> int:
+def head_size(config: ModelConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def rope_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
+def rope_of(config: ModelConfig, kind: str = "full_attention") -> dict[str, Any]:
     """Return the rotary settings of a kind of layer."""
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if "full_attention" in rope or "sliding_attention" in rope:
@@ -160,7 +162,7 @@ def rope_of(config: Any, kind: str = "full_attention") -> dict[str, Any]:
     return rope
 
 
-def settings(config: Any, family: Family) -> dict[str, Any]:
+def settings(config: ModelConfig, family: Family) -> dict[str, Any]:
     """Return the model's settings under llama.cpp's keys."""
     head, rope = head_size(config), rope_of(config)
     found: dict[str, Any] = {
@@ -181,7 +183,7 @@ def settings(config: Any, family: Family) -> dict[str, Any]:
     return {f"{family.architecture}.{key}": value for key, value in found.items()}
 
 
-def rope_scaling(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+def rope_scaling(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of rope scaling. Llama 3's scaling is a tensor: `rope_tensors`."""
     if rope["rope_type"] == "longrope":
         length = int(rope["original_max_position_embeddings"])
@@ -205,7 +207,7 @@ def rope_scaling(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def expert_settings(config: Any) -> dict[str, Any]:
+def expert_settings(config: ModelConfig) -> dict[str, Any]:
     """Return the keys of a mixture of experts."""
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if not experts:
@@ -218,7 +220,7 @@ def expert_settings(config: Any) -> dict[str, Any]:
     return found | {name: getattr(config, key) for key, name in named.items() if getattr(config, key, None)}
 
 
-def own_settings(config: Any) -> dict[str, Any]:
+def own_settings(config: ModelConfig) -> dict[str, Any]:
     """Return the keys that only one family has."""
     if config.model_type == "granite":
         names = {
@@ -241,7 +243,7 @@ def own_settings(config: Any) -> dict[str, Any]:
     return found
 
 
-def rope_tensors(config: Any) -> dict[str, torch.Tensor]:
+def rope_tensors(config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the tensors that hold a rope scaling: Llama 3's divisors, or the factors of longrope."""
     rope, head = rope_of(config), head_size(config)
     if rope["rope_type"] == "longrope":

@@ -101,7 +101,7 @@ def _shape(tensor: GgufTensor, source: Checkpoint) -> list[int]:
     return list(tensor.compute(empty).shape)
 
 
-def _bytes(shape: list[int], stored: Any) -> int:
+def _bytes(shape: list[int], stored: object) -> int:
     gguf = load_gguf()
 
     block, size = gguf.GGML_QUANT_SIZES[stored]
@@ -199,7 +199,7 @@ def _equal(held: Any, value: Any) -> bool:
     return bool(held == value)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{len(value):,} values" if isinstance(value, list) else f"{value!r:.60}"
 
 

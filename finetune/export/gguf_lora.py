@@ -13,6 +13,10 @@ from finetune.export.gguf_families import GgufTensor, load_gguf
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedConfig
+
+    from finetune.core.model_config import ModelConfig
+
 HALF = re.compile(r"base_model\.model\.(?P<module>[\w.]+)\.lora_(?P<half>[AB])\.weight")
 
 
@@ -43,7 +47,7 @@ def entries(config: dict[str, Any], family: gguf_families.Family, name: str) -> 
     }
 
 
-def plan(names: list[str], config: Any, family: gguf_families.Family) -> list[GgufTensor]:
+def plan(names: list[str], config: ModelConfig, family: gguf_families.Family) -> list[GgufTensor]:
     """Return the tensors of the file. B has the rows of the weight, so it takes llama.cpp's order of rows.
 
     Raises:
@@ -74,7 +78,7 @@ def _rows(heads: int) -> Any:
     return lambda tensors: gguf_families.in_pairs(tensors[0], heads) if heads else tensors[0]
 
 
-def write(path: Path, adapter: Path, config: Any, name: str, kind: str) -> list[str]:
+def write(path: Path, adapter: Path, config: PreTrainedConfig, name: str, kind: str) -> list[str]:
     """Write the file, and return each difference that gguf's reader finds."""
     family = gguf_families.family_of(config)
     keys = entries(check(adapter), family, name)

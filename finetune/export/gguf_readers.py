@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from finetune.core.model_config import ModelConfig
     from finetune.data.encoding import Encoded
     from finetune.data.examples import Example
     from finetune.export.export_job import ExportJob
@@ -234,7 +238,7 @@ def _ids_of_transformers(path: Path, held: dict[str, Any], examples: list[Exampl
     return found
 
 
-def _model_of_transformers(path: Path, config: Any, architecture: str) -> Any:
+def _model_of_transformers(path: Path, config: ModelConfig, architecture: str) -> Any:
     """Load the weights. Settings that transformers does not read from the file come from the model."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import GGUF_TO_TRANSFORMERS_MAPPING
@@ -251,6 +255,8 @@ def _model_of_transformers(path: Path, config: Any, architecture: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(str(path.parent), **options).eval()
 
 
-def _answer_of_transformers(model: Any, stops: list[int], prompt: list[int], room: int) -> list[AnswerToken]:
+def _answer_of_transformers(
+    model: PreTrainedModel | PeftModel, stops: list[int], prompt: list[int], room: int
+) -> list[AnswerToken]:
     (tokens,), (logits,) = serving_check.answers(model, [prompt], stops, room)
     return serving_check.steps(tokens, logits)

@@ -14,12 +14,14 @@ from finetune.export.gguf_families import Family, GgufTensor, in_pairs, load_ggu
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from finetune.core.model_config import ModelConfig
+
 EXPERT = re.compile(r"(?P<layer>.*\.)experts\.(?P<number>\d+)\.(?P<part>\w+)\.weight")
 FUSED = re.compile(r"(?P<layer>.*\.)experts\.(?P<part>gate_up_proj|down_proj)(\.weight)?")
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
-def plan(names: Sequence[str], config: Any, family: Family) -> list[GgufTensor]:
+def plan(names: Sequence[str], config: ModelConfig, family: Family) -> list[GgufTensor]:
     """Return the tensors of the GGUF file for the tensors of a checkpoint.
 
     Raises:
@@ -75,7 +77,7 @@ def _parts(names: Sequence[str]) -> list[tuple[str, tuple[str, ...], Any]]:
     return found
 
 
-def _layout(name: str, config: Any, family: Family) -> Any:
+def _layout(name: str, config: ModelConfig, family: Family) -> Any:
     """Return what llama.cpp expects to be done to a tensor."""
     kind = re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)
     if family.permuted and kind:

@@ -19,6 +19,8 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedTokenizerBase
+
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -181,7 +183,7 @@ def special(tokenizer: Any, stops: Sequence[int], opens: bool) -> dict[str, Any]
     return found | {f"{name}_token_id": int(index) for name, index in ids.items() if index is not None}
 
 
-def templates(tokenizer: Any) -> dict[str, Any]:
+def templates(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Return the chat templates. The marks of TRL's training templates become comments."""
     given: Any = tokenizer.chat_template
     named = given if isinstance(given, dict) else {"default": given} if given else {}

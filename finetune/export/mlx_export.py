@@ -12,6 +12,7 @@ from finetune.export import folder_export, gguf_lora, mlx_lora
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from finetune.core.model_config import ModelConfig
     from finetune.export.export_job import ExportJob
 
 KINDS = ("bf16", "f32")
@@ -25,7 +26,7 @@ FAMILIES = (
 """Model types that mlx-lm 0.32 has (`mlx_lm/models/`) and that finetune trains. It opens mistral as llama."""
 
 
-def check(config: Any, _quantize: str) -> None:
+def check(config: ModelConfig, _quantize: str) -> None:
     """Raise a UserError if mlx-lm lacks the family (exit 2)."""
     kind = config.get_text_config().model_type
     if kind not in FAMILIES:

@@ -68,7 +68,7 @@ def load(
     dtype: torch.dtype,
     hardware: Hardware,
     trained: Qat | None = None,
-    **options: Any,
+    **options: object,
 ) -> PreTrainedModel:
     """Load the model in `source` and quantize it while it loads.
 

@@ -11,6 +11,8 @@ from finetune.data.chat_texts import render_chat
 from finetune.data.loss_mask import IGNORED
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.data.examples import Example, Row
 
 BOS, EOS = "{bos}", "{eos}"  # stand for the tokenizer's own tokens
@@ -77,7 +79,7 @@ TEMPLATES["gemma3"] = TEMPLATES["gemma"]
 
 
 def of_llamafactory(
-    example: Example, tokenizer: Any, template: str, *, on_prompt: bool, last_turn: bool
+    example: Example, tokenizer: PreTrainedTokenizerBase, template: str, *, on_prompt: bool, last_turn: bool
 ) -> Tokens:
     """Return ids and labels of an example in a template of LLaMA-Factory. It encodes each message by itself.
 
@@ -113,7 +115,9 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def of_axolotl(example: Example, row: Row, tokenizer: Any, kind: str, *, on_prompt: bool) -> Tokens:
+def of_axolotl(
+    example: Example, row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, *, on_prompt: bool
+) -> Tokens:
     """Return ids and labels of an example for the `type` of an axolotl dataset.
 
     Raises:
@@ -135,7 +139,7 @@ def of_axolotl(example: Example, row: Row, tokenizer: Any, kind: str, *, on_prom
     return Tokens(prompt + answer, (prompt if on_prompt else [IGNORED] * len(prompt)) + answer)
 
 
-def _chat_of_axolotl(example: Example, tokenizer: Any, *, on_prompt: bool) -> Tokens:
+def _chat_of_axolotl(example: Example, tokenizer: PreTrainedTokenizerBase, *, on_prompt: bool) -> Tokens:
     """The rendered chat. The content of each answer trains, and the EOS token if it follows."""
     try:
         text = render_chat(tokenizer, example.messages or [], example.tools, prompt=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from finetune.core.privacy import masked, names_a_secret, secrets
 from finetune.core.visible_text import visible
@@ -56,6 +55,6 @@ def _line(text: object, known: list[str]) -> str:
     return visible(masked(" ".join(str(text).split()), known))
 
 
-def _yaml(value: Any, known: list[str]) -> str:
+def _yaml(value: object, known: list[str]) -> str:
     """Return a value in YAML's flow style, which JSON is a part of, without secrets."""
     return visible(masked(json.dumps(value, ensure_ascii=False), known))

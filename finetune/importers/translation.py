@@ -73,15 +73,15 @@ class Translation:
         self.taken = key, value
         return default if value is None else value
 
-    def set(self, target: str, value: Any, key: str, given: Any) -> None:
+    def set(self, target: str, value: object, key: str, given: object) -> None:
         """Set a finetune key, and record the key that it comes from."""
         self.recipe[target] = value
         self.record(TRANSLATED, key, given, f"{target}: {value}")
 
-    def record(self, kind: str, key: str, value: Any, text: str) -> None:
+    def record(self, kind: str, key: str, value: object, text: str) -> None:
         self.entries.append(Entry(kind, key, value, text))
 
-    def unsupported(self, key: str, value: Any, reason: str) -> None:
+    def unsupported(self, key: str, value: object, reason: str) -> None:
         self.record(NOT_SUPPORTED, key, value, reason)
 
     def apply(self, rules: dict[str, Rule]) -> None:
@@ -89,7 +89,7 @@ class Translation:
         for key in [key for key in self.source if key in rules]:
             self.apply_rule(key, self.source.pop(key), rules[key])
 
-    def apply_rule(self, key: str, value: Any, rule: Rule) -> None:
+    def apply_rule(self, key: str, value: object, rule: Rule) -> None:
         self.taken = key, value
         if rule.target and value is not None:
             value = number(value)

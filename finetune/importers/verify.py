@@ -21,6 +21,8 @@ from finetune.importers.prompt_formats import NotCompared, Tokens
 from finetune.preflight import token_checks
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from finetune.importers.translation import Translation
     from finetune.recipe.schema import Recipe
 
@@ -137,7 +139,9 @@ def _of_tool(state: Translation, recipe: Recipe, rows: list[Row]) -> tuple[str, 
     return f"finetune's own implementation of {state.tool}'s prompt formats", found
 
 
-def _by_format(state: Translation, recipe: Recipe, row: Row, example: Example, tokenizer: Any) -> Tokens:
+def _by_format(
+    state: Translation, recipe: Recipe, row: Row, example: Example, tokenizer: PreTrainedTokenizerBase
+) -> Tokens:
     keys = {entry.key: entry.value for entry in state.entries}
     on_all = recipe.data.train_on == "all"
     if state.tool == "axolotl":
@@ -187,7 +191,7 @@ def _of_trl(recipe: Recipe, rows: list[Row]) -> list[Tokens | str]:
     return [Tokens(row["input_ids"], [IGNORED, *row["labels"][1:]]) for row in prepared]
 
 
-def _differences(ours: Tokens, theirs: Tokens, tokenizer: Any, tool: str) -> list[str]:
+def _differences(ours: Tokens, theirs: Tokens, tokenizer: PreTrainedTokenizerBase, tool: str) -> list[str]:
     """Describe each range of tokens that only one side has, and each that only one side trains on."""
     found = list[str]()
     matcher = difflib.SequenceMatcher(None, ours.ids, theirs.ids, autojunk=False)
@@ -206,6 +210,6 @@ def _differences(ours: Tokens, theirs: Tokens, tokenizer: Any, tool: str) -> lis
     return found
 
 
-def _shown(tokenizer: Any, ids: list[int]) -> str:
+def _shown(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
     text = repr(tokenizer.decode(ids))
     return f"{text[:SHOWN]}..." if len(text) > SHOWN else text if ids else "nothing"

@@ -85,7 +85,7 @@ def cudnn(
     window: int | None,
     softcap: float | None,
     borders: Tensor | None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     """Run SDPA with cuDNN only, for unpacked sequences without a window."""
     if window is not None or softcap is not None or borders is not None:
@@ -181,7 +181,7 @@ def flash4_forward(
 
 
 @flash4_forward.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, borders: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, borders: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
     *tokens, heads, _size = query.shape
     sums = (heads, *tokens) if borders is not None else (tokens[0], heads, tokens[1])
     return query.new_empty(*tokens, heads, value.shape[-1]), query.new_empty(sums, dtype=torch.float32)
@@ -205,7 +205,9 @@ def flash4_backward(
 
 
 @flash4_backward.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
@@ -230,7 +232,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.save_for_backward(query, key, value, *output, borders)
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
     return (*flash4_backward(gradient, *ctx.saved_tensors, *ctx.settings), *[None] * 5)
 
 

@@ -99,7 +99,7 @@ def auto_class(config: ModelConfig) -> Any:
     return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
-def open_folder(folder: Path, **options: Any) -> Any:
+def open_folder(folder: Path, **options: object) -> Any:
     """Load a model that finetune saved with plain transformers."""
     from transformers import AutoConfig
 

@@ -115,7 +115,7 @@ def commit(model: Model) -> str:
     return client.commit(model.name, model.revision or "main")
 
 
-def from_hub(load: Any, model: Model, **options: Any) -> Any:
+def from_hub(load: Any, model: Model, **options: object) -> Any:
     """Call `from_pretrained`, and raise its errors as UserErrors with a fix. The model's code never runs."""
     from huggingface_hub.errors import StrictDataclassError
 

@@ -8,7 +8,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.models import tokenizer_setup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Eval
@@ -31,7 +31,7 @@ def positions(config: Any) -> int | None:
     return next((value for value in found if isinstance(value, int) and value > 0), None)
 
 
-def text_limit(config: Any) -> int | None:
+def text_limit(config: PreTrainedConfig) -> int | None:
     """Return how many tokens an evaluation reads at once: `positions`, or the limit of scaled embeddings."""
     return positions(config) or getattr(config.get_text_config(), "max_position_embeddings", None)
 

@@ -16,6 +16,8 @@ from finetune.core import regular_files
 from finetune.models import tokenizer_setup
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
     from finetune.recipe.schema import Model
 
 
@@ -108,7 +110,7 @@ def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | Non
     return TokenizerFiles(backend, template, special) if tokenizer_setup.is_template(template) else None
 
 
-def _is_read_as_written(tokenizer_class: str, backend: Any) -> bool:
+def _is_read_as_written(tokenizer_class: str, backend: Tokenizer) -> bool:
     """Return whether transformers builds the same tokenizer from the files of this class."""
     name = tokenizer_class.removesuffix("Fast")
     if name == "GemmaTokenizer":

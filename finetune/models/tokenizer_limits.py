@@ -19,6 +19,9 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tokenizers import Tokenizer
+    from transformers import TrainerState
+
 PARTS = ("normalizer", "pre_tokenizer", "decoder")
 SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.02 s
 MOST_PATTERNS, LONGEST_PATTERN = 50, 10_000
@@ -49,7 +52,7 @@ print(len(patterns))
 """
 
 
-def check(backend: Any, name: str) -> None:
+def check(backend: Tokenizer, name: str) -> None:
     """Stop if a tokenizer takes too long or needs too much memory (exit 2).
 
     Args:
@@ -88,7 +91,7 @@ def _state(part: Any) -> Any:
         return None
 
 
-def _steps(state: Any) -> Iterator[dict[str, Any]]:
+def _steps(state: TrainerState) -> Iterator[dict[str, Any]]:
     """Yield each object in nested JSON."""
     if isinstance(state, dict):
         yield state

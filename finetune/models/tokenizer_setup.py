@@ -64,13 +64,13 @@ def load_tokenizer(model: Model, chat_template: str | None = None) -> PreTrained
     return tokenizer
 
 
-def is_template(template: Any) -> bool:
+def is_template(template: object) -> bool:
     """Return whether a tokenizer's chat template is Jinja source, a list of named sources, or missing."""
     sources = template.values() if isinstance(template, dict) else [template]
     return template is None or all(isinstance(source, str) for source in sources)
 
 
-def can_encode(backend: Any) -> bool:
+def can_encode(backend: Tokenizer) -> bool:
     """Return whether a tokenizer of the tokenizers library has ids for usual and for rare characters."""
     try:
         with panics_as_errors():
@@ -208,7 +208,7 @@ def _has_usual_values(said: dict[str, Any]) -> bool:
     )
 
 
-def _is_token(value: Any) -> bool:
+def _is_token(value: object) -> bool:
     text = value.get("content") if isinstance(value, dict) else value
     return isinstance(text, str) and text != ""
 

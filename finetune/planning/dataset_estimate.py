@@ -8,7 +8,7 @@ import random
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.autoconfig.batch_size import count_steps
 from finetune.core import regular_files, untrusted_files
@@ -368,7 +368,7 @@ def _tokens(examples: list[Example], tokenizer: str, config: str, template: str)
     return found
 
 
-def _characters(part: Any) -> int:
+def _characters(part: object) -> int:
     """Count the characters of an example, or of a part of it. A row that can't be read has none."""
     if isinstance(part, str):
         return len(part)

@@ -56,7 +56,7 @@ class Trace(TrainerCallback):
         return self.now() if self.cuda else time.thread_time()
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         model: Any = kwargs["model"]
         self.attention = upstream_private.attention_name(model.config.get_text_config()).removeprefix(

@@ -18,6 +18,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from finetune.quantization import stacked_experts
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
 
 FOUR_BIT, EIGHT_BIT = "finetune_bnb_4bit", "finetune_bnb_8bit"
@@ -26,7 +27,7 @@ FOUR_BIT, EIGHT_BIT = "finetune_bnb_4bit", "finetune_bnb_8bit"
 class FourBitConfig(BitsAndBytesConfig):
     """bitsandbytes' config, for a model whose stacked experts are quantized to 4 bits, too."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__(**{**options, "load_in_4bit": True})
         self.quant_method: Any = FOUR_BIT
 
@@ -34,7 +35,7 @@ class FourBitConfig(BitsAndBytesConfig):
 class EightBitConfig(BitsAndBytesConfig):
     """bitsandbytes' config, for a model whose stacked experts are quantized to int8, too."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__(**{**options, "load_in_8bit": True})
         self.quant_method: Any = EIGHT_BIT
 
@@ -43,11 +44,11 @@ def with_experts(quantizer: Any) -> Any:
     """Return a subclass of transformers' quantizer of linear layers that also quantizes stacked experts."""
 
     class WithExperts(quantizer):
-        def _process_model_before_weight_loading(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        def _process_model_before_weight_loading(self, model: Any, *args: object, **kwargs: object) -> Any:
             self.experts = stacked_experts.names(model)
             return super()._process_model_before_weight_loading(model, *args, **kwargs)
 
-        def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: object) -> bool:
             return param_name in self.experts or super().param_needs_quantization(model, param_name, **kwargs)
 
         def get_quantize_ops(self) -> Any:
@@ -56,11 +57,11 @@ def with_experts(quantizer: Any) -> Any:
                 super().get_quantize_ops(), config.bnb_4bit_quant_type if config.load_in_4bit else "int8"
             )
 
-        def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> Any:
             stacked_experts.parametrize_experts(model)
             return super()._process_model_after_weight_loading(model, **kwargs)
 
-        def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        def _dequantize(self, model: nn.Module, dtype: Any = None) -> Any:
             stacked_experts.dequantize(model, dtype)
             return super()._dequantize(model, dtype)
 
@@ -76,7 +77,7 @@ class _Quantize(ConversionOps):
     def __init__(self, linear: Any, storage: str) -> None:
         self.linear, self.storage = linear, storage
 
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *args: object, **kwargs: object) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for name, value in input_dict.items():
             if name.endswith(stacked_experts.STACKED):

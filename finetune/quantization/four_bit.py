@@ -17,6 +17,7 @@ import torch
 from finetune.kernels import ops
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch import nn
 
 
@@ -87,7 +88,7 @@ def compute_dtype(base: Any) -> torch.dtype:
     return base.compute_dtype or base.weight.quant_state.dtype
 
 
-def use_policy(accelerator: Any, model: torch.nn.Module) -> None:
+def use_policy(accelerator: Accelerator, model: torch.nn.Module) -> None:
     """Set FSDP's mixed precision: `fsdp_policy` for weights, fp32 for gradients, and unchanged outputs.
 
     Accelerate's own policy for bf16 also casts gradients and outputs. The summed loss of a batch would keep

@@ -11,13 +11,16 @@ float32.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.core import upstream_private
 from finetune.kernels.kernel_limits import FP8_CAPABILITY, FP8_MULTIPLE
 from finetune.kernels.ops import E4M3, quantize_rows, transpose
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def product(
@@ -184,7 +187,7 @@ class Fp8Linear(torch.nn.Linear):
         y = rows.view(*input.shape[:-1], rows.shape[-1])
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Fp8Linear:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Fp8Linear:
         """Move the layer between devices.
 
         Raises:

@@ -70,7 +70,7 @@ class Fp8BaseQuantizer(HfQuantizer):
             raise ValueError(f"its fp8 weights have no fp8 layer here: {', '.join(lost[:6])}")
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: object) -> Any:
         stacked_experts.parametrize_experts(model)
         return model
 
@@ -119,7 +119,7 @@ class _Quantize(ConversionOps):
     """Quantize one weight when it is read. Weights that are already in fp8 do not change."""
 
     @torch.no_grad()
-    def convert(self, input_dict: dict[str, Any], *_: object, **kwargs: Any) -> dict[str, Any]:
+    def convert(self, input_dict: dict[str, Any], *_: object, **kwargs: object) -> dict[str, Any]:
         converted: dict[str, Any] = {}
         for name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value

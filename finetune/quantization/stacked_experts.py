@@ -25,7 +25,7 @@ from finetune.kernels.kernel_limits import EXPERTS_BLOCK, STACKED
 from finetune.recipe.adapter_types import FOUR_BIT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedModel
 
@@ -55,7 +55,7 @@ class Dequantize(nn.Module):
         """Return the tensors for `expert_ops.dequantize_experts`."""
         return [values, *self.buffers()]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Dequantize:
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Dequantize:
         """Move the scales between devices.
 
         Raises:

@@ -58,7 +58,7 @@ def data(a: RunFolder, b: RunFolder) -> Differences:
     return Differences("data", unequal(of(a), of(b)))
 
 
-def unequal(left: Any, right: Any, name: str = "") -> list[tuple[str, str, str]]:
+def unequal(left: object, right: object, name: str = "") -> list[tuple[str, str, str]]:
     """Return the leaves that differ between two JSON values, by dotted name."""
     if isinstance(left, dict) and isinstance(right, dict):
         keys = dict.fromkeys([*left, *right])

@@ -110,7 +110,7 @@ class Activations:
                 self.leaving.append(self.current)
             self.current = None
 
-    def ahead(self, around: Callable[..., Any], call: Callable[..., Any], *inputs: Any) -> Any:
+    def ahead(self, around: Callable[..., Any], call: Callable[..., Any], *inputs: object) -> Any:
         """Call a layer that is not offloaded. Its backward pass starts the first copy back."""
         output, owner = around(call, *inputs), self.last() if self.last else None
         hidden = output[0] if isinstance(output, tuple) else output
@@ -186,7 +186,7 @@ class Activations:
         )
 
 
-def _straight(layer: Callable[..., Any], *inputs: Any) -> Any:
+def _straight(layer: Callable[..., Any], *inputs: object) -> Any:
     """Call a layer that is not recomputed whole, in place of a checkpoint."""
     return layer(*inputs)
 

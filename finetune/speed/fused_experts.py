@@ -39,6 +39,9 @@ from finetune.speed.forward_comparison import allowed_difference, changed_parame
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
 # The name of the implementation in transformers' interface.
 NAME = "finetune"
 FIRST, LAST = STACKED
@@ -289,7 +292,7 @@ class _Experts(torch.autograd.Function):
         return dx, dweights.to(weights.dtype), da1, db1, da2, db2, *[None] * 14
 
 
-def _stored(module: Any, name: str) -> list[Any]:
+def _stored(module: nn.Module, name: str) -> list[Any]:
     """Return the tensors of a quantized weight, or three times `None`."""
     held = stacked_experts.of(module, name)
     tensors = held[1].stored(held[0].detach()) if held else []
@@ -423,7 +426,7 @@ class FusedExperts:
             one.release()
 
 
-def install_quantized(model: Any) -> None:
+def install_quantized(model: PreTrainedModel | PeftModel) -> None:
     """Run the quantized experts of a PEFT model fused from now on, in training and outside of it.
 
     Raises:
@@ -445,7 +448,7 @@ def install_quantized(model: Any) -> None:
     decoder.register_forward_pre_hook(lambda *_: fused.refresh())
 
 
-def _refuse_merge(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _refuse_merge(self: Any, *args: object, **kwargs: object) -> Any:
     if stacked_experts.of(self.get_base_layer(), self.parameter_name) is None:  # dequantized since
         return type(self).merge(self, *args, **kwargs)
     raise stacked_experts.merge_refusal()

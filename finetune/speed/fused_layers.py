@@ -248,7 +248,7 @@ def _stacks(module: nn.Module, fast: set[nn.Module]) -> list[Group]:
     return groups
 
 
-def _stacked_forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _stacked_forward(self: Any, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Run a layer of a stack. The first layer that gets an input computes the outputs of all layers."""
     stack, place = self.finetune_fused
     if args or kwargs or not stack.active():

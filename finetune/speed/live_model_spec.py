@@ -18,7 +18,9 @@ from finetune.recipe import adapter_types
 from finetune.speed.lm_head_loss import base_model_of
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 def live_model_spec(model: Any) -> ModelSpec:
@@ -73,7 +75,7 @@ def experts_of(layer: nn.Module) -> list[Any]:
     return [module for name, module in layer.named_modules() if name.endswith("experts")]
 
 
-def head_trains(model: Any) -> bool:
+def head_trains(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether the output head trains."""
     head = model.get_output_embeddings()
     return head is not None and any(parameter.requires_grad for parameter in head.parameters())

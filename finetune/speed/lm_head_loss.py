@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from peft import PeftModel
     from torch import Tensor, nn
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
     from finetune.core.run_checks import RunChecks
 
@@ -200,7 +200,7 @@ def own_losses(base: nn.Module) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, ids[0, 1:].to(logits.device), reduction="none")
 
 
-def fused_losses(base: Any) -> Tensor:
+def fused_losses(base: PreTrainedModel) -> Tensor:
     """Return the cross-entropy of each token from TRL's fused head."""
     ids = row_of(base)
     add_fused_lm_head(base)
@@ -294,7 +294,7 @@ def last_hidden_state(backbone: Any, hidden: Tensor) -> Iterator[None]:
         restore(backbone, before)
 
 
-def formula(config: Any) -> Formula:
+def formula(config: PreTrainedConfig) -> Formula:
     """Return scale and softcap by the names that families use. `head_unsupported_reason` verifies them."""
     config = config.get_text_config()
     named = ("logit_scale", "output_multiplier", "lm_head_multiplier")
@@ -364,13 +364,13 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Inst
     return ran
 
 
-def _undo(base: nn.Module, forward: Any, balance: router_balance.RouterBalance | None) -> None:
+def _undo(base: nn.Module, forward: Callable[..., Any], balance: router_balance.RouterBalance | None) -> None:
     restore(base, forward)
     if balance:
         balance.remove()
 
 
-def restore(module: nn.Module, forward: Any) -> None:
+def restore(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Restore an instance's own forward, or the class's forward if it had none."""
     if forward is None:
         del module.forward

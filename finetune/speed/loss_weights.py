@@ -70,7 +70,7 @@ def with_fused_head(model: Callable[..., Any], integers: Tensor) -> Callable[...
     """
     weights = integers.view(torch.float64)
 
-    def call(*args: Any, **inputs: Any) -> Any:
+    def call(*args: object, **inputs: object) -> Any:
         outputs = model(*args, **inputs)
         of_labels = weights[:, 1:].to(outputs.log_probs)
         before = outputs.log_probs.shape[1] - of_labels.shape[1]  # virtual tokens of a prompt

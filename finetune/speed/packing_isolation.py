@@ -116,7 +116,7 @@ def without_experts(model: nn.Module) -> Iterator[None]:
     other tokens, and the next routers amplify this difference to the size of a leak.
     """
 
-    def zeros(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    def zeros(module: nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(output)
 
     found = [one for layer in decoder_layers(model) for one in experts_of(layer)]
@@ -254,7 +254,7 @@ class _Comparison(NamedTuple):
 
 
 @contextlib.contextmanager
-def masked(model: Any) -> Iterator[str]:
+def masked(model: PreTrainedModel | PeftModel) -> Iterator[str]:
     """Switch to an attention that supports a mask and a cache, to evaluate a model in training."""
     name = upstream_private.attention_name(model.config)
     other, _ = attention_choice.for_evaluation(name, attention_choice.read(model.config))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+    from transformers import PreTrainedModel
 
 KEPT = "finetune_router_output"
 
@@ -62,7 +63,7 @@ def _named_routers(base: nn.Module) -> list[tuple[str, Any, int]]:
 class RouterBalance:
     """The routers of a model: their load-balancing loss (arXiv 2101.03961, equations 4 to 6), their use."""
 
-    def __init__(self, base: Any, *, balanced: bool = True) -> None:
+    def __init__(self, base: PreTrainedModel, *, balanced: bool = True) -> None:
         """Args: balanced: whether the loss is computed, which keeps the graph of the logits."""
         text = base.config.get_text_config()
         self.experts, self.each = model_config.experts(text), model_config.experts_of_a_token(text)
@@ -141,7 +142,7 @@ def _use(kept: list[tuple[torch.Tensor, torch.Tensor | None]], mask: torch.Tenso
     return RouterUse(entropy, rows, torch.stack(tokens) if whole else torch.empty(0, device=device))
 
 
-def _keep_output(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _keep_output(self: Any, *args: object, **kwargs: object) -> Any:
     """Run a router's own forward. In training, keep its logits and the experts that it chose."""
     output = type(self).forward(self, *args, **kwargs)
     if self.training:

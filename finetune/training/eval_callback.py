@@ -149,7 +149,7 @@ class Validate(TrainerCallback):
         record = {"step": step, "epoch": epoch, **scores, "eval_seconds": seconds}
         self.metrics.append(record)
 
-    def restore(self, model: nn.Module, state: Any, checks: RunChecks) -> None:
+    def restore(self, model: nn.Module, state: TrainerState, checks: RunChecks) -> None:
         """Restore the best weights, and add a run check that counts the evaluations."""
         steps = state.global_step
         every = self.settings.eval_steps or steps

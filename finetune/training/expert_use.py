@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from finetune.core.run_checks import RunChecks
 
 TOKENS = "expert_tokens"  # the key of `Trainer.sums`: the tokens of each expert [routers, experts]
@@ -21,7 +23,7 @@ def utilization(accelerator: Any, tokens: torch.Tensor) -> float | None:
     return float((accelerator.reduce(tokens, "sum") > 0).double().mean())
 
 
-def add_check(accelerator: Any, counted: Any, routers: list[str], checks: RunChecks) -> str:
+def add_check(accelerator: Accelerator, counted: Any, routers: list[str], checks: RunChecks) -> str:
     """Record how many experts received tokens in training.
 
     Args:

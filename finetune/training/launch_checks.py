@@ -16,8 +16,9 @@ from finetune.distributed.launch_environment import BACKENDS, said, zero_stage
 from finetune.quantization import four_bit, fp8_linear
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import nn
-    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
 
     from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.mixed_precision import Launch
@@ -219,6 +220,6 @@ class PreparedModelChecks(TrainerCallback):
 _COPIES = ("torchao.optim.cpu_offload",)
 
 
-def numbers(model: Any) -> int:
+def numbers(model: PreTrainedModel | PeftModel) -> int:
     """Return the number of trainable parameters over all processes."""
     return sum(sharded_tensors.shape(p).numel() for p in model.parameters() if p.requires_grad)

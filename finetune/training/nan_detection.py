@@ -20,7 +20,7 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.distributed import collectives, deepspeed_zero, sharded_tensors, transformer_engine_layers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from datasets import Dataset
@@ -287,7 +287,7 @@ def look_again(trainer: Steps, step: int) -> str:
     return next(iter(said), "finite when the step was repeated, so the cause is gone")
 
 
-def first_not_finite(model: torch.nn.Module, forward: Any) -> str:
+def first_not_finite(model: torch.nn.Module, forward: Callable[..., Any]) -> str:
     """Find the first module with NaN or Inf in a forward and backward pass.
 
     Args:

@@ -18,7 +18,9 @@ from finetune.speed.live_model_spec import live_model_spec
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from peft import PeftModel
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.console import Console
@@ -116,7 +118,7 @@ def needed(
     setup: Setup,
     chosen: dict[str, Choice],
     bytes_per_parameter: float,
-    model: Any,
+    model: PreTrainedModel | PeftModel,
     rows: int,
 ) -> str:
     """Estimate the GiB of a step of `rows` full sequences by `finetune plan`'s formulas; empty if unknown.

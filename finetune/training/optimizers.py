@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
     from torch.optim import Optimizer
-    from transformers import TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.core.run_checks import RunChecks
@@ -38,7 +38,9 @@ class OptimizerChoice(NamedTuple):
         return options.get("optimizer_class", kind)
 
 
-def choose(arguments: SFTConfig, adapted: Any, adapter: Adapter, speed: Speed) -> OptimizerChoice:
+def choose(
+    arguments: SFTConfig, adapted: PreTrainedModel | PeftModel, adapter: Adapter, speed: Speed
+) -> OptimizerChoice:
     """Return the optimizer of a run.
 
     Raises:
@@ -52,7 +54,7 @@ def choose(arguments: SFTConfig, adapted: Any, adapter: Adapter, speed: Speed) -
 
 
 def loraplus_optimizer(
-    adapted: PeftModel, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
+    adapted: PreTrainedModel | PeftModel, made_by: tuple[Any, dict[str, Any]], ratio: float, decay: float
 ) -> Optimizer:
     """Build the recipe's optimizer for LoRA+: the learning rate of B is `ratio` times the rate of A.
 
@@ -67,7 +69,7 @@ def loraplus_optimizer(
     kind, options = made_by[0], dict(made_by[1])
     rate = options.pop("lr")
     optimizer = create_loraplus_optimizer(
-        adapted,
+        cast("PeftModel", adapted),
         kind,
         lr=rate,
         loraplus_lr_ratio=ratio,

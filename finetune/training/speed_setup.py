@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.autoconfig import compilation, packing_support
 from finetune.checkpointing import resume_contract
@@ -12,6 +12,8 @@ from finetune.speed import apply_to_model, lm_head_loss, packing_isolation
 from finetune.training import auto_correction
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.training.run_context import RunContext
@@ -24,7 +26,7 @@ PROOF_TOKENS = 128  # length of the sequence that tests the isolation of packed 
 
 
 def make_fast(
-    run: RunContext, adapted: Any, arguments: SFTConfig, work: compilation.Work
+    run: RunContext, adapted: PreTrainedModel | PeftModel, arguments: SFTConfig, work: compilation.Work
 ) -> dict[str, run_checks.Choice]:
     """Apply `speed:` to the model, verify attention before and after, and return the choices by option."""
     recipe, setup, checks = run.recipe, run.setup, run.checks

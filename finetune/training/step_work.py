@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,13 +13,18 @@ from finetune.recipe import adapter_types
 from finetune.speed import live_model_spec
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.machine_setup import Setup
     from finetune.data.audit import Report
     from finetune.recipe.schema import Recipe
 
 
-def work_of(adapted: Any, recipe: Recipe, setup: Setup, tokens: int, flops: float) -> compilation.Work:
+def work_of(
+    adapted: PreTrainedModel | PeftModel, recipe: Recipe, setup: Setup, tokens: int, flops: float
+) -> compilation.Work:
     """Estimate the work of a process, and the memory that training adds on its GPU.
 
     The memory to come depends on the launch:

@@ -192,7 +192,7 @@ class Schedule(TrainerCallback):
             control.should_save = self.saved = True
             self.saved_at = now
 
-    def planned(self, step: int, state: Any) -> bool:
+    def planned(self, step: int, state: TrainerState) -> bool:
         """Return whether the recipe asks for a checkpoint after this step."""
         if self.strategy == "steps":
             return self.complete or step % self.every == 0
@@ -207,7 +207,7 @@ class Schedule(TrainerCallback):
         self.complete = state["complete"]
 
 
-def add_steps_check(state: Any, planned: int, patience: int | None, checks: RunChecks) -> None:
+def add_steps_check(state: TrainerState, planned: int, patience: int | None, checks: RunChecks) -> None:
     """Count the optimizer steps that ran: all that were planned, or fewer where early stopping ended the run.
 
     Args:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from datasets import Dataset
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.training.trainer_parts import TrainerParts
@@ -60,7 +61,7 @@ class Trainer(SFTTrainer):
 
     def __init__(
         self,
-        adapted: Any,
+        adapted: PreTrainedModel | PeftModel,
         arguments: SFTConfig,
         dataset: Dataset,
         tokenizer: PreTrainedTokenizerBase,
@@ -103,7 +104,9 @@ class Trainer(SFTTrainer):
         if self.nonfinite:
             self.nonfinite.follow(self)
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Any:
         """Run one micro-batch, or the whole step again in smaller ones (see `oom_recovery`)."""
         step, last = self.state.global_step + 1, self.accelerator.sync_gradients
         batches = self.micro_batches.keep(step, inputs)
@@ -245,7 +248,7 @@ class Trainer(SFTTrainer):
         return value
 
     def chunked_loss(
-        self, model: nn.Module, inputs: dict[str, Any], counts: Any, num_items_in_batch: Any
+        self, model: nn.Module, inputs: dict[str, Any], counts: Any, num_items_in_batch: Tensor | int | None
     ) -> Any:
         """Compute TRL's loss with the wrapped model, and sum the logged values on the device."""
         num_labels, num_tokens = chunked_cross_entropy.numbers(inputs) if None in counts else counts
@@ -412,12 +415,12 @@ class Trainer(SFTTrainer):
         if checkpoint:
             training_state.put_back(self, "rng")
 
-    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    def _init_training_state(self, max_steps: int, *args: object, **kwargs: object) -> tuple[int, int]:
         place = super()._init_training_state(max_steps, *args, **kwargs)
         self.state.compute_steps(self.args, max_steps)  # of this recipe, not of the checkpoint's recipe
         return place
 
-    def _run_epoch(self, *args: object, **kwargs: Any) -> None:  # upstream calls it by name
+    def _run_epoch(self, *args: object, **kwargs: object) -> None:  # upstream calls it by name
         if kwargs["resume_from_checkpoint"] and kwargs["epoch"] == kwargs["epochs_trained"]:
             training_state.put_back(self, "log", "batches")
             inside = kwargs["steps_trained_in_current_epoch"]

@@ -242,12 +242,12 @@ def wait(process: Any, shown: Shown | None) -> None:
         process.join()
 
 
-def code_of(process: Any) -> int | None:
+def code_of(process: subprocess.Popen[str]) -> int | None:
     """Return the exit code, a negative signal number, or `None` while the process runs."""
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
-def end(process: Any) -> None:
+def end(process: subprocess.Popen[str]) -> None:
     """Send SIGTERM, then SIGTERM again (exit now), then SIGKILL."""
     for number, patience in (
         (signal.SIGTERM, AGAIN_AFTER),
