@@ -51,7 +51,6 @@ TRAINER = {
     "torch_compile_mode": Rule("speed.compile"),
     "local_rank": Rule(same="the launcher sets it"),
 }
-SCHEDULES = {"cosine_with_min_lr": "cosine_with_min_lr", "one_cycle": "cosine"}
 OPTIMIZERS = {
     "adamw_hf": "adamw_torch",
     "adamw_bnb_8bit": "adamw_bnb_8bit",
