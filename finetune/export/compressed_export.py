@@ -15,7 +15,7 @@ import torch
 from finetune.core import model_config, packages, safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
-from finetune.export import folder_export, vllm_export
+from finetune.export import folder_export, gguf_file, vllm_export
 from finetune.models import model_class
 from finetune.quantization import fp8_linear
 
@@ -39,6 +39,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "int8": {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}},
 }
 """The schemes of the library: FP8_DYNAMIC, and int8 for weights alone, which needs no calibration."""
+LARGEST_ERROR = 0.1
+"""The relative error above which the weights of an output are other weights: 8 bits lose about 3%."""
 NOT_RUN = "vLLM itself was not run: transformers read the files that vLLM reads"
 
 
@@ -67,6 +69,7 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     with writing(folder):
         report = save(model, job.quantize, folder)
         job.tokenizer.save_pretrained(str(folder))
+    check_weights(folder, job.source)
     report |= {"files": folder_export.sizes(folder)}
     report["serving_check"] = folder_export.check(folder, job, job.quantize)
     report["notes"] = [NOT_RUN]
@@ -74,6 +77,20 @@ def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     sglang = ["python", "-m", "sglang.launch_server", "--model-path", ".", "--served-model-name", job.name]
     commands = {"serve": [shlex.join(serve), shlex.join(sglang)], "client": vllm_export.client(job.name)}
     return report | commands
+
+
+def check_weights(folder: Path, source: Path) -> None:
+    """Raise a UserError if a quantized weight times its scale is not the merged weight (exit 4)."""
+    found = []
+    with gguf_file.opened(folder) as stored, gguf_file.opened(source) as merged:
+        for name in sorted(stored.files.keys() & merged.files.keys()):
+            if f"{name}_scale" in stored.files:
+                wanted = merged.tensor(name)
+                got = stored.tensor(name) * stored.tensor(f"{name}_scale")
+                errors = (got - wanted).norm(dim=1) / wanted.norm(dim=1).clamp(min=1e-30)
+                if (error := float(errors.max())) > LARGEST_ERROR:
+                    found.append(f"tensor {name} differs from the merged weights by {error:.0%}")
+    gguf_file.refuse_damaged(folder, found)
 
 
 def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:

@@ -256,10 +256,11 @@ def test_export_of_an_adapter_to_mlx_has_the_update_of_each_weight(
     torch.testing.assert_close((held[f"{module}.lora_a"] @ held[f"{module}.lora_b"]).T, b @ a)
 
 
+INT8 = "compressed-tensors --quantize int8"
 CLEAN = [
     (adapter, target)
     for adapter in ("lora", "dora", "rslora", "ia3", "oft", "loha", "full")
-    for target in ("gguf", "ollama", "vllm", "mlx", "compressed-tensors", "compressed-tensors --quantize int8")
+    for target in ("gguf", "ollama", "vllm", "mlx", "compressed-tensors", INT8)
 ]
 
 
