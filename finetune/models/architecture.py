@@ -100,7 +100,14 @@ def read(model: Model) -> Architecture:
     if missing:
         found = f"{text.model_type}: no {', '.join(missing)}"
         what, fix = "the config is not the config of a decoder", "model.name: a causal language model"
-        raise UserError(Problem(what, "model.name", found=found, fix=fix, code="model-unsupported"))
+        why, attention = "", ["num_attention_heads"]
+        if missing == attention and text.model_type in upstream_options.model_classes("CAUSAL_LM"):
+            what, why = (
+                "finetune can't estimate a model without attention",
+                "it knows the sizes of attention models",
+            )
+            fix = "run `finetune train` without a plan; `finetune check` checks the recipe"
+        raise UserError(Problem(what, "model.name", found=found, fix=fix, why=why, code="model-unsupported"))
     known = text.model_type in KNOWN and (not model_config.experts(text) or model_config.expert_sizes(text))
     unknown = "" if known else f"finetune does not know the layers of {text.model_type}"
     if folder.is_dir():

@@ -358,7 +358,8 @@ def _adapter(recipe: Recipe) -> list[str]:
     if listed is None or not adapter_types.find(recipe.adapter.type).peft:
         return [*notes, *filter(None, (listed and listed.note,))]
     if recipe.speed.qat:
-        widths = {name: inputs for name, (_, inputs) in architecture.read(recipe.model).stored.items()}
+        layers = {**listed.names.linear_shapes, **listed.names.tower_linear_shapes}
+        widths = {name: inputs for name, (_, inputs) in layers.items()}
         qat.check_group_size(recipe.speed.qat, widths)
     if problems := adapter_names.check_names(recipe, listed.names, config):
         raise UserError(*problems)

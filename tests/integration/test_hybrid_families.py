@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.adapters import expert_targets
 from finetune.cli import main
 from finetune.models import architecture, module_lists
+from finetune.planning import adapter_size
+from finetune.recipe import loader
 from finetune.run_folder.run_folder import RunFolder
 from support.hybrid_families import FAMILIES, SAMPLE, config_of
 from support.paths import MODEL
@@ -82,6 +84,11 @@ def test_all_linear_trains_the_layers_that_check_names(
     assert trained == set(resolved.modules)
     assert {*resolved.modules, *resolved.untrained, *resolved.skipped} == set(names.linear)
     assert all(tensor.any() for name, tensor in adapter.items() if ".lora_B" in name)
+    if not family.startswith(("mamba", "falcon_mamba", "rwkv")):  # `plan` estimates models with attention
+        section = loader.load(path)
+        found = architecture.read(section.model)
+        planned = adapter_size.adapted(section.adapter, section.model, found, 2)
+        assert planned.trained == sum(tensor.numel() for tensor in adapter.values())
 
 
 @pytest.mark.parametrize("key", ["packing", "padding_free"])

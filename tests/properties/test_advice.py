@@ -274,10 +274,10 @@ REFUSED: list[dict[str, Any]] = [
     {"model.name": "GPT_OSS", "adapter.type": "qlora"},
     {"model.name": "MIXTRAL", "adapter.type": "dora", "adapter.target_modules": ["w1", "w2", "w3"]},
     {"model.name": "MAMBA", "data.packing": True},
-    {"model.name": "MAMBA"},
+    {"model.name": "MAMBA", "adapter.target_modules": ["in_proj", "dt_proj"]},
     {"model.name": "MAMBA", "adapter.target_modules": ["out_proj"]},
     {"model.name": "MAMBA", "adapter.target_modules": ["conv1d"]},
-    {"model.name": "MAMBA", "adapter.type": "ia3"},
+    {"model.name": "MAMBA", "adapter.type": "ia3", "adapter.target_modules": ["in_proj", "dt_proj"]},
     {"model.name": "UNTIED", "model.add_tokens": ["<a>"], "adapter.modules_to_save": ["embed_tokens"]},
     {
         "model.name": "UNTIED",

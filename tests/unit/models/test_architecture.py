@@ -96,7 +96,9 @@ def test_a_model_without_attention_is_refused(family: str, tmp_path) -> None:
     from transformers import AutoConfig
 
     (tmp_path / "config.json").write_text(AutoConfig.for_model(family).to_json_string(use_diff=False))
-    with pytest.raises(UserError, match=f"not the config of a decoder(.|\n)*{family}: no num_attention"):
+    with pytest.raises(
+        UserError, match=f"can't estimate a model without attention(.|\n)*{family}: no num_attention"
+    ):
         architecture.read(Model(name=str(tmp_path)))
 
 
