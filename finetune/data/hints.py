@@ -6,6 +6,8 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from finetune.core.visible_text import visible
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -128,4 +130,4 @@ def _is_row(found: object) -> bool:
 
 def _quoted(name: str) -> str:
     plain = NAME.fullmatch(name) and name.lower() not in ("true", "false", "null")
-    return name if plain else json.dumps(name, ensure_ascii=False)
+    return name if plain else visible(json.dumps(name, ensure_ascii=False))  # YAML has the same escapes

@@ -10,7 +10,7 @@ from finetune.data import hints
 from finetune.data.examples import BadRow, Row
 
 
-def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Create a dict from a JSON object.
 
     A duplicate key is an error, because readers disagree on which value counts.
@@ -25,7 +25,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 MOST_VALUES = 100_000  # of one example: list items and dict values
 # JSON of this size in bytes cannot exceed the limit, because a value and its comma take two bytes
 UNCOUNTED = 2 * MOST_VALUES
-DECODER = json.JSONDecoder(object_pairs_hook=_mapping)
+DECODER = json.JSONDecoder(object_pairs_hook=mapping)
 
 
 def has_too_many_values(value: object) -> bool:

@@ -6,7 +6,6 @@ weight, which replaces the message's weight for the text of this part.
 
 from __future__ import annotations
 
-import math
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -15,7 +14,8 @@ from finetune.data.examples import BadRow, TurnWeights, short
 
 FLAG, NUMBERS = "train", ("weight", "loss_weight")
 KEYS = (FLAG, *NUMBERS)
-RANGE = "a number from 0 to 1"
+SMALLEST = 1e-6  # a sum of smaller weights can be 0 in fp32, and the loss is divided by it
+RANGE = "0, or a number from 0.000001 to 1"
 
 
 def of_answer(turn: dict[str, Any], content: str, where: str) -> TurnWeights:
@@ -92,7 +92,7 @@ def _weight_of_part(part: object) -> Any:
 
 
 def _number(value: object, where: str) -> float:
-    if isinstance(value, int | float) and math.isfinite(value) and 0 <= value <= 1:
+    if isinstance(value, int | float) and (value == 0 or SMALLEST <= value <= 1):  # NaN is neither
         return float(value)
     what = "the weight of the loss has a wrong value"
     raise BadRow("malformed", what, where, found=short(value), expected=RANGE)

@@ -96,7 +96,7 @@ def json_of(value: object, what: str, where: str) -> Any:
         if not isinstance(value, str):
             json.dumps(value, allow_nan=False)
             return value
-        found = json.loads(value, parse_constant=_no_constant)
+        found = json.loads(value, parse_constant=_no_constant, object_pairs_hook=json_values.mapping)
         if "\\ud" in value.lower():  # half of a surrogate pair is not a character
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, TypeError, RecursionError):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from finetune.recipe.schema import Recipe
 
+MOST_ADDED = 1000  # tokens that an adapter's tokenizer has in addition to those of its base model
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 WITHOUT_RUN = (
     "this adapter has no run, so finetune skipped the comparison with an evaluation. It compared prompts, "
@@ -116,7 +117,13 @@ def _added_tokens(folder: RunFolder, base: Model) -> list[str]:
         return []
     known = tokenizer_setup.load_tokenizer(base).get_vocab()
     theirs = reopen.tokenizer_of(folder).get_vocab()
-    return sorted(theirs.keys() - known.keys(), key=lambda token: theirs[token])
+    added = sorted(theirs.keys() - known.keys(), key=lambda token: theirs[token])
+    if len(added) > MOST_ADDED:
+        what, found = "the tokenizer of the adapter has too many new tokens", f"{len(added):,}"
+        fix, expected = "merge the adapter with PEFT, and convert the merged model", f"at most {MOST_ADDED:,}"
+        where = str(folder.weights / "tokenizer.json")
+        raise UserError(Problem(what, "", where, found, expected, fix, code="tokenizer"))
+    return added
 
 
 def _has_tokenizer(folder: RunFolder) -> bool:

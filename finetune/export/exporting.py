@@ -107,6 +107,7 @@ def run(
         if not merges:
             with running:
                 observe(reopen.reopen(folder, plain))
+            verify_merge.refuse_non_finite(expected[0].logits, folder)
         else:
             with running:
                 tuned, base, _ = verify_merge.trained(folder, plain, texts.rows, observe)

@@ -60,13 +60,16 @@ def entries(tokenizer: Any, rows: int, stops: Sequence[int], opens: bool) -> dic
     if is_byte_level(content):
         found: dict[str, Any] = {"model": "gpt2", "pre": pre_of(content)}
         found["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+        if not found["merges"]:
+            raise _unsupported("a BPE tokenizer without merges", "a tokenizer with merges")
     elif content["model"].get("byte_fallback"):
         found = {"model": "llama", "pre": "default", "add_space_prefix": starts_with_space(content)}
         found["scores"] = scores(content, rows)
     else:
         raise _unsupported("a BPE tokenizer without bytes", "byte-level BPE, or BPE with byte_fallback")
-    if rows < len(tokenizer):
-        what, texts = "the tokenizer has more tokens than the model has embeddings", f"{len(tokenizer):,}"
+    ids = tokenizer.get_vocab().values()
+    if rows < (needed := max(len(tokenizer), *(token + 1 for token in ids))):
+        what, texts = "the tokenizer has more tokens than the model has embeddings", f"{needed:,}"
         fix = "train again with these tokens in `model.add_tokens`, or remove them from tokenizer.json"
         why, expected = "the model has no embeddings for the other tokens", f"at most {rows:,}"
         raise UserError(Problem(what, "", "", texts, expected, fix, why=why, code="tokenizer"))
@@ -140,7 +143,7 @@ def vocabulary(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]
         tokens[index] = token
         is_byte = not is_byte_level(content) and re.fullmatch(r"<0x[0-9A-F]{2}>", token)
         types[index] = BYTE if is_byte else NORMAL
-    if (unknown := content["model"].get("unk_token")) is not None:
+    if (unknown := content["model"].get("unk_token")) in content["model"]["vocab"]:
         types[content["model"]["vocab"][unknown]] = UNKNOWN
     for added in content["added_tokens"]:
         tokens[added["id"]] = added["content"]

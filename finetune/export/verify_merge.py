@@ -23,7 +23,7 @@ from finetune.speed.lm_head_loss import base_model_of
 from finetune.training import load_data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from peft import PeftModel
@@ -61,6 +61,17 @@ def probes(
     return rows, "held-out" if held_out else "training"
 
 
+def refuse_non_finite(rows: Sequence[torch.Tensor], folder: RunFolder) -> None:
+    """Raise a UserError if logits of the fine-tuned model are NaN or Inf (exit 4)."""
+    if not all(bool(row.isfinite().all()) for row in rows):
+        what, fix = (
+            "the logits of the fine-tuned model are NaN or Inf",
+            "train again with a lower learning rate",
+        )
+        problem = Problem(what, where=str(folder.weights), found="NaN or Inf", fix=fix, code="non-finite")
+        raise UserError(problem, code=Exit.ARTIFACT)
+
+
 def trained(
     folder: RunFolder, recipe: Recipe, rows: list[list[int]], score: Callable[[Any], dict[str, Any] | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any] | None]:
@@ -79,13 +90,7 @@ def trained(
         del model_of_run
         clear_device_cache(garbage_collection=True)
         base = logits(reopen.open_base(recipe), rows)
-    if not all(bool(row.isfinite().all()) for row in [*tuned, *base]):
-        what, fix = (
-            "the logits of the fine-tuned model are NaN or Inf",
-            "train again with a lower learning rate",
-        )
-        problem = Problem(what, where=str(folder.weights), found="NaN or Inf", fix=fix, code="non-finite")
-        raise UserError(problem, code=Exit.ARTIFACT)
+    refuse_non_finite([*tuned, *base], folder)
     if all(map(torch.equal, tuned, base)):
         what = "the fine-tuned model equals the base model, so the merge would change nothing"
         fix = "train more steps, or raise train.learning_rate"

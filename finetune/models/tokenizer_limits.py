@@ -27,6 +27,7 @@ SECONDS = 0.5  # CPU time for each pattern; usual patterns take 0.02 s
 MOST_PATTERNS, LONGEST_PATTERN = 50, 10_000
 MOST_GROWTH = 100  # characters that one character may become
 MOST_ADDED = 1000  # tokens in addition to those of the text
+LARGEST_ID = 10_000_000  # the library allocates memory for each id up to the largest one
 # Patterns that are known to be fast: those of the shipped model, Llama 3 and Qwen 2
 _KNOWN = frozenset(
     {
@@ -59,6 +60,14 @@ def check(backend: Tokenizer, name: str) -> None:
         backend: a tokenizer of the tokenizers library.
         name: the name of the model, for messages.
     """
+    if (largest := max(backend.get_vocab().values(), default=0)) > LARGEST_ID:
+        what, found, expected = (
+            "the tokenizer has an id that is too large",
+            f"{largest:,}",
+            f"at most {LARGEST_ID:,}",
+        )
+        fix = "use the tokenizer of another checkpoint"
+        raise UserError(Problem(what, "model.name", name, found, expected, fix, code="tokenizer"))
     steps = [step for part in PARTS for step in _steps(_state(getattr(backend, part)))]
     growth = prod(max(1, len(text)) for text in map(_inserted, steps))
     if growth > MOST_GROWTH:

@@ -16,10 +16,11 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 
 from finetune.cli import main
-from finetune.core import html_pages, markdown, privacy, standard_streams
+from finetune.core import html_pages, markdown, privacy, standard_streams, strict_yaml
 from finetune.core.console import Console
 from finetune.core.errors import Problem, UserError
 from finetune.core.visible_text import continued, visible, visible_lines
+from finetune.data import hints
 from finetune.experiments.comparison import comparison_report
 from finetune.recipe.loader import load
 from finetune.run_folder import run_folder
@@ -74,6 +75,16 @@ def test_visible_shows_every_character_that_acts() -> None:
 )
 def test_visible_leaves_writing_of_all_scripts(text: str) -> None:
     assert visible(text) == text
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_columns_that_init_guesses_are_read_back_from_its_recipe(name: str) -> None:
+    asked, answered = f"question {ESCAPES[name]}", f"answer {ESCAPES[name]}"
+    _, line = hints.columns([asked, answered], {asked: "a", answered: "b"}, "a.jsonl")
+    assert not acting(line) and line.startswith("columns: {instruction: ")
+    if name != "surrogate":
+        read = strict_yaml.parse(line, "recipe.yaml").value["columns"]
+        assert read == {"instruction": asked, "output": answered}
 
 
 @pytest.mark.parametrize("name", ESCAPES)

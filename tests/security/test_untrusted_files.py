@@ -109,6 +109,51 @@ def test_adapter_s_config_with_an_odd_value_is_refused(
         assert "adapter_config.json" in (said := capsys.readouterr().err) or "model.name" in said
 
 
+def _no_merges(content: dict[str, Any]) -> None:
+    content["model"]["merges"] = []
+
+
+def _id_beyond_the_embedding(content: dict[str, Any]) -> None:
+    content["model"]["vocab"][next(reversed(content["model"]["vocab"]))] = 500_000
+
+
+def _id_that_takes_all_memory(content: dict[str, Any]) -> None:
+    content["model"]["vocab"]["qzqz"] = 2**31
+
+
+def _many_new_tokens(content: dict[str, Any]) -> None:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    first = 1 + max(content["model"]["vocab"].values())
+    content["added_tokens"] += [{"id": first + n, "content": f"<x{n}>", **flags} for n in range(2000)]
+
+
+@pytest.mark.parametrize(
+    "change", [_no_merges, _id_beyond_the_embedding, _id_that_takes_all_memory, _many_new_tokens]
+)
+def test_export_of_an_adapter_with_an_odd_tokenizer_is_refused(
+    change: Any, trained, tmp_path, capsys
+) -> None:
+    adapter = shutil.copytree(trained().adapter, tmp_path / "adapter")
+    content = json.loads((adapter / "tokenizer.json").read_text())
+    change(content)
+    (adapter / "tokenizer.json").write_text(json.dumps(content))
+    assert main.main(["export", str(adapter), "--to", "gguf", "--output", str(tmp_path / "exported")]) == 2
+    assert "token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["mlx", "gguf", "vllm"])
+def test_export_of_an_adapter_with_nan_is_refused(to: str, trained, tmp_path, capsys) -> None:
+    from safetensors.torch import load_file, save_file
+
+    adapter = shutil.copytree(trained().adapter, tmp_path / "adapter")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors[min(tensors)] *= float("nan")
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    output = str(tmp_path / "exported")
+    assert main.main(["export", str(adapter), "--to", to, "--adapter", "--output", output]) == 4
+    assert "NaN or Inf" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["eval.json", "adapter/tokenizer.json"])
 def test_what_is_published_is_no_link_to_elsewhere(name: str, trained, tmp_path, capsys) -> None:
     run = trained()

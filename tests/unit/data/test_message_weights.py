@@ -103,6 +103,8 @@ def test_a_prompts_weights_have_no_effect_and_are_named() -> None:
         ([USER, {**ANSWER, "weight": -0.1}], "the weight of the loss has a wrong value"),
         ([USER, {**ANSWER, "weight": "0.5"}], "the weight of the loss has a wrong value"),
         ([USER, {**ANSWER, "weight": float("nan")}], "the weight of the loss has a wrong value"),
+        ([USER, {**ANSWER, "weight": 10**400}], "the weight of the loss has a wrong value"),
+        ([USER, {**ANSWER, "weight": 1e-320}], "the weight of the loss has a wrong value"),
         ([USER, {**ANSWER, "train": 0.5}], "the flag to train on a message has a wrong value"),
         ([USER, {**ANSWER, "train": True, "weight": 0}], "contradict each other"),
         ([USER, {**ANSWER, "weight": 0.5, "loss_weight": 0.4}], "contradict each other"),

@@ -142,6 +142,7 @@ def test_a_message_may_say_that_it_is_not_trained_on(flag: dict[str, Any]) -> No
         ("Who?", "", "`messages` must be a list of messages"),
         ([], "", "`messages` must be a list of messages"),
         ('[{"role": ', "", "messages must be valid JSON"),
+        ('[{"role": "user", "content": "a", "content": "b"}]', "", "messages must be valid JSON"),
         (r'[{"role": "user", "content": "\ud83d"}]', "", "messages must be valid JSON"),
     ],
 )
