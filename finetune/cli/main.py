@@ -126,7 +126,11 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     common.add_argument("--debug", action="store_true", help="print tracebacks of errors")
     text = "print one JSON object on standard output, and all other text on standard error"
     common.add_argument("--json", action="store_true", help=text)
-    top = argparse.ArgumentParser(prog="finetune", description="Fine-tune a language model from one recipe.")
+    top = argparse.ArgumentParser(
+        prog="finetune",
+        description="Fine-tune a language model from one recipe.",
+        epilog="First steps: `finetune train quickstart` trains a small model. `finetune init` writes a recipe.",
+    )
     top.add_argument("--version", action="version", version=f"finetune {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -169,7 +173,9 @@ def parse(given: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Overrides may follow options, although argparse ends the list at an option."""
     top, commands = parser()
     words = list(sys.argv[1:] if given is None else given)
-    if words and not words[0].startswith("-") and words[0] not in commands:
+    if not words:
+        top.error("name a command; `finetune --help` lists them")
+    if not words[0].startswith("-") and words[0] not in commands:
         meant = renames.COMMANDS.get(words[0]) or nearest(words[0], commands)
         top.error(
             f"no command {words[0]!r}; {f'try {meant}' if meant else 'there are ' + ', '.join(commands)}"

@@ -30,6 +30,7 @@ from finetune.reporting import plots
 from finetune.run_folder.run_folder import RunFolder
 from support import tables
 from support.paths import QUICKSTART, ROOT
+from support.printed_commands import assert_commands_run
 from support.runs import show_progress_at_once
 from support.scripts import module_of
 
@@ -175,6 +176,7 @@ def test_page_and_picture_need_nothing_else(climbed: Climbed) -> None:
 def test_tables_of_an_ablation_fit_80_and_120_columns(climbed: Climbed, tmp_path) -> None:
     found = climbed.found(climbed.folder)
     tables.assert_tables_fit(lambda: ablation_report.show(Console(), found, tmp_path), count=2)
+    assert_commands_run(climbed.printed.getvalue())
 
 
 def test_the_best_recipe_checks_and_says_where_values_are_from(climbed: Climbed, capsys) -> None:

@@ -19,6 +19,7 @@ from finetune.run_folder import comparability
 from finetune.run_folder.run_folder import RunFolder
 from support import tables, two_ranks
 from support.paths import QUICKSTART
+from support.printed_commands import assert_commands_run
 from support.runs import metrics
 
 DONE: list[Path] = []  # the comparison that most tests look at, made once
@@ -228,9 +229,10 @@ def test_what_makes_runs_not_comparable(change, done, capsys) -> None:
     assert f"NOT COMPARABLE: {expected[change]}" in capsys.readouterr().out
 
 
-def test_tables_of_a_comparison_fit_80_and_120_columns(done) -> None:
+def test_tables_of_a_comparison_fit_80_and_120_columns(done, capsys) -> None:
     recipes = {row["run"]: load_recipe(QUICKSTART) for row in found(done)["runs"]}
     tables.assert_tables_fit(lambda: comparison_report.show(done, found(done), recipes, Console()))
+    assert_commands_run(capsys.readouterr().out)
     lora, ia3 = (str(done / name) for name in ("lora-seed42", "ia3-seed42"))
     tables.assert_tables_fit(lambda: run_diff.run(lora, ia3, Console()))
 

@@ -22,6 +22,7 @@ from finetune.preflight import checker
 from finetune.profiling import profiler, recommendations, trace_analysis
 from finetune.recipe import loader, schema
 from finetune.training import pipeline, step_metrics
+from support.json_fields import documented_fields
 from support.paths import QUICKSTART
 from support.profiles import GPU, SlowLoader
 from support.soak import soak_except
@@ -166,8 +167,9 @@ def test_a_wait_for_data_is_said_while_it_can_be_changed(small, two_layers, tmp_
 
 def test_the_command_says_verdict_and_lever(small, two_layers, tmp_path, capsys) -> None:
     given = [*small, f"model.name={two_layers}", "eval.forgetting=false", "train.effective_batch_size=2"]
-    assert main.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out")]) == 0
-    text = capsys.readouterr().out
+    assert main.main(["profile", str(QUICKSTART), *given, "--output", str(tmp_path / "out"), "--json"]) == 0
+    out, text = capsys.readouterr()
+    assert set(json.loads(out)["result"]) == documented_fields("profile")
     assert "verdict:" in text and "suggestion:" in text and "padding:" in text and "idle " in text
     assert "roofline: GEMMs reach" in text and "memory snapshot: none on the CPU" in text
     assert (tmp_path / "out" / "trace.json").exists()

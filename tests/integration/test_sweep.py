@@ -32,6 +32,7 @@ from finetune.experiments.sweep.sweep_request import SweepRequest
 from finetune.recipe import loader
 from support import tables
 from support.paths import QUICKSTART, ROOT
+from support.printed_commands import assert_commands_run
 from support.runs import show_progress_at_once
 from support.soak import soak_except
 
@@ -106,6 +107,7 @@ def test_a_sweep_shows_its_progress(study: Path) -> None:
 def test_tables_of_a_sweep_fit_80_and_120_columns(study, found) -> None:
     asked = SweepRequest(str(QUICKSTART), [], study.parent / "space.yaml", study, 2, None, "")
     tables.assert_tables_fit(lambda: sweep_report.show(Console(), asked, found))
+    assert_commands_run((study.parent / "printed.txt").read_text())
 
 
 def test_a_trial_is_an_ordinary_run(study, found) -> None:

@@ -1,17 +1,21 @@
-"""The tables that commands print fit into 80 and 120 columns."""
+"""The tables that commands print fit into 80 and 120 columns, and the commands that they print run."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
+from pathlib import Path
 
 from finetune.cli import main
 from support import tables
-from support.paths import QUICKSTART
+from support.paths import DATA, MODEL, QUICKSTART
+from support.printed_commands import assert_commands_run, commands_in
 
 
-def test_tables_of_recipes_fit_80_and_120_columns() -> None:
+def test_tables_of_recipes_fit_80_and_120_columns(capsys) -> None:
     tables.assert_tables_fit(lambda: main.main(["recipes"]))
+    assert_commands_run(capsys.readouterr().out)
 
 
 def test_tables_of_data_fit_80_and_120_columns(small, two_layers) -> None:
@@ -19,10 +23,21 @@ def test_tables_of_data_fit_80_and_120_columns(small, two_layers) -> None:
     tables.assert_tables_fit(lambda: main.main(words))
 
 
-def test_tables_of_train_fit_80_and_120_columns(small, two_layers, tmp_path) -> None:
+def test_tables_of_train_fit_80_and_120_columns(small, two_layers, tmp_path, capsys) -> None:
     words = ["train", str(QUICKSTART), *small, f"model.name={two_layers}", "train.max_steps=1", "--verbose"]
     words += ["train.warmup_steps=0", "eval.max_new_tokens=2", f"train.output_dir={tmp_path / 'run'}"]
     tables.assert_tables_fit(lambda: main.main(words), count=4)
+    assert_commands_run(capsys.readouterr().out, least=4)
+
+
+def test_init_prints_a_command_that_runs(tmp_path, capsys) -> None:
+    recipe = str(tmp_path / "my recipe.yaml")
+    given = ["--model", str(MODEL), "--data", str(DATA / "train.jsonl"), "--output", recipe]
+    assert main.main(["init", *given]) == 0
+    printed = capsys.readouterr().out
+    assert_commands_run(printed)
+    assert main.main(["check", *shlex.split(commands_in(printed)[-1])[2:]]) == 0
+    assert "max_length: 512 #" in Path(recipe).read_text(), "the model has 512 positions"
 
 
 def test_tables_of_a_finished_run_s_commands_fit_80_and_120_columns(trained, capsys) -> None:
