@@ -34,7 +34,8 @@ def quality_table(rows: list[dict[str, Any]]) -> str:
 
 def guide_table(rows: list[dict[str, Any]]) -> str:
     """Quality on both tasks, and time, memory and size of the 1.1B model, for choose_method.md."""
-    names = "| type | JSON: exact match | SMS: exact match | step: 4 rows, 16 rows | peak GPU memory | file |"
+    step = "step: 4 sequences, 16 sequences"
+    names = f"| type | JSON: exact match | SMS: exact match | {step} | peak GPU memory | file |"
     lines = [names, "|---|---|---|---|---|---|"]
     for kind in types(rows):
         cells = [kind]
@@ -63,7 +64,11 @@ def shape_table(rows: list[dict[str, Any]]) -> str:
     """Return time and memory of a step of the 1.1B model, with small and large batches, and the time relative
     to LoRA."""
     names = ["type", "trained", "saved"]
-    names += [f"{task}: {name}" for task in SHAPES for name in ("seconds", "beside lora", "peak GPU memory")]
+    names += [
+        f"{size} sequences: {name}"
+        for size in SHAPES.values()
+        for name in ("seconds", "relative to lora", "peak GPU memory")
+    ]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for kind in types(rows):
         mine = [r for r in rows if (r["part"], r["type"]) == ("shape", kind) and "trainable" in r]

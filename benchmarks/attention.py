@@ -212,7 +212,9 @@ def losses(options: Any) -> dict[str, Any]:
 def table(found: dict[str, Any]) -> str:
     """Return the measurements as Markdown."""
     lines = [
-        "| kernel | " + " | ".join(ROWS) + " | error: output | gradients |",
+        "| kernel | "
+        + " | ".join(ROWS).replace("rows of", "sequences of")
+        + " | error: output | gradients |",
         "|---|" + "---|" * (len(ROWS) + 2),
     ]
     for name, made in found["kernels"].items():

@@ -250,7 +250,7 @@ def main() -> None:
 def real_table(results: dict[str, Any]) -> str:
     """Base against tuned of a real model on two real sets, with what it forgot."""
     head = [
-        "| tuned on | asked | rows | base | tuned | difference, 95 % | |",
+        "| trained on | asked | examples | base model | fine-tuned model | difference, 95% | |",
         "|---|---|---|---|---|---|---|",
     ]
     lines = []

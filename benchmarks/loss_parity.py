@@ -205,7 +205,7 @@ def drawn(result: dict[str, Any]) -> str:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """Validation loss of base and tuned, by base, as a markdown table."""
     lines = [
-        "| data | base | validation loss: before | after | beside the first | last 20 training losses "
+        "| data | base | validation loss: before | after | relative to the first | last 20 training losses "
         "| GPU, torch, date |",
         "|---|---|" + "---|" * 5,
     ]

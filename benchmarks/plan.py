@@ -231,7 +231,8 @@ def table(rows: dict[str, dict[str, Any]]) -> str:
     lines = ["| | step, s: planned | measured | | peak GiB: planned | measured | |", "|---|" + "---|" * 6]
     for name, row in sorted(rows.items(), key=lambda pair: pair[1]["measured_seconds"] is None):
         step = f"{row['planned_seconds']:.3f} | {_beside(row, 'seconds', 3)}"
-        lines.append(f"| {name} | {step} | {row['planned_gib']:.1f} | {_beside(row, 'gib', 1)} |")
+        shown = name.replace(" rows", " sequences")
+        lines.append(f"| {shown} | {step} | {row['planned_gib']:.1f} | {_beside(row, 'gib', 1)} |")
     return "\n".join(lines) + f"\n\n{verdict(rows)}\n"
 
 

@@ -194,11 +194,11 @@ def table(found: dict[str, Any]) -> str:
         "bf16: cuBLAS",
         "cuBLASLt",
         "QuACK's best",
-        "fp8: a scale a row",
-        "a tensor",
-        "a row, sums in fp32",
+        "fp8: a scale per row",
+        "per tensor",
+        "per row, sums in fp32",
     ]
-    lines = [f"| product | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
+    lines = [f"| GEMM | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     products = dict.fromkeys((row["stack"], row["way"]) for row in found["rows"])
     for stack, way in products:
         cells = [f"{stack}: {way}"]

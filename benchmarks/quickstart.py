@@ -56,7 +56,7 @@ def measure(kind: str, rate: float, seed: int) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
-    names = "type, learning rate, device, training, whole command, exact match: base, tuned"
+    names = "type, learning rate, device, training, whole command, exact match: base model, fine-tuned model"
     names += ", validation loss, saved"
     lines = [f"| {names.replace(', ', ' | ')} |", "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:

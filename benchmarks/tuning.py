@@ -187,7 +187,7 @@ def table(results: dict[str, Any]) -> str:
         starts = f"{starts[0]} the first, {starts[1]} the second, {starts[2]} in the median"
         lines += [
             f"| {how_many} ended by kill -9 | exit {one['exit code']}: {states} |",
-            f"| a value whose loss is not finite | {one['not finite']} trials pruned with that reason |",
+            f"| a value whose loss is NaN or Inf | {one['not finite']} trials pruned with that reason |",
             f"| best against the recipe's own | {one['best']:.3f} against {one['own']:.3f} |",
             f"| from spawning a trial to its first step | {starts} |",
             f"| memory of the study's process, trial 3 to {last} | {one['parent at trial 3, MiB']:.0f} MiB,"
