@@ -129,7 +129,7 @@ def parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser
     top = argparse.ArgumentParser(
         prog="finetune",
         description="Fine-tune a language model from one recipe.",
-        epilog="First steps: `finetune train quickstart` trains a small model; `finetune init` writes a recipe",
+        epilog="First steps: `finetune train quickstart`, then `finetune init` to write your own recipe.",
     )
     top.add_argument("--version", action="version", version=f"finetune {VERSION}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
