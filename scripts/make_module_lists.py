@@ -30,13 +30,15 @@ WITHOUT_HEAD_DIM = ("olmoe",)
 SIZES: tuple[dict[str, int], ...] = (
     {
         "hidden_size": 48, "intermediate_size": 86, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 3, "vocab_size": 97, "num_experts": 5, "num_local_experts": 5, "head_dim": 10,
-        "moe_intermediate_size": 14, "shared_expert_intermediate_size": 22, "max_position_embeddings": 59,
+        "num_key_value_heads": 3, "vocab_size": 97, "num_experts": 11, "num_local_experts": 11,
+        "head_dim": 10, "moe_intermediate_size": 14, "shared_expert_intermediate_size": 22,
+        "max_position_embeddings": 59,
     },
     {
         "hidden_size": 80, "intermediate_size": 142, "num_hidden_layers": 3, "num_attention_heads": 10,
-        "num_key_value_heads": 2, "vocab_size": 131, "num_experts": 7, "num_local_experts": 7, "head_dim": 14,
-        "moe_intermediate_size": 26, "shared_expert_intermediate_size": 34, "max_position_embeddings": 67,
+        "num_key_value_heads": 2, "vocab_size": 131, "num_experts": 13, "num_local_experts": 13,
+        "head_dim": 14, "moe_intermediate_size": 26, "shared_expert_intermediate_size": 34,
+        "max_position_embeddings": 67,
     },
 )  # fmt: skip
 # Values that change no module by their kind: what a number scales, a token's id, a name
@@ -130,7 +132,7 @@ def family_list(family: str) -> dict[str, Any]:
         shapes[starred(name)] = " ".join(expression(pair, candidates) for pair in pairs)
     used = {part for text in shapes.values() for part in re.split(r"[ *+]", text)}
     fixed = {"head_dim": None} if family in WITHOUT_HEAD_DIM else {}
-    defaults = AutoConfig.for_model(family).to_dict()
+    defaults = dict(sorted(AutoConfig.for_model(family).to_dict().items()))
     return {
         "fixed": fixed | fixed_of(family, first, used),
         "defaults": {
