@@ -254,20 +254,14 @@ def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContext
     return Mode()
 
 
-@contextlib.contextmanager
-def reference_layers() -> Iterator[None]:
+def reference_layers() -> contextlib.AbstractContextManager[None]:
     """Within the context, layers of transformers run in PyTorch, and not in the kernels of other packages.
 
-    transformers does so while a model is exported, because the kernels accept no tensors without values.
+    transformers does so while `torch.export` runs, because the kernels accept no tensors without values.
     """
-    import torch
+    from torch._export.utils import _compiling_state_context
 
-    before = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_exporting_flag = before
+    return _compiling_state_context()
 
 
 def reads_a_value(operation: Any) -> bool:

@@ -66,9 +66,9 @@ def test_what_is_over_1_is_no_share() -> None:
     }
     nothing: dict[str, Any] = {"difference": {}}
     found = verdicts.verdict({**nothing, "tasks": {"squad": task}})
-    assert found["why"] == "squad f1 84.6000 -> 85.3000 (better)"
+    assert found["why"] == "squad f1 84.6 -> 85.3 (better)"
     row = terminal._score_row("squad f1", "f1", task)
-    assert row[1:4] == ("84.6000", "85.3000", "0.7000 (0.1000 to 1.2000)")
+    assert row[1:4] == ("84.6", "85.3", "0.7 (0.1 to 1.2)")
 
 
 def test_too_few_rows_are_not_called_the_same(train, two_layers, tmp_path) -> None:

@@ -97,6 +97,7 @@ def test_packing_is_refused_alike_with_the_way_out(
     family: str, key: str, model_of: Any, tmp_path: Path, capsys: Any
 ) -> None:
     path = recipe(tmp_path, model_of(family), data={key: True})
+    capsys.readouterr()  # the progress of saving the model
     said = []
     for command in ("check", "train"):
         assert main.main([command, str(path)]) == 3
@@ -120,6 +121,7 @@ def test_layer_that_is_never_called_is_refused_by_name(
 ) -> None:
     adapter = {"type": "lora", "r": 4, "target_modules": ["in_proj", target]}
     path = recipe(tmp_path, model_of(family), adapter=adapter)
+    capsys.readouterr()  # the progress of saving the model
     said = []
     for command in ("check", "train"):
         assert main.main([command, str(path)]) == 2

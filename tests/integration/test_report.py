@@ -411,7 +411,7 @@ def test_a_long_run_with_long_answers_stays_small(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (0.005049, "0.00505"),
+        (0.005049, "0.005049"),
         (3.53819, "3.538"),
         (12345.6, "12,346"),
         (1e-7, "1e-07"),
