@@ -6,12 +6,13 @@ import difflib
 import tempfile
 from collections import Counter
 from importlib.metadata import version
-from itertools import groupby, islice
+from itertools import groupby, islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core.errors import Problem, UserError, first_line
 from finetune.core.visible_text import visible
 from finetune.data import preparation, source_loading
+from finetune.data.chat_texts import render_chat
 from finetune.data.encoding import Encoded, make_encoder
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import convert, detect
@@ -159,6 +160,8 @@ def _of_trl(recipe: Recipe, rows: list[Row]) -> list[Tokens | str]:
     from trl.trainer.sft_trainer import SFTTrainer
 
     tokenizer, data = token_checks.load_with_template(recipe), recipe.data
+    if error := _template_error(recipe, rows, tokenizer):
+        return [f"not compared: {error}"] * len(rows)
     sizes: dict[str, Any] = {
         "hidden_size": 8,
         "intermediate_size": 8,
@@ -189,6 +192,18 @@ def _of_trl(recipe: Recipe, rows: list[Row]) -> list[Tokens | str]:
             return [f"TRL does not accept the examples: {first_line(error)}"] * len(rows)
     prepared: Any = trainer.train_dataset
     return [Tokens(row["input_ids"], [IGNORED, *row["labels"][1:]]) for row in prepared]
+
+
+def _template_error(recipe: Recipe, rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return why the chat template does not render the rows within finetune's limits, which TRL lacks."""
+    examples = [_example(recipe, row) for row in rows]
+    chats = [one for one in examples if isinstance(one, Example) and one.messages]
+    try:
+        for chat, prompt in product(chats, (False, True)):
+            render_chat(tokenizer, chat.messages or [], chat.tools, prompt=prompt)
+    except ValueError as error:
+        return f"the chat template does not render an example: {first_line(error)}"
+    return ""
 
 
 def _differences(ours: Tokens, theirs: Tokens, tokenizer: PreTrainedTokenizerBase, tool: str) -> list[str]:

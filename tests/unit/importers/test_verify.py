@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from finetune.cli import main
+from finetune.core.errors import UserError
 from finetune.data.examples import Example, Row
 from finetune.importers import prompt_formats, reading, recipe_text, verify
 from finetune.importers.prompt_formats import NotCompared
@@ -59,6 +61,17 @@ def test_trls_own_ids_and_labels_of_chats_are_finetunes(more, tmp_path) -> None:
 def test_what_trl_cuts_and_finetune_skips_is_named(tmp_path) -> None:
     found = verified(tmp_path, trl(max_length=24))
     assert found.same == 0 and texts(found) == ["finetune skips the example: too_long; the tool may cut it"]
+
+
+def test_template_that_does_not_end_is_not_given_to_trl(tmp_path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(loop)
+    with pytest.raises(
+        UserError, match="loop iterations"
+    ):  # finetune's encoder refuses it; TRL would not end
+        verified(tmp_path, trl(model_name_or_path=str(model)))
 
 
 def test_axolotls_chats_are_finetunes_and_its_alpaca_prompt_is_not(tmp_path) -> None:
