@@ -19,7 +19,7 @@ MERGED = "merge it into its own base model with PEFT (merge_and_unload), and set
 
 
 def problems(folder: Path, names: Names, peft: str) -> list[Problem]:
-    """Return a problem if the adapter stores experts in another layout than the model, or would not train.
+    """Return a problem if the adapter stores experts in another layout, or would not train.
 
     transformers 4 has one module per expert, and transformers 5 stacks them in two parameters. PEFT converts
     a LoRA adapter from the first layout to the second for some families. For other families it would ignore

@@ -149,7 +149,7 @@ def layer_gemm_seconds(config: ModelConfig, tokens: int, peak: float | None, *, 
 
     Args:
         tokens: tokens of the pass.
-        peak: the GPU's peak in bf16, in FLOP/s; `None`: not known.
+        peak: the GPU's peak in bf16, in FLOP/s; `None` if it is not known.
         kind: a key of `LAUNCHED`.
     """
     shape = memory_estimate.widths(config)

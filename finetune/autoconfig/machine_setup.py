@@ -80,7 +80,7 @@ def choose(
         attention: `model.attention`.
         base: `model.quantization`.
         adapter_type: `adapter.type`.
-        attends: the properties of the model's attention; `None` means those of Llama.
+        attends: the properties of the model's attention; `None` means the attention of Llama.
         rows: the training sequences; `None` for evaluation, which uses masks and a KV cache.
         weights: the properties of the base model.
 
