@@ -68,6 +68,7 @@ ROWS = {
     "fp8-2048-graphs": Row("fp8", compile="reduce-overhead", sequences=1, length=2048),
 }
 UNSLOTH = {"unsloth": False, "unsloth-nf4": True}  # whether it loads in 4 bits
+TRL = {"trl": False, "trl+liger": True}  # whether Liger's kernels replace the model's
 
 
 def sizes_of(layers: int) -> dict[str, Any]:
@@ -196,8 +197,52 @@ def loaded() -> None:
     LOADED["loading_peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
 
 
+def trl(name: str, folder: Path) -> dict[str, Any]:
+    """Train with TRL's SFTTrainer and PEFT, and return the figures of `measure`."""
+    from datasets import Dataset
+    from gpu_peers import make_clock
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map={"": 0}, experts_implementation="grouped_mm"
+    )
+    loaded()
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=ATTENTION, target_parameters=EXPERTS)
+    arguments = SFTConfig(
+        output_dir="/tmp/experts-trl", max_steps=WARM_UP + STEPS, learning_rate=1e-4, max_length=LENGTH,
+        per_device_train_batch_size=SEQUENCES, logging_steps=1, bf16=True, gradient_checkpointing=False,
+        save_strategy="no", report_to="none", use_liger_kernel=TRL[name], router_aux_loss_coef=0.0,
+    )  # fmt: skip
+    ids = torch.randint(VOCABULARY, ((WARM_UP + STEPS) * SEQUENCES, LENGTH)).tolist()
+    clock = make_clock()
+    trainer = SFTTrainer(
+        model=model, args=arguments, train_dataset=Dataset.from_dict({"input_ids": ids}), peft_config=lora,
+        processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[clock],
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    trainer.train()
+    seconds = statistics.median(clock.seconds[WARM_UP:])
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {
+        "row": name,
+        "fused": name,
+        "layers": LAYERS,
+        "sequences": SEQUENCES,
+        "length": LENGTH,
+        "tokens_per_second": round(SEQUENCES * LENGTH / seconds),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        **LOADED,
+        "trainable_parameters": sum(parameter.numel() for parameter in trained),
+        "losses": [round(float(clock.loss), 4)],
+    }
+
+
 def measure(name: str, folder: Path, layers: int, *, profile: bool) -> dict[str, Any]:
     """Train a row and return its figures."""
+    if name in TRL:
+        return trl(name, folder)
     begun = time.monotonic()
     peer = name in UNSLOTH
     row = Row() if peer else ROWS[name]
@@ -267,6 +312,8 @@ NAMES = {
     "unsloth": "Unsloth 2026.10.9, bf16",
     "unsloth-nf4": "Unsloth 2026.10.9, NF4",
     "peft": "PEFT, bf16",
+    "trl": "TRL + PEFT, bf16",
+    "trl+liger": "TRL + PEFT + Liger kernels, bf16",
 }
 
 
@@ -295,7 +342,7 @@ def short_table(measured: dict[str, dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", nargs="*", default=[*ROWS, *UNSLOTH])
+    parser.add_argument("rows", nargs="*", default=[*ROWS, *UNSLOTH, *TRL])
     parser.add_argument("--model", type=Path, default=Path("/tmp/experts"))
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--here", action="store_true", help="run the row in this process")

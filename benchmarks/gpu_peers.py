@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from gpu import Job
 
 
-def train(job: Job) -> tuple[list[float], float, float, str]:
-    """Train the row of a peer.
+def train(job: Job, targets: str | list[str] = "all-linear") -> tuple[list[float], float, float, str]:
+    """Train the row of a peer. `targets` are the modules with an adapter.
 
     Returns:
         Seconds of each step, the last loss, the allocator's peak in GiB, the attention that was set.
     """
     words = set(re.split("[-+]", job.name))
-    model, tokenizer, config = unsloth(job, words) if "unsloth" in words else trl(job, words)
+    model, tokenizer, config = unsloth(job, words) if "unsloth" in words else trl(job, words, targets)
     import torch
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
@@ -56,7 +56,7 @@ def train(job: Job) -> tuple[list[float], float, float, str]:
     return clock.seconds, clock.loss, peak, model.config._attn_implementation
 
 
-def trl(job: Job, words: set[str]) -> tuple[Any, Any, Any]:
+def trl(job: Job, words: set[str], targets: str | list[str]) -> tuple[Any, Any, Any]:
     """Return the model, the tokenizer and PEFT's config, which is `None` for full fine-tuning."""
     import torch
     from peft import LoraConfig
@@ -70,7 +70,7 @@ def trl(job: Job, words: set[str]) -> tuple[Any, Any, Any]:
         settings["bnb_4bit_compute_dtype"] = torch.bfloat16
         options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **settings)
     model = AutoModelForCausalLM.from_pretrained(job.model, **options)
-    config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora="dora" in words)
+    config = LoraConfig(r=16, lora_alpha=32, target_modules=targets, use_dora="dora" in words)
     return model, AutoTokenizer.from_pretrained(job.model), None if "full" in words else config
 
 

@@ -25,6 +25,7 @@ if torch.cuda.device_count() < 2:  # nothing of it is set up then
     pytest.skip("fewer than two GPUs", allow_module_level=True)
 
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from finetune.experiments.runner import worker_process
 from finetune.run_folder.run_folder import RunFolder
@@ -33,6 +34,7 @@ from support.faults import SCRIPT
 from support.paths import MODEL, QUICKSTART, ROOT
 from support.runs import metrics
 from support.scripts import module_of
+from support.tiny_models import save, sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -190,6 +192,26 @@ def test_two_gpus_learn_what_one_does(
         saved = load_file(two.adapter / "adapter_model.safetensors").values()
         assert {tensor.dtype for tensor in saved} == {torch.bfloat16}
     assert json.loads((two.path / "eval.json").read_text())["tuned"]["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "storage"), [("ddp_2", "none"), ("ddp_2", "nf4"), ("ddp_2", "fp8"), ("fsdp2_8", "none")]
+)
+def test_two_gpus_train_experts_as_one_gpu_does(name: str, storage: str, small: Any, tmp_path: Path) -> None:
+    """Adapters on stacked experts, which are quantized or not."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64}
+    config = Qwen3MoeConfig(**sizes(hidden_size=256, num_key_value_heads=2, **experts))
+    model = save(tmp_path / "model", AutoModelForCausalLM.from_config(config))
+    recipe = [f"model.name={model}", "adapter.target_modules=all-linear-and-experts"]
+    recipe += [f"model.quantization={storage}", "speed.compile=false"]
+    one = forked(recipe, small, tmp_path / "one", count=1, CUDA_VISIBLE_DEVICES="0")
+    launch = module_of("scripts", "launch_matrix").environment(ROOT / "accelerate_configs" / f"{name}.yaml")
+    two = forked(recipe, small, tmp_path / "two", CUDA_VISIBLE_DEVICES="0,1", **launch)
+    checks = {check["option"]: check for check in two.read("checks.json")}
+    assert all(check["passed"] for check in checks.values()) and checks["processes"]["actual"] == "2"
+    for a, b in zip(metrics(one), metrics(two), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=0.02)
+    whole(one, two)
 
 
 def whole(one: RunFolder, two: RunFolder, *, ranks: bool = False) -> None:
