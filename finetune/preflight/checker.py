@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adapters import continue_from, expert_targets, target_modules
-from finetune.autoconfig import batch_size, compilation, data_loader, optimizer_choice, packing_support
+from finetune.autoconfig import (
+    batch_size,
+    compilation,
+    data_loader,
+    delta_net_kernels,
+    optimizer_choice,
+    packing_support,
+)
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.paths import on_the_hub
@@ -166,10 +173,12 @@ def _machine(recipe: Recipe) -> list[str]:
     refused, so most recipes need no torch here.
     """
     model, speed, given = recipe.model, recipe.speed, recipe.train.passed_on()
+    config = _config(model)
     needs_machine = (
         model.attention not in ("auto", "sdpa", "eager"),
         model.quantization not in ("auto", "none"),
-        "use_dora" in adapter_types.find(recipe.adapter.type).sets and stored_weights.read(_config(model)),
+        "use_dora" in adapter_types.find(recipe.adapter.type).sets and stored_weights.read(config),
+        config and delta_net_kernels.uses_package(config),
         "paged" in optimizer_choice.asked(recipe.train),
         speed.offload not in ("auto", "none"),
         speed.compile not in ("auto", False),

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 
 from finetune.autoconfig import (
     attention_choice,
-    compilation,
-    data_loader,
     machine_setup,
-    mixed_precision,
-    optimizer_choice,
     packing_support,
 )
 from finetune.hardware import detection
 from finetune.models import fp8_support, model_class, model_files
-from finetune.preflight import launch_conflicts, model_checks
+from finetune.preflight import launch_conflicts, machine_checks, model_checks
 from finetune.recipe import adapter_types
 
 if TYPE_CHECKING:
@@ -50,11 +46,7 @@ def setup_of(recipe: Recipe) -> Setup:
         weights=machine_setup.Weights(stored, partial(fp8_support.against_fp8, recipe)),
     )
     packing_support.check(config, recipe.data, recipe.train, setup.attention.value, setup.launch.rows_apart)
-    optimizer_choice.check(recipe.train, recipe.speed, setup)
-    compilation.check_compile(recipe.speed.compile, setup.hardware)
-    given = recipe.train.passed_on()
-    data_loader.loader_of_launch(setup.hardware, given)
-    mixed_precision.check_tf32(given.get("tf32"), setup.hardware)
+    machine_checks.check(recipe, config, setup)
     return setup
 
 
