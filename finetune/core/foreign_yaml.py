@@ -8,14 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from finetune.core.errors import Problem, UserError, first_line
-from finetune.core.strict_yaml import MAX_DEPTH
+from finetune.core.strict_yaml import MAX_DEPTH, TWICE
 
 LARGEST = 1_000_000  # characters and values, with each alias replaced by its value
 MOST_BITS = 4096  # of an integer
 
 
-def read(text: str, source: str, deepest: int = MAX_DEPTH) -> Any:
+def read(text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = False) -> Any:
     """Return the content of one YAML document, in plain values.
+
+    Args:
+        unique: whether to refuse a key that stands twice in a mapping. Without it, the last value counts.
 
     Raises:
         UserError: the text is not valid YAML, has tags, is nested too deeply, or expands to too much.
@@ -27,7 +30,10 @@ def read(text: str, source: str, deepest: int = MAX_DEPTH) -> Any:
         _check(yaml.parse(text, Loader=made), source, deepest)
         loader = made(text)
         try:
-            return _plain(loader.get_single_data())
+            node = loader.get_single_node()
+            if unique and node is not None:
+                _refuse_repeated(node, source)
+            return _plain(loader.construct_document(node) if node is not None else None)
         finally:
             loader.dispose()
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # a date or a number that is none
@@ -69,6 +75,22 @@ def _check(events: Any, source: str, deepest: int) -> None:
             raise _refused("the YAML is nested too deeply", source, event, "", f"at most {deepest} levels")
         if size > LARGEST:
             raise _refused("the YAML is too large", source, event, "", f"at most {LARGEST:,} characters")
+
+
+def _refuse_repeated(document: Any, source: str) -> None:
+    """Refuse a key that stands twice in a mapping."""
+    waiting, seen = [document], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(node.value, list):
+            continue
+        seen.add(id(node))
+        is_mapping = type(node).__name__ == "MappingNode"
+        keys = [str(key.value) for key, _ in node.value] if is_mapping else []
+        for place, name in enumerate(keys):
+            if name in keys[:place]:
+                raise _refused(TWICE, source, node.value[place][0], name)
+        waiting += [part for pair in node.value for part in pair] if is_mapping else node.value
 
 
 def _refused(what: str, source: str, event: Any, found: str, expected: str = "") -> UserError:

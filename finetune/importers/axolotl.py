@@ -35,8 +35,19 @@ WITHOUT_EFFECT = (
     "num_dataset_shards_to_save",
     "ddp_bucket_cap_mb",
     "ddp_broadcast_buffers",
+    "ddp",
     "lora_on_cpu",
+    "is_preprocess",
+    "axolotl_config_path",
+    "dispatch_batches",
+    "sample_packing_mp_start_method",
+    "qlora_sharded_model_loading",
 )
+SCHEDULER = "finetune has the schedulers of transformers"
+ONE_RATE = "all trainable weights have one learning rate, except in LoRA+"
+ANOTHER_OPTIMIZER = "finetune has no such optimizer"
+CONTEXT = "finetune does not extend the context"
+SAMPLING = "finetune generates greedy answers"
 RULES = {
     **dict.fromkeys(WITHOUT_EFFECT, Rule(same=NO_EFFECT)),
     "sequence_len": Rule("data.max_length", int),
@@ -58,6 +69,53 @@ RULES = {
     "revision_of_model": Rule("model.revision"),
     "neftune_noise_alpha": Rule("train.neftune_noise_alpha"),
     "early_stopping_patience": Rule("eval.early_stopping_patience"),
+    "noisy_embedding_alpha": Rule("train.neftune_noise_alpha"),
+    "num_generation_samples": Rule("eval.samples"),
+    "generation_max_new_tokens": Rule("eval.max_new_tokens"),
+    "generate_samples": Rule(same="finetune always generates answers to the validation set"),
+    "generation_*": Rule(reason=SAMPLING),
+    **{name: Rule(reason=SCHEDULER) for name in ("cosine_constant_lr_ratio", "lr_quadratic_warmup")},
+    **{name: Rule(reason=SCHEDULER) for name in ("lr_div_factor", "jagged_restart_*")},
+    **{name: Rule(reason=ONE_RATE) for name in ("embedding_lr", "embedding_lr_scale", "lr_groups")},
+    "loraplus_lr_embedding": Rule(reason="LoRA+ has one ratio for all layers in finetune"),
+    **{name: Rule(reason=ANOTHER_OPTIMIZER) for name in ("adam_beta3", "adam_epsilon2", "dion_*")},
+    **{name: Rule(reason=ANOTHER_OPTIMIZER) for name in ("qgalore_*", "optim_target_modules")},
+    **{name: Rule(reason=CONTEXT) for name in ("use_pose", "pose_*", "s2_attention", "scaling_softmax*")},
+    "rope_scaling": Rule(reason="set rope_scaling in the model's config.json"),
+    "added_tokens_overrides": Rule(reason="save another tokenizer into the model's folder"),
+    "fix_untrained_tokens": Rule(reason="finetune does not change the rows of tokens that never trained"),
+    "shrink_embeddings": Rule(reason="finetune keeps all rows of the embeddings"),
+    "reinit_weights": Rule(reason="finetune starts from the weights of the base model"),
+    "embeddings_skip_upcast": Rule(same="frozen embeddings keep the precision of the base model"),
+    "fp32_norm*": Rule(reason="norms have the precision of the base model"),
+    "float32": Rule(same=common.LAUNCH),
+    "selective_checkpointing": Rule(reason="see `speed.activation_checkpointing` for what finetune keeps"),
+    "layer_offloading": Rule(reason="see `speed.offload` for what finetune moves to the CPU"),
+    "peft": Rule(reason="finetune does not initialize with LoftQ; see `adapter.init_lora_weights`"),
+    "gptq": Rule(same="finetune reads the quantization of the checkpoint"),
+    "quantization": Rule(reason="use `finetune merge --quantize` or `finetune export`"),
+    "deepcompile": Rule(reason="finetune compiles with torch.compile; see `speed.compile`"),
+    "dynamic_checkpoint": Rule(reason="SIGTERM saves a checkpoint and stops the run"),
+    "use_onebitllms": Rule(reason="finetune has no 1.58-bit training"),
+    **{name: Rule(reason="set `eval.tasks`") for name in ("do_bench_eval", "bench_*")},
+    **{name: Rule(reason="see scripts/slurm and scripts/skypilot") for name in ("use_ray", "ray_*")},
+    "resources_per_worker": Rule(reason="see scripts/slurm and scripts/skypilot"),
+    **{name: Rule(same="it belongs to pretraining") for name in ("pretraining_*", "pretrain_*")},
+    **{name: Rule(same="it belongs to inference") for name in ("gradio_*",)},
+    **{name: Rule(same="it belongs to `rl`") for name in ("dpo_*", "kto_*", "trl", "vllm", "ebft")},
+    **{
+        name: Rule(same="it belongs to `rl`")
+        for name in (
+            "orpo_alpha",
+            "simpo_gamma",
+            "cpo_alpha",
+            "rl_beta",
+            "rpo_alpha",
+            "max_prompt_len",
+            "precompute_ref_log_probs",
+            "center_rewards_coefficient",
+        )
+    },
     "loss_watchdog_threshold": Rule(
         reason="`train.stop_at_spike` stops a run whose loss rises by a factor, not above a limit"
     ),
@@ -100,9 +158,9 @@ RULES = {
     "overrides_of_model_config": Rule(reason="change the model's config.json"),
     "base_model_config": Rule(reason="finetune reads the config of the base model"),
     "mean_resizing_embeddings": Rule(reason="finetune's new rows are the mean of all rows"),
-    "relora": Rule(reason="finetune does not restart an adapter during training"),
-    "lisa_n_layers": Rule(reason="finetune trains the same layers in each step"),
-    "use_eaft": Rule(reason="finetune has the cross-entropy loss"),
+    "relora*": Rule(reason="finetune does not restart an adapter during training"),
+    "lisa_*": Rule(reason="finetune trains the same layers in each step"),
+    **{name: Rule(reason="finetune has the cross-entropy loss") for name in ("use_eaft", "eaft_*")},
     "qat": Rule(reason="set `speed.qat`"),
     "trainer_cls": Rule(reason="finetune has one Trainer"),
     "gpu_memory_limit": Rule(reason="finetune places the whole model on the GPU of each process"),
@@ -123,7 +181,7 @@ RULES = {
     "auto_resume_from_checkpoints": Rule(same="use `finetune train --resume=auto`"),
     "include_tokens_per_second": Rule(same=common.ALWAYS),
     "include_tkps": Rule(same=common.ALWAYS),
-    "profiler_steps": Rule(reason="use `finetune profile RECIPE`"),
+    "profiler_*": Rule(reason="use `finetune profile RECIPE`"),
     "resize_token_embeddings_to_32x": Rule(same="finetune adds only the rows of new tokens"),
     "lora_fan_in_fan_out": Rule(same="finetune sets it for Conv1D layers"),
     "lora_modules_to_save": Rule("adapter.modules_to_save"),
@@ -137,7 +195,6 @@ RULES = {
     "lora_alpha_pattern": Rule("adapter.alpha_pattern"),
     "lora_exclude_modules": Rule("adapter.exclude_modules"),
     "loraplus_lr_ratio": Rule("adapter.loraplus_lr_ratio"),
-    "loraplus_lr_embedding": Rule("adapter.loraplus_lr_embedding"),
     "peft_layers_to_transform": Rule("adapter.layers_to_transform"),
     "peft_layers_pattern": Rule("adapter.layers_pattern"),
     "peft_init_lora_weights": Rule("adapter.init_lora_weights"),
@@ -150,6 +207,10 @@ RULES = {
     "use_tensorboard": Rule(reason="set `train.report_to: tensorboard`"),
     "unfrozen_parameters": Rule(reason="finetune trains all weights (`full`) or an adapter"),
     "tensor_parallel_size": Rule(reason="finetune trains with data parallelism and FSDP2", off=(None, 1)),
+    **{
+        name: Rule(reason="see accelerate_configs/context_parallel_4.yaml")
+        for name in ("heads_k_stride", "ring_attn_func")
+    },
     "context_parallel_size": Rule(reason="see accelerate_configs/context_parallel_4.yaml", off=(None, 1)),
     "sequence_parallel_degree": Rule(reason="see accelerate_configs/context_parallel_4.yaml", off=(None, 1)),
     "dp_shard_size": Rule(same="the accelerate config sets it"),
@@ -186,6 +247,11 @@ RULES = {
             "cut_cross_entropy",
             "chunked_cross_entropy",
             "flex_attn_compile_kwargs",
+            "chunked_cross_entropy_num_chunks",
+            "tiled_mlp_*",
+            "sdpa_varlen",
+            "flash_optimum",
+            "large_head_attention",
         )
     },
     **{
@@ -193,23 +259,12 @@ RULES = {
         for name in ("use_scattermoe", "use_sonicmoe", "experts_implementation", "llama4_linearized_experts")
     },
     **{
-        f"wandb_{name}": Rule(reason=TRACKER)
-        for name in ("project", "entity", "name", "watch", "log_model", "run_id", "mode")
-    },
-    **{
         name: Rule(reason=TRACKER)
-        for name in (
-            "use_wandb",
-            "trackio_project_name",
-            "trackio_run_name",
-            "trackio_space_id",
-            "use_mlflow",
-            "mlflow_tracking_uri",
-            "mlflow_experiment_name",
-            "use_swanlab",
-            "use_otel_metrics",
-        )
+        for tracker in ("wandb", "trackio", "mlflow", "comet", "swanlab", "otel")
+        for name in (f"use_{tracker}", f"{tracker}_*")
     },
+    "use_otel_metrics": Rule(reason=TRACKER),
+    "hf_mlflow_log_artifacts": Rule(reason=TRACKER),
 }
 ADAPTER = {
     "lora_r": "r",
@@ -225,6 +280,31 @@ ATTENTION = {
     "flex_attention": "flex_attention",
 }
 READERS = ("json", "csv", "parquet", "arrow", "text")
+TEMPLATES = {  # axolotl's templates that render what a bundled template renders
+    "chatml": "chatml",
+    "nemotron_h": "chatml",
+    "llama3": "llama3",
+    "gemma": "gemma",
+    "gemma3": "gemma3",
+    "gemma3n": "gemma3",
+    "qwen_25": "qwen2_5",
+    "qwen3": "qwen3",
+    "qwen3_5": "qwen3_5_think",
+    "cohere": "cohere",
+    "aya": "cohere",
+    "deepseek_v3": "deepseekv3",
+}
+ROLES = {"human": "user", "gpt": "assistant"}
+END_OF_TURN = (
+    "axolotl trains on the end of a turn only if it is the EOS token or one of eot_tokens; finetune always "
+    "does, so that the model learns to stop"
+)
+OWN_TYPE = {  # keys of a type that the config describes -> finetune's column
+    "field_instruction": "instruction",
+    "field_input": "input",
+    "field_output": "output",
+    "field_system": "system",
+}
 DATASET = {  # keys of an entry of `datasets` that finetune has for each source
     "path": "name",
     "name": "subset",
@@ -238,12 +318,15 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     _only_sft(state, where)
     model = state.take("base_model")
     state.set("model.name", model, "base_model", model)
-    _datasets(state, state.take("datasets") or [], where)
-    _too_long(state)
+    entries = state.take("datasets") or []
+    _datasets(state, entries, where)
+    types = [str(entry.get("type")).partition(":")[0].partition(".")[0] for entry in entries]
+    _too_long(state, types)
     _validation(state, state.take("test_datasets"))
     _adapter(state)
     _attention(state)
     _template(state)
+    _batch_size(state, gpus)
     common.batch_size(state, ("micro_batch_size", 1), ("gradient_accumulation_steps", 1), gpus)
     _schedule(state)
     common.launch(state, gpus)
@@ -262,7 +345,7 @@ def translate(state: Translation, where: str, gpus: int) -> None:
     _compile(state)
     state.apply(RULES)
     common.trainer_arguments(state)
-    _defaults(state)
+    _defaults(state, is_chat=bool({"chat_template", "sharegpt"} & set(types)))
     state.finish()
 
 
@@ -296,7 +379,10 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
             given.get("path"),
             f"data.name: {', '.join(map(str, files)) or given.get('path')}",
         )
+        if isinstance(entry.get("type"), dict):
+            _own_type(state, entry.pop("type"), columns, key)
         _format(state, entry, key, where)
+        _trained(state, entry, _role_map(entry.get("roles") or {}) or ROLES, key)
         if kind := entry.pop("ds_type", None):
             state.record(SAME, f"{key}.ds_type", kind, "finetune detects the type of a file")
         if template := entry.pop("chat_template", None):
@@ -306,6 +392,9 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
                 )
             else:
                 state.record(TRANSLATED, f"{key}.chat_template", template, "see chat_template")
+        if jinja := entry.pop("chat_template_jinja", None):
+            state.source.setdefault("chat_template_jinja", jinja)
+            state.record(TRANSLATED, f"{key}.chat_template_jinja", "(a template)", "see chat_template_jinja")
         _columns(state, entry, columns, key)
         mapped = dict(entry.pop("message_property_mappings", None) or {})
         for theirs, name in (("message_field_role", "role"), ("message_field_content", "content")):
@@ -313,10 +402,7 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
         if mapped:
             _message_keys(state, mapped, f"{key}.message_property_mappings")
         if given_roles := entry.pop("roles", None):
-            for role, names in given_roles.items():
-                roles |= {
-                    name: role for name in ([names] if isinstance(names, str) else names) if name != role
-                }
+            roles |= {name: role for name, role in _role_map(given_roles).items() if name != role}
             state.record(TRANSLATED, f"{key}.roles", given_roles, f"data.role_map: {roles}")
         for name, value in entry.items():
             state.unsupported(f"{key}.{name}", value, "finetune has no such setting for a source")
@@ -368,16 +454,39 @@ def _format(state: Translation, entry: dict[str, Any], key: str, where: str) -> 
     elif kind:
         text = "finetune knows messages, prompt and completion, alpaca, sharegpt and text"
         state.unsupported(f"{key}.type", kind, f"{text}; convert the data or set `data.columns`")
-    for name, default in (
-        ("roles_to_train", ["assistant"]),
-        ("train_on_eos", "turn"),
-        ("train_on_eot", "turn"),
-    ):
-        value = entry.pop(name, None)
-        if value == default:
-            state.record(SAME, f"{key}.{name}", value, "data.train_on: assistant")
+
+
+def _role_map(given: dict[str, str | list[str]]) -> dict[str, str]:
+    """Return the role of each name of the data."""
+    lists = {role: [names] if isinstance(names, str) else names for role, names in given.items()}
+    return {name: role for role, names in lists.items() for name in names}
+
+
+def _own_type(state: Translation, own: dict[str, Any], columns: dict[str, str], key: str) -> None:
+    """Translate a type that the config describes: its columns, but not its formats."""
+    text = "finetune uses the chat template, which takes a file (`data.chat_template`)"
+    for name, value in own.items():
+        if name in OWN_TYPE:
+            common.column(state, columns, OWN_TYPE[name], value, f"{key}.type.{name}")
         elif value is not None:
-            state.unsupported(f"{key}.{name}", value, "see `data.train_on` for the choices of finetune")
+            state.unsupported(f"{key}.type.{name}", value, text)
+
+
+def _trained(state: Translation, entry: dict[str, Any], roles: dict[str, str], key: str) -> None:
+    """Record which turns and which ends of turns of a source train."""
+    if (given := entry.pop("roles_to_train", None)) is not None:
+        is_default = {roles.get(role, role) for role in given} == {"assistant"}
+        _default_or_not(state, f"{key}.roles_to_train", given, is_default=is_default)
+    for name in ("train_on_eos", "train_on_eot"):
+        if (value := entry.pop(name, None)) is not None:
+            _default_or_not(state, f"{key}.{name}", value, is_default=value == "turn")
+
+
+def _default_or_not(state: Translation, key: str, value: object, *, is_default: bool) -> None:
+    if is_default:
+        state.record(SAME, key, value, "data.train_on: assistant")
+    else:
+        state.unsupported(key, value, "see `data.train_on` for the choices of finetune")
 
 
 def _validation(state: Translation, tests: list[dict[str, Any]] | None) -> None:
@@ -396,8 +505,16 @@ def _files(path: str, files: str | list[str] | None) -> list[str]:
     return list(names) if path in READERS else [os.path.join(path, name) for name in names]
 
 
-def _too_long(state: Translation) -> None:
+def _too_long(state: Translation, types: list[str]) -> None:
     value = state.take("excess_length_strategy", "drop")
+    if set(types) == {"completion"}:
+        state.recipe["data.too_long"] = "split"
+        text = "axolotl cuts a longer text into pieces, whatever its value; data.too_long: split"
+        state.record(TRANSLATED, "excess_length_strategy", value, text)
+        return
+    if "completion" in types:
+        text = "axolotl cuts a longer text into pieces; finetune does so only if all sources are plain text"
+        state.unsupported("data.too_long", "split", text)
     if value == "truncate":
         state.recipe["data.too_long"] = "truncate_prompt"
         text = "axolotl cuts the end of a longer example; finetune never cuts an answer; kept truncate_prompt"
@@ -415,9 +532,7 @@ def _adapter(state: Translation) -> None:
     bits = {4: state.take("load_in_4bit", False), 8: state.take("load_in_8bit", False)}
     quantized = "nf4" if bits[4] or kind == "qlora" else "int8" if bits[8] else ""
     if kind is None:
-        for name in [
-            name for name in state.source if name.startswith(("lora_", "peft_", "gptq", "loraplus"))
-        ]:
+        for name in [name for name in state.source if name.startswith(("lora_", "peft", "gptq", "loraplus"))]:
             state.record(SAME, name, state.source.pop(name), "no adapter trains")
         state.recipe["adapter.type"] = "full"
         state.record(TRANSLATED, "adapter", kind, "adapter.type: full")
@@ -430,7 +545,14 @@ def _adapter(state: Translation) -> None:
         state.record(listed, f"load_in_{number}bit", bits[number], f"model.quantization: {text}")
     linear, modules = state.take("lora_target_linear", False), state.take("lora_target_modules")
     common.lora(state, ADAPTER, quantized)
-    state.record(TRANSLATED, "adapter", kind, f"adapter.type: {state.recipe['adapter.type']}")
+    if kind in ("lora", "qlora"):
+        state.record(TRANSLATED, "adapter", kind, f"adapter.type: {state.recipe['adapter.type']}")
+    else:
+        state.unsupported("adapter", kind, f"set `adapter.type`; kept {state.recipe['adapter.type']}")
+    for key, kept in (("r", 16), ("lora_alpha", 32)):
+        if f"adapter.{key}" not in state.recipe:
+            name = "lora_r" if key == "r" else key
+            state.keep_default(f"adapter.{key}", kept, kept, f"axolotl needs {name}; kept finetune's default")
     if linear:
         state.set("adapter.target_modules", "all-linear", "lora_target_linear", True)
     if modules and linear:
@@ -478,6 +600,10 @@ def _attention(state: Translation) -> None:
     elif named:
         state.unsupported("attn_implementation", named, "`model.attention: auto` chooses a kernel")
     on = state.take("gradient_checkpointing", False)
+    config = state.source.get("fsdp_config")
+    names = ("activation_checkpointing", "fsdp_activation_checkpointing")
+    if not on and isinstance(config, dict):
+        on = any(config.get(name) for name in names)
     state.set("speed.activation_checkpointing", "full" if on else "none", "gradient_checkpointing", on)
     if on in ("offload", "offload_disk"):
         state.set("speed.offload", "activations", "gradient_checkpointing", on)
@@ -495,14 +621,17 @@ def _compile(state: Translation) -> None:
 def _template(state: Translation) -> None:
     name, jinja = state.take("chat_template"), state.take("chat_template_jinja")
     if jinja:
-        state.unsupported(
-            "chat_template_jinja", "(a template)", "save it to a file, and set `data.chat_template`"
-        )
-    elif name in common.TEMPLATES:
-        state.record(
-            TRANSLATED, "chat_template", name, f"data.chat_template: {common.TEMPLATES[name] or 'null'}"
-        )
-        state.recipe |= {"data.chat_template": common.TEMPLATES[name]} if common.TEMPLATES[name] else {}
+        if "{" in jinja:
+            text = "save it to a file, and set `data.chat_template`"
+            state.unsupported("chat_template_jinja", "(a template)", text)
+        else:
+            state.set("data.chat_template", jinja, "chat_template_jinja", jinja)
+        if name:
+            state.record(SAME, "chat_template", name, "see chat_template_jinja")
+    elif name in TEMPLATES:
+        state.set("data.chat_template", TEMPLATES[name], "chat_template", name)
+    elif name == "tokenizer_default":
+        state.record(SAME, "chat_template", name, "finetune uses the tokenizer's own template too")
     elif name:
         state.record(
             DIFFERS,
@@ -510,7 +639,8 @@ def _template(state: Translation) -> None:
             name,
             "finetune uses the tokenizer's own template; check it with `finetune data`",
         )
-    for token in state.take("eot_tokens", []):
+    ends = state.take("eot_tokens", [])
+    for token in ends:
         state.record(SAME, "eot_tokens", token, "finetune reads the tokens that end a turn from the template")
     kind = state.take("train_on_inputs", False)
     if kind:
@@ -521,11 +651,25 @@ def _template(state: Translation) -> None:
         state.set("model.add_tokens", list(tokens), "tokens", tokens)
 
 
+def _batch_size(state: Translation, gpus: int) -> None:
+    """Translate `batch_size`, axolotl's older key for the batch of all GPUs."""
+    if total := int(state.take("batch_size") or 0):
+        micro = int(state.source.get("micro_batch_size") or 1)
+        if state.source.get("gradient_accumulation_steps") is None:
+            state.source["gradient_accumulation_steps"] = max(1, total // (micro * gpus))
+        state.record(TRANSLATED, "batch_size", total, "see gradient_accumulation_steps")
+
+
 def _schedule(state: Translation) -> None:
     steps, ratio = state.take("warmup_steps"), state.take("warmup_ratio")
     if steps is not None or ratio is not None:
         key, value = ("warmup_steps", steps) if steps is not None else ("warmup_ratio", ratio)
         state.set("train.warmup_steps", value, key, value)
+        if steps is not None and ratio is not None:
+            state.record(SAME, "warmup_ratio", ratio, "warmup_steps has priority")
+    if state.source.get("lr_scheduler") in ("one_cycle", "rex"):
+        text = f"{SCHEDULER}; kept cosine, the default of axolotl"
+        state.unsupported("lr_scheduler", state.take("lr_scheduler"), text)
     epochs = float(state.source.get("num_epochs") or 1.0)
     if (top := state.take("max_steps")) is not None and top > 0:
         state.set("train.max_steps", top, "max_steps", top)
@@ -556,12 +700,16 @@ def _schedule(state: Translation) -> None:
         state.record(SAME, "special_tokens", state.take("special_tokens"), text)
 
 
-def _defaults(state: Translation) -> None:
+def _defaults(state: Translation, *, is_chat: bool) -> None:
     state.keep_default("data.max_length", 512, 1024)
     if "train.max_steps" not in state.recipe:
         state.keep_default("train.num_train_epochs", 1.0, 3)
     state.keep_default("train.lr_scheduler_type", "cosine", "linear")
     state.keep_default("train.optim", "adamw_torch_fused", "adamw_torch_fused")
     state.keep_default("train.warmup_steps", 0.03, 0, "axolotl warms up for 3% of the steps, at most 100")
-    state.keep_default("data.train_on", "assistant", "assistant", "both train on the answers only")
+    if "data.train_on" not in state.recipe:
+        state.recipe["data.train_on"] = "assistant"
+        differs = is_chat and "eot_tokens" not in state.given
+        text = END_OF_TURN if differs else "both train on the answers and their ends"
+        state.record(DIFFERS if differs else SAME, "data.train_on", "assistant", text)
     common.keep_last_weights(state)

@@ -57,29 +57,6 @@ OPTIMIZERS = {
     "adamw_8bit": "adamw_bnb_8bit",
     "paged_adamw": "paged_adamw_32bit",
 }
-TEMPLATES = {  # names of other tools -> a bundled template; the empty string: the tokenizer's own template
-    "tokenizer_default": "",
-    "chatml": "chatml",
-    "llama3": "llama3",
-    "llama-3": "llama3",
-    "mistral": "mistral",
-    "mistral_v1": "mistral",
-    "gemma": "gemma",
-    "gemma2": "gemma",
-    "gemma3": "gemma3",
-    "phi_3": "phi3",
-    "phi_35": "phi3_5",
-    "phi": "phi3",
-    "qwen": "qwen2_5",
-    "qwen_25": "qwen2_5",
-    "qwen3": "qwen3",
-    "qwen3_5": "qwen3_5_think",
-    "cohere": "cohere",
-    "deepseek3": "deepseekv3",
-    "deepseek_v3": "deepseekv3",
-    "gpt": "gptoss",
-    "gpt_oss": "gptoss",
-}
 
 
 def trainer_arguments(state: Translation) -> None:

@@ -12,6 +12,20 @@ from finetune.importers.common import NO_EFFECT
 from finetune.importers.translation import DIFFERS, NOT_SUPPORTED, SAME, TRANSLATED, Rule, Translation
 
 TOOL = "LLaMA-Factory"
+GREEDY = "finetune generates greedy answers"
+TEMPLATES = {  # LLaMA-Factory's templates that render what a bundled template renders
+    "chatml": "chatml",
+    "qwen3_nothink": "chatml",
+    "qwen3_5_nothink": "chatml",
+    "smollm": "chatml",
+    "yi": "chatml",
+    "qwen": "qwen2_5",
+    "llama3": "llama3",
+    "mistral": "mistral",
+    "gemma": "gemma3",
+    "gemma2": "gemma3",
+    "gemma3": "gemma3",
+}
 STAGES = {"pt": "language model", "rm": "reward", "ppo": "PPO", "dpo": "DPO", "kto": "KTO"}
 OTHER_METHODS = (
     "use_galore",
@@ -24,7 +38,6 @@ OTHER_METHODS = (
     "use_dft_loss",
     "use_asft_loss",
     "use_eaft_loss",
-    "use_kt",
     "use_mca",
     "use_megatron_bridge",
     "shift_attn",
@@ -62,7 +75,6 @@ RULES = {
     "new_special_tokens": Rule("model.add_tokens", lambda text: [name.strip() for name in text.split(",")]),
     "add_special_tokens": Rule("model.add_tokens", lambda text: [name.strip() for name in text.split(",")]),
     "rope_scaling": Rule(reason="set rope_scaling in the model's config.json"),
-    "ray_num_workers": Rule(reason="see scripts/slurm and scripts/skypilot"),
     "fp8": Rule(reason="use `finetune train --accelerate 8xh100_fp8`, or `model.quantization: fp8`"),
     "enable_thinking": Rule(
         reason="the chat template decides how reasoning is written; see `data.reasoning`", off=(None, True)
@@ -89,7 +101,47 @@ RULES = {
     "freeze_trainable_layers": Rule(same="it belongs to finetuning_type: freeze"),
     "freeze_trainable_modules": Rule(same="it belongs to finetuning_type: freeze"),
     "freeze_extra_modules": Rule(same="it belongs to finetuning_type: freeze"),
-    "use_swanlab": Rule(reason=common.TRACKER),
+    **{name: Rule(reason=common.TRACKER) for name in ("use_swanlab", "swanlab_*")},
+    "loraplus_lr_embedding": Rule(reason="LoRA+ has one ratio for all layers in finetune"),
+    "split_special_tokens": Rule(reason="finetune reads special tokens as one token"),
+    "new_special_tokens_config": Rule(reason="set `model.add_tokens`"),
+    "init_special_tokens": Rule(reason="finetune's new rows are the mean of all rows"),
+    "asft_alpha": Rule(reason="finetune has the cross-entropy loss"),
+    "eaft_alpha": Rule(reason="finetune has the cross-entropy loss"),
+    "quantization_device_map": Rule(same="finetune places the model on the GPU of each process"),
+    **{name: Rule(same="set HF_TOKEN in the environment") for name in ("hf_hub_token", "ms_hub_token")},
+    **{name: Rule(reason="use `finetune profile RECIPE`") for name in ("enable_torch_profiler", "profil*")},
+    **{name: Rule(reason=GREEDY) for name in ("do_sample", "temperature", "top_p", "top_k", "num_beams")},
+    **{name: Rule(reason=GREEDY) for name in ("eval_num_beams", "repetition_penalty", "length_penalty")},
+    **{
+        name: Rule(reason=f"finetune has no {optimizer}")
+        for optimizer in ("galore", "apollo", "badam")
+        for name in (f"{optimizer}_*",)
+    },
+    **{
+        name: Rule(same="it belongs to another stage")
+        for name in (
+            "pref_*",
+            "dpo_*",
+            "kto_*",
+            "ppo_*",
+            "simpo_*",
+            "ref_model*",
+            "reward_model*",
+            "ld_alpha",
+        )
+    },
+    **{
+        name: Rule(same="it belongs to models with images, audio or video")
+        for name in ("media_dir", "image_*", "video_*", "audio_*", "crop_to_patches", "use_audio_in_video")
+    },
+    **{
+        name: Rule(same="it belongs to inference or to an export")
+        for name in ("infer_*", "vllm_*", "sglang_*", "export_*", "adapter_folder", "offload_folder")
+    },
+    **{name: Rule(reason="finetune has no KTransformers") for name in ("use_kt", "kt_*")},
+    **{name: Rule(reason="finetune has no HyperParallel") for name in ("use_hyper_parallel", "hyper_*")},
+    "ray_*": Rule(reason="see scripts/slurm and scripts/skypilot"),
     "ignore_pad_token_for_loss": Rule(same="padding does not contribute to the loss"),
     **{name: Rule(reason=f"finetune has no {name.removeprefix('use_')}") for name in OTHER_METHODS},
     **{
@@ -106,11 +158,6 @@ RULES = {
             "use_reentrant_gc",
             "include_num_input_tokens_seen",
             "include_effective_tokens_per_second",
-            "infer_backend",
-            "image_max_pixels",
-            "video_max_pixels",
-            "video_fps",
-            "video_maxlen",
             "freeze_vision_tower",
             "freeze_multi_modal_projector",
             "use_unsloth",
@@ -126,6 +173,7 @@ RULES = {
 }
 
 
+OFT = {"oft_block_size": "oft_block_size", "oft_rank": "r", "module_dropout": "module_dropout"}
 ELSEWHERE = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 
 
@@ -176,11 +224,29 @@ def translate(state: Translation, where: str, gpus: int) -> None:
 
 
 def _datasets(state: Translation, where: str) -> None:
-    names = [name.strip() for name in str(state.take("dataset", "")).split(",") if name.strip()]
+    given = state.take("dataset", "")
+    parts = given if isinstance(given, list) else str(given).split(",")
+    names = [name.strip() for name in parts if name.strip()]
     folder = Path(state.take("dataset_dir", "data"))
-    if not folder.is_absolute() and not folder.is_dir():  # the tool runs in a folder above its configs
-        above = (parent / folder for parent in Path(where).resolve().parents)
-        folder = next((path for path in above if path.is_dir()), folder)
+    if str(folder) == "ONLINE":
+        for name in names:
+            state.record(TRANSLATED, "dataset", name, f"data.name: {name}")
+        state.record(SAME, "dataset_dir", "ONLINE", "the datasets are on the Hub")
+        state.recipe["data.name"] = names[0] if len(names) == 1 else names
+        return
+    _described(state, names, _found_from(where, folder), where)
+
+
+def _found_from(where: str, folder: Path) -> Path:
+    """Return the folder of the datasets. The tool runs in a folder above its configs."""
+    if folder.is_absolute() or folder.is_dir():
+        return folder
+    above = (parent / folder for parent in Path(where).resolve().parents)
+    return next((path for path in above if path.is_dir()), folder)
+
+
+def _described(state: Translation, names: list[str], folder: Path, where: str) -> None:
+    """Translate the datasets that dataset_info.json describes."""
     known = _dataset_info(folder)
     if "dataset_dir" in state.given:
         state.record(SAME, "dataset_dir", state.given["dataset_dir"], f"read dataset_info.json in {folder}")
@@ -290,13 +356,13 @@ def _adapter(state: Translation) -> None:
         )
     if kind == "oft":
         state.set("adapter.type", "oft", "finetuning_type", kind)
-        for key, name in (("oft_block_size", "oft_block_size"), ("oft_rank", "r")):
+        for key, name in OFT.items():
             if key in state.source:
                 state.apply_rule(key, state.source.pop(key), Rule(f"adapter.{name}"))
         target = state.take("oft_target", "all")
     else:
         target = state.take("lora_target", "all")
-        rank = state.take("lora_rank", 8)
+        rank = int(state.take("lora_rank", 8))
         state.source["lora_rank"] = rank
         state.source.setdefault("lora_alpha", None)
         if state.source["lora_alpha"] is None:
@@ -319,7 +385,9 @@ def _adapter(state: Translation) -> None:
 
 def _template(state: Translation) -> None:
     name = state.take("template")
-    if name:
+    if name in TEMPLATES:
+        state.set("data.chat_template", TEMPLATES[name], "template", name)
+    elif name:
         text = "LLaMA-Factory has its own template of this name; finetune uses the tokenizer's"
         state.record(DIFFERS, "template", name, f"{text}; compare the tokens with `finetune data`")
     if state.take("train_on_prompt", False):

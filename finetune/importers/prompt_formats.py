@@ -11,12 +11,15 @@ from finetune.data.chat_texts import render_chat
 from finetune.data.loss_mask import IGNORED
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.examples import Example, Row
 
 BOS, EOS = "{bos}", "{eos}"  # stand for the tokenizer's own tokens
 CHATML = ("<|im_start|>system\n{}<|im_end|>\n", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n")
+FARTHEST = 3  # tokens from the end of a turn to the token that ends it
 ALPACA = "Below is an instruction that describes a task"
 ALPACA_END = "Write a response that appropriately completes the request."
 
@@ -87,7 +90,12 @@ def of_llamafactory(
         NotCompared: the template is not known here, or the chat has tools.
     """
     if template not in TEMPLATES:
-        raise NotCompared(f"finetune does not know LLaMA-Factory's template {template}")
+        named = (
+            f"LLaMA-Factory's template {template}"
+            if template
+            else "the template, because the config names none"
+        )
+        raise NotCompared(f"finetune does not know {named}")
     messages, known = list(example.messages or ()), TEMPLATES[template]
     if not messages or example.tools or any(turn["role"] == "tool" for turn in messages):
         raise NotCompared("finetune does not know how LLaMA-Factory writes this example")
@@ -116,15 +124,24 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
 
 
 def of_axolotl(
-    example: Example, row: Row, tokenizer: PreTrainedTokenizerBase, kind: str, *, on_prompt: bool
+    example: Example,
+    row: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    *,
+    on_prompt: bool,
+    ends: Sequence[str] = (),
 ) -> Tokens:
     """Return ids and labels of an example for the `type` of an axolotl dataset.
+
+    Args:
+        ends: the config's `eot_tokens`.
 
     Raises:
         NotCompared: the type is not known here.
     """
     if kind in ("chat_template", "sharegpt") and example.messages:
-        return _chat_of_axolotl(example, tokenizer, on_prompt=on_prompt)
+        return _chat_of_axolotl(example, tokenizer, ends, on_prompt=on_prompt)
     if kind == "completion":
         ids = [*tokenizer(example.completion)["input_ids"], tokenizer.eos_token_id]
         return Tokens(ids, list(ids))
@@ -139,12 +156,22 @@ def of_axolotl(
     return Tokens(prompt + answer, (prompt if on_prompt else [IGNORED] * len(prompt)) + answer)
 
 
-def _chat_of_axolotl(example: Example, tokenizer: PreTrainedTokenizerBase, *, on_prompt: bool) -> Tokens:
-    """The rendered chat. The content of each answer trains, and the EOS token if it follows."""
+def _chat_of_axolotl(
+    example: Example, tokenizer: PreTrainedTokenizerBase, ends: Sequence[str], *, on_prompt: bool
+) -> Tokens:
+    """The rendered chat. The content of each answer trains, and the EOS token or an EOT token near it."""
+    eos: set[Any] = {int(token) for token in [tokenizer.eos_token_id] if isinstance(token, int)}
+    stops = {token for word in ends if isinstance(token := tokenizer.convert_tokens_to_ids(word), int)}
     try:
         text = render_chat(tokenizer, example.messages or [], example.tools, prompt=False)
     except ValueError as error:
         raise NotCompared(f"the chat template does not render the example: {error}") from None
+    messages = list(example.messages or ())
+    for number, turn in enumerate(messages[:-1], 1):
+        if turn["role"] == "assistant" and not text.startswith(
+            render_chat(tokenizer, messages[:number], example.tools, prompt=False).rstrip()
+        ):
+            raise NotCompared("the chat template changes earlier turns, where axolotl trains on other tokens")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
     labels, place = [IGNORED] * len(ids), 0
@@ -156,8 +183,10 @@ def _chat_of_axolotl(example: Example, tokenizer: PreTrainedTokenizerBase, *, on
         place = start + len(content)
         if turn["role"] == "assistant":
             inside = [n for n, (low, high) in enumerate(offsets) if low < place and high > start]
-            after = max(inside, default=len(ids)) + 1
-            inside += [after] if after < len(ids) and ids[after] == tokenizer.eos_token_id else []
+            end = max(inside, default=len(ids)) + 1
+            for kind in (stops or eos, eos):
+                after = next((n for n in range(end, len(ids)) if ids[n] in kind), end + FARTHEST + 1)
+                inside += [after] if after <= end + FARTHEST else []
             for number in inside:
                 labels[number] = ids[number]
     return Tokens(ids, list(ids) if on_prompt else labels)

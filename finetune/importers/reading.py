@@ -18,7 +18,19 @@ LONGEST = 200  # characters of a value in a message
 ROUNDS = 3  # a value can be wrong because of another one that was removed
 OPTIONAL = ("adapter.", "speed.", "train.", "eval.", "publish.")
 _SCRIPT = re.compile(r"^\s*(from|import)\s+trl\b", re.MULTILINE)
-_COMMAND = re.compile(r"(^|[\s/])trl\s+[a-z-]+\s+--?\w|scripts?/sft\.py(\s|$)")
+SCRIPTS = (
+    "dpo",
+    "gkd",
+    "grpo",
+    "kto",
+    "online_dpo",
+    "orpo",
+    "ppo",
+    "reward",
+    "rloo",
+    "sft",
+)  # of `trl/scripts`
+_COMMAND = re.compile(rf"(^|[\s/])trl\s+[a-z-]+\s+--?\w|scripts?/({'|'.join(SCRIPTS)})\.py(\s|$)")
 TOOLS = {"axolotl": axolotl, "llamafactory": llamafactory, "trl": trl}
 KEYS = {  # tool -> keys that only this tool has
     "axolotl": {
@@ -30,7 +42,21 @@ KEYS = {  # tool -> keys that only this tool has
         "val_set_size",
     },
     "llamafactory": {"stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_rank"},
-    "trl": {"dataset_name", "use_peft", "lora_r", "max_length", "dataset_train_split", "assistant_only_loss"},
+    "trl": {
+        "dataset_name",
+        "use_peft",
+        "lora_r",
+        "max_length",
+        "dataset_train_split",
+        "assistant_only_loss",
+        "datasets",
+        "test_split_size",
+    },
+}
+MODELS = {  # tool -> the key of the model
+    "axolotl": "base_model",
+    "llamafactory": "model_name_or_path",
+    "trl": "model_name_or_path",
 }
 ELSEWHERE = {  # a word of the file -> what the file is, and what to read in it
     "FastLanguageModel": ("a script of Unsloth", "its `get_peft_model` and `SFTConfig` calls"),
@@ -84,7 +110,7 @@ def import_recipe(path: str | Path, tool: str | None = None, gpus: int = 1) -> T
             )
     tool = tool or ("trl" if words else _tool_of(source, str(path)))
     state = Translation(TOOLS[tool].TOOL, source)
-    if not source.get("base_model" if tool == "axolotl" else "model_name_or_path"):
+    if not source.get(MODELS[tool]):
         what = f"the file names no model, so it is no {TOOLS[tool].TOOL} training config"
         fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
         raise UserError(Problem(what, where=str(path), fix=fix, code="import"))
@@ -155,8 +181,8 @@ def _command_words(text: str, where: str) -> list[str]:
             before = words[:place]
             launch = before[before.index("--config_file") + 1 :][:1] if "--config_file" in before else []
             launch = ["--accelerate_config", *launch] if launch else []
-            if word.endswith("sft.py"):
-                return ["sft", *words[place + 1 :], *launch]
+            if word.endswith(".py") and Path(word).stem in SCRIPTS:
+                return [Path(word).stem, *words[place + 1 :], *launch]
             if Path(word).name == "trl" and words[place + 1 :]:
                 return [*words[place + 1 :], *launch]
     return []
@@ -170,7 +196,8 @@ def _arguments(words: list[str], where: str) -> dict[str, Any]:
     key = ""
     for word in words[1:]:
         if word.startswith("--"):
-            key, equals, value = word[2:].replace("-", "_").partition("=")
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
             given[key] = [strict_yaml.scalar(value)] if equals else []
             if key.startswith("no_") and not equals:
                 key = key.removeprefix("no_")
@@ -186,7 +213,7 @@ def _arguments(words: list[str], where: str) -> dict[str, Any]:
 
 
 def _yaml(text: str, where: str) -> dict[str, Any]:
-    found = foreign_yaml.read(text, where)
+    found = foreign_yaml.read(text, where, unique=True)
     if not isinstance(found, dict):
         fix = "name the file that `axolotl train`, `llamafactory-cli train` or `trl sft` gets"
         raise UserError(Problem("the file is no mapping of settings", where=where, fix=fix, code="import"))
@@ -194,8 +221,12 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def _tool_of(source: dict[str, Any], where: str) -> str:
-    """The tool whose keys the file has most of."""
+    """The tool whose keys the file has most of. Each tool has one name for the model."""
     counts = {tool: len(keys & set(source)) for tool, keys in KEYS.items()}
+    for tool in counts:
+        others = {MODELS[other] for other in MODELS} - {MODELS[tool]}
+        if MODELS[tool] not in source and others & set(source):
+            counts[tool] = 0
     best = max(counts, key=lambda tool: counts[tool])
     others = [tool for tool in counts if tool != best and counts[tool] == counts[best]]
     if not counts[best] or others:

@@ -85,9 +85,12 @@ class Translation:
         self.record(NOT_SUPPORTED, key, value, reason)
 
     def apply(self, rules: dict[str, Rule]) -> None:
-        """Translate every key of the source that has a rule."""
-        for key in [key for key in self.source if key in rules]:
-            self.apply_rule(key, self.source.pop(key), rules[key])
+        """Translate every key that has a rule. `name_*` is the rule of all keys that start so."""
+        starts = {name[:-1]: rule for name, rule in rules.items() if name.endswith("*")}
+        for key in list(self.source):
+            of_start = (rule for start, rule in starts.items() if key.startswith(start))
+            if rule := rules.get(key) or next(of_start, None):
+                self.apply_rule(key, self.source.pop(key), rule)
 
     def apply_rule(self, key: str, value: object, rule: Rule) -> None:
         self.taken = key, value

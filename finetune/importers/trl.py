@@ -31,15 +31,33 @@ RULES = {
     "eval_packing": Rule(same="evaluation never packs"),
     "padding_free": Rule("data.padding_free"),
     "pad_to_multiple_of": Rule(same="padding changes no result"),
-    "chat_template_path": Rule("data.chat_template"),
     "eos_token": Rule(reason="save another tokenizer into the model's folder"),
     "pad_token": Rule(reason="save another tokenizer into the model's folder"),
     "lora_task_type": Rule(same="finetune trains causal language models"),
     "lora_modules_to_save": Rule("adapter.modules_to_save"),
     "lora_target_parameters": Rule("adapter.target_parameters"),
     "bnb_4bit_quant_type": Rule(reason="`model.quantization: fp4` has this type", off=(None, "nf4")),
+    "streaming": Rule("data.streaming"),
+    "test_split_size": Rule("data.validation_fraction", float),
+    **{
+        name: Rule(reason="`finetune train --accelerate FILE` takes the settings of the launch")
+        for name in (
+            "mixed_precision",
+            "main_process_*",
+            "num_machines",
+            "machine_rank",
+            "multi_gpu",
+            "dynamo_*",
+            "gpu_ids",
+            "use_fsdp",
+            "fsdp_*",
+            "use_deepspeed",
+            "zero_stage",
+            "zero3_*",
+            "offload_*",
+        )
+    },
     "env": Rule(reason="set the variables in the shell"),
-    "num_processes": Rule(reason="use `finetune import --gpus`, which counts them in the batch size"),
     "bnb_4bit_quant_storage": Rule(same=common.NO_EFFECT),
     "ignore_bias_buffers": Rule(same=common.NO_EFFECT),
     "shuffle_dataset": Rule(same="finetune shuffles the examples"),
@@ -47,11 +65,28 @@ RULES = {
     "loss_type": Rule(reason="finetune has the nll loss", off=(None, "nll", "chunked_nll")),
     "warmup_ratio": Rule("train.warmup_steps"),
 }
+OTHER_TRAINERS = {  # a key that SFT does not have -> what the file is for
+    "reward_funcs": "GRPO",
+    "num_generations": "GRPO",
+    "reward_model_name_or_path": "GRPO",
+    "max_completion_length": "GRPO",
+    "desirable_weight": "KTO",
+    "undesirable_weight": "KTO",
+    "center_rewards_coefficient": "reward",
+    "beta": "preference",
+    "precompute_ref_log_probs": "preference",
+    "max_prompt_length": "preference",
+}
 ADAPTER = {"lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}
 
 
 def translate(state: Translation, where: str, gpus: int) -> None:
     """Fill a translation from the arguments of `trl sft`."""
+    for key, kind in OTHER_TRAINERS.items():
+        if state.source.get(key) is not None:
+            raise common.not_sft(TOOL, f"{kind} training ({key})", where)
+    gpus = _processes(state, gpus)
+    _template(state)
     model = state.take("model_name_or_path")
     state.set("model.name", model, "model_name_or_path", model)
     if mixture := state.take("datasets"):
@@ -172,7 +207,7 @@ def _defaults(state: Translation) -> None:
 def _validation(state: Translation) -> None:
     """Translate the settings of evaluation. finetune has no validation set if the recipe names none."""
     common.evaluations(state, ("eval_strategy",))
-    if state.given.get("eval_strategy") in ("steps", "epoch"):
+    if state.given.get("eval_strategy") in ("steps", "epoch") and not state.source.get("test_split_size"):
         split = state.take("dataset_test_split", "test")
         text = "set `data.validation` to a file or `data.validation_fraction`"
         state.unsupported("dataset_test_split", split, text)
@@ -189,3 +224,24 @@ def _launch(state: Translation, config: str) -> None:
         "see --accelerate" if "zero" in name or "fsdp" in name else "finetune starts one process for each GPU"
     )
     state.record(TRANSLATED if "see" in text else SAME, "accelerate_config", config, text)
+
+
+def _processes(state: Translation, gpus: int) -> int:
+    """Return the number of GPUs that TRL trained on: --gpus, or else the processes of the launch."""
+    processes = state.take("num_processes")
+    if processes is None or gpus > 1:
+        if processes is not None:
+            state.record(SAME, "num_processes", processes, "--gpus has priority")
+        return gpus
+    state.record(TRANSLATED, "num_processes", processes, "see train.effective_batch_size")
+    return int(processes)
+
+
+def _template(state: Translation) -> None:
+    """Translate the path of the chat template, which can be a model on the Hub in TRL."""
+    if path := state.take("chat_template_path"):
+        if str(path).endswith(".jinja"):
+            state.set("data.chat_template", path, "chat_template_path", path)
+        else:
+            text = "save the chat template of this tokenizer to a file, and set `data.chat_template`"
+            state.unsupported("chat_template_path", path, text)

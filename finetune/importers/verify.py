@@ -19,6 +19,7 @@ from finetune.data.formats import convert, detect
 from finetune.data.loss_mask import IGNORED
 from finetune.importers import prompt_formats
 from finetune.importers.prompt_formats import NotCompared, Tokens
+from finetune.importers.translation import NOT_SUPPORTED
 from finetune.preflight import token_checks
 
 if TYPE_CHECKING:
@@ -147,9 +148,19 @@ def _by_format(
     on_all = recipe.data.train_on == "all"
     if state.tool == "axolotl":
         kind = str(keys.get("datasets.0.type") or "").partition(":")[0].partition(".")[0]
-        return prompt_formats.of_axolotl(example, row, tokenizer, kind, on_prompt=on_all)
-    template, last_turn = str(keys.get("template") or "default"), recipe.data.train_on == "last_turn"
+        _refuse_other_labels(state)
+        ends = [entry.value for entry in state.entries if entry.key == "eot_tokens"]
+        return prompt_formats.of_axolotl(example, row, tokenizer, kind, on_prompt=on_all, ends=ends)
+    template, last_turn = str(keys.get("template") or ""), recipe.data.train_on == "last_turn"
     return prompt_formats.of_llamafactory(example, tokenizer, template, on_prompt=on_all, last_turn=last_turn)
+
+
+def _refuse_other_labels(state: Translation) -> None:
+    """Raise NotCompared if the first source trains on other turns, or other ends of turns, by a key."""
+    names = {f"datasets.0.{name}" for name in ("roles_to_train", "train_on_eos", "train_on_eot")}
+    for entry in state.entries:
+        if entry.key in names and entry.kind == NOT_SUPPORTED:
+            raise NotCompared(f"finetune does not know axolotl's labels with {entry.key}: {entry.value}")
 
 
 def _of_trl(recipe: Recipe, rows: list[Row]) -> list[Tokens | str]:

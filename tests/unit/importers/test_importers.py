@@ -88,6 +88,19 @@ def kind_of(state: Translation, key: str) -> set[str]:
         ("axolotl", "peft_use_rslora", True, {"adapter.type": "rslora"}),
         ("axolotl", "lora_modules_to_save", ["lm_head"], {"adapter.modules_to_save": ["lm_head"]}),
         ("axolotl", "chat_template", "chatml", {"data.chat_template": "chatml"}),
+        ("axolotl", "chat_template", "mistral_v1", {"data.chat_template": None}),
+        ("axolotl", "chat_template", "phi_3", {"data.chat_template": None}),
+        ("axolotl", "batch_size", 16, {"train.effective_batch_size": 8}),
+        ("axolotl", "chat_template_jinja", "mine.jinja", {"data.chat_template": "mine.jinja"}),
+        ("axolotl", "lr_scheduler", "rex", {"train.lr_scheduler_type": "cosine"}),
+        ("axolotl", "lora_r", None, {"adapter.r": 16}),
+        ("axolotl", "noisy_embedding_alpha", 5, {"train.neftune_noise_alpha": 5}),
+        (
+            "axolotl",
+            "fsdp_config",
+            {"activation_checkpointing": True},
+            {"speed.activation_checkpointing": "full"},
+        ),
         ("axolotl", "saves_per_epoch", 4, {"train.save_steps": 0.25}),
         ("axolotl", "saves_per_epoch", 1, {"train.save_strategy": "epoch"}),
         ("axolotl", "tokens", ["<a>"], {"model.add_tokens": ["<a>"]}),
@@ -107,6 +120,11 @@ def kind_of(state: Translation, key: str) -> set[str]:
         ("llamafactory", "train_on_prompt", True, {"data.train_on": "all"}),
         ("llamafactory", "mask_history", True, {"data.train_on": "last_turn"}),
         ("llamafactory", "neat_packing", True, {"data.packing": True}),
+        ("llamafactory", "template", "qwen", {"data.chat_template": "qwen2_5"}),
+        ("llamafactory", "template", "gemma", {"data.chat_template": "gemma3"}),
+        ("llamafactory", "template", "qwen3", {"data.chat_template": None}),
+        ("llamafactory", "dataset", ["org/a", "org/b"], {"data.name": ["org/a", "org/b"]}),
+        ("llamafactory", "dataset_dir", "ONLINE", {"data.name": "mine"}),
         ("llamafactory", "disable_gradient_checkpointing", True, {"speed.activation_checkpointing": "none"}),
         ("llamafactory", "pissa_init", True, {"adapter.init_lora_weights": "pissa_niter_16"}),
         ("trl", "max_length", 2048, {"data.max_length": 2048}),
@@ -118,6 +136,11 @@ def kind_of(state: Translation, key: str) -> set[str]:
         ("trl", "load_in_4bit", True, {"adapter.type": "qlora"}),
         ("trl", "lora_target_modules", "all-linear", {"adapter.target_modules": "all-linear"}),
         ("trl", "dataset_config", "en", {"data.subset": "en"}),
+        ("trl", "streaming", True, {"data.streaming": True}),
+        ("trl", "test_split_size", 0.1, {"data.validation_fraction": 0.1}),
+        ("trl", "num_processes", 4, {"train.effective_batch_size": 32}),
+        ("trl", "chat_template_path", "a/b.jinja", {"data.chat_template": "a/b.jinja"}),
+        ("trl", "chat_template_path", "org/model", {"data.chat_template": None}),
         ("trl", "gradient_checkpointing", False, {"speed.activation_checkpointing": "none"}),
     ],
 )
@@ -147,6 +170,17 @@ def test_key_is_translated(tool, key, value, expected, tmp_path) -> None:
         ("llamafactory", "max_samples", 1000, NOT_SUPPORTED),
         ("llamafactory", "plot_loss", True, SAME),
         ("llamafactory", "finetuning_type", "freeze", NOT_SUPPORTED),
+        ("axolotl", "adapter", "llama-adapter", NOT_SUPPORTED),
+        ("axolotl", "loraplus_lr_embedding", 1e-6, NOT_SUPPORTED),
+        ("axolotl", "lr_scheduler", "one_cycle", NOT_SUPPORTED),
+        ("axolotl", "chat_template_jinja", "{{ messages }}", NOT_SUPPORTED),
+        ("axolotl", "chat_template", "phi_3", DIFFERS),
+        ("axolotl", "comet_workspace", "mine", NOT_SUPPORTED),
+        ("axolotl", "dpo_label_smoothing", 0.1, SAME),
+        ("llamafactory", "galore_rank", 16, NOT_SUPPORTED),
+        ("llamafactory", "template", "qwen3", DIFFERS),
+        ("trl", "mixed_precision", "bf16", NOT_SUPPORTED),
+        ("trl", "chat_template_path", "org/model", NOT_SUPPORTED),
         ("trl", "eos_token", "<end>", NOT_SUPPORTED),
         ("trl", "packing_strategy", "wrapped", NOT_SUPPORTED),
         ("trl", "loss_type", "dft", NOT_SUPPORTED),
@@ -275,6 +309,9 @@ def test_axolotl_sources_keep_files_splits_and_columns(tmp_path) -> None:
         ("llamafactory", {"stage": "dpo"}),
         ("llamafactory", {"stage": "pt"}),
         ("llamafactory", {"dataset": "pairs"}),
+        ("trl", {"beta": 0.1}),
+        ("trl", {"reward_funcs": ["accuracy"]}),
+        ("trl", {"desirable_weight": 1.0}),
     ],
 )
 def test_other_training_is_refused_and_names_the_tool(tool, given, tmp_path) -> None:
@@ -311,6 +348,10 @@ def test_command_line_of_trl(tmp_path) -> None:
         ("a: 1\n", "can't tell which tool"),
         ("- a\n", "no mapping of settings"),
         ("a: [\n", "not valid YAML"),
+        ("base_model: a\nlearning_rate: 1\nlearning_rate: 2\n", "same key twice(.|\n)*found: +learning_rate"),
+        ("base_model: a\ndatasets:\n- path: a\n  path: b\n", "same key twice"),
+        ("accelerate launch trl/scripts/grpo.py --beta 1\n", "supervised fine-tuning only(.|\n)*with TRL"),
+        ("python examples/scripts/dpo.py --model_name_or_path a\n", "supervised fine-tuning only"),
         ("stage: sft\nfinetuning_type: lora\n", "names no model"),
         ("model_name_or_path: a\ntemplate: qwen3\nexport_dir: b\n", "names no dataset(.|\n)*finetune merge"),
         ("base_model: a\nmicro_batch_size: 1\n", "names no dataset"),
@@ -336,6 +377,77 @@ def test_command_writes_a_recipe_that_passes_check(tmp_path, capsys) -> None:
     assert main.main(["check", str(recipe)]) == 0, capsys.readouterr().err
     assert main.main(words) == 2 and "exists" in capsys.readouterr().err
     assert main.main(["import", str(tmp_path / "absent.yaml"), "--output", f"{recipe}2"]) == 2
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_hyphens_in_the_values_of_a_command_line_are_kept(joined, tmp_path) -> None:
+    given = {"--model_name_or_path": "org/a-model", "--dataset-name": "org/my-data", "--use_peft": "True"}
+    given |= {"--lora_target_modules": "all-linear"}
+    words = [f"{name}={value}" if joined else f"{name} {value}" for name, value in given.items()]
+    script = tmp_path / "run.sh"
+    script.write_text(f"trl sft {' '.join(words)}\n")
+    recipe = reading.import_recipe(script).recipe
+    assert recipe["model.name"] == "org/a-model" and recipe["data.name"] == "org/my-data"
+    assert recipe["adapter.target_modules"] == "all-linear"
+
+
+def test_a_mixture_of_trl_is_not_taken_for_axolotls_datasets(tmp_path) -> None:
+    path = tmp_path / "theirs.yaml"
+    path.write_text(yaml.safe_dump({"model_name_or_path": "a", "datasets": [{"path": "b"}]}))
+    assert reading.import_recipe(path).tool == "TRL"
+
+
+@pytest.mark.parametrize(
+    ("more", "too_long"), [([], "split"), ([{"path": "b.jsonl", "type": "chat_template"}], "drop")]
+)
+def test_long_texts_are_cut_into_pieces_as_in_axolotl(more, too_long, tmp_path) -> None:
+    state = imported(tmp_path, "axolotl", datasets=[{"path": "a.jsonl", "type": "completion"}, *more])
+    assert state.recipe["data.too_long"] == too_long
+    assert (kind_of(state, "data.too_long") == {NOT_SUPPORTED}) is bool(more)
+
+
+def test_a_type_that_the_config_describes_gives_columns(tmp_path) -> None:
+    own = {"field_instruction": "question", "field_output": "answer", "format": "Q: {instruction}"}
+    state = imported(tmp_path, "axolotl", datasets=[{"path": "a.jsonl", "type": own}])
+    assert state.recipe["data.columns"] == {"instruction": "question", "output": "answer"}
+    (entry,) = (one for one in state.entries if one.key == "datasets.0.type.format")
+    assert entry.kind == NOT_SUPPORTED
+
+
+@pytest.mark.parametrize(
+    ("trained", "kind"), [(["gpt"], SAME), (["assistant"], SAME), (["human", "gpt"], NOT_SUPPORTED)]
+)
+def test_roles_to_train_can_have_the_names_of_the_data(trained, kind, tmp_path) -> None:
+    source = {"path": "a.jsonl", "type": "chat_template", "roles_to_train": trained}
+    state = imported(tmp_path, "axolotl", datasets=[source])
+    (entry,) = (one for one in state.entries if one.key == "datasets.0.roles_to_train")
+    assert entry.kind == kind
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [({}, DIFFERS), ({"eot_tokens": ["<|im_end|>"]}, SAME), ({"train_on_inputs": True}, None)],
+)
+def test_the_end_of_a_turn_that_axolotl_may_not_train_is_named(more, kind, tmp_path) -> None:
+    state = imported(tmp_path, "axolotl", **more)
+    assert kind_of(state, "data.train_on") == ({kind} if kind else set())
+
+
+def test_a_rank_that_is_no_number_is_an_error_of_the_key(tmp_path) -> None:
+    with pytest.raises(UserError, match=r"lora_rank(.|\n)*does not accept(.|\n)*eight"):
+        imported(tmp_path, "llamafactory", lora_rank="eight")
+
+
+def test_keys_of_other_trainers_are_keys_that_sft_lacks() -> None:
+    from trl import DPOConfig, GRPOConfig, KTOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig
+
+    def names(*kinds: Any) -> set[str]:
+        return {field.name for kind in kinds for field in dataclasses.fields(kind)}
+
+    ours = names(SFTConfig, ModelConfig, ScriptArguments)
+    assert not ours & set(trl.OTHER_TRAINERS)
+    for kind in (DPOConfig, GRPOConfig, KTOConfig, RewardConfig):
+        assert names(kind) & set(trl.OTHER_TRAINERS), kind
 
 
 def test_a_compile_mode_that_excludes_checkpointing_is_not_kept(tmp_path) -> None:

@@ -13,8 +13,10 @@ from transformers import AutoTokenizer
 
 from finetune.cli import main
 from finetune.core.errors import UserError
+from finetune.data import chat_templates
+from finetune.data.chat_texts import render_chat
 from finetune.data.examples import Example, Row
-from finetune.importers import prompt_formats, reading, recipe_text, verify
+from finetune.importers import llamafactory, prompt_formats, reading, recipe_text, verify
 from finetune.importers.prompt_formats import NotCompared
 from finetune.recipe import loader
 from support.paths import DATA, MODEL
@@ -89,13 +91,69 @@ def test_axolotl_on_all_inputs_trains_on_the_prompt_too(tmp_path) -> None:
     assert found.same == 2, found.lines()
 
 
-def test_llamafactorys_system_message_and_line_break_are_named(tmp_path) -> None:
+@pytest.mark.parametrize("template", ["qwen", "chatml", "qwen3_nothink"])
+def test_llamafactorys_line_break_is_named_and_its_template_is_kept(template, tmp_path) -> None:
     given = {"model_name_or_path": str(MODEL), "stage": "sft", "dataset": "mine", "cutoff_len": 512}
-    found = verified(tmp_path, {**given, "template": "qwen", "finetuning_type": "lora"})
-    assert found.same == 0 and all(difference.examples == 3 for difference in found.differences)
-    system, line_break = texts(found)
-    assert "finetune has nothing, LLaMA-Factory has '<|im_start|>system\\nYou are Qwen" in system
-    assert line_break == "labels: LLaMA-Factory trains on '\\n', and finetune does not"
+    found = verified(tmp_path, {**given, "template": template, "finetuning_type": "lora"})
+    if template not in prompt_formats.TEMPLATES:
+        assert texts(found) == [f"not compared: finetune does not know LLaMA-Factory's template {template}"]
+        return
+    assert found.same == 0 and found.differences[0].examples == 3
+    assert texts(found) == ["labels: LLaMA-Factory trains on '\\n', and finetune does not"]
+
+
+def test_templates_of_the_same_text_are_translated_and_no_others() -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    chats = [[{"role": "system", "content": "Be brief."}, *TURNS], [*TURNS, *TURNS]]
+    compared = 0
+    for name, template in prompt_formats.TEMPLATES.items():
+        bundled = llamafactory.TEMPLATES.get(name)
+        for messages in chats:
+            tokenizer.chat_template = chat_templates.bundled()[bundled or "chatml"]
+            text = render_chat(tokenizer, messages, None, prompt=False)
+            example = Example("a:1", messages, trained=(True,))
+            ids, _ = prompt_formats.of_llamafactory(
+                example, tokenizer, name, on_prompt=False, last_turn=False
+            )
+            same = tokenizer.decode(ids) == text
+            assert same is bool(bundled), (name, template)
+            compared += same
+    assert compared >= 10
+
+
+@pytest.mark.parametrize(
+    ("eos", "ends", "trained"),
+    [
+        ("<|im_end|>", [], "Maria did.<|im_end|>"),
+        ("<|endoftext|>", [], "Maria did."),
+        ("<|endoftext|>", ["<|im_end|>"], "Maria did.<|im_end|>"),
+    ],
+)
+def test_axolotl_trains_on_the_end_of_a_turn_only_if_it_is_an_eos_or_eot_token(eos, ends, trained) -> None:
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.add_special_tokens({"eos_token": eos})
+    example, row = Example("a:1", TURNS, trained=(True,)), Row({}, "a:1")
+    _, labels = prompt_formats.of_axolotl(
+        example, row, tokenizer, "chat_template", on_prompt=False, ends=ends
+    )
+    assert tokenizer.decode([label for label in labels if label != -100]) == trained
+
+
+@pytest.mark.parametrize("more", [{"train_on_eos": "all"}, {"roles_to_train": ["user", "assistant"]}])
+def test_labels_of_axolotl_that_finetune_does_not_know_are_not_compared(more, tmp_path) -> None:
+    given = axolotl("chat_template")
+    given["datasets"][0] |= more
+    (text,) = texts(verified(tmp_path, given))
+    assert text.startswith(
+        f"not compared: finetune does not know axolotl's labels with datasets.0.{next(iter(more))}"
+    )
+
+
+def test_a_template_that_changes_earlier_turns_is_not_compared_with_axolotl(tmp_path) -> None:
+    rows = [{"messages": [*TURNS, *TURNS]}, {"messages": TURNS}]
+    found = verified(tmp_path, axolotl("chat_template", chat_template="qwen3"), rows)
+    assert any("the chat template changes earlier turns" in text for text in texts(found)), texts(found)
 
 
 def test_what_is_not_compared_says_so(tmp_path) -> None:
