@@ -48,6 +48,7 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "gpu": ("gpu:table", "gpu"),
     "loss_parity": ("loss_parity:table", "loss_parity"),
     "multi_gpu": ("multi_gpu:table", "multi_gpu"),
+    "peers": ("gpu:table", "peers"),
     "plan": ("plan:table", "plan"),
     "products": ("products:table", "products"),
     "quickstart": ("quickstart:table", "quickstart"),
@@ -60,12 +61,10 @@ TABLES = {  # by name: what makes it in benchmarks/, and of which JSON there, on
     "verdicts_trials": ("verdicts:trials_table", "verdicts"),
     "verdicts_winners": ("verdicts:winners_table", "verdicts"),
 }
-SPEED = (  # method; rows of gpu.json: finetune's, and TRL's with Liger kernels
-    ("LoRA, bf16 base model", "lora-bf16", "trl+liger"),
-    ("LoRA, fp8 base model", "lora-fp8", ""),
-    ("DoRA, bf16 base model", "dora-bf16", "trl-dora+liger"),
-    ("QLoRA, NF4 base model", "qlora", "trl-qlora+liger"),
-    ("LoRA, fp8, `offload: activations`", "lora-fp8-mlp-small", ""),
+SPEED = (  # method; rows of peers.json: finetune's, TRL's with Liger kernels, and Unsloth's
+    ("LoRA, bf16 base model", "lora-bf16", "trl+liger", "unsloth"),
+    ("LoRA, fp8 base model", "lora-fp8", "", ""),
+    ("QLoRA, NF4 base model", "qlora", "trl-qlora+liger", "unsloth-qlora"),
 )
 OPTIMIZATIONS = (
     "bf16", "sdpa", "packing", "length_grouping", "chunked_loss", "no_recompute", "adamw_8bit", "tf32",
@@ -103,25 +102,21 @@ def tables(measured: dict[str, Any]) -> dict[str, str]:
         made["plan_verdict"] = resolve_name("plan:verdict")(measured["plan"]) + "\n"
     finally:
         sys.path.pop(0)
-    own = {"speed": speed(measured["gpu"]), "dora": dora(measured["gpu"])}
+    own = {"speed": speed(measured["peers"]), "dora": dora(measured["gpu"])}
     return (
         made | own | {"scaling": scaling(measured["multi_gpu"]), "ablation": ablation(measured["ablation"])}
     )
 
 
 def speed(measured: dict[str, dict[str, Any]]) -> str:
-    """Compare finetune with TRL: Llama 3.1 8B on one GPU."""
-    head = "| Llama 3.1 8B architecture, {}, 16,384 tokens per step | finetune | TRL + Liger kernels |"
-    lines = [head.format(measured["lora-bf16"]["gpu"]), "|---|---|---|"]
-    for method, own, peer in SPEED:
-        cells = [_rate_and_peak(measured[name]) if name else "not measured" for name in (own, peer)]
-        cells[1] += " (full activation checkpointing)" if "dora" in peer else ""
-        lines.append(f"| {method} | {cells[0]} | {cells[1]} |")
-    dates = [sorted(measured[row[at]]["date"] for row in SPEED if row[at]) for at in (1, 2)]
-    lines += ["", "Tokens/s and peak GPU memory. "]
-    lines[-1] += f"finetune: {dates[0][0]} to {dates[0][-1]}. "
-    lines[-1] += f"TRL + Liger: {dates[1][0]} to {dates[1][-1]}."
-    return "\n".join(lines) + "\n"
+    """Compare finetune with TRL and Unsloth: Llama 3.1 8B, all rows from one call on one GPU."""
+    first = measured["lora-bf16"]
+    head = f"Llama 3.1 8B architecture, {first['gpu']}, 16,384 tokens per step"
+    lines = [f"| {head} | finetune | TRL + Liger kernels | Unsloth 2026.10.9 |", "|---|---|---|---|"]
+    for method, *names in SPEED:
+        cells = [_rate_and_peak(measured[name]) if name else "not measured" for name in names]
+        lines.append(f"| {method} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Tokens/s and peak GPU memory, one run per cell, {first['date']}."]) + "\n"
 
 
 def dora(measured: dict[str, dict[str, Any]]) -> str:
@@ -171,7 +166,7 @@ def highlights(measured: dict[str, Any]) -> str:
     missed = sum("ran_out" in row for row in measured["plan"].values())
     near = f"{sum(error <= 0.10 for error in plans)} of {len(plans) + missed}"
     types = len(json_schema()["properties"]["adapter"]["discriminator"]["mapping"])
-    fast, small = gpu["lora-fp8"], gpu["lora-fp8-mlp-small"]
+    fast, small = measured["peers"]["lora-fp8"], gpu["lora-fp8-mlp-small"]
     rows = [
         (
             "Fast",

@@ -66,13 +66,13 @@ def draw(name: str, command: str, scene: Callable[[Console], None]) -> str:
     """Return a picture of a command and its output, which needs no file from the network."""
     screen = Console()
     options: Any = {"highlight": False, "markup": False, "emoji": False}
-    options |= {"record": True, "width": WIDTH, "force_terminal": True, "file": io.StringIO()}
-    screen.console = RichConsole(**options)
+    options |= {"record": True, "width": WIDTH, "file": io.StringIO()}
+    screen.console = RichConsole(**options)  # no terminal, so that a slow machine draws no progress bar
     screen.say(f"$ {command}", style="bold")
     with _prepared():
         scene(screen)
     text = Text.from_ansi(screen.console.export_text(styles=True))
-    recorder = RichConsole(**options)
+    recorder = RichConsole(force_terminal=True, **options)
     recorder.print(Text("\n").join(text.split("\n")[:MOST_LINES]))
     drawn = recorder.export_svg(title="finetune", unique_id=Path(name).stem)
     drawn = re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)
