@@ -161,6 +161,30 @@ def test_gradients_of_a_family_are_pefts_in_float64(model_type: str) -> None:
     assert worst < EXACT and all(float(g.abs().max()) > 0 for g in theirs.values())
 
 
+@pytest.mark.parametrize("model_type", soak_except(("qwen3_moe",), ("qwen3_moe", "mixtral", "olmoe")))
+def test_packed_loss_and_gradients_of_fused_experts_are_the_sums_of_unpacked_ones(model_type: str) -> None:
+    base = tiny(model_type, attn_implementation="sdpa").double()
+    model = adapted(base, autocast_adapter_dtype=False).double().train()
+    fused_adapters.apply(model)
+    assert any("finetune_experts" in vars(module) for module in model.modules())
+    rows = [list(range(5, 25)), list(range(30, 41)), [7, 8, 9]]
+    positions = [place for row in rows for place in range(len(row))]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def measured(ids: list[int], places: list[int]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        given = torch.tensor([ids])
+        logits = model(input_ids=given, position_ids=torch.tensor([places]), use_cache=False).logits[0]
+        inside = torch.tensor(places[1:]) > 0  # the first token of a text is no target
+        loss = cross_entropy(logits[:-1][inside], given[0, 1:][inside], reduction="sum")
+        return loss.detach(), list(torch.autograd.grad(loss, trained))
+
+    whole, together = measured([token for row in rows for token in row], positions)
+    alone = [measured(row, list(range(len(row)))) for row in rows]
+    assert float(whole) == pytest.approx(sum(float(loss) for loss, _ in alone), rel=EXACT)
+    for gradient, *parts in zip(together, *[each for _, each in alone], strict=True):
+        assert torch.allclose(gradient, torch.stack(parts).sum(0), atol=EXACT)
+
+
 def test_family_without_a_model_below_its_head_is_refused_by_check_and_train(
     tmp_path: Path, capsys: Any
 ) -> None:

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
-ADAPTER = {
-    "type": "lora", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"],
+ADAPTER = {  # rsLoRA and LoRA+
+    "type": "lora", "use_rslora": True, "loraplus_lr_ratio": 4, "r": 4, "lora_alpha": 8,
+    "target_modules": ["q_proj", "v_proj"],
     "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
 }  # fmt: skip
 
