@@ -22,6 +22,7 @@ from finetune.core.errors import Exit, Problem, UserError
 
 if TYPE_CHECKING:
     from peft import PeftModel
+    from peft.tuners.adalora.layer import RankAllocator
     from torch import Tensor, nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -64,13 +65,20 @@ class AllocateRanks(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
+        *,
+        model: PeftModel,
         **kwargs: object,
     ) -> None:
         self.tensors, self.masks = tensors(model), {}
 
     def on_optimizer_step(
-        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: Any,
+        **kwargs: Any,
     ) -> None:
         step, config = state.global_step + 1, model.peft_config["default"]
         # NaN or Inf gradients would stay in the moving averages. The last allocation reads no gradients, and
@@ -138,7 +146,7 @@ def allocate(
 
 
 @torch.no_grad()
-def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> None:
+def update_importance(allocator: RankAllocator, named: dict[str, torch.nn.Parameter]) -> None:
     """Update the averages of sensitivity and uncertainty (eq. 8 to 10), bit for bit as PEFT's `update_ipt`.
 
     Args:
@@ -168,7 +176,7 @@ def update_importance(allocator: Any, named: dict[str, torch.nn.Parameter]) -> N
 
 @torch.no_grad()
 def mask_to_budget(
-    allocator: Any, named: dict[str, torch.nn.Parameter], budget: int
+    allocator: RankAllocator, named: dict[str, torch.nn.Parameter], budget: int
 ) -> tuple[list[str], Tensor]:
     """Mask the triplets of least importance, bit for bit as PEFT's method of this name.
 
@@ -312,7 +320,7 @@ def allocation_state(model: PeftModel) -> dict[str, Tensor]:
     return state | {f"mask.{name}": torch.tensor(flags) for name, flags in pattern.items()}
 
 
-def _pattern(allocator: Any, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
+def _pattern(allocator: RankAllocator, named: dict[str, torch.nn.Parameter]) -> dict[str, list[bool]]:
     """Return the ranks in use by the names of E, and store them in PEFT's config.
 
     The dict is empty before the first allocation. Only this function waits for the device, because a wait in

@@ -96,7 +96,7 @@ def add_run_checks(
     count_trainable(adapted, checks)
 
 
-def _add_pattern_check(adapted: Any, config: Any, checks: RunChecks) -> None:
+def _add_pattern_check(adapted: PeftModel, config: Any, checks: RunChecks) -> None:
     """Record rank and scale of each module, and the values of PEFT's rule for patterns."""
     from peft.utils.other import get_pattern_key
 
@@ -104,7 +104,7 @@ def _add_pattern_check(adapted: Any, config: Any, checks: RunChecks) -> None:
     for name in adapted.targeted_module_names:
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, name), config.lora_alpha)
-        module = adapted.get_base_model().get_submodule(name)
+        module: Any = adapted.get_base_model().get_submodule(name)
         expected[f"r={rank} x{alpha / (rank**0.5 if config.use_rslora else rank):g}"] += 1
         actual[f"r={len(module.lora_A['default'].weight)} x{module.scaling['default']:g}"] += 1
     how = "rows of A and scale, counted over modules"

@@ -164,7 +164,7 @@ def _same(key: str, value: list[Any], saved: dict[str, Any]) -> bool:
     return requested == have
 
 
-def _variant(options: Any) -> str:
+def _variant(options: Mapping[str, object]) -> str:
     return " ".join(key for key in ("use_dora", "use_rslora") if options.get(key))
 
 

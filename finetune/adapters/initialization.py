@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     import torch
-    from peft import PeftConfig, PeftModel
+    from peft import LoraConfig, PeftConfig, PeftModel
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -31,7 +31,12 @@ CALIBRATION = (8, 4, 512)  # batches, sequences per batch, tokens per sequence
 
 
 def attach(
-    model: PreTrainedModel, config: Any, init: Any, linear: Iterable[str], batches: Batches, checks: RunChecks
+    model: PreTrainedModel,
+    config: Any,
+    init: object,
+    linear: Iterable[str],
+    batches: Batches,
+    checks: RunChecks,
 ) -> PeftModel:
     """Call `get_peft_model`, and run the preparation of `init_lora_weights` before or after it.
 
@@ -87,7 +92,12 @@ def rebases(adapted: nn.Module) -> bool:
     return isinstance(init, str) and init.startswith(REBASING_INITS)
 
 
-def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tensor] | None = None) -> None:
+def save(
+    adapted: PreTrainedModel | PeftModel,
+    target: Path,
+    initial: Path,
+    state: dict[str, torch.Tensor] | None = None,
+) -> None:
     """Save the adapter. If it changed the base model, save the difference from the `initial` adapter.
 
     Args:
@@ -100,7 +110,7 @@ def save(adapted: Any, target: Path, initial: Path, state: dict[str, torch.Tenso
         adapted.save_pretrained(str(target), state_dict=state, **options)
 
 
-def embeddings(adapted: PeftModel) -> dict[str, Any]:
+def embeddings(adapted: PreTrainedModel | PeftModel) -> dict[str, Any]:
     """Return the option that tells PEFT whether to save the embeddings.
 
     PEFT saves resized or adapted embeddings. Without this option, it compares their size with the config of
@@ -175,7 +185,7 @@ def _eva(model: PreTrainedModel, config: PeftConfig, batches: Batches) -> Any:
     return adapted
 
 
-def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+def _corda(model: PreTrainedModel, config: LoraConfig, batches: Batches) -> Any:
     """Initialize CorDA (arXiv 2406.05223), which decomposes the weights by the covariance of their inputs."""
     import torch
     from peft import get_peft_model
@@ -191,7 +201,7 @@ def _corda(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
     return get_peft_model(model, config)
 
 
-def _lora_ga(model: PreTrainedModel, config: Any, batches: Batches) -> Any:
+def _lora_ga(model: PreTrainedModel, config: LoraConfig, batches: Batches) -> Any:
     """Initialize LoRA-GA (arXiv 2407.05000): A and B from the weights' gradient on the first batches."""
     from peft import get_peft_model
     from peft.tuners.lora.loraga import preprocess_loraga

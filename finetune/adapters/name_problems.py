@@ -572,7 +572,7 @@ def _experts(options: Mapping[str, Any], names: Names, resolved: Resolved) -> li
     return [replace(one, fix=f"{one.fix}, or target_modules: {other}") for one in found]
 
 
-def _half(layer: str, targets: Any) -> Problem:
+def _half(layer: str, targets: str | Iterable[str] | None) -> Problem:
     """Return the problem of an expert layer that is targeted without the other layer of its parameter."""
     first, second = expert_targets.LAYERS["gate_up_proj"]
     place = (first if layer in first else second).index(layer)

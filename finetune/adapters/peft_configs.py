@@ -14,7 +14,7 @@ from finetune.recipe import adapter_types
 from finetune.recipe.adapter_rules import rows_beside
 
 if TYPE_CHECKING:
-    from peft import PeftConfig
+    from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
 
     from finetune.core.model_config import ModelConfig
@@ -55,7 +55,7 @@ def peft_config(
     return classes[kind.peft](task_type=TaskType.CAUSAL_LM, **options)
 
 
-def derived(model: Any, adapter: Adapter) -> dict[str, Any]:
+def derived(model: PreTrainedModel | PeftModel, adapter: Adapter) -> dict[str, Any]:
     """Return PEFT's keys that finetune sets: AdaLoRA's schedule and IA3's feed-forward modules."""
     builds = () if adapter.source else adapter_types.find(adapter.type).builds
     values = {

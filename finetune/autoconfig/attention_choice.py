@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.autoconfig import memory_estimate
 from finetune.core import packages
@@ -19,6 +19,8 @@ from finetune.kernels import kernel_limits
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from finetune.core.model_config import ModelConfig
     from finetune.hardware.detection import Hardware
 
@@ -69,7 +71,7 @@ class RowLayout:
     """The adapter puts trained vectors before the row, as prompt tuning does."""
 
 
-def read(config: Any) -> Attends:
+def read(config: PreTrainedConfig | ModelConfig) -> Attends:
     """Read the properties of a model's attention from its transformers config and model class."""
     lacks, config = _lacks(config), config.get_text_config()
     family = config.model_type

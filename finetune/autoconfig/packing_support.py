@@ -6,7 +6,7 @@ the isolation on the model itself (`speed/packing_isolation.py`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.autoconfig import attention_choice, batch_size
 from finetune.core import packages
@@ -14,6 +14,8 @@ from finetune.core.errors import Exit, Problem, UserError
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Data, Train
 
@@ -105,7 +107,7 @@ def missing_kernels(family: str) -> list[str]:
     return [DISTRIBUTIONS.get(name, name) for name in needed if not packages.installed(name)]
 
 
-def _has_other_layers(text: Any) -> bool:
+def _has_other_layers(text: PreTrainedConfig) -> bool:
     """Whether some layers are convolutions, linear attention or state-space layers."""
     kinds = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
     if kinds:

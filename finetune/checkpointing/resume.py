@@ -105,7 +105,7 @@ def nothing_to_do(output_dir: str | None, requested: str | None, recipe: dict[st
     return False
 
 
-def _same_file(key: str, *written: Any) -> bool:
+def _same_file(key: str, *written: object) -> bool:
     """Return whether all values name the same files, by any path, with the same other keys."""
     names, taken = zip(*map(_named, written), strict=True)
     return key in resume_contract.IGNORED and taken[0] == taken[1] and all(map(_at_one_place, *names))

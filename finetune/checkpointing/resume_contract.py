@@ -73,7 +73,11 @@ SHOWN = 80  # largest number of characters of a value in the table
 
 
 def contract(
-    recipe: dict[str, Any], setup: Setup, counts: dict[str, Any], tokenizer: Any, content: list[Any]
+    recipe: dict[str, Any],
+    setup: Setup,
+    counts: dict[str, Any],
+    tokenizer: Any,
+    content: list[Any],
 ) -> dict[str, Any]:
     """Return the contract of this run, its recipe's keys and facts, which a resumed run must match.
 

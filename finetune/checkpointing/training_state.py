@@ -9,7 +9,7 @@ import dataclasses
 import random
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import psutil
@@ -22,6 +22,9 @@ from finetune.core import formatting
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.data.loss_mask import WEIGHTS
 from finetune.distributed import collectives, deepspeed_zero, launch_environment, sharded_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Parts that differ between processes. Under ZeRO, the optimizer does too.
 RANKS = ("rng", "epoch_rng", "log", "batches")
@@ -188,7 +191,7 @@ def set_random_state(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def digest(so_far: Any, inputs: dict[str, Any]) -> Any:
+def digest(so_far: int | Tensor, inputs: dict[str, Any]) -> Any:
     """Add a batch to the digest `so_far`, an int64 on the batch's device. Do not synchronize with the device.
 
     Token ids, labels and batches are weighted by their position. Another example, another position or another
@@ -241,7 +244,7 @@ def _set_allocation(trainer: Trainer, saved: dict[str, torch.Tensor]) -> None:
         adalora.restore_allocation(trainer.model, {**weights, **saved})
 
 
-def _set_optimizer(trainer: Trainer, saved: Any) -> None:
+def _set_optimizer(trainer: Trainer, saved: dict[str, Any]) -> None:
     if deepspeed_zero.used():
         deepspeed_zero.put_back(trainer.optimizer, saved)
         return

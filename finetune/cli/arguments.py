@@ -41,7 +41,7 @@ def at_least_zero(text: str) -> float:
     return _number(float, text, 0, "a number from 0 up")
 
 
-def _number(kind: Any, text: str, least: int, expected: str) -> Any:
+def _number(kind: type[int] | type[float], text: str, least: int, expected: str) -> Any:
     try:
         number = kind(text)
     except ValueError:

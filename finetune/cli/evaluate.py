@@ -13,6 +13,7 @@ from finetune.cli.fast_imports import fast_imports
 from finetune.cli.inputs import opened
 
 if TYPE_CHECKING:
+    from finetune.hardware.detection import Hardware
     from finetune.launch.launcher import LaunchChoice
     from finetune.run_folder.run_folder import RunFolder
 
@@ -60,7 +61,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def processes_of(run: RunFolder, overrides: list[str], machine: Any) -> LaunchChoice:
+def processes_of(run: RunFolder, overrides: list[str], machine: Hardware) -> LaunchChoice:
     """Return how a run is evaluated on a machine with several GPUs."""
     from finetune.evaluation import evaluation_launch
 

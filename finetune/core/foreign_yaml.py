@@ -5,10 +5,15 @@ A few aliases can expand to more values than memory has room for, and deep nesti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError, first_line
 from finetune.core.strict_yaml import MAX_DEPTH, TWICE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import yaml
 
 LARGEST = 1_000_000  # characters and values, with each alias replaced by its value
 MOST_BITS = 4096  # of an integer
@@ -46,7 +51,7 @@ def read(text: str, source: str, deepest: int = MAX_DEPTH, *, unique: bool = Fal
         ) from None
 
 
-def _check(events: Any, source: str, deepest: int) -> None:
+def _check(events: Iterable[Any], source: str, deepest: int) -> None:
     """Refuse tags, deep nesting and aliases that expand to too much, before a value exists."""
     sizes: dict[str, int] = {}  # anchor -> the size of its value
     opened: list[tuple[str | None, int]] = []
@@ -93,7 +98,9 @@ def _refuse_repeated(document: Any, source: str) -> None:
         waiting += [part for pair in node.value for part in pair] if is_mapping else node.value
 
 
-def _refused(what: str, source: str, event: Any, found: str, expected: str = "") -> UserError:
+def _refused(
+    what: str, source: str, event: yaml.Event | yaml.Node, found: str, expected: str = ""
+) -> UserError:
     place = f"{source}:{event.start_mark.line + 1}:{event.start_mark.column + 1}"
     fix = "correct this line of the file"
     return UserError(Problem(what, "", place, found, expected, fix=fix, code="yaml-syntax"))

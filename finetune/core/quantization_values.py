@@ -49,7 +49,7 @@ def skipped(declared: dict[str, Any]) -> list[tuple[str, Pattern]]:
     return [(text, Pattern("match", f"(?:{text}){_BOUNDARY}")) for text in texts]
 
 
-def _wrong(declared: Any) -> Iterator[tuple[str, Any, str]]:
+def _wrong(declared: object) -> Iterator[tuple[str, Any, str]]:
     """The name and value of each field that has another type, and what is expected."""
     if not isinstance(declared, dict):
         yield "", declared, "an object"

@@ -13,14 +13,18 @@ if TYPE_CHECKING:
     import argparse
     import datetime
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
+    import torch.distributed as dist
+    from accelerate.optimizer import AcceleratedOptimizer
     from jinja2 import Environment
+    from lm_eval.api.model import LM
     from peft import PeftModel
     from torch import Tensor, nn
     from torch.nn.parallel import DistributedDataParallel
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
-    from transformers import PreTrainedModel, TrainingArguments
+    from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 
     from finetune.core.model_config import ModelConfig
 
@@ -53,7 +57,7 @@ def set_attention_name(config: ModelConfig, name: str) -> None:
     config._attn_implementation = name
 
 
-def forget_quantization(config: Any) -> None:
+def forget_quantization(config: PreTrainedConfig) -> None:
     """Remove transformers' mark of a quantized model, with which some layers choose another forward pass."""
     vars(config).pop("_is_quantized", None)
 
@@ -100,7 +104,7 @@ def set_checkpoint_function(layer: Any, function: Callable[..., Any]) -> None:
     layer._gradient_checkpointing_func = function
 
 
-def chat_template_environment(chat_template_utils: Any) -> Environment:
+def chat_template_environment(chat_template_utils: ModuleType) -> Environment:
     """Return the Jinja environment in which transformers compiles chat templates.
 
     The public function also renders, and it accepts neither limits nor a date (5.22.2).
@@ -111,7 +115,7 @@ def chat_template_environment(chat_template_utils: Any) -> Environment:
     return chat_template_utils._compile_jinja_template("").environment
 
 
-def with_reasoning_fields(chat_template_utils: Any, chat: list[Any]) -> list[Any]:
+def with_reasoning_fields(chat_template_utils: ModuleType, chat: list[Any]) -> list[Any]:
     """Return a chat whose messages have their reasoning under each name that templates read."""
     alias = getattr(chat_template_utils, "_alias_reasoning_fields", None)
     return alias(chat) if alias else chat  # transformers 5.17 has no such function
@@ -122,7 +126,7 @@ def keep_on_one_gpu(arguments: TrainingArguments) -> None:
     arguments._n_gpu = min(arguments.n_gpu, 1)
 
 
-def mark_step_skipped(optimizer: Any, skipped: bool) -> None:
+def mark_step_skipped(optimizer: AcceleratedOptimizer, skipped: bool) -> None:
     """Make the schedule and AdaLoRA skip a step, as after an fp16 overflow. `optimizer` is Accelerate's."""
     optimizer._is_overflow = skipped
 
@@ -132,7 +136,7 @@ def launch_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action
     return {action.dest: action for action in parser._actions}
 
 
-def set_rank(lm: Any, rank: int, processes: int) -> None:
+def set_rank(lm: LM, rank: int, processes: int) -> None:
     """Set the rank and the number of processes of a loaded model, by which lm-eval divides its requests."""
     lm._rank, lm._world_size = rank, processes
 
@@ -248,7 +252,9 @@ def operations_through(answer: Callable[..., Any]) -> contextlib.AbstractContext
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: object = (), kwargs: object = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Callable[..., Any], types: object, args: object = (), kwargs: object = None
+        ) -> Any:
             return answer(func, args, kwargs or {})
 
     return Mode()
@@ -264,7 +270,7 @@ def reference_layers() -> contextlib.AbstractContextManager[None]:
     return _compiling_state_context()
 
 
-def reads_a_value(operation: Any) -> bool:
+def reads_a_value(operation: object) -> bool:
     """Return whether an operation converts a tensor to a Python number."""
     import torch
 
@@ -314,7 +320,7 @@ def process_groups() -> list[tuple[Any, str]]:
     return [(group, backend) for group, (backend, _) in distributed_c10d._world.pg_map.items()]
 
 
-def set_group_timeout(timeout: datetime.timedelta, group: Any) -> None:
+def set_group_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup | None) -> None:
     """Set the timeout of a process group."""
     from torch.distributed import distributed_c10d
 

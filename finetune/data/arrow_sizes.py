@@ -8,17 +8,19 @@ pyarrow shows the size of a compressed buffer only after it has decompressed the
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    import pyarrow
 
 DICTIONARY, BATCH = 2, 3  # message types
 NODES, BUFFERS = 1, 2  # fields of a record batch
 EACH = 8  # bytes counted for each value, because a null takes no bytes in the buffers
 
 
-def expanded_bytes(content: Any) -> int:
+def expanded_bytes(content: pyarrow.NativeFile) -> int:
     """Return the bytes that all batches of an Arrow file or stream take in memory.
 
     Each value counts `EACH` bytes in addition to its buffers.

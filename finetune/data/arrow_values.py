@@ -47,7 +47,7 @@ def table_rows(batches: Iterable[Any], name: str) -> Iterator[Row | BadRow]:
         start += batch.num_rows
 
 
-def _values(batch: Any) -> Iterator[Any]:
+def _values(batch: pyarrow.RecordBatch) -> Iterator[Any]:
     """Yield each row of a batch as a mapping, the error if Python cannot represent a value, or `None` if the
     row has too many values.
 
@@ -74,7 +74,7 @@ def _values(batch: Any) -> Iterator[Any]:
         yield from found
 
 
-def count_values(batch: Any) -> int:
+def count_values(batch: pyarrow.RecordBatch) -> int:
     """Return how many values the rows of a batch hold: columns, fields of structs, and items of lists."""
     import pyarrow
 
@@ -136,7 +136,7 @@ def _decoder(kind: pyarrow.DataType, name: str, column: str) -> Decoder | None:
     return None
 
 
-def _shares_values(kind: Any) -> bool:
+def _shares_values(kind: pyarrow.DataType) -> bool:
     """Return whether several rows can share one stored value.
 
     A small file of such a type can fill the memory.
@@ -149,7 +149,7 @@ def _shares_values(kind: Any) -> bool:
     return views or types.is_run_end_encoded(kind) or types.is_union(kind)
 
 
-def _extension_decoder(kind: Any, name: str, column: str) -> Decoder | None:
+def _extension_decoder(kind: pyarrow.BaseExtensionType, name: str, column: str) -> Decoder | None:
     import pyarrow
 
     if isinstance(kind, pyarrow.JsonType):

@@ -266,7 +266,7 @@ class Audit:
         if "<think>" in said or any("reasoning_content" in turn for turn in turns):
             self.count("reasoning", example.where)
 
-    def finish(self, places: Any, held_out: Audit | None = None) -> Report:
+    def finish(self, places: Callable[[int], str], held_out: Audit | None = None) -> Report:
         """Complete the report with the values that need all examples, such as lengths and duplicates.
 
         Args:

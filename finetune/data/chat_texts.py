@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.data.template_sandbox import ChatTemplate, render
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def render_chat(
-    tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None, *, prompt: bool = True
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    prompt: bool = True,
 ) -> str:
     """Return the text of a chat.
 

@@ -422,7 +422,13 @@ def make_encoder(
     return replace(encoder, with_tools=with_tools, notes=notes)
 
 
-def _of_template(tokenizer: Any, own: str, data: Data, known: dict[str, Any], tools: Any) -> Encoder:
+def _of_template(
+    tokenizer: Any,
+    own: str,
+    data: Data,
+    known: dict[str, Any],
+    tools: list[dict[str, Any]] | None,
+) -> Encoder:
     """Return the encoder of the chats that one template renders with these tools."""
     marked = own if MARKS.search(own) else marked_twin(own)
     way = "none" if data.train_on == "all" else "marks" if marked else "turns"

@@ -19,6 +19,8 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from datasets import DatasetBuilder
+
 # Allowed readers of `datasets`; `cache` reads a dataset that was prepared before
 READERS = ("arrow", "csv", "json", "parquet", "text", "cache")
 NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -72,7 +74,7 @@ def _packaged_readers() -> frozenset[str]:
     return frozenset(folder.name for folder in folders if folder.is_dir())
 
 
-def check_builder(builder: Any, name: str) -> None:
+def check_builder(builder: DatasetBuilder, name: str) -> None:
     """Raise a UserError for readers of pickles, archives or databases, and for outside files (exit 2)."""
     reader = type(builder).__module__
     allowed = [f"datasets.packaged_modules.{one}.{one}" for one in READERS]
@@ -115,7 +117,7 @@ def _configs_of_card(name: str, revision: str | None) -> list[Any]:
     return found
 
 
-def _check_inside(named: Any, name: str) -> None:
+def _check_inside(named: object, name: str) -> None:
     """Raise a UserError for addresses, chained file systems and paths outside the repository (exit 2)."""
     for text in _texts(named):
         parts = re.split(r"[/\\]", text)

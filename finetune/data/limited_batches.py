@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
+    from pyarrow.parquet import RowGroupMetaData
+
     from finetune.data.read_limits import Limits
 
 compute: Any = pyarrow.compute  # pyarrow creates its functions at run time
@@ -69,7 +71,7 @@ def read_arrow(content: pyarrow.MemoryMappedFile, path: Path, limits: Limits) ->
         yield batch
 
 
-def _arrow_batches(content: Any) -> Iterator[Any]:
+def _arrow_batches(content: pyarrow.NativeFile) -> Iterator[Any]:
     """Yield the stored batches of an Arrow file or stream."""
     try:
         reader = ipc.open_file(content)
@@ -80,7 +82,9 @@ def _arrow_batches(content: Any) -> Iterator[Any]:
     yield from map(reader.get_batch, range(reader.num_record_batches))
 
 
-def _batch_rows(content: pyarrow.MemoryMappedFile, path: Path, group: Any, index: int, limits: Limits) -> int:
+def _batch_rows(
+    content: pyarrow.MemoryMappedFile, path: Path, group: RowGroupMetaData, index: int, limits: Limits
+) -> int:
     """Return the number of rows per batch that fits in memory. Every row can repeat a dictionary value."""
     columns = [group.column(number) for number in range(group.num_columns)]
     if any("DELTA_BYTE_ARRAY" in one.encodings for one in columns):  # values share their prefixes
@@ -110,7 +114,7 @@ def _longest_repeated(batch: object) -> int:
     return sum(compute.max(lengths).as_py() or 0 for lengths, _ in _repeated_texts(batch))
 
 
-def _size(batch: Any) -> int:
+def _size(batch: pyarrow.RecordBatch) -> int:
     """Return the bytes of a batch in memory, where each row counts its own copy of a shared text."""
     size = batch.nbytes
     for lengths, stored in _repeated_texts(batch):
@@ -130,17 +134,17 @@ def _repeated_texts(batch: object) -> Iterator[tuple[Any, int]]:
             yield pyarrow.array(_view_lengths(array)), sum(text.size for text in array.buffers()[2:])
 
 
-def _is_view(array: Any) -> bool:
+def _is_view(array: pyarrow.Array) -> bool:
     return types.is_string_view(array.type) or types.is_binary_view(array.type)
 
 
-def _view_lengths(array: Any) -> Any:
+def _view_lengths(array: pyarrow.Array) -> Any:
     """Return the bytes of each text. A view has 16 bytes and starts with the length of its text."""
     lengths = numpy.frombuffer(array.buffers()[1], numpy.int32)[0::4]
     return lengths[array.offset : array.offset + len(array)].astype(numpy.int64)
 
 
-def _leaves(batch: Any, whole: bool = False) -> Iterator[Any]:
+def _leaves(batch: pyarrow.RecordBatch, whole: bool = False) -> Iterator[Any]:
     """Yield the arrays of a batch that hold no other arrays.
 
     Args:
@@ -185,7 +189,7 @@ def limited(batches: Iterable[Any], path: Path, limits: Limits) -> Iterator[Any]
             yield part
 
 
-def _parts(batch: Any, rows: int) -> Iterator[tuple[Any, int]]:
+def _parts(batch: pyarrow.RecordBatch, rows: int) -> Iterator[tuple[Any, int]]:
     """Split a batch into parts of at most `rows` rows, each with its size.
 
     Parts of large rows have fewer rows.

@@ -56,7 +56,12 @@ def trained_spans(example: Example, text: Rendered, train_on: str, eos: str) -> 
 
 
 def token_range(
-    text: str, span: tuple[int, int], encoding: Any, ids: list[int], prompt_end: str, stops: Collection[int]
+    text: str,
+    span: tuple[int, int],
+    encoding: Any,
+    ids: list[int],
+    prompt_end: str,
+    stops: Collection[int],
 ) -> tuple[int, int, bool]:
     """Return the tokens [low, high) of `span`, and whether one of them crosses a border of the span.
 

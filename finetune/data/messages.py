@@ -128,7 +128,7 @@ def _with_all_roles(bad: BadRow, turns: list[Any], roles: dict[str, str]) -> Bad
     return more
 
 
-def _message(turn: Any, number: int, roles: dict[str, str], cut: bool, row: str) -> Message:
+def _message(turn: object, number: int, roles: dict[str, str], cut: bool, row: str) -> Message:
     """Normalize one message to a known role, one text, reasoning and tool calls."""
     if not roles and isinstance(turn, dict) and turn.keys() == PLAIN and turn["role"] in ROLES:
         content, asis = turn["content"], turn["role"] != "assistant" or not cut
@@ -225,25 +225,25 @@ def separate_results(turns: list[Any]) -> list[Any]:
     return found
 
 
-def _calls(calls: Any, where: str) -> list[Any]:
+def _calls(calls: object, where: str) -> list[Any]:
     """Return the tool calls of a message, which holds none, one call or a list. JSON text is parsed."""
     if isinstance(calls, str) and calls.strip():
         calls = json_of(calls, "a tool call", where)
     return calls if isinstance(calls, list) else [calls] if calls else []
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
+def _tool_call(call: object, where: str) -> dict[str, Any]:
     """Return a tool call in the form that chat templates expect. Its arguments are a mapping."""
-    call = json_of(call, "a tool call", where)
-    function = call.get("function", call) if isinstance(call, dict) else None
+    parsed = json_of(call, "a tool call", where)
+    function = parsed.get("function", parsed) if isinstance(parsed, dict) else None
     if not isinstance(function, dict) or not _is_text(function.get("name")):
-        raise BadRow("malformed", "a tool call has no name", where, found=short(call))
+        raise BadRow("malformed", "a tool call has no name", where, found=short(parsed))
     arguments = function.get("arguments", function.get("parameters"))
     arguments = json_of(arguments or {}, "a tool call's arguments", where) or {}
     if not isinstance(arguments, dict):
         what = "a tool call's arguments must be a mapping"
         raise BadRow("malformed", what, where, found=short(arguments))
-    more = {"id": call["id"]} if call.get("id") else {}
+    more = {"id": parsed["id"]} if parsed.get("id") else {}
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **more}
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import pyarrow
+    from pyarrow.parquet import ColumnChunkMetaData
 
 MOST_PAGES = 200_000  # of a column in a row group
 UNCOMPRESSED, COMPRESSED, PAGE, PAGE_V2 = 2, 3, 5, 8  # fields of a page header
@@ -33,7 +34,7 @@ def of_column(content: pyarrow.MemoryMappedFile, column: object) -> list[int]:
         raise ValueError("the header of a page is damaged") from None
 
 
-def _sizes(content: Any, column: Any) -> Iterator[int]:
+def _sizes(content: pyarrow.NativeFile, column: ColumnChunkMetaData) -> Iterator[int]:
     start = column.data_page_offset
     if column.has_dictionary_page and 0 < column.dictionary_page_offset < start:
         start = column.dictionary_page_offset

@@ -37,6 +37,7 @@ from finetune.data.prepared_cache import cache_folder, code_digest
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Callable, Collection, Iterable, Iterator
+    from concurrent.futures import Future
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -68,7 +69,7 @@ class Prepared:
 
 def prepare(
     data: Data,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Any,
     seed: int,
     vocabulary: int | None,
     declared: Collection[int] = (),
@@ -383,7 +384,7 @@ def encode(found: Iterable[Any], encoder_for: Callable[[bool], Encoder]) -> Iter
         encoder = encoder_for(any(example.messages for example in good))
         return encoder, good, encoder.render(good)
 
-    def tokenize(job: Any) -> list[Any]:
+    def tokenize(job: Future[tuple[Encoder, list[Example], Any]]) -> list[Any]:
         encoder, good, texts = job.result()
         return encoder.tokenize(good, texts)
 

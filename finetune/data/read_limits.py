@@ -14,6 +14,7 @@ from finetune.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+    from typing import IO
 
     from finetune.recipe.schema import Source
 
@@ -46,7 +47,7 @@ def of_source(source: Source) -> Limits:
     return Limits(source.max_example_bytes or EXAMPLE_BYTES, source.max_uncompressed_bytes)
 
 
-def limited_lines(file: Any, path: Path, limits: Limits) -> Iterator[Any]:
+def limited_lines(file: IO[Any], path: Path, limits: Limits) -> Iterator[Any]:
     """Yield the lines of an open file, in text or binary mode.
 
     Raises:
@@ -61,7 +62,7 @@ def limited_lines(file: Any, path: Path, limits: Limits) -> Iterator[Any]:
 class RecordLines:
     """The lines of a CSV file. A record with quotes can take several lines."""
 
-    def __init__(self, file: object, path: Path, limits: Limits) -> None:
+    def __init__(self, file: IO[str], path: Path, limits: Limits) -> None:
         self.lines, self.path, self.limits = limited_lines(file, path, limits), path, limits
         self.number = self.characters = 0
 

@@ -170,7 +170,7 @@ def _csv(path: Path, limits: Limits) -> Rows:
             raise UserError(_where_not_utf8(path).problem) from None
 
 
-def _header(reader: Any, path: Path) -> list[str]:
+def _header(reader: Iterator[list[str]], path: Path) -> list[str]:
     """Return the column names in the first line."""
     try:
         names = next(reader, [])

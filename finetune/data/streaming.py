@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from datasets import IterableDataset
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from finetune.data.encoding import Encoded
@@ -157,7 +158,7 @@ class BlockSettings(NamedTuple):
 
 def encode_block(
     batch: dict[str, list[Any]],
-    read: Any,
+    read: Tensor,
     data: Data,
     tokenizer: PreTrainedTokenizerBase,
     settings: BlockSettings,

@@ -27,7 +27,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from types import ModuleType
+
+    from jinja2.lexer import TokenStream
+    from jinja2.parser import Parser
 
 ITERATIONS = 5_000_000  # maximum loop iterations of one rendering
 # Added for each pair of messages, because some templates look back from each message
@@ -319,7 +323,7 @@ def _limit_operations(environment: Any) -> Any:
         tags = {"count_iteration"}  # noqa: RUF012 (Jinja's convention)
         left = ITERATIONS
 
-        def filter_stream(self, stream: Any) -> Iterator[Any]:
+        def filter_stream(self, stream: TokenStream) -> Iterator[Any]:
             before, statement = "", ""
             for token in stream:
                 yield token
@@ -331,7 +335,7 @@ def _limit_operations(environment: Any) -> Any:
                     yield lexer.Token(token.lineno, lexer.TOKEN_BLOCK_END, "%}")
                 before = token.type
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: Parser) -> Any:
             line = next(parser.stream).lineno
             return nodes.ExprStmt(self.attr("count"), lineno=line)
 
@@ -356,7 +360,7 @@ def _power(left: Any, right: Any) -> Any:
 
 
 @cache
-def _environment(upstream: Any) -> tuple[Any, Any]:
+def _environment(upstream: ModuleType) -> tuple[Any, Any]:
     """Return transformers' environment for chat templates, and the object that counts its loops."""
     from finetune.core import upstream_private
 
@@ -365,7 +369,7 @@ def _environment(upstream: Any) -> tuple[Any, Any]:
 
 
 @lru_cache(maxsize=16)
-def _chat_template(source: str, upstream: Any) -> tuple[Any, Any]:
+def _chat_template(source: str, upstream: ModuleType) -> tuple[Any, Any]:
     """Return a compiled chat template and its limits.
 
     Compilation evaluates constants, so it has a time limit.
@@ -375,7 +379,7 @@ def _chat_template(source: str, upstream: Any) -> tuple[Any, Any]:
         return environment.from_string(source), limits
 
 
-def _answers(request: dict[str, Any], upstream: Any) -> list[Any]:
+def _answers(request: dict[str, Any], upstream: ModuleType) -> list[Any]:
     """Return (text, spans, error) of each chat."""
     from finetune.core import upstream_private
 
@@ -421,7 +425,7 @@ def _with_marks(template: Any, given: dict[str, Any]) -> tuple[str, list[Any]]:
     return "".join(pieces), spans
 
 
-def _answer(one: Any, chat: Any) -> tuple[Any, Any, str]:
+def _answer(one: Callable[[Any], tuple[Any, Any]], chat: object) -> tuple[Any, Any, str]:
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -438,7 +442,10 @@ def _answer(one: Any, chat: Any) -> tuple[Any, Any, str]:
 
 
 def _by_turns(
-    rendered: Any, messages: list[Any], tools: Sequence[dict[str, Any]] | None, after_turn: str
+    rendered: Callable[..., tuple[str, list[Any]]],
+    messages: list[Any],
+    tools: Sequence[dict[str, Any]] | None,
+    after_turn: str,
 ) -> tuple[Any, Any]:
     """Find the assistant's turns: each turn is the text that it adds to the text before it.
 

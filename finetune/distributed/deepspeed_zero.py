@@ -16,6 +16,7 @@ from finetune.core import upstream_private
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+    from transformers import PreTrainedModel
 
 _KEPT = ("base_optimizer_state", "single_partition_of_fp32_groups")  # names in ZeRO-1 and ZeRO-2
 _KEPT += ("optimizer_state_dict", "fp32_flat_groups")  # names in ZeRO-3
@@ -27,7 +28,7 @@ def used() -> bool:
     return PartialState().distributed_type == DistributedType.DEEPSPEED
 
 
-def own_buffers(loaded: Any) -> None:
+def own_buffers(loaded: PreTrainedModel) -> None:
     """Recompute the non-persistent buffers of a model that was loaded under ZeRO-3.
 
     DeepSpeed's `zero.Init` casts them to 16 bits, including rotary frequencies (deepspeed 0.19.8,

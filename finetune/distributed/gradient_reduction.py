@@ -48,7 +48,7 @@ def trained_bytes(adapted: torch.nn.Module) -> int:
     return sum(p.nbytes for p in adapted.parameters() if p.requires_grad)
 
 
-def add_run_check(wrapped: Any, exchanged: int, checks: RunChecks) -> None:
+def add_run_check(wrapped: nn.Module | None, exchanged: int, checks: RunChecks) -> None:
     """Add a run check of the gradient bytes that the last step exchanged.
 
     Args:

@@ -24,6 +24,8 @@ import torch.distributed
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed.distributed_c10d import Store
+
 POLL_SECONDS = 0.2
 # Time until all processes must know of the request. After it, the run ends without a restart.
 AGREEMENT_SECONDS = 120
@@ -70,7 +72,7 @@ class FirstStepWatch:
         except (RuntimeError, OSError):  # the store is gone, and with it the launch
             return
 
-    def _follow(self, store: Any) -> None:
+    def _follow(self, store: Store) -> None:
         world, has_reported = int(os.environ["WORLD_SIZE"]), False
         while not store.check(["request"]):
             if self.wanted:

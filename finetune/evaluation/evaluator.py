@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
     from finetune.core.console import Console
 
 
@@ -86,7 +89,7 @@ def run(
         if screen and PartialState().is_main_process:
             screen.say(f"{what} ...")
 
-    def measured(requested: object, which: str) -> Measured:
+    def measured(requested: PreTrainedModel | PeftModel, which: str) -> Measured:
         def part(what: str) -> AbstractContextManager[None]:
             say(f"{which}: {what}")
             return measurement.show_progress(screen, f"{which}: {what}")

@@ -28,10 +28,12 @@ from finetune.models import model_files, token_limits
 from finetune.recipe import recipe_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.recipe.schema import Eval, Model
 
@@ -129,7 +131,7 @@ def texts(
     return found
 
 
-def _build_requests(task: Any, settings: Eval, tokenizer: PreTrainedTokenizerBase, date: str | None) -> None:
+def _build_requests(task: Task, settings: Eval, tokenizer: PreTrainedTokenizerBase, date: str | None) -> None:
     """Build the requests of a task, as `lm_eval.simple_evaluate` does before it calls a model."""
     from lm_eval.evaluator_utils import get_sample_size
 
@@ -178,7 +180,7 @@ def _theirs(name: str) -> str | dict[str, Any]:
     return made
 
 
-def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
+def _loaded(manager: TaskManager, specs: list[Any]) -> dict[str, Any]:
     """Load lm-eval's tasks by name, and convert its errors to UserErrors."""
     named = [name for name in specs if isinstance(name, str)]
     if problems := tasks.unknown(named, set(manager.all_tasks)):
@@ -202,7 +204,7 @@ def _loaded(manager: Any, specs: list[Any]) -> dict[str, Any]:
 
 
 def run(
-    model: nn.Module,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     settings: Eval,
     *,
@@ -230,7 +232,9 @@ def run(
     return results
 
 
-def grouped(model: nn.Module, tokenizer: PreTrainedTokenizerBase, settings: Eval) -> dict[bool, list[Any]]:
+def grouped(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, settings: Eval
+) -> dict[bool, list[Any]]:
     """Group lm-eval's task specifications by whether they use the chat template."""
     options = {}  # vLLM ignores generation_config if it gets its own parameters
     if settings.engine == "hf":
@@ -301,7 +305,10 @@ def _evaluate(
 
 
 def language_model(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int, date: str | None = None
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int,
+    date: str | None = None,
 ) -> Any:
     """Wrap a loaded model for lm-eval, for all processes of this launch."""
     from lm_eval.models import huggingface
@@ -432,7 +439,7 @@ def one(results: dict[str, Any], task: str, metric: str) -> tuple[float, bool]:
     return float(results[task]["metrics"][metric]), results[task]["higher_is_better"][metric] is not False
 
 
-def _collected(found: Any, settings: Eval, chat: bool, batch_size: int) -> dict[str, Any]:
+def _collected(found: Mapping[str, Any], settings: Eval, chat: bool, batch_size: int) -> dict[str, Any]:
     """Return lm-eval's results by task, with scores and prompts of each example."""
     collected = {}
     for name, results in found["results"].items():
@@ -521,7 +528,7 @@ def _rows(results: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return own + [row for part in results[name]["subtasks"] for row in _rows(results, part)]
 
 
-def _values(metric: str, rows: Any) -> tuple[list[float], list[float] | None] | None:
+def _values(metric: str, rows: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float] | None] | None:
     """Return a metric's value and weight for each example, or `None` if it is not a mean over examples."""
     name, _, wanted = metric.partition(",")
     values = [row[name] for row in rows if name in row and row["filter"] == (wanted or "none")]
@@ -533,7 +540,9 @@ def _values(metric: str, rows: Any) -> tuple[list[float], list[float] | None] | 
     return None
 
 
-def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> dict[str, Any] | None:
+def _difference(
+    metric: str, base: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]], higher_is_better: bool
+) -> dict[str, Any] | None:
     """Return the paired difference of a mean or a perplexity, or `None` for other metrics."""
     before, after = _values(metric, base), _values(metric, tuned)
     if not before or not after or len(before[0]) != len(after[0]):
@@ -550,7 +559,7 @@ def _difference(metric: str, base: Any, tuned: Any, higher_is_better: bool) -> d
     )
 
 
-def _groups(metric: str, rows: Any) -> list[Any]:
+def _groups(metric: str, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return a label for each example of a metric: its prompt, or its document if all prompts are equal."""
     name, _, wanted = metric.partition(",")
     own = [row for row in rows if name in row and row["filter"] == (wanted or "none")]
@@ -558,7 +567,7 @@ def _groups(metric: str, rows: Any) -> list[Any]:
     return prompts if len(set(prompts)) > 1 else [row["doc_hash"] for row in own]
 
 
-def _stderr(metric: str, rows: object) -> float | None:
+def _stderr(metric: str, rows: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the standard error of a metric: by formula for a mean, by jackknife for a perplexity."""
     values, weights = _values(metric, rows) or ([], None)
     of = PERPLEXITIES.get(metric.partition(",")[0])

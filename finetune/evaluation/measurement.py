@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.core.console import Console
     from finetune.data.preparation import HeldOut
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def measure(
-    requested: Any,
+    requested: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[HeldOut],
     texts: list[str],

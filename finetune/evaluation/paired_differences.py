@@ -114,7 +114,7 @@ def _codes(groups: Sequence[Hashable] | None, count: int) -> tuple[Any, int]:
     return np.asarray(codes, int), len(numbers)
 
 
-def _of_answers(sums: Any, sizes: Any) -> Estimate:
+def _of_answers(sums: np.ndarray, sizes: np.ndarray) -> Estimate:
     """Estimate the difference in correct answers.
 
     The interval follows Bonett and Price (2012). It adds one group in each direction, so that no change at
@@ -132,7 +132,7 @@ def _of_answers(sums: Any, sizes: Any) -> Estimate:
     return widened._replace(low=max(widened.low, -1.0), high=min(widened.high, 1.0), p=p)
 
 
-def _sign_test(sums: Any) -> float:
+def _sign_test(sums: np.ndarray) -> float:
     """Return the mid-p value for the total of `sums` if each sign is random."""
     sizes = np.abs(np.rint(sums)).astype(int)
     sizes = sizes[sizes > 0]
@@ -151,7 +151,7 @@ def _sign_test(sums: Any) -> float:
     return min(1.0, 2 * (chances[:least].sum() + chances[least] / 2))
 
 
-def _of_ratio(sums: Any, sizes: Any, *, skewed: bool = True) -> Estimate:
+def _of_ratio(sums: np.ndarray, sizes: np.ndarray, *, skewed: bool = True) -> Estimate:
     """Estimate sum(sums) / sum(sizes) over groups. `skewed` adds the correction for skewness."""
     total, count = sizes.sum(), len(sums)
     mean = sums.sum() / total
@@ -172,7 +172,7 @@ def _of_ratio(sums: Any, sizes: Any, *, skewed: bool = True) -> Estimate:
     return Estimate(float(low), float(high), p, error, freedom)
 
 
-def _skewness(residuals: Any) -> float:
+def _skewness(residuals: np.ndarray) -> float:
     spread = (residuals**2).mean()
     return float(SKEWNESS_FACTOR * (residuals**3).mean() / spread**1.5) if spread > 0 else 0.0
 

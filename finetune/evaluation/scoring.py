@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from peft import PeftModel
-    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.recipe.schema import Data, Eval
@@ -89,14 +88,14 @@ class Score:
     def part(self, indices: list[int]) -> Score:
         """Return the score of some of the examples."""
 
-        def taken(values: Any) -> Any:
+        def taken(values: Sequence[object] | None) -> Any:
             return None if values is None else [values[index] for index in indices]
 
         return Score(*map(taken, (self.losses, self.tokens, self.answers, self.hits, self.ends)))
 
 
 def score(
-    model: Any,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     rows: list[HeldOut],
     data: Data,
@@ -232,7 +231,7 @@ def fitting(run: Callable[[int], Result], batch_size: int | str) -> Result:
 
 
 def row_losses(
-    model: nn.Module, rows: list[list[Encoded]], pad: Any, settings: Eval
+    model: PreTrainedModel | PeftModel, rows: list[list[Encoded]], pad: Any, settings: Eval
 ) -> list[tuple[float, float]]:
     """Return (loss sum, number of tokens) for each example. The loss is fp32, summed in fp64.
 
@@ -246,7 +245,7 @@ def row_losses(
 
 
 def token_losses(
-    model: Any, documents: list[Encoded], pad: Any, batch_size: int
+    model: PreTrainedModel | PeftModel, documents: list[Encoded], pad: int, batch_size: int
 ) -> list[tuple[float, float]]:
     """Return (loss sum, number of tokens or sum of their weights) for each document."""
     found: list[tuple[float, float]] = [(0.0, 0)] * len(documents)
@@ -302,19 +301,19 @@ def batches(
         order = order[size:]
 
 
-def stop_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end an answer: those used in training, and those that the model declares."""
     return sorted(encoding.ends_of_answer(tokenizer) | declared_stops(model.generation_config))
 
 
-def stops(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+def stops(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     """Return the tokens that end an answer of an evaluation, and those that the model declares."""
     declared = sorted(declared_stops(model.generation_config))
     return {"answers": stop_ids(model, tokenizer), "model": declared}
 
 
 def generate(
-    model: nn.Module,
+    model: PreTrainedModel | PeftModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[list[int]],
     longest: int,
@@ -331,7 +330,11 @@ def generate(
 
 
 def greedy_answers(
-    model: Any, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], room: int, batch_size: int
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[int]],
+    room: int,
+    batch_size: int,
 ) -> list[tuple[str, bool]]:
     """Generate at most `room` tokens after each prompt. Prompts are padded on the left.
 

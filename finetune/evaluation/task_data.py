@@ -20,6 +20,8 @@ from finetune.data.readers import READERS, read_file
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from finetune.data.examples import Row
+
 LOADERS = {  # dataset_path -> suffixes of its files
     "json": (".json", ".jsonl"),
     "csv": (".csv",),
@@ -111,7 +113,9 @@ def not_fetched(key: str, where: str, address: str) -> Problem:
     return Problem(what, key, where, address[:200], expected, fix, code="data-not-found")
 
 
-def _matches(patterns: Any, folder: Path | None, where: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _matches(
+    patterns: str | list[str], folder: Path | None, where: Path, suffixes: tuple[str, ...]
+) -> list[Path]:
     """Return the files that match names and patterns, in order."""
     key, found = "dataset_kwargs.data_files", dict[Path, None]()
     for pattern in patterns if isinstance(patterns, list) else [patterns]:
@@ -206,7 +210,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(_value, read_file(path))
 
 
-def _value(row: Any) -> dict[str, Any]:
+def _value(row: BadRow | Row) -> dict[str, Any]:
     if isinstance(row, BadRow):
         raise UserError(row.problem)
     return row.value

@@ -529,7 +529,7 @@ def config(task: Task, rows: list[dict[str, Any]], options: dict[str, Any]) -> d
     }
 
 
-def perplexity(mean: Any) -> Any:
+def perplexity(mean: float) -> Any:
     """Return the perplexity of a mean log-likelihood. The result is infinite instead of an OverflowError.
 
     lm-eval's own `math.exp` overflows for a text without spaces, such as Chinese or base64, which it counts

@@ -18,7 +18,8 @@ from finetune.export.serving_check import AnswerToken, Reader
 from finetune.models.generation_config import declared_stops
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.data.examples import Example
     from finetune.export.export_job import ExportJob
@@ -96,6 +97,8 @@ def _ids(tokenizer: PreTrainedTokenizerBase, examples: list[Example]) -> list[li
     return found
 
 
-def _answer(model: Any, stops: list[int], prompt: list[int], room: int) -> list[AnswerToken]:
+def _answer(
+    model: PreTrainedModel | PeftModel, stops: list[int], prompt: list[int], room: int
+) -> list[AnswerToken]:
     (tokens,), (logits,) = serving_check.answers(model, [prompt], stops, room)
     return serving_check.steps(tokens, logits)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from finetune.core.model_config import ModelConfig
     from finetune.export.export_job import ExportJob
+    from finetune.export.gguf_families import GgufTensor
+    from finetune.export.gguf_file import Checkpoint
 
 K_QUANTS = {"q2_k": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 """What llama.cpp's own program quantizes: the name, and the number in `general.file_type`."""
@@ -121,7 +123,9 @@ def quantize_with_llama_cpp(whole: Path, path: Path, kind: str) -> None:
     safe_files.remove(whole.parent, whole.name)
 
 
-def check_file(path: Path, entries: dict[str, Any], tensors: Any, source: Any, kind: str) -> None:
+def check_file(
+    path: Path, entries: dict[str, Any], tensors: list[GgufTensor], source: Checkpoint, kind: str
+) -> None:
     """Raise a UserError if the file does not hold the model (exit 4)."""
     wanted = {key: value for key, value in entries.items() if value is not None}
     gguf_file.refuse_damaged(path, gguf_file.differences(path, wanted, tensors, source, kind))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np
+    from gguf import GGUFReader, GGUFWriter, ReaderTensor
 
     from finetune.export.gguf_families import GgufTensor
 
@@ -114,7 +115,7 @@ def _numpy() -> Any:
     return numpy
 
 
-def _add(writer: Any, key: str, value: Any) -> None:
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
     """Add one key. An integer is stored in 32 bits without a sign, as llama.cpp reads it."""
     gguf = load_gguf()
 
@@ -152,7 +153,7 @@ def differences(
     return found
 
 
-def _tensor_difference(tensor: GgufTensor, held: Any, source: Checkpoint, kind: str) -> list[str]:
+def _tensor_difference(tensor: GgufTensor, held: ReaderTensor, source: Checkpoint, kind: str) -> list[str]:
     """Compare one tensor with the weights that it was made from."""
     gguf = load_gguf()
 
@@ -186,12 +187,12 @@ def _error(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> float:
     return float((errors / numpy.maximum(numpy.add.reduceat(wanted**2, starts), 1e-30)).max()) ** 0.5
 
 
-def _held(reader: Any, key: str) -> Any:
+def _held(reader: GGUFReader, key: str) -> Any:
     field = reader.get_field(key)
     return None if field is None else field.contents()
 
 
-def _equal(held: Any, value: Any) -> bool:
+def _equal(held: Any, value: object) -> bool:
     if isinstance(value, float) and isinstance(held, float):
         return abs(held - value) <= 1e-6 * abs(value)
     if isinstance(value, list) and value and isinstance(value[0], float):

@@ -12,7 +12,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.export.gguf_families import Family, GgufTensor, in_pairs, load_gguf, rope_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from finetune.core.model_config import ModelConfig
 
@@ -88,7 +88,11 @@ def _layout(name: str, config: ModelConfig, family: Family) -> Any:
     return None
 
 
-def _both(compute: Any, step: Any, tensors: list[torch.Tensor]) -> torch.Tensor:
+def _both(
+    compute: Callable[[list[torch.Tensor]], torch.Tensor],
+    step: Callable[[torch.Tensor], torch.Tensor] | None,
+    tensors: list[torch.Tensor],
+) -> torch.Tensor:
     found = compute(tensors)
     return step(found) if step else found
 

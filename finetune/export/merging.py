@@ -25,8 +25,8 @@ from finetune.run_folder import run_folder
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune.recipe.schema import Recipe
     from finetune.run_folder.run_folder import RunFolder
@@ -120,7 +120,10 @@ def run(
 
 
 def scores(
-    tokenizer: PreTrainedTokenizerBase, rows: Any, recipe: Recipe, opened: nn.Module
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Any,
+    recipe: Recipe,
+    opened: PreTrainedModel | PeftModel,
 ) -> dict[str, Any] | None:
     """Score the model on the validation set, for a quantized merge only. Other merges compare logits."""
     return scoring.score(opened, tokenizer, rows, recipe.data, recipe.eval).as_json() if rows else None

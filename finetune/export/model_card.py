@@ -157,7 +157,7 @@ def _result(data: str, title: str, metric: str, value: float, said: str) -> Eval
     )
 
 
-def _beside(results: dict[str, Any], metric: Any) -> str:
+def _beside(results: dict[str, Any], metric: str | None) -> str:
     """Format the base model's score as `base 1.9, difference -1.6 [-1.7, -1.5]`."""
     said = f"base {figure(results.get('base', {}).get(metric))}"
     difference = interval(results.get("difference", {}).get(metric))
@@ -335,7 +335,7 @@ def versions(run: RunFolder) -> str:
     return markdown.table(("package", "version"), [(name, text) for name, text in packages.items() if text])
 
 
-def interval(difference: Any) -> str:
+def interval(difference: object) -> str:
     """Format a difference as `-1.6 [-1.7, -1.5] better`."""
     if not isinstance(difference, dict):
         return ""

@@ -54,12 +54,12 @@ def plain_base(recipe: Recipe, setup: Setup) -> PreTrainedModel:
     return plain
 
 
-def is_transposed(module: Any) -> bool:
+def is_transposed(module: object) -> bool:
     """Return whether a quantized layer holds the transposed weight of GPT-2's Conv1D."""
     return issubclass(getattr(module, "source_cls", object), Conv1D)
 
 
-def unquantized_base(recipe: Recipe, setup: Setup, stored: Any) -> Any:
+def unquantized_base(recipe: Recipe, setup: Setup, stored: PreTrainedModel) -> Any:
     """Return a base model in fp32 that can take the weights of `stored`.
 
     A checkpoint that is already quantized has no fp32 weights, so the model is created without weights.

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
     from finetune.data.encoding import Encoded
     from finetune.data.examples import Example
     from finetune.recipe.schema import Recipe
@@ -114,7 +117,9 @@ class Expected(NamedTuple):
         return max(TOLERANCES[kind], WITH_EXPERTS if quantized else 0.0) * self.spread()
 
 
-def expected_of(model: Any, tokenizer: Any, recipe: Recipe, texts: Texts) -> Expected:
+def expected_of(
+    model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase, recipe: Recipe, texts: Texts
+) -> Expected:
     """Return the prompts and answers of the evaluation. A template that asks for the date gets today's."""
     stops = scoring.stop_ids(model, tokenizer)
     loss = mean(losses_of(model, texts.documents)) if texts.documents else None
@@ -129,13 +134,13 @@ def expected_of(model: Any, tokenizer: Any, recipe: Recipe, texts: Texts) -> Exp
     return Expected(texts.examples, prompts, answered, logits, stops, texts.documents, loss, routed)
 
 
-def text_logits(model: Any, ids: list[int]) -> torch.Tensor:
+def text_logits(model: PreTrainedModel | PeftModel, ids: list[int]) -> torch.Tensor:
     """Return the logits of a text: (tokens, vocabulary)."""
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float().cpu()
 
 
-def losses_of(model: Any, documents: Sequence[Encoded]) -> list[tuple[float, float]]:
+def losses_of(model: PreTrainedModel | PeftModel, documents: Sequence[Encoded]) -> list[tuple[float, float]]:
     """Return the sum of a transformers model's losses on each document, and the number of tokens or the sum
     of their weights.
     """

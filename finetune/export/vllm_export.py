@@ -21,7 +21,7 @@ KINDS = ("bf16", "f32")
 ADDRESS = "http://localhost:8000/v1"
 
 
-def check(_config: Any, _quantize: str) -> None:
+def check(_config: object, _quantize: str) -> None:
     """vLLM serves every model type that finetune trains, so there is nothing to refuse before the merge."""
 
 

@@ -284,7 +284,7 @@ def _asked(name: str, revision: str) -> str:
         raise UserError(unread(error, name, revision), code=Exit.ENVIRONMENT) from error
 
 
-def patiently(call: Callable[..., Any], *arguments: Any, **options: object) -> Any:
+def patiently(call: Callable[..., Any], *arguments: object, **options: object) -> Any:
     """Retry a call after errors of the network or the Hub, with pauses as long as the Hub asks for."""
     from huggingface_hub.utils import get_session
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.importers.translation import SAME, Rule, Translation, number
@@ -222,7 +221,7 @@ def launch(state: Translation, gpus: int) -> None:
         state.record("translated", key, value, f"{text}; it has the nearest settings")
 
 
-def _zero(value: Any) -> tuple[int | None, bool]:
+def _zero(value: object) -> tuple[int | None, bool]:
     """Return the ZeRO stage of a DeepSpeed setting, if it names one, and whether it offloads."""
     if isinstance(value, dict):
         zero = value.get("zero_optimization") or {}

@@ -44,7 +44,7 @@ class Rule:
     """Values that switch the key off, so that nothing is lost."""
 
 
-def number(value: Any) -> Any:
+def number(value: object) -> Any:
     """Return the number in a string: YAML 1.1 reads 2e-5 as a string."""
     return strict_yaml.scalar(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
 
@@ -67,7 +67,7 @@ class Translation:
     def __post_init__(self) -> None:
         self.given = dict(self.source)
 
-    def take(self, key: str, default: Any = None) -> Any:
+    def take(self, key: str, default: object = None) -> Any:
         """Remove a key from the source and return its value; the default if it is missing or null."""
         value = self.source.pop(key, None)
         self.taken = key, value
@@ -103,7 +103,7 @@ class Translation:
             unset = "it is not set" if value is None else "finetune does this too" if value else "it is off"
             self.record(SAME, key, value, rule.same or unset)
 
-    def keep_default(self, target: str, theirs: Any, ours: Any, why: str = "") -> None:
+    def keep_default(self, target: str, theirs: object, ours: object, why: str = "") -> None:
         """Write the tool's default into the recipe if the recipe has no value for the key."""
         if target not in self.recipe:
             self.recipe[target] = theirs

@@ -21,6 +21,7 @@ from finetune.kernels.kernel_limits import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 Tensor = torch.Tensor
 
@@ -47,7 +48,7 @@ def without_mask(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, N
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Any = None,
+        attention_mask: object = None,
         dropout: float = 0.0,
         scaling: float | None = None,
         sliding_window: int | None = None,
@@ -55,7 +56,7 @@ def without_mask(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, N
         is_causal: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
-        **others: Any,
+        **others: object,
     ) -> tuple[Tensor, None]:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         unknown = [name for name in ("s_aux", "position_bias", "cache") if others.get(name) is not None]
@@ -125,7 +126,7 @@ def varlen() -> Callable[..., Tensor]:
     return kernel
 
 
-def flash(package: Any) -> Callable[..., Tensor]:
+def flash(package: ModuleType) -> Callable[..., Tensor]:
     """Run FlashAttention 2 or 3 from `flash_attn` or `flash_attn_interface`."""
 
     def kernel(
@@ -212,7 +213,7 @@ def _(
 
 
 def _flash4_options(
-    borders: Any, longest: int, scale: float, window: int | None, softcap: float
+    borders: Tensor | None, longest: int, scale: float, window: int | None, softcap: float
 ) -> dict[str, Any]:
     documents = {} if borders is None else {"max_seqlen_q": longest, "max_seqlen_k": longest}
     return {

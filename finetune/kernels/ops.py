@@ -314,7 +314,15 @@ def activate_backward(
 
 
 def _activate_backward(
-    gu: Any, t: Any, b: Any, column: Any, act: str, dh: Any, dt_down: Any, a_down: Any, weight_scale: Any
+    gu: torch.Tensor,
+    t: torch.Tensor | None,
+    b: torch.Tensor | None,
+    column: torch.Tensor | None,
+    act: str,
+    dh: torch.Tensor,
+    dt_down: torch.Tensor | None,
+    a_down: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     """Return dgu, h, amax, dcolumn and the adapters' gradients, or `None` if not summed here."""
     plain = torch.cat(_gate_and_up(gu, t, b, None), dim=1)

@@ -313,7 +313,7 @@ def check_shares(requested: argparse.Namespace, config: dict[str, Any]) -> None:
         raise UserError(Problem(what, "--num_processes", found=str(count), fix=fix, code="launch-config"))
 
 
-def begin_again(requested: Any, config: dict[str, Any]) -> None:
+def begin_again(requested: argparse.Namespace, config: dict[str, Any]) -> None:
     """Make `--max_restarts` work. By default, restarted processes look for ended processes (torch 2.13).
 
     Raises:

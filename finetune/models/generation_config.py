@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 
-def declared_stops(generation: Any) -> set[int]:
+def declared_stops(generation: GenerationConfig) -> set[int]:
     """Return the token ids that end an answer by the model's own generation config."""
     ids = generation.eos_token_id
     return set(ids if isinstance(ids, list) else [ids]) - {None}
 
 
-def settle_generation(generation: Any, stops: list[int]) -> list[str]:
+def settle_generation(generation: GenerationConfig, stops: list[int]) -> list[str]:
     """Adapt the base model's generation config for the saved model, and return the changes.
 
     Args:

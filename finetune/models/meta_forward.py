@@ -11,9 +11,10 @@ from finetune.core import upstream_private
 from finetune.recipe import upstream_options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-    from torch import nn
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
 TOKENS = 16
 # Causal language models whose forward needs real tensor values (transformers 5.22). The other families run on
@@ -33,7 +34,7 @@ def guessed_values() -> Iterator[None]:
         yield
 
 
-def _answer(operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _answer(operation: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Answer what a forward asks about the values of meta tensors.
 
     Conditions are false, such as whether a layer is dropped at random. Numbers are 0. One entry of a
@@ -49,14 +50,14 @@ def _answer(operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> A
     return operation(*args, **options)
 
 
-def choose_computations(model: Any) -> None:
+def choose_computations(model: PreTrainedModel) -> None:
     """Choose computations of attention and experts that do not depend on values."""
     with contextlib.suppress(ValueError):  # of a model without attention
         model.set_attn_implementation("eager")
     model.set_experts_implementation("batched_mm")
 
 
-def inputs(model: nn.Module) -> dict[str, Any] | None:
+def inputs(model: PreTrainedModel) -> dict[str, Any] | None:
     """Return the first inputs with which a model runs on the meta device; `None` if all of them fail."""
     choose_computations(model)
     ids = tokens(model)
@@ -69,12 +70,12 @@ def inputs(model: nn.Module) -> dict[str, Any] | None:
     return None
 
 
-def logits(model: Any, given: dict[str, Any]) -> torch.Tensor:
+def logits(model: PreTrainedModel, given: dict[str, Any]) -> torch.Tensor:
     """Return the output of the training forward pass on the meta device."""
     with torch.device("meta"), guessed_values():
         return model.train()(**given).logits
 
 
-def tokens(model: Any) -> torch.Tensor:
+def tokens(model: PreTrainedModel | PeftModel) -> torch.Tensor:
     """Return some token ids on the model's device."""
     return torch.arange(TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size

@@ -12,6 +12,8 @@ from finetune.recipe import upstream_options
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transformers import PreTrainedConfig
+
     from finetune.core.model_config import ModelConfig
 
 GENERATES_TEXT = re.compile(
@@ -76,7 +78,7 @@ def unsupported(config: ModelConfig) -> str:
     )
 
 
-def sees_later_tokens(text: Any) -> bool:
+def sees_later_tokens(text: PreTrainedConfig) -> bool:
     """Return whether a text model's attention sees the tokens that it predicts, by its config."""
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
     return both_ways or getattr(text, "is_causal", None) is False or text.model_type in NOT_CAUSAL

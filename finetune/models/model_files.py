@@ -14,6 +14,8 @@ from finetune.models import checkpoint_headers
 from finetune.quantization import stored_weights
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from finetune.recipe.schema import Model
 
 TOKENIZER_FILES = (
@@ -115,7 +117,7 @@ def commit(model: Model) -> str:
     return client.commit(model.name, model.revision or "main")
 
 
-def from_hub(load: Any, model: Model, **options: object) -> Any:
+def from_hub(load: Callable[..., Any], model: Model, **options: object) -> Any:
     """Call `from_pretrained`, and raise its errors as UserErrors with a fix. The model's code never runs."""
     from huggingface_hub.errors import StrictDataclassError
 

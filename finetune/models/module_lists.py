@@ -32,7 +32,7 @@ from finetune.models.module_names import Names
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from finetune.core.model_config import ModelConfig
 
@@ -48,7 +48,7 @@ class ModuleList(NamedTuple):
     note: str = ""
 
 
-def read(path: Path, config: Any) -> ModuleList:
+def read(path: Path, config: PreTrainedConfig | ModelConfig) -> ModuleList:
     """Return the names of the model with the config.json at `path`.
 
     Args:
@@ -143,7 +143,7 @@ def build_without_weights(folder: Path) -> Any:
     return of_config(AutoConfig.from_pretrained(folder, trust_remote_code=False))
 
 
-def of_config(config: Any) -> Any:
+def of_config(config: PreTrainedConfig) -> Any:
     """Build the model of a config of transformers on the meta device."""
     import torch
 
@@ -172,7 +172,7 @@ def of_live_model(model: Any) -> Names:
     )
 
 
-def of_meta_model(model: nn.Module) -> Names:
+def of_meta_model(model: PreTrainedModel) -> Names:
     """Return the names of a model on the meta device, with the modules that get no gradient.
 
     One forward pass shows the modules. The model reads the weight of such a module without a call of its

@@ -106,7 +106,7 @@ class Names:
         return max(numbers, default=-1) + 1
 
 
-def decoder_of(model: Any) -> Any:
+def decoder_of(model: PreTrainedModel) -> Any:
     """Return the module that calls the decoder layers of a transformers model.
 
     In some families, `get_decoder()` returns the whole model or the head (transformers 5.22: Llama 4, Mllama,
@@ -129,7 +129,7 @@ def _linear_shapes(
     return found
 
 
-def of_model(model: Any) -> Names:
+def of_model(model: PreTrainedModel) -> Names:
     """Return the names of a model in memory or on the meta device, before it gets an adapter."""
     text = {id(module) for module in of_text(model)}
     named = [(name, module) for name, module in model.named_modules() if name]
@@ -182,7 +182,7 @@ def _shape(model: nn.Module, name: str, parameter: nn.Parameter) -> tuple[int, .
     return tuple(by.shape)
 
 
-def _name_of(named: list[tuple[str, Any]], module: nn.Module) -> str:
+def _name_of(named: list[tuple[str, Any]], module: nn.Module | None) -> str:
     return next((name for name, one in named if one is module), "")
 
 

@@ -17,7 +17,7 @@ NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")  # names of th
 UNSCALED = (None, "default", "mrope")  # types of rotary embeddings without scaling
 
 
-def positions(config: Any) -> int | None:
+def positions(config: PreTrainedConfig | ModelConfig) -> int | None:
     """Return the number of positions of a model: of its table, or of rotary embeddings without scaling.
 
     Return `None` if the config has no such limit, or scales the embeddings beyond it.
@@ -36,7 +36,7 @@ def text_limit(config: PreTrainedConfig) -> int | None:
     return positions(config) or getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def _scaled(rope: Any) -> bool:
+def _scaled(rope: object) -> bool:
     """Return whether the rotary embeddings of at least one kind of layer are scaled.
 
     Gemma 4's `proportional` embeddings rotate a part of each head. They are scaled only with a `factor`.

@@ -118,7 +118,7 @@ def _content(path: Path) -> tuple[dict[str, Any] | None, str]:
     return held, ""
 
 
-def _positive(rate: Any) -> bool:
+def _positive(rate: object) -> bool:
     return isinstance(rate, int | float) and math.isfinite(rate) and rate > 0
 
 

@@ -27,14 +27,16 @@ from finetune.speed import packing_isolation
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from peft import PeftModel
     from torch import nn
+    from transformers import PreTrainedModel
 
     from finetune.autoconfig.machine_setup import Setup
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Adapter
 
 
-def check(adapted: nn.Module, adapter: Adapter, setup: Setup, checks: RunChecks) -> None:
+def check(adapted: PreTrainedModel | PeftModel, adapter: Adapter, setup: Setup, checks: RunChecks) -> None:
     """Refuse an adapter with tensors that no gradient reaches. For `full`, freeze such parameters.
 
     Raises:
@@ -69,7 +71,9 @@ def check(adapted: nn.Module, adapter: Adapter, setup: Setup, checks: RunChecks)
     checks.add("gradients", expected, expected, how)
 
 
-def problems_on_meta(adapted: nn.Module, adapter: Adapter, inputs: dict[str, Any]) -> list[Problem]:
+def problems_on_meta(
+    adapted: PreTrainedModel | PeftModel, adapter: Adapter, inputs: dict[str, Any]
+) -> list[Problem]:
     """Return the problems that `check` finds in a forward pass of an adapter on the meta device."""
     trained = trainable_parameters.trainable(adapted)
     try:
@@ -85,7 +89,7 @@ def needs_values(error: BaseException | None) -> bool:
 
 
 def unreached(
-    model: nn.Module,
+    model: PreTrainedModel | PeftModel,
     trained: dict[str, torch.nn.Parameter],
     attention: str,
     inputs: dict[str, Any] | None = None,
@@ -128,12 +132,14 @@ def _sharing_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
 
 
-def _inputs(model: nn.Module) -> dict[str, Any]:
+def _inputs(model: PreTrainedModel | PeftModel) -> dict[str, Any]:
     ids = meta_forward.tokens(model)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
 
 
-def _is_of_adapter(adapted: nn.Module, adapter: Adapter, attention: str, error: Exception) -> bool:
+def _is_of_adapter(
+    adapted: PreTrainedModel | PeftModel, adapter: Adapter, attention: str, error: Exception
+) -> bool:
     """Return whether the adapter raised the error, or the model runs without the adapter."""
     if adapter.type == "full" or isinstance(error, torch.AcceleratorError) or should_reduce_batch_size(error):
         return False

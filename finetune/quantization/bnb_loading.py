@@ -18,6 +18,7 @@ from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 from finetune.quantization import stacked_experts
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -44,7 +45,9 @@ def with_experts(quantizer: Any) -> Any:
     """Return a subclass of transformers' quantizer of linear layers that also quantizes stacked experts."""
 
     class WithExperts(quantizer):
-        def _process_model_before_weight_loading(self, model: Any, *args: object, **kwargs: object) -> Any:
+        def _process_model_before_weight_loading(
+            self, model: PreTrainedModel, *args: object, **kwargs: object
+        ) -> Any:
             self.experts = stacked_experts.names(model)
             return super()._process_model_before_weight_loading(model, *args, **kwargs)
 
@@ -61,7 +64,7 @@ def with_experts(quantizer: Any) -> Any:
             stacked_experts.parametrize_experts(model)
             return super()._process_model_after_weight_loading(model, **kwargs)
 
-        def _dequantize(self, model: nn.Module, dtype: Any = None) -> Any:
+        def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> Any:
             stacked_experts.dequantize(model, dtype)
             return super()._dequantize(model, dtype)
 

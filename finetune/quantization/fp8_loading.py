@@ -27,6 +27,7 @@ from finetune.quantization import stacked_experts, stored_weights
 from finetune.quantization.fp8_linear import Fp8Linear, fits
 
 if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -55,7 +56,7 @@ class Fp8BaseQuantizer(HfQuantizer):
     Adapters can be trained on the model. The model itself cannot be saved, only the adapter.
     """
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
         stored = renamed(model, stored_layers(kwargs.get("checkpoint_files") or []))
         config: Any = self.quantization_config
         not_converted = self.get_modules_to_not_convert(
@@ -199,7 +200,7 @@ def refuse_merges(adapted: nn.Module) -> None:
             layer.merge = MethodType(_merge, layer)
 
 
-def _merge(layer: Any, *args: Any, **options: Any) -> Any:
+def _merge(layer: LoraLayer, *args: Any, **options: Any) -> Any:
     if not isinstance(layer.get_base_layer(), Fp8Linear):  # the base layer has been dequantized since
         return type(layer).merge(layer, *args, **options)
     what, fix = "an adapter can't be merged into fp8 weights", "finetune merge RUN"

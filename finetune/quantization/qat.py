@@ -148,7 +148,7 @@ def follow(adapted: nn.Module) -> Any:
 
 
 def _forward(
-    layer: Any, merged: Callable[[Any], Merged], x: torch.Tensor, *args: Any, **kwargs: Any
+    layer: Any, merged: Callable[[Any], Merged], x: torch.Tensor, *args: object, **kwargs: object
 ) -> torch.Tensor:
     """Run PEFT's layer with the rounded merged weight: (..., inputs) -> (..., outputs).
 

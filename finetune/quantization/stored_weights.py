@@ -20,6 +20,8 @@ from finetune.recipe.adapter_types import FOUR_BIT
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
+    from transformers import PreTrainedConfig
+
     from finetune.core.model_config import ModelConfig
     from finetune.recipe.schema import Recipe
 
@@ -61,7 +63,7 @@ class Stored(NamedTuple):
         return f"{name}, {self.detail}" if self.detail else name
 
 
-def read(config: Any) -> Stored | None:
+def read(config: PreTrainedConfig | ModelConfig) -> Stored | None:
     """Return the storage format that a model's config declares, or `None` if its weights are not quantized.
 
     Args:
@@ -123,7 +125,7 @@ def slow_pattern(config: ModelConfig, names: Callable[[], Collection[str]]) -> l
     return [Problem(what, "model.name", found=found, fix=fix, code="unsafe-file")]
 
 
-def complete(config: ModelConfig, **values: Any) -> None:
+def complete(config: ModelConfig, **values: object) -> None:
     """Add values to the quantization config of a model, which tell transformers how to load it."""
     for section in (config, config.get_text_config()):
         if declared := getattr(section, "quantization_config", None):

@@ -115,7 +115,7 @@ def conflicts(raw: Mapping[str, Any]) -> Found:
     return found
 
 
-def _other_files(adapter: Mapping[str, Any], model: Any) -> Found:
+def _other_files(adapter: Mapping[str, Any], model: object) -> Found:
     """Refuse names in a recipe that would make PEFT open a pickle or another tokenizer."""
     found = []
     for key in ("corda_config", "lora_ga_config"):
@@ -182,7 +182,7 @@ def _patterns(adapter: Mapping[str, Any]) -> Found:
     return found
 
 
-def _base(name: str, kind: AdapterType, base: Any) -> Found:
+def _base(name: str, kind: AdapterType, base: object) -> Found:
     if kind.storage and base not in (None, "auto", *FOUR_BIT):
         what, fix = f"{name} needs a 4-bit base model", f"quantization: nf4, or adapter.type: {name[1:]}"
         return [("model.quantization", what, {"found": as_yaml(base), "fix": fix})]
@@ -307,7 +307,7 @@ def coded(whole: list[str], base: str, quantized: str = "") -> Found:
     return [("adapter.modules_to_save", what, texts)] if whole else []
 
 
-def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, added: bool) -> Found:
+def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object, added: bool) -> Found:
     """Check the spelling of `init_lora_weights`, and the settings that it can't be combined with."""
     key, init = "adapter.init_lora_weights", adapter.get("init_lora_weights")
     found: Found = [
@@ -349,7 +349,7 @@ def _init(name: str, kind: AdapterType, adapter: Mapping[str, Any], base: Any, a
 
 
 def _rebasing(
-    init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: str, added: bool
+    init: str, name: str, kind: AdapterType, adapter: Mapping[str, Any], base: object, added: bool
 ) -> Found:
     """Check an initialization that modifies the base weights.
 
@@ -381,7 +381,7 @@ def _rebasing(
     return found
 
 
-def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: Any) -> Found:
+def _tokens(name: str, kind: AdapterType, adapter: Mapping[str, Any], added: object) -> Found:
     """Check that the embeddings of new tokens can train."""
     saved = adapter.get("modules_to_save")
     saved = saved if isinstance(saved, list) else []
@@ -448,7 +448,7 @@ def rows_beside(
     return [("adapter.modules_to_save", what, texts)] if what else []
 
 
-def _schedule(adapter: Mapping[str, Any], steps: Any) -> Found:
+def _schedule(adapter: Mapping[str, Any], steps: object) -> Found:
     """Check AdaLoRA's schedule if the recipe sets the number of steps."""
     if type(steps) is not int:
         return []

@@ -84,7 +84,7 @@ def conflicts(raw: dict[str, Any]) -> list[tuple[str, str, dict[str, str]]]:
     return found
 
 
-def _config_problems(config: Any) -> list[tuple[str, str, dict[str, str]]]:
+def _config_problems(config: object) -> list[tuple[str, str, dict[str, str]]]:
     """Return the problem of a name that is not in `QAT_CONFIGS`, with the nearest name that is."""
     if not isinstance(config, str) or class_name(config) in QAT_CONFIGS:
         return []

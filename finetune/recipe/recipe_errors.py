@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
     Where = Mapping[tuple[str, ...], str]
     Known = Mapping[str, frozenset[str]]
@@ -174,7 +175,7 @@ def _batch_problem(effective: Any, micro: Any, where: Where) -> list[Problem]:
     return [Problem(what, key, at, str(effective), near, fix, code="batch-size")]
 
 
-def _place(item: Any, where: Where) -> tuple[str, ...]:
+def _place(item: ErrorDetails, where: Where) -> tuple[str, ...]:
     """Return pydantic's `loc` without the branches of unions: the longest prefix that the file contains."""
     loc = [str(part) for part in item["loc"]]
     if item["type"] in ("missing", "extra_forbidden"):  # the last part is not in the file or has no branch
@@ -187,7 +188,9 @@ def _place(item: Any, where: Where) -> tuple[str, ...]:
     return tuple(loc)
 
 
-def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where, known: Known) -> Problem:
+def _problem(
+    path: tuple[str, ...], items: list[Any], raw: dict[str, Any], where: Where, known: Known
+) -> Problem:
     key, kind, value = ".".join(path), items[0]["type"], items[0]["input"]
     if kind == "extra_forbidden":
         return unknown_key(path, raw, where, known)
@@ -210,7 +213,7 @@ def _problem(path: tuple[str, ...], items: list[Any], raw: object, where: Where,
     return Problem(what, key, place_of(path, where), show(value), expected, fix, code=code)
 
 
-def unknown_key(path: tuple[str, ...], raw: Any, where: Where, known: Known) -> Problem:
+def unknown_key(path: tuple[str, ...], raw: dict[str, Any], where: Where, known: Known) -> Problem:
     """Explain an unknown key by its new name, its section or the nearest key, in this order."""
     section, name, at = path[0], path[-1], place_of(path, where)
     if len(path) == 1:
@@ -258,7 +261,7 @@ def _use(instead: str) -> str:
     return instead if instead.startswith("remove it") else f"use {instead}"
 
 
-def _unknown_section(name: str, raw: Any, at: str, known: Known) -> Problem:
+def _unknown_section(name: str, raw: dict[str, Any], at: str, known: Known) -> Problem:
     allowed = ["model", "data", "adapter", "speed", "train", "eval", "publish"]
     if "recipe" not in known:  # an ablation file
         allowed = sorted({section.split(".")[0] for section in known})

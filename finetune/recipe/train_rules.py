@@ -96,7 +96,7 @@ def _of_schedule(
         yield key, what, {"fix": f"lr_scheduler_kwargs: {fix}", "code": "missing-key"}
 
 
-def _of_rates(given: dict[str, Any], peak: Any) -> Iterator[Found]:
+def _of_rates(given: dict[str, Any], peak: object) -> Iterator[Found]:
     """Find options that raise the rate above its peak, or that transformers refuses after the model loads."""
     for one, number in given.items():
         key, texts = f"train.lr_scheduler_kwargs.{one}", {"found": as_yaml(number), "code": "value-range"}

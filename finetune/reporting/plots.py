@@ -17,9 +17,10 @@ import numpy as np
 from finetune.core.visible_text import visible_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
     Numbers = Sequence[float | None]
@@ -314,7 +315,7 @@ def _is_wide(values: list[np.ndarray]) -> bool:
     return bool(known.min() * LOG_FROM < known.max())
 
 
-def _log(axis: Any, set_scale: Any) -> None:
+def _log(axis: Axis, set_scale: Callable[[str], object]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     set_scale("log")

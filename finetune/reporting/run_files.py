@@ -144,7 +144,7 @@ def _read_metrics(found: Run, folder: RunFolder) -> None:
         found.missing.append(f"finetune can't read {torn:,} lines of metrics.jsonl; the report skips them")
 
 
-def _float(value: Any) -> float | None:
+def _float(value: float | str | None) -> float | None:
     return None if value is None else float(value)
 
 

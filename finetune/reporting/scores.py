@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.core import formatting
 from finetune.core.formatting import figure, percent
 from finetune.evaluation import verdicts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NAMES = {"loss": "validation loss", "exact_match": "exact match", "ended": "emitted the end of turn"}
 KINDS = {
@@ -120,10 +123,17 @@ def _task(name: str, task: dict[str, Any]) -> list[Row]:
     return found
 
 
-def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | None, note: str) -> Row:
+def _row(
+    name: str,
+    key: str,
+    base: dict[str, Any],
+    tuned: dict[str, Any],
+    change: dict[str, Any] | None,
+    note: str,
+) -> Row:
     text, by = (percent, points) if formatting.is_share(key, base, tuned) else (figure, figure)
 
-    def side(scores: Any) -> str:
+    def side(scores: dict[str, Any]) -> str:
         error = scores.get(f"{key}_stderr")
         said = "-" if scores.get(key) is None else text(scores[key])
         return f"{said} \N{PLUS-MINUS SIGN} {text(error)}" if error else said
@@ -138,7 +148,7 @@ def _row(name: str, key: str, base: Any, tuned: Any, change: dict[str, Any] | No
     return Row(name, side(base), side(tuned), value, "", "", note)
 
 
-def signed(value: float, text: Any) -> str:
+def signed(value: float, text: Callable[[float], str]) -> str:
     """Format a value with a plus or a typographic minus sign."""
     return ("+" if value >= 0 else "\N{MINUS SIGN}") + text(abs(value)) if math.isfinite(value) else "?"
 

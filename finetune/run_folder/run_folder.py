@@ -564,7 +564,7 @@ def _is_pattern_of_files(name: str, key: str = "data.name") -> bool:
     return any(mark in name for mark in "*?[") and bool(match_paths(name, Path(), key))
 
 
-def _absolute(name: Any) -> Any:
+def _absolute(name: object) -> Any:
     if isinstance(name, list):
         return [_absolute(item) for item in name]
     if isinstance(name, Source):

@@ -76,7 +76,7 @@ class Activations:
     first copy runs at the same time as `last`.
     """
 
-    def __init__(self, layers: list[Any], device: torch.device, last: Any = None) -> None:
+    def __init__(self, layers: list[Any], device: torch.device, last: nn.Module | None = None) -> None:
         self.layers, self.gpu = layers, torch.get_device_module(device)
         self.stream = self.gpu.Stream()
         self.restart()

@@ -132,7 +132,13 @@ def add_fused(model: nn.Module, chosen: Choice, checks: RunChecks) -> tuple[Choi
 
 
 def add_activation_checkpointing(
-    model: Any, layers: list[Any], count: int, checks: RunChecks, *, mlps: int = 0, rounded: bool = False
+    model: Any,
+    layers: list[Any],
+    count: int,
+    checks: RunChecks,
+    *,
+    mlps: int = 0,
+    rounded: bool = False,
 ) -> None:
     """Recompute `count` layers, evenly spread from the first one, and only the norms of the other layers.
 

@@ -207,7 +207,7 @@ class _OutputHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
+    def backward(ctx: Any, *gradients: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (torch's own is *args)
         gradient, share, picked, *summed = ctx.saved_tensors
         if gradients[0] is None:
             return (None,) * 9

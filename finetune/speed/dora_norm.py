@@ -22,6 +22,7 @@ from finetune.kernels import ops
 from finetune.quantization import four_bit, fp8_linear
 
 if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
     from torch import nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
@@ -80,7 +81,7 @@ class Norms:
         self.squares, self.seen = [_squares(layer) for layer in self.layers], [()] * len(self.layers)
 
 
-def _active(layer: Any) -> str:
+def _active(layer: LoraLayer) -> str:
     """Return the active adapter of a layer if it is a DoRA adapter; else the empty string."""
     return next((name for name in layer.active_adapters if name in layer.lora_magnitude_vector), "")
 
@@ -145,7 +146,7 @@ def _squares(layer: Any) -> torch.Tensor:
 class RefreshNorms(TrainerCallback):
     """Update DoRA's norms after each optimizer step, and add a run check of the last norms."""
 
-    def __init__(self, norms: Any, checks: RunChecks) -> None:
+    def __init__(self, norms: Norms, checks: RunChecks) -> None:
         self.norms, self.checks = norms, checks
 
     def on_train_begin(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from finetune.core.errors import Exit, Problem, UserError, only_user_errors
 from finetune.quantization import four_bit, fp8_linear
@@ -14,6 +14,7 @@ from finetune.speed.fused_lora import Stack, base_layer_of
 if TYPE_CHECKING:
     import torch
     from peft import PeftModel
+    from torch import nn
 
 log = logging.getLogger("finetune")
 WITHOUT = "train without `finetune.speed.apply`"
@@ -80,7 +81,7 @@ def remove(model: PeftModel) -> PeftModel:
     return model
 
 
-def _own_memory(base: Any) -> None:
+def _own_memory(base: nn.Linear) -> None:
     """Copy the weight of a linear layer, and its fp8 scale, to memory that no other layer shares."""
     if four_bit.is_four_bit(base):
         return

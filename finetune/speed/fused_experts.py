@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from peft import PeftModel
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 # The name of the implementation in transformers' interface.
@@ -244,9 +245,11 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weights: Any, a1: Any, b1: Any, a2: Any, b2: Any, ids: Any, first: Any, outer: Any,
-        inner: Any, last: Any, first_values: Any, first_scale: Any, first_table: Any, last_values: Any,
-        last_scale: Any, last_table: Any, size: int, scales: list[float], act: str,
+        ctx: Any, x: Tensor, weights: Tensor, a1: Tensor | None, b1: Tensor | None, a2: Tensor | None,
+        b2: Tensor | None, ids: Tensor, first: Tensor | None, outer: Tensor | None, inner: Tensor | None,
+        last: Tensor | None, first_values: Tensor | None, first_scale: Tensor | None,
+        first_table: Tensor | None, last_values: Tensor | None, last_scale: Tensor | None,
+        last_table: Tensor | None, size: int, scales: list[float], act: str,
     ) -> torch.Tensor:  # fmt: skip
         first_stored = first_values, first_scale, first_table
         last_stored = last_values, last_scale, last_table
@@ -265,7 +268,7 @@ class _Experts(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         saved = ctx.saved_tensors
         x, weights, z, order, places, ends, tiles, first, outer, inner, last = saved[:11]
         first_stored, last_stored = saved[11:14], saved[14:]
@@ -299,7 +302,9 @@ def _stored(module: nn.Module, name: str) -> list[Any]:
     return [*tensors, *[None] * (3 - len(tensors))]
 
 
-def _whole(stored: tuple[Any, ...], thin: Any, below: bool, like: torch.Tensor, after: Any = None) -> Any:
+def _whole(
+    stored: tuple[Any, ...], thin: Tensor | None, below: bool, like: torch.Tensor, after: Tensor | None = None
+) -> Any:
     """Return the weights with the adapter's matrices: dequantized, or as they are held."""
     if stored[0] is None:
         return thin
@@ -333,7 +338,7 @@ def experts_forward(
     return ExpertsInterface().get_interface(before, own)(self, hidden_states, top_k_index, top_k_weights)
 
 
-def _unwrapped_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _unwrapped_forward(self: Any, *args: Tensor, **kwargs: Tensor) -> Any:
     """Replace the forward of PEFT's outermost wrapper, which would add B A to the weights."""
     experts: Experts = self.get_base_layer().finetune_experts
     if experts.active():
@@ -355,7 +360,9 @@ class FusedExperts:
         worst: The largest relative difference between a fused forward and its module's own.
     """
 
-    def __init__(self, model: Any, layers: list[nn.Module], adapted: list[Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel | PeftModel, layers: list[nn.Module], adapted: list[Any]
+    ) -> None:
         """Fuse the stacked experts of decoder layers, after a comparison with their own forward.
 
         Args:
@@ -503,7 +510,7 @@ def _read_name(name: str) -> str:
     return name.removeprefix("parametrizations.").removesuffix(".original")
 
 
-def _wrapper_unsupported_reason(wrapper: Any) -> str:
+def _wrapper_unsupported_reason(wrapper: ParamWrapper) -> str:
     if wrapper.parameter_name not in (FIRST, LAST):
         return f"{wrapper.parameter_name} has an adapter"
     if len(wrapper.active_adapters) != 1:

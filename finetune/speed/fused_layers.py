@@ -30,6 +30,8 @@ from finetune.speed.fused_lora import Stack, base_layer_of, gated_mlp, project
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from peft.tuners.lora import LoraLayer
+
 TYPES: tuple[Any, ...] = (lora.Linear, adalora.SVDLinear, ia3.Linear)
 if is_bnb_4bit_available():
     TYPES += (lora.Linear4bit, adalora.SVDLinear4bit, ia3.Linear4bit)
@@ -325,7 +327,7 @@ def _entered(layer: nn.Module) -> bool:
     return isinstance(layer, IA3Layer) and bool(layer.is_feedforward)
 
 
-def _dropout(layer: Any) -> bool:
+def _dropout(layer: LoraLayer) -> bool:
     return isinstance(layer.lora_dropout[layer.active_adapters[0]], nn.Dropout)
 
 

@@ -276,7 +276,7 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         t, b, *stored = ctx.saved_tensors
         grad = grads[0].contiguous()
         dx = input_gradient(grad, stored) if ctx.needs_input_grad[0] else None
@@ -295,8 +295,8 @@ class _GatedMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, t: Tensor, b: Tensor, column: object, a_down: Any, b_down: Any, stored: Stored,
-        stored_down: Stored, act: str, kept: str,
+        ctx: Any, x: Tensor, t: Tensor, b: Tensor, column: object, a_down: Tensor | None,
+        b_down: Tensor | None, stored: Stored, stored_down: Stored, act: str, kept: str,
     ) -> torch.Tensor:  # fmt: skip
         gu, in_fp8 = product(x, stored), len(stored_down) == 2
         h, amax, *in_int8 = ops.activate(gu, t, b, column, act, in_fp8, kept == "int8")
@@ -318,7 +318,7 @@ class _GatedMlp(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         gu, scale, t, b, column, a_down, b_down, t_down, *stored = ctx.saved_tensors
         grad, first = grads[0].contiguous(), stored[: ctx.count]
         if ctx.kept == "input" and len(first) > 2:  # dequantized once for both GEMMs

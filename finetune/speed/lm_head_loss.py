@@ -334,7 +334,7 @@ def install(model: nn.Module, *, compiled: bool, balanced: bool = False) -> Inst
     ran = Installed(functools.partial(_undo, base, vars(base).get("forward"), balance), routers=routers)
 
     @functools.wraps(type(base).forward)  # generation checks its arguments against the signature
-    def forward(self: Any, *args: Any, num_labels: int | None = None, **inputs: Any) -> Any:
+    def forward(self: Any, *args: object, num_labels: int | None = None, **inputs: Any) -> Any:
         if num_labels is None:
             return before(*args, **inputs)
         labels, weights = inputs.pop("labels"), inputs.pop(WEIGHTS, None)

@@ -128,7 +128,7 @@ def without_experts(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_trained(model: nn.Module, attention: str) -> Iterator[None]:
+def as_trained(model: PreTrainedModel | PeftModel, attention: str) -> Iterator[None]:
     """Put the model into training mode without dropout, and into eager mode.
 
     Eager mode avoids the compilation of shapes that training does not use. flex_attention stays compiled,
@@ -151,7 +151,7 @@ def as_trained(model: nn.Module, attention: str) -> Iterator[None]:
             module.p = p
 
 
-def _drops_by_numbers(model: nn.Module) -> bool:
+def _drops_by_numbers(model: PreTrainedModel | PeftModel) -> bool:
     """Return whether the model drops values or layers by a number, such as OPT's `layerdrop`."""
     if attention_choice.read(model.config).dropout:
         return True
@@ -176,7 +176,7 @@ def deterministic() -> Iterator[None]:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def leaks(model: PreTrainedModel | PeftModel, tokens: int, **extra: Any) -> tuple[Leak, Leak]:
+def leaks(model: PreTrainedModel | PeftModel, tokens: int, **extra: object) -> tuple[Leak, Leak]:
     """Return the changes in the second example for the same input again, and for another first example.
 
     Args:
@@ -240,7 +240,13 @@ class _Comparison(NamedTuple):
     """A mask of the tokens that are not padding."""
     differences: list[float]
 
-    def compare(self, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def compare(
+        self,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: tuple[torch.Tensor, ...],
+    ) -> None:
         """Run one layer's attention again on the same input without a mask, and record the difference.
 
         Later layers do not amplify this difference, because each layer gets its original input.
@@ -269,7 +275,7 @@ def masked(model: PreTrainedModel | PeftModel) -> Iterator[str]:
 
 
 def _second_of(
-    model: nn.Module, first: Any, second: Any, extra: dict[str, Any]
+    model: PreTrainedModel | PeftModel, first: torch.Tensor, second: torch.Tensor, extra: dict[str, Any]
 ) -> tuple[torch.Tensor, list[Any]]:
     """Return the second example's logits, and the gradients of its loss for all trainable parameters.
 

@@ -19,7 +19,6 @@ from finetune.models import module_names
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
     from transformers import PreTrainedModel
 
 KEPT = "finetune_router_output"
@@ -36,17 +35,17 @@ class RouterUse(NamedTuple):
     """Number of tokens of each expert [routers, experts], int64. Empty if the routers return no choice."""
 
 
-def routers_of(base: nn.Module) -> list[tuple[Any, int]]:
+def routers_of(base: PreTrainedModel) -> list[tuple[Any, int]]:
     """Return the routers of a transformers model, and the index of the logits in the output of each."""
     return [(module, index) for _, module, index in _named_routers(base)]
 
 
-def names_of(base: nn.Module) -> list[str]:
+def names_of(base: PreTrainedModel) -> list[str]:
     """Return the names of the routers, in the order of `routers_of`."""
     return [name for name, _, _ in _named_routers(base)]
 
 
-def _named_routers(base: nn.Module) -> list[tuple[str, Any, int]]:
+def _named_routers(base: PreTrainedModel) -> list[tuple[str, Any, int]]:
     decoder = module_names.decoder_of(base)
     specs = getattr(decoder, "can_record_outputs", {}).get("router_logits", [])
     found = list[tuple[str, Any, int]]()

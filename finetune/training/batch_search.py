@@ -18,7 +18,8 @@ from finetune.distributed import collectives
 from finetune.speed import chunked_cross_entropy, lm_head_loss, static_shapes
 
 if TYPE_CHECKING:
-    from torch import nn
+    from peft import PeftModel
+    from transformers import PreTrainedModel
 
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Data
@@ -48,7 +49,9 @@ class StepKind(NamedTuple):
     """Bytes per trainable parameter in addition to weight and gradient."""
 
 
-def search(model: nn.Module, rows: SearchData, batch: Batch, step: StepKind, checks: RunChecks) -> Batch:
+def search(
+    model: PreTrainedModel | PeftModel, rows: SearchData, batch: Batch, step: StepKind, checks: RunChecks
+) -> Batch:
     """Find the largest divisor of each process's share that fits with the longest sequences.
 
     The search runs forward pass, loss and backward pass of growing micro-batches, with a placeholder for the
@@ -112,7 +115,7 @@ def _next(trials: list[Trial], size: int) -> float:
     return last + (last - first) / (b - a) * (size - b)
 
 
-def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[str, Any]:
+def _collated(rows: list[Any], data: Data, pad_token: int, device: torch.device) -> dict[str, Any]:
     flat = data.packing or data.padding_free
     inputs = DataCollatorForLanguageModeling(pad_token_id=pad_token, padding_free=flat)(rows)
     if flat:
@@ -121,7 +124,7 @@ def _collated(rows: list[Any], data: Data, pad_token: int, device: Any) -> dict[
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
-def _peak(model: Any, inputs: dict[str, Any], step: StepKind) -> float:
+def _peak(model: PreTrainedModel | PeftModel, inputs: dict[str, Any], step: StepKind) -> float:
     """Return the peak memory in bytes of a step of these sequences without its update."""
     compiled, bytes_per_parameter = step
     installed = lm_head_loss.install(model, compiled=compiled) if compiled is not None else None
@@ -149,19 +152,19 @@ def _peak(model: Any, inputs: dict[str, Any], step: StepKind) -> float:
     return peak
 
 
-def _reset(device: Any) -> None:
+def _reset(device: torch.device) -> None:
     clear_device_cache(garbage_collection=True)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _used(device: Any) -> float:
+def _used(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.max_memory_reserved(device))
     return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def _total(device: Any) -> float:
+def _total(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
     return float(psutil.Process().memory_info().rss + training_state.available())

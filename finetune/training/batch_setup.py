@@ -16,7 +16,9 @@ from finetune.training import auto_correction, batch_search, oom_recovery, step_
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from peft import PeftModel
     from torch import nn
+    from transformers import PreTrainedModel
     from trl.trainer.sft_config import SFTConfig
 
     from finetune.autoconfig.batch_size import Batch
@@ -43,7 +45,7 @@ def put_in_arguments(batch: Batch, arguments: SFTConfig) -> None:
 
 def search_batch(
     run: RunContext,
-    adapted: nn.Module,
+    adapted: PreTrainedModel | PeftModel,
     batch: Batch,
     fast: dict[str, run_checks.Choice],
     rows: batch_search.SearchData,

@@ -15,8 +15,15 @@ from finetune.evaluation import lm_eval_harness, scoring
 from finetune.models import tokenizer_setup
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import nn
-    from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
+    from transformers import (
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        TrainerControl,
+        TrainerState,
+        TrainingArguments,
+    )
 
     from finetune.core.run_checks import RunChecks
     from finetune.data.preparation import HeldOut
@@ -73,7 +80,8 @@ class Validate(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
+        *,
+        model: PreTrainedModel | PeftModel,
         **kwargs: object,
     ) -> None:
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -107,14 +115,15 @@ class Validate(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Any = None,
+        *,
+        logs: dict[str, float],
         **kwargs: object,
     ) -> None:
         """Add the results to the step's log, which the trackers get later."""
         logs.update(self.unsaid)
         self.unsaid = {}
 
-    def measure(self, model: nn.Module) -> dict[str, float]:
+    def measure(self, model: PreTrainedModel | PeftModel) -> dict[str, float]:
         """Compute the validation loss and the deciding metric, and restore the random generators."""
         asks = self.settings.metric_for_best_model == "exact_match"
         with torch.compiler.set_stance("force_eager"):  # evaluation has other shapes, which would be compiled

@@ -23,7 +23,7 @@ def utilization(accelerator: Any, tokens: torch.Tensor) -> float | None:
     return float((accelerator.reduce(tokens, "sum") > 0).double().mean())
 
 
-def add_check(accelerator: Accelerator, counted: Any, routers: list[str], checks: RunChecks) -> str:
+def add_check(accelerator: Accelerator, counted: object, routers: list[str], checks: RunChecks) -> str:
     """Record how many experts received tokens in training.
 
     Args:

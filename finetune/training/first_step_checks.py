@@ -117,7 +117,8 @@ class FirstStep(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
+        *,
+        model: PreTrainedModel | PeftModel,
         **kwargs: object,
     ) -> None:
         self.first = state.global_step + 1

@@ -18,12 +18,13 @@ from finetune.quantization import four_bit, fp8_linear
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
-    from transformers import PreTrainedModel, Trainer, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
     from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.mixed_precision import Launch
     from finetune.core.run_checks import RunChecks
     from finetune.recipe.schema import Train
+    from finetune.training.trainer import Trainer
 
 
 def add(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
@@ -45,7 +46,7 @@ def add(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
     trainer.add_callback(PreparedModelChecks(launch, trainer, checks))
 
 
-def add_repeated_check(trainer: Any, checks: RunChecks) -> None:
+def add_repeated_check(trainer: Trainer, checks: RunChecks) -> None:
     """Count the examples that an epoch trained twice, if one ended: processes share its batches."""
     rows: Any = getattr(trainer, "train_dataset", None)
     epochs = int(float(trainer.state.epoch or 0))
@@ -58,7 +59,7 @@ def add_repeated_check(trainer: Any, checks: RunChecks) -> None:
     checks.add("sequences trained once", len(rows), actual, how, ok=True)
 
 
-def add_loader_check(trainer: Any, checks: RunChecks) -> None:
+def add_loader_check(trainer: Trainer, checks: RunChecks) -> None:
     """Read back how long the run waited for a batch, if data loader workers read them."""
     if trainer.loader is not None and trainer.loader.num_workers:
         expected, actual = f"{trainer.loader_timeout} s", f"{trainer.loader.timeout:g} s"

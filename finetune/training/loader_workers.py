@@ -11,12 +11,16 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from finetune.core import signals, standard_streams
 from finetune.core.errors import Exit, Problem, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.sharedctypes import Synchronized
 
 TIMED_OUT = "DataLoader timed out after"  # torch's message (2.13, torch/utils/data/dataloader.py)
 ASK = signal.SIGUSR2  # makes a worker write its stack to stderr
@@ -60,7 +64,7 @@ def end(seconds: int) -> UserError:
     return UserError(problem, code=Exit.TRAINING)
 
 
-def keep_workers(prepare: Any) -> Any:
+def keep_workers(prepare: Callable[[int], None] | None) -> Any:
     """Return a worker start function that ignores signals to the process group, because the run still reads.
 
     The workers end when this process ends: Python sends them SIGTERM and waits until they are gone.
@@ -70,7 +74,7 @@ def keep_workers(prepare: Any) -> Any:
     return partial(_kept_worker, over, prepare)
 
 
-def _kept_worker(over: Any, prepare: Any, worker: int) -> None:
+def _kept_worker(over: Synchronized[bytes], prepare: Callable[[int], None] | None, worker: int) -> None:
     for number in signals.ENDING:
         signal.signal(number, lambda *_: os._exit(0) if over.value else None)
     answer_signal()

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from accelerate.optimizer import AcceleratedOptimizer
     from datasets import Dataset
+    from torch import nn
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from finetune.core.console import Console
@@ -85,7 +87,8 @@ class NonFinite(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        model: Any = None,
+        *,
+        model: nn.Module,
         **kwargs: object,
     ) -> None:
         self.trained = [p for p in model.parameters() if p.requires_grad]
@@ -96,7 +99,8 @@ class NonFinite(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        optimizer: Any = None,
+        *,
+        optimizer: AcceleratedOptimizer,
         **kwargs: object,
     ) -> None:
         self.check()
@@ -146,7 +150,8 @@ class NonFinite(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Any = None,
+        *,
+        logs: dict[str, float],
         **kwargs: object,
     ) -> None:
         if self.allowed:
@@ -352,7 +357,8 @@ class Overflow(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        optimizer: Any = None,
+        *,
+        optimizer: AcceleratedOptimizer,
         **kwargs: object,
     ) -> None:
         if not optimizer.step_was_skipped:
@@ -384,7 +390,8 @@ class Overflow(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Any = None,
+        *,
+        logs: dict[str, float],
         **kwargs: object,
     ) -> None:
         logs["skipped_steps"] = self.skipped
@@ -411,7 +418,13 @@ class Spikes(TrainerCallback):
         self.said = state["said"]
 
     def on_log(
-        self, args: TrainingArguments, state: Any, control: TrainerControl, logs: Any = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float],
+        **kwargs: object,
     ) -> None:
         if "loss" not in logs:
             return

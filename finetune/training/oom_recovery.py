@@ -154,7 +154,7 @@ def tell(whole: int, screen: Console, checks: RunChecks, step: int, rows: int) -
     checks.add("micro-batch size", whole, rows, how, ok=True)
 
 
-def held(model: Any, optimizer: Any, batches: MicroBatches) -> str:
+def held(model: Any, optimizer: object, batches: MicroBatches) -> str:
     """Describe the memory in use in GiB, and the memory needed. On a GPU, include the rest of the peak."""
     parameters = list(model.parameters())
     trained = [p for p in parameters if p.requires_grad]

@@ -139,7 +139,7 @@ def check_schedule(arguments: Any, steps: int) -> None:
         raise UserError(Problem(what, key, **texts))
 
 
-def kind_and_options(arguments: Any, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
+def kind_and_options(arguments: SFTConfig, adapted: Any, speed: Speed) -> tuple[Any, dict[str, Any]]:
     """Return the optimizer's class and options, from which the Trainer builds it with its parameter groups.
 
     Raises:

@@ -19,8 +19,9 @@ from finetune.run_folder import run_folder
 from finetune.training.auto_correction import MICRO_BATCH, SET_BY
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import nn
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
     from finetune.autoconfig.batch_size import Batch
     from finetune.autoconfig.mixed_precision import Launch
@@ -58,7 +59,7 @@ def _git() -> dict[str, Any] | None:
 
 
 def choices(
-    run: RunContext, batch: Batch, steps: int, adapted: nn.Module, fast: dict[str, Choice]
+    run: RunContext, batch: Batch, steps: int, adapted: PreTrainedModel | PeftModel, fast: dict[str, Choice]
 ) -> run_folder.Choices:
     """Return every value that the recipe does not set, with who set it and why."""
     recipe, setup, correction = run.recipe, run.setup, run.correction

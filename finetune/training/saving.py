@@ -16,12 +16,16 @@ from finetune.models import generation_config
 from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedTokenizerBase
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def save(
-    adapted: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: RunFolder, initial: Path, screen: Console
+    adapted: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: RunFolder,
+    initial: Path,
+    screen: Console,
 ) -> None:
     """Save adapter or model and tokenizer on rank 0. The other ranks send their shards and wait."""
     processes, tensors = (

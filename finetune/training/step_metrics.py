@@ -89,7 +89,13 @@ class Metrics(TrainerCallback):
             control.should_log = True  # the last step, whatever logging_steps is
 
     def on_log(
-        self, args: TrainingArguments, state: Any, control: TrainerControl, logs: Any = None, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        logs: dict[str, float],
+        **kwargs: object,
     ) -> None:
         if not state.is_world_process_zero or "loss" not in logs:
             return

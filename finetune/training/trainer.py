@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftModel
     from torch import Tensor, nn
+    from torch.utils.data import DataLoader
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl.trainer.sft_config import SFTConfig
 
@@ -124,7 +125,9 @@ class Trainer(SFTTrainer):
             self.exchanged = gradient_reduction.average(model)
         return value
 
-    def attempt(self, model: nn.Module, batches: Any, items: Any, *, last: bool) -> Any:
+    def attempt(
+        self, model: nn.Module, batches: list[dict[str, Any]], items: Tensor | int | None, *, last: bool
+    ) -> Any:
         """Compute the gradients of micro-batches and return their summed loss, unless memory runs out.
 
         Args:
@@ -219,7 +222,11 @@ class Trainer(SFTTrainer):
             return self.compute_loss(self.model, self._prepare_inputs(inputs))
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
@@ -248,7 +255,11 @@ class Trainer(SFTTrainer):
         return value
 
     def chunked_loss(
-        self, model: nn.Module, inputs: dict[str, Any], counts: Any, num_items_in_batch: Tensor | int | None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        counts: tuple[Any, Any],
+        num_items_in_batch: Tensor | int | None,
     ) -> Any:
         """Compute TRL's loss with the wrapped model, and sum the logged values on the device."""
         num_labels, num_tokens = chunked_cross_entropy.numbers(inputs) if None in counts else counts
@@ -359,7 +370,7 @@ class Trainer(SFTTrainer):
         self.schedule.end_if_stopped(self.state.global_step)
 
     def _prepare_for_training(
-        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> Any:
         """Override transformers' method, which looks for DeepSpeed's own files under DeepSpeed."""
         apart = resume_from_checkpoint if self.is_deepspeed_enabled else None

@@ -212,7 +212,7 @@ def read(path: Path) -> AblationFile:
     return file
 
 
-def _known_keys(optimizations: Any) -> dict[str, frozenset[str]]:
+def _known_keys(optimizations: object) -> dict[str, frozenset[str]]:
     """Return the keys that an ablation file can have, by their section."""
     kinds: dict[str, type[Section]] = {
         "measure": Measure,

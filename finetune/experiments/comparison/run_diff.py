@@ -17,6 +17,8 @@ from finetune.run_folder.run_folder import RunFolder, open_run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
     from finetune.core.console import Console
 
 
@@ -139,7 +141,7 @@ def tensors(folder: RunFolder) -> Iterator[tuple[str, Any]]:
             yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
 
 
-def shape(tensor: Any) -> str:
+def shape(tensor: Tensor | None) -> str:
     return comparability.MISSING if tensor is None else " x ".join(map(str, tensor.shape))
 
 

@@ -44,7 +44,7 @@ def make_folder(folder: Path, command: str) -> None:
     run_folder.refuse_links(folder)
 
 
-def identity(recipe: Recipe, data: list[str], *launch: Any) -> str:
+def identity(recipe: Recipe, data: list[str], *launch: object) -> str:
     """Return a hash of everything that determines the result of a run, except the machine.
 
     Args:

@@ -72,11 +72,10 @@ def under(path: Sequence[str], value: object) -> Any:
     return value
 
 
-def text_of(value: Any) -> str:
+def text_of(value: object) -> str:
     """Format a value as an override that strict YAML reads back: lora, 0.1, [q_proj, v_proj]."""
-    plain = isinstance(value, str) and value and value.replace("_", "").replace("-", "").isalnum()
-    if plain and strict_yaml.scalar(value) == value:
-        return value
+    if isinstance(value, str) and value.replace("_", "").replace("-", "").isalnum():
+        return value if strict_yaml.scalar(value) == value else flow(value)
     if isinstance(value, list):
         return "[" + ", ".join(map(text_of, value)) + "]"
     return flow(value)

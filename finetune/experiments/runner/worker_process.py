@@ -23,6 +23,8 @@ from finetune.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 POLL = 0.1  # seconds
 # Seconds between the first SIGTERM, the second SIGTERM (exit now), and SIGKILL
@@ -193,7 +195,7 @@ def begin_process(log: str, environment: dict[str, str], *, cpu: bool) -> tuple[
     return process, ours
 
 
-def _command(line: Any, log: str, environment: dict[str, str]) -> None:
+def _command(line: Connection, log: str, environment: dict[str, str]) -> None:
     begin(log)
     os.environ.update(environment)
 
@@ -236,7 +238,7 @@ def tie() -> None:
         os._exit(Exit.STOPPED)
 
 
-def wait(process: Any, shown: Shown | None) -> None:
+def wait(process: BaseProcess, shown: Shown | None) -> None:
     """Wait until a process ends, and show it as a part of the current phase."""
     with progress.part(*shown) if shown else contextlib.nullcontext():
         process.join()

@@ -54,7 +54,7 @@ def assess(
     return {}
 
 
-def fresh_loss(losses: Any, tokens: Any, groups: Any, seed: int = 0) -> float:
+def fresh_loss(losses: np.ndarray, tokens: np.ndarray, groups: np.ndarray, seed: int = 0) -> float:
     """Return the loss per token on one half of the examples, for the trial that the other half selects.
 
     Args:

@@ -23,9 +23,12 @@ from finetune.recipe import build, recipe_errors
 from finetune.recipe.schema import Section
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
     from pathlib import Path
 
+    from pydantic import BaseModel
+
+    from finetune.recipe.recipe_errors import Where
     from finetune.recipe.schema import Recipe
 
 TYPE = "adapter.type"
@@ -135,7 +138,12 @@ def parse(path: Path) -> tuple[Space, list[Problem]]:
 
 
 def _validated(
-    kind: Any, given: Any, under: tuple[str, ...], raw: Any, where: Any, problems: list[Problem]
+    kind: type[BaseModel],
+    given: object,
+    under: tuple[str, ...],
+    raw: dict[str, Any],
+    where: Where,
+    problems: list[Problem],
 ) -> Any:
     try:
         return kind.model_validate(given)
@@ -155,7 +163,9 @@ def _key_problems(key: str, at: str) -> list[Problem]:
     return [Problem(what, key, at, **texts, code="search-space")] if why else []
 
 
-def _parameter_problems(key: str, one: Parameter, all_of_them: Any, where: Any) -> list[Problem]:
+def _parameter_problems(
+    key: str, one: Parameter, all_of_them: Mapping[str, object], where: Where
+) -> list[Problem]:
     """Return conflicts within one range or list of choices."""
     at, found = where[("space", key)], []
 

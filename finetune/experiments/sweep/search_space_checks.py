@@ -217,7 +217,7 @@ def _likely(key: str) -> str:
     return nearest(key, known) or f"set {key} in the recipe"
 
 
-def _has(kind: Any, key: str) -> bool:
+def _has(kind: str, key: str) -> bool:
     """Return `has_key`, or false for an unknown type, which other checks report."""
     try:
         return has_key(kind, key)

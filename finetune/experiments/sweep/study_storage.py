@@ -25,6 +25,7 @@ from finetune.core.errors import Exit, Problem, UserError, first_line
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from optuna.pruners import BasePruner
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
@@ -63,7 +64,9 @@ def redacted(text: str, url: str) -> str:
 
 
 @contextlib.contextmanager
-def opened(url: str, name: str, *, maximize: bool = False, pruner: Any = None) -> Iterator[Study]:
+def opened(
+    url: str, name: str, *, maximize: bool = False, pruner: BasePruner | None = None
+) -> Iterator[Study]:
     """Open the study with this name, or create it. The connections are closed at the end.
 
     Args:
