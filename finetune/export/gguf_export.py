@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import tempfile
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from finetune.core import packages, safe_files
 from finetune.core.errors import Exit, Problem, UserError
@@ -20,8 +25,6 @@ from finetune.export import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from finetune.core.model_config import ModelConfig
     from finetune.export.export_job import ExportJob
     from finetune.export.gguf_families import GgufTensor
@@ -31,6 +34,7 @@ K_QUANTS = {"q2_k": 10, "q3_k_m": 12, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 """What llama.cpp's own program quantizes: the name, and the number in `general.file_type`."""
 KINDS = (*gguf_file.TYPES, *K_QUANTS)
 QUANTIZER = "llama-quantize"
+STORED = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def check(config: ModelConfig, quantize: str) -> None:
@@ -75,14 +79,13 @@ def check_adapter(adapter: Path) -> None:
 
 
 def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
-    """Write the adapter alone as a GGUF LoRA, and read it back."""
+    """Write the adapter alone as a GGUF LoRA, read it back, and run it in llama.cpp on its base model."""
     path = folder / f"{job.name}-lora.gguf"
     with writing(folder):
         found = gguf_lora.write(path, job.source, job.config.get_text_config(), job.name, "f32")
     gguf_file.refuse_damaged(path, found)
-    why = f"it needs the base model {job.base} as a GGUF file too"
     report: dict[str, Any] = {"files": {path.name: path.stat().st_size}}
-    report["serving_check"] = {"reader": None, "not_run": why}
+    report["serving_check"] = check_lora(path, job)
     return report | {"serve": [f"llama-server -m BASE.gguf --lora {path.name} --jinja"]}
 
 
@@ -137,3 +140,39 @@ def check_serving(path: Path, job: ExportJob) -> dict[str, Any]:
         found = serving_check.run(reader, job.expected, job.quantize, gguf_readers.NONE_INSTALLED)
     serving_check.refuse_different(found, path)
     return found
+
+
+def check_lora(lora: Path, job: ExportJob) -> dict[str, Any]:
+    """Run the serving check on a GGUF LoRA and its base model, which is written for the check only."""
+    if job.stored:
+        return {"reader": None, "not_run": f"in training, the base model was stored in {job.stored}"}
+    if not gguf_readers.has_llama_cpp():
+        return {"reader": None, "not_run": "llama.cpp is not installed; run `pip install xllamacpp`"}
+    with tempfile.TemporaryDirectory(dir=lora.parent) as folder:
+        base, kind = write_base(job, Path(folder))
+        context = gguf_readers.context_of(job)
+        with serving_check.readable(lora), gguf_readers.llama_cpp(base, context, lora) as opened:
+            why = "llama.cpp takes the tokenizer from the base model's file"
+            reader = opened and replace(opened, prompt_ids=None, stop_ids=None, without_ids=why)
+            found = serving_check.run(reader, job.expected, kind)
+    serving_check.refuse_different(found, lora)
+    return found
+
+
+def write_base(job: ExportJob, folder: Path) -> tuple[Path, str]:
+    """Write the base model of an adapter as a GGUF file, and return the file and how it stores weights."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {"dtype": "auto", "trust_remote_code": False}
+    model: Any = AutoModelForCausalLM.from_pretrained(job.base, revision=job.revision, **options)
+    kind = STORED.get(model.dtype, "f32")
+    base = replace(job, source=folder / "model", config=model.config, quantize=kind)
+    path, config = folder / "base.gguf", model.config.get_text_config()
+    family = gguf_families.family_of(config)
+    with writing(folder):
+        model.save_pretrained(base.source)
+        with gguf_file.opened(base.source) as source:
+            tensors = gguf_tensors.plan(list(source.files), config, family)
+            entries = entries_of(base, family, rows_of(tensors, source))
+            gguf_file.write(path, entries, tensors, source, kind)
+    return path, kind

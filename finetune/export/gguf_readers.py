@@ -43,30 +43,40 @@ STARTUP = 600  # seconds to load a model
 @contextlib.contextmanager
 def reader_of(path: Path, job: ExportJob) -> Iterator[Reader | None]:
     """Open a GGUF file with the best program that is installed, or give `None`."""
-    longest = max((len(document.ids) for document in job.expected.documents), default=0)
-    context = max([longest, *map(len, job.expected.prompts)]) + serving_check.ROOM + 8
-    with llama_cpp(path, context) as reader:
+    with llama_cpp(path, context_of(job)) as reader:
         if reader is None and packages.installed("gguf"):
             reader = transformers_reader(path, job)
         yield reader
 
 
+def context_of(job: ExportJob) -> int:
+    """Return the most tokens of a prompt and its answer."""
+    longest = max((len(document.ids) for document in job.expected.documents), default=0)
+    return max([longest, *map(len, job.expected.prompts)]) + serving_check.ROOM + 8
+
+
+def has_llama_cpp() -> bool:
+    """Return whether llama.cpp is installed as a Python package or as a program."""
+    return packages.installed("xllamacpp") or shutil.which("llama-server") is not None
+
+
 @contextlib.contextmanager
-def llama_cpp(path: Path, context: int) -> Iterator[Reader | None]:
+def llama_cpp(path: Path, context: int, lora: Path | None = None) -> Iterator[Reader | None]:
     """Open a GGUF file with llama.cpp, or give `None` if it is not installed.
 
     Args:
         context: the most tokens of a prompt and its answer.
+        lora: a GGUF LoRA, which llama.cpp applies to the model.
     """
     if packages.installed("xllamacpp"):
-        yield from _xllamacpp(path, context)
+        yield from _xllamacpp(path, context, lora)
     elif program := shutil.which("llama-server"):
-        yield from _llama_server(program, path, context)
+        yield from _llama_server(program, path, context, lora)
     else:
         yield None
 
 
-def _xllamacpp(path: Path, context: int) -> Iterator[Reader]:
+def _xllamacpp(path: Path, context: int, lora: Path | None) -> Iterator[Reader]:
     """Start llama.cpp's server in this process."""
     xllamacpp: Any = importlib.import_module("xllamacpp")
 
@@ -75,6 +85,8 @@ def _xllamacpp(path: Path, context: int) -> Iterator[Reader]:
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     params.verbosity, params.warmup = -1, False
+    if lora:
+        params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(lora), 1.0)]
     # Two threads on a busy machine are ten times slower than one
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
     server = xllamacpp.Server(params)
@@ -84,13 +96,14 @@ def _xllamacpp(path: Path, context: int) -> Iterator[Reader]:
     del server
 
 
-def _llama_server(program: str, path: Path, context: int) -> Iterator[Reader]:
+def _llama_server(program: str, path: Path, context: int, lora: Path | None) -> Iterator[Reader]:
     """Start the program `llama-server` of llama.cpp."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     words = [program, "-m", str(path), "--host", "127.0.0.1", "--port", port, "-c", str(context), "-np", "1"]
     words += ["-ngl", "0", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-warmup", "--jinja"]
+    words += ["--lora", str(lora)] if lora else []
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTUP

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
-from finetune.export import folder_export, gguf_lora, mlx_lora
+from finetune.export import folder_export, gguf_lora, mlx_lora, mlx_reader, serving_check
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,8 +39,11 @@ def check(config: ModelConfig, _quantize: str) -> None:
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the merged weights, and compare transformers' answers with the fine-tuned model's."""
     report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
-    report["serving_check"] = folder_export.check(folder, job, job.quantize)
-    report["notes"] = ["mlx-lm itself was not run: transformers read the files that mlx-lm reads"]
+    if mlx_reader.installed():
+        report["serving_check"] = _check(folder, job, job.quantize)
+    else:
+        report["serving_check"] = folder_export.check(folder, job, job.quantize)
+        report["notes"] = ["mlx-lm itself was not run: transformers read the files that mlx-lm reads"]
     return report | {"serve": ["mlx_lm.server --model .", "mlx_lm.chat --model ."]}
 
 
@@ -53,6 +57,24 @@ def write_adapter(job: ExportJob, folder: Path) -> dict[str, Any]:
     config: Any = job.config.get_text_config()
     with writing(folder):
         files = mlx_lora.write(job.source, config.num_hidden_layers, folder)
-    why = "transformers can't read an adapter in mlx-lm's layout, and mlx-lm was not run"
     serve = [f"mlx_lm.server --model {shlex.quote(job.base)} --adapter-path ."]
-    return {"files": files, "serving_check": {"reader": None, "not_run": why}, "serve": serve}
+    report: dict[str, Any] = {"files": files, "serve": serve}
+    if mlx_reader.installed() and not job.stored:
+        return report | {"serving_check": _check(folder, job, "f32")}
+    why = "transformers can't read an adapter in mlx-lm's layout, and mlx-lm is not installed"
+    why = f"in training, the base model was stored in {job.stored}" if job.stored else why
+    return report | {"serving_check": {"reader": None, "not_run": why}}
+
+
+def _check(folder: Path, job: ExportJob, kind: str) -> dict[str, Any]:
+    """Run the serving check with mlx-lm, which takes the tokenizer of an adapter from the base model."""
+    with serving_check.readable(folder):
+        if (folder / "config.json").exists():
+            reader = mlx_reader.reader_of(str(folder))
+        else:
+            why = "mlx-lm takes the tokenizer from the base model"
+            opened = mlx_reader.reader_of(job.base, job.revision, folder)
+            reader = replace(opened, prompt_ids=None, stop_ids=None, without_ids=why)
+        found = serving_check.run(reader, job.expected, kind)
+    serving_check.refuse_different(found, folder)
+    return found

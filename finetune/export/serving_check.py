@@ -197,7 +197,8 @@ def run(reader: Reader | None, expected: Expected, kind: str, why: str = "") -> 
     else:
         found["token_ids"] = compare_ids(expected.prompts, reader.prompt_ids(expected.examples))
     if reader.stop_ids is None:
-        found["stop_tokens"] = {"not_run": f"{reader.name} does not list its stop tokens"}
+        why = reader.without_ids or f"{reader.name} does not list its stop tokens"
+        found["stop_tokens"] = {"not_run": why}
     else:
         lacks = sorted(set(expected.stops) - reader.stop_ids())
         found["stop_tokens"] = {"expected": expected.stops, "missing": lacks}

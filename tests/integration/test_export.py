@@ -82,8 +82,34 @@ def test_export_of_an_adapter_to_gguf_has_the_update_of_each_weight(
         got = held[f"blk.0.{stored}.weight.lora_b"] @ held[f"blk.0.{stored}.weight.lora_a"]
         torch.testing.assert_close(got, wanted)
     assert len(held) == len(weights) and reader.get_field("adapter.lora.alpha").contents() == 32.0
-    assert report["serving_check"]["reader"] is None
+    assert sorted(path.name for path in (run.path / "export-gguf-adapter").iterdir()) == ["export.json", name]
     assert export(trained("dora"), "--to", "gguf", "--adapter", code=2) == {}
+
+
+@needs_gguf
+@pytest.mark.parametrize("kind", ["lora", "rslora"])
+def test_gguf_lora_answers_in_llama_cpp_as_the_fine_tuned_model(
+    kind: str, trained: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from finetune.export import gguf_lora, gguf_readers
+
+    run = trained(kind)
+    if not gguf_readers.has_llama_cpp():
+        check = export(run, "--to", "gguf", "--adapter")["serving_check"]
+        assert check["reader"] is None and "llama.cpp is not installed" in check["not_run"]
+        return
+    entries = gguf_lora.entries
+
+    def twice(*values: Any) -> dict[str, Any]:
+        found = entries(*values)
+        return found | {"adapter.lora.alpha": 2 * found["adapter.lora.alpha"]}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(gguf_lora, "entries", twice)
+        assert export(run, "--to", "gguf", "--adapter", code=4) == {}
+    check = export(run, "--to", "gguf", "--adapter")["serving_check"]
+    assert check["reader"].startswith("llama.cpp") and "tokenizer" in check["token_ids"]["not_run"]
+    assert check["answers"]["agree"] and check["loss"]["agree"]
 
 
 @needs_gguf
@@ -254,6 +280,32 @@ def test_export_of_an_adapter_to_mlx_has_the_update_of_each_weight(
     module = "model.layers.0.self_attn.q_proj"
     a, b = (weights[f"base_model.model.{module}.lora_{half}.weight"].float() for half in "AB")
     torch.testing.assert_close((held[f"{module}.lora_a"] @ held[f"{module}.lora_b"]).T, b @ a)
+
+
+@pytest.mark.parametrize("options", [[], ["--quantize", "f32"], ["--adapter"]], ids=" ".join)
+def test_mlx_lm_answers_as_the_fine_tuned_model(
+    options: list[str], trained: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlx_lm", reason="needs mlx-lm")
+    from finetune.export import mlx_lora
+
+    run = trained()
+    check = export(run, "--to", "mlx", *options)["serving_check"]
+    assert check["reader"].startswith("mlx-lm") and check["answers"]["agree"] and check["loss"]["agree"]
+    if not options:
+        assert check["token_ids"] == {"prompts": 3, "different": 0} and not check["stop_tokens"]["missing"]
+    if "--adapter" in options:
+        convert = mlx_lora.convert
+
+        def unscaled(*values: Any) -> Any:
+            tensors, config = convert(*values)
+            config["lora_parameters"]["scale"] = 1.0
+            return tensors, config
+
+        monkeypatch.setattr(mlx_lora, "convert", unscaled)
+        other = run.path.with_name("other")
+        export(run, "--to", "mlx", *options, "--output", str(other), code=4)
+        assert not other.exists()
 
 
 INT8 = "compressed-tensors --quantize int8"

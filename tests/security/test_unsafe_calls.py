@@ -57,6 +57,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
         "a new temporary folder",
     ),
     "export/folder_export.py": ({"copyfile"}, "a new folder of `private_folder`"),
+    "export/gguf_export.py": ({"TemporaryDirectory"}, "a new temporary folder"),
     "export/staged_files.py": (
         {"mkdtemp", "rmtree", "mkdir", "symlink_to", "unlink", "write_text"},
         "a new temporary folder",
@@ -79,6 +80,7 @@ SAVERS = {"save_file", "save_pretrained", "save_to_disk", "export_chrome_trace",
 PRIVATE = {
     "adapters/initialization.py": ("target", "initial"),  # parameters; training/ gives `private`
     "checkpointing/checkpoints.py": ("path",),
+    "export/gguf_export.py": ("base.source",),
     "export/merged_files.py": ("whole", "packed"),
     "export/compressed_export.py": ("folder", "stored"),
     "core/upstream_private.py": ("path",),
