@@ -581,8 +581,7 @@ def _half(layer: str, targets: str | Iterable[str] | None) -> Problem:
     what = f"PEFT adapts {' and '.join(pair)} of a mixture of experts only together"
     listed = [layer] if isinstance(targets, str) else list(targets or ())
     fix, why = f"target_modules: [{', '.join([*listed, other])}]", "one parameter holds both"
-    key = "adapter.target_modules"
-    return Problem(what, key, found=layer, fix=fix, why=why, code="target-modules")
+    return Problem(what, "adapter.target_modules", found=layer, fix=fix, why=why, code="target-modules")
 
 
 def _no_experts(names: Names, peft: str) -> Problem | None:

@@ -34,8 +34,7 @@ def choose_activation_checkpointing(requested: str, plan: Memory, hardware: Hard
         what = f"{requested} recomputes only fused MLPs, and the MLPs of this model are not fused"
         value = f"{requested}, with {plan.unfused}" if plan.unfused else requested
         key, fix = "speed.activation_checkpointing", "set `speed.activation_checkpointing: auto`, or full"
-        problem = Problem(what, key, found=value, fix=fix, code="speed-option")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(Problem(what, key, found=value, fix=fix, code="speed-option"), code=Exit.ENVIRONMENT)
     if plan.offloaded and requested == "auto":
         leaves = (plan.kept - plan.norms - plan.mlps) * plan.offloaded * plan.pinned
         if plan.mlps and leaves <= plan.host and max(peak_activations_gib(plan, "mlp")) <= plan.room:

@@ -341,8 +341,7 @@ def read_contract(path: Path) -> dict[str, Any]:
         copy = shlex.join(["cp", str(last / CONTRACT), str(path / CONTRACT)]) if last else ""
         said = " ".join(str(error).split())[:200]
         what, fix = f"{CONTRACT} is damaged", copy or "choose a new train.output_dir"
-        where = str(path / CONTRACT)
-        problem = Problem(what, where=where, found=said, fix=fix, code="checkpoint")
+        problem = Problem(what, where=str(path / CONTRACT), found=said, fix=fix, code="checkpoint")
         raise UserError(problem, code=Exit.ARTIFACT) from None
     return renames.current_contract({"recipe": {}, "facts": {}, "chosen": {}, **content})
 
@@ -391,8 +390,7 @@ def check_space(checkpoints: Path, trained: int, checkpoint_bytes: int, keep: in
         what = f"the disk has no room for {(keep or 1) + 1} checkpoints and the final weights"
         fix = "train.save_strategy=no, a smaller train.save_total_limit, or another train.output_dir"
         found, expected = f"{free:,} bytes free", f"{needed:,} bytes"
-        place = str(where.resolve())
-        problem = Problem(what, "train.output_dir", place, found, expected, fix, code="disk")
+        problem = Problem(what, "train.output_dir", str(where.resolve()), found, expected, fix, code="disk")
         raise UserError(problem, code=Exit.ENVIRONMENT)
 
 

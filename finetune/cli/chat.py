@@ -40,8 +40,7 @@ def chat(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.core.console import quieten_libraries
 
     if options.json and options.prompt is None:
-        fix = "--prompt 'your question'"
-        raise UserError(Problem("--json needs a prompt", fix=fix, code="command-line"))
+        raise UserError(Problem("--json needs a prompt", fix="--prompt 'your question'", code="command-line"))
     run = opened(options)
     quieten_libraries()
     with fast_imports(quiet=options.quiet):

@@ -59,8 +59,7 @@ def run(recipe: Recipe | None, *, quiet: bool = False, measured: bool = False) -
     listed, extras = doctor_optimizations.optimizations(recipe, machine), list(_extras())
     screen.table("machine", ("what", "found"), hardware)
     screen.table("choices", ("what", "choice", "why"), choices)
-    fields = doctor_optimizations.Optimization._fields
-    screen.table("optimizations", fields, listed, wide=("where", "needs"))
+    screen.table("optimizations", doctor_optimizations.Optimization._fields, listed, wide=("where", "needs"))
     screen.table("extras", ("extra", "installed", "install command"), extras)
     return {
         "versions": found,

@@ -173,8 +173,7 @@ def _mapping(events: Iterator[Any], path: Keys, document: Document, source: str)
             name = str(_node(events, event, (*path, "?"), document, source))
         here = (*path, name)
         if name in items:
-            first = document.where[here]
-            found, fix = f"first at {first}", "remove the second key"
+            found, fix = f"first at {document.where[here]}", "remove the second key"
             document.problems.append(
                 Problem(TWICE, ".".join(here), where, found, fix=fix, code="yaml-syntax")
             )

@@ -82,8 +82,7 @@ def check_builder(builder: DatasetBuilder, name: str) -> None:
         found = reader.removeprefix("datasets.packaged_modules.").partition(".")[0]
         what, expected = f"finetune does not allow the reader of the dataset {name}", ", ".join(READERS[:5])
         why, fix = "it can run code or open other files", "download the dataset's plain data files"
-        key = "data.name"
-        raise UserError(Problem(what, key, "", found, expected, fix, why=why, code="unsafe-file"))
+        raise UserError(Problem(what, "data.name", "", found, expected, fix, why=why, code="unsafe-file"))
     files = [str(path) for paths in (builder.config.data_files or {}).values() for path in paths]
     outside = [path for path in files if "::" in path or not path.startswith(f"hf://datasets/{name}@")]
     if outside and not reader.endswith(".cache"):

@@ -203,8 +203,7 @@ def _columnar(path: Path, limits: Limits) -> Rows:
     with _columnar_errors(path), pyarrow.memory_map(str(path)) as content:
         is_parquet = path.suffix == ".parquet"
         read = limited_batches.read_parquet if is_parquet else limited_batches.read_arrow
-        batches = read(content, path, limits)
-        yield from table_rows(limited_batches.limited(batches, path, limits), str(path))
+        yield from table_rows(limited_batches.limited(read(content, path, limits), path, limits), str(path))
 
 
 @contextlib.contextmanager

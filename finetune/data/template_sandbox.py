@@ -70,8 +70,7 @@ def render_row(template: str, row: dict[str, Any], *, way: str = "row") -> Rende
             result is its value as JSON.
     """
     plain = json.loads(json.dumps(row, default=str))
-    request = {"template": template, "way": way}
-    return Rendered(*_child(os.getpid()).ask(request, [plain])[0])
+    return Rendered(*_child(os.getpid()).ask({"template": template, "way": way}, [plain])[0])
 
 
 class ChatTemplate(NamedTuple):
@@ -336,8 +335,7 @@ def _limit_operations(environment: Any) -> Any:
                 before = token.type
 
         def parse(self, parser: Parser) -> Any:
-            line = next(parser.stream).lineno
-            return nodes.ExprStmt(self.attr("count"), lineno=line)
+            return nodes.ExprStmt(self.attr("count"), lineno=next(parser.stream).lineno)
 
         @property
         def count(self) -> None:

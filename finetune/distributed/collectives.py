@@ -129,8 +129,7 @@ def failures() -> Any:
     """Return the group in which processes report a failure. All processes must create it before a failure."""
     if PartialState().num_processes == 1:
         return None
-    waits = datetime.timedelta(seconds=AGREEMENT_SECONDS)
-    return torch.distributed.new_group(backend="gloo", timeout=waits)
+    return torch.distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=AGREEMENT_SECONDS))
 
 
 @functools.cache

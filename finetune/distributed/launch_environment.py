@@ -220,8 +220,7 @@ def report(message: str, when: float) -> None:
     The launcher prints the first error at its end.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        text = json.dumps({"message": message, "timestamp": int(when)})
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_text(json.dumps({"message": message, "timestamp": int(when)}), encoding="utf-8")
 
 
 def lost(error: BaseException) -> Problem | None:

@@ -103,8 +103,7 @@ def reopen(folder: RunFolder, recipe: Recipe) -> PreTrainedModel:
     continue_from.check_patterns(folder.adapter, base)
     with refused, stacked_experts.plain_parameters(base):
         tuned: Any = PeftModel.from_pretrained(base, str(folder.adapter))
-    held = checkpoint_headers.tensors(folder.adapter)
-    continue_from.check_whole(tuned, list(held), str(folder.adapter))
+    continue_from.check_whole(tuned, list(checkpoint_headers.tensors(folder.adapter)), str(folder.adapter))
     fused_experts.install_quantized(tuned)
     return qat.follow(tuned).eval()
 

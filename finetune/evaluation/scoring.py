@@ -308,8 +308,7 @@ def stop_ids(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerB
 
 def stops(model: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     """Return the tokens that end an answer of an evaluation, and those that the model declares."""
-    declared = sorted(declared_stops(model.generation_config))
-    return {"answers": stop_ids(model, tokenizer), "model": declared}
+    return {"answers": stop_ids(model, tokenizer), "model": sorted(declared_stops(model.generation_config))}
 
 
 def generate(

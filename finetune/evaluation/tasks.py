@@ -145,8 +145,7 @@ def check(settings: Eval, longest: int | None = None) -> dict[str, tuple[str, ..
             problems.append(Problem(what, "eval.tasks", found=name, fix=fix, why=why, code="eval-task"))
         elif len(named) > 1:
             what, fix = "the list names one task file several times", f"keep only `{named[0]}`"
-            twice = ", ".join(named)
-            problems.append(Problem(what, "eval.tasks", found=twice, fix=fix, code="eval-task"))
+            problems.append(Problem(what, "eval.tasks", found=", ".join(named), fix=fix, code="eval-task"))
     if problems:
         raise UserError(*problems)
     lacking = None

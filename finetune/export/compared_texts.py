@@ -27,8 +27,7 @@ def texts_of(source: Source, recipe: Recipe, tokenizer: PreTrainedTokenizerBase)
     held_out, _ = validation_set.held_out(source.folder, recipe, tokenizer)
     rows, _ = verify_merge.probes(recipe, tokenizer, held_out)
     examples = [row.example for row in held_out if row.example.asks][: serving_check.CHATS]
-    documents = [document for row in held_out for document in row.documents]
-    return Texts(rows, examples, first_of(documents))
+    return Texts(rows, examples, first_of([document for row in held_out for document in row.documents]))
 
 
 def first_of(documents: list[Encoded]) -> list[Encoded]:
@@ -47,8 +46,7 @@ def _shipped(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Texts:
         : verify_merge.PROBE_ROWS
     ]
     ids = [tokenizer(text)["input_ids"][: verify_merge.PROBE_TOKENS] for text in texts]
-    documents = [Encoded(row, [(0, len(row))]) for row in ids]
-    return Texts(ids, examples, first_of(documents))
+    return Texts(ids, examples, first_of([Encoded(row, [(0, len(row))]) for row in ids]))
 
 
 def _asked(question: str, tokenizer: PreTrainedTokenizerBase) -> Example:

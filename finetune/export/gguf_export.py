@@ -48,8 +48,7 @@ def check(config: ModelConfig, quantize: str) -> None:
     if quantize in K_QUANTS and shutil.which(QUANTIZER) is None:
         what, found = f"--quantize {quantize} needs llama.cpp's program {QUANTIZER}", "not on PATH"
         fix = "install llama.cpp (`brew install llama.cpp`, or build it from source), or use --quantize q8_0"
-        problem = Problem(what, found=found, fix=fix, code="package-missing")
-        raise UserError(problem, code=Exit.ENVIRONMENT)
+        raise UserError(Problem(what, found=found, fix=fix, code="package-missing"), code=Exit.ENVIRONMENT)
 
 
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:

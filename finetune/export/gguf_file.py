@@ -58,8 +58,7 @@ def write(
     """Write a GGUF file. One tensor at a time is in memory."""
     gguf = load_gguf()
 
-    architecture = entries["general.architecture"]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, entries["general.architecture"])
     for key, value in entries.items():
         if key != "general.architecture":
             _add(writer, key, value)
@@ -68,8 +67,7 @@ def write(
         stored = stored_type(tensor.name, shape, kind)
         held = gguf.quant_shape_to_byte_shape(shape, stored) if stored.name in ("BF16", "Q8_0") else shape
         dtype = {"F32": "float32", "F16": "float16"}.get(stored.name, "uint8")
-        size = _bytes(shape, stored)
-        writer.add_tensor_info(tensor.name, held, _numpy().dtype(dtype), size, stored)
+        writer.add_tensor_info(tensor.name, held, _numpy().dtype(dtype), _bytes(shape, stored), stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -82,8 +80,7 @@ def write(
 
 def computed(tensor: GgufTensor, source: Checkpoint) -> np.ndarray[Any, Any]:
     """Return the values of a tensor in fp32."""
-    found = tensor.compute([source.tensor(name) for name in tensor.sources])
-    return found.float().contiguous().numpy()
+    return tensor.compute([source.tensor(name) for name in tensor.sources]).float().contiguous().numpy()
 
 
 def stored_type(name: str, shape: list[int], kind: str) -> Any:

@@ -253,9 +253,7 @@ def vllm(config: dict[str, Any], base: Base, repo: str) -> str:
     name = repo.rpartition("/")[2]
     words = ["vllm", "serve", base.name if base.on_hub else f"path/to/{base.name}", "--enable-lora"]
     words += ["--max-lora-rank", str(rank), "--lora-modules", f"{name}={repo}"]
-    line = visible(shlex.join(words))
-    block = markdown.block(f"{line}\n", "sh")
-    return f"vLLM:\n\n{block}"
+    return "vLLM:\n\n" + markdown.block(f"{visible(shlex.join(words))}\n", "sh")
 
 
 def scores_of_stored(stored: dict[str, Any], of_merged: str) -> str:

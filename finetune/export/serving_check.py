@@ -203,8 +203,7 @@ def run(reader: Reader | None, expected: Expected, kind: str, why: str = "") -> 
         lacks = sorted(set(expected.stops) - reader.stop_ids())
         found["stop_tokens"] = {"expected": expected.stops, "missing": lacks}
     if reader.answer is None or not expected.answers:
-        reason = reader.without_answers or "the run has no prompts"
-        found["answers"] = {"not_run": reason}
+        found["answers"] = {"not_run": reader.without_answers or "the run has no prompts"}
     else:
         # One token more than expected, to see whether the reader stops
         pairs = zip(expected.prompts, expected.answers, strict=False)

@@ -29,5 +29,4 @@ def check(folder: RunFolder, recipe: Recipe) -> None:
         what = "the adapter changes layers that share their weights, so it can't be merged"
         found, fix = f"{len(lost)} modules, such as {lost[0]}", "use the adapter with PEFT, without a merge"
         why = "each layer has its own adapter, and a merged model has one weight for all of them"
-        problem = Problem(what, where=str(folder.adapter), found=found, fix=fix, why=why, code="merge")
-        raise UserError(problem)
+        raise UserError(Problem(what, where=str(folder.adapter), found=found, fix=fix, why=why, code="merge"))

@@ -126,8 +126,7 @@ def stage(
     load_recipe(staged / folder.recipe.name, (), folder.format_version)
     if not any(path.suffix == ".safetensors" for path in staged.iterdir()):
         what, fix = "the folder has no safetensors file to publish", command("merge", str(folder.path))
-        problem = Problem(what, where=str(weights), fix=fix, code="run-damaged")
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(Problem(what, where=str(weights), fix=fix, code="run-damaged"), code=Exit.ARTIFACT)
     return {str(path.relative_to(staged)): path for path in sorted(staged.rglob("*")) if path.is_file()}
 
 

@@ -152,8 +152,7 @@ def reopened(
     opened, found = loaded
     wrong = sorted(found["missing_keys"]) + sorted(found["unexpected_keys"])
     if wrong:
-        problem = _unverified("do not fit the model", ", ".join(wrong[:6]))
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(_unverified("do not fit the model", ", ".join(wrong[:6])), code=Exit.ARTIFACT)
     head, embedding = opened.get_output_embeddings(), opened.get_input_embeddings()
     same = head is not None and head.weight.data_ptr() == embedding.weight.data_ptr()
     if model_class.has_tied_head(opened.config) and not same:

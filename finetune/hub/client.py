@@ -139,8 +139,7 @@ def prepare(repo: str, *, private: bool, revision: str | None) -> tuple[str, lis
             fix = "add --public, name another --repo, or make the repository private in its settings"
             what, expected = "the repository is public", "a private repository (publish.private: true)"
             key, code = "publish.repo", "publish-target"
-            problem = Problem(what, key, "", repo, expected, fix, code=code)
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+            raise UserError(Problem(what, key, "", repo, expected, fix, code=code), code=Exit.ENVIRONMENT)
         if info.private and not private:
             notes.append(f"{repo} stays private: its settings on the Hub decide what is public")
         patiently(api.auth_check, repo, write=True)

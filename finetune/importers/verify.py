@@ -110,8 +110,7 @@ def _of_finetune(recipe: Recipe, rows: list[Row]) -> tuple[list[Tokens | str], A
 
 
 def _tokens(document: Encoded) -> Tokens:
-    labels = document.labels()
-    return Tokens(document.ids, [IGNORED, *labels[1:]])
+    return Tokens(document.ids, [IGNORED, *document.labels()[1:]])
 
 
 def _example(recipe: Recipe, row: Row) -> Example | BadRow:

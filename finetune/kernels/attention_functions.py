@@ -145,8 +145,7 @@ def flash(package: ModuleType) -> Callable[..., Tensor]:
         rows, tokens = query.shape[:2]
         flat: Any = [tensor.reshape(rows * tokens, *tensor.shape[2:]) for tensor in (query, key, value)]
         # two tensors, because torch.compile does not support an autograd.Function with the same input twice
-        both = borders, borders.view(-1)
-        out = package.flash_attn_varlen_func(*flat, *both, longest, longest, **options)
+        out = package.flash_attn_varlen_func(*flat, borders, borders.view(-1), longest, longest, **options)
         return out.view(rows, tokens, *out.shape[1:])
 
     return kernel

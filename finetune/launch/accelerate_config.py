@@ -264,8 +264,7 @@ def _values(section: str, given: dict[str, Any], where: str) -> list[Problem]:
         ):
             least = "an integer of 1 or more" if key in COUNTS else "an integer"
             what = f"{key} must be {least}"
-            fix = f"{key}: 1"
-            found.append(Problem(what, name, where, found=text, expected=least, fix=fix, code=CODE))
+            found.append(Problem(what, name, where, found=text, expected=least, fix=f"{key}: 1", code=CODE))
     return found
 
 

@@ -86,8 +86,7 @@ def read(model: Model, chat_template: str | None = None) -> TokenizerFiles | Non
     Args:
         chat_template: Jinja source that replaces the tokenizer's own.
     """
-    folder = Path(model.name)
-    settings = tokenizer_setup.settings(folder)
+    settings = tokenizer_setup.settings(Path(model.name))
     backend = tokenizer_setup.read_tokenizer(model)
     if settings is None or backend is None:
         return None

@@ -84,8 +84,7 @@ def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
             notes += look(recipe)
         except UserError as error:
             (packages if error.code == Exit.ENVIRONMENT else problems).extend(error.problems)
-    kind = adapter_types.find(recipe.adapter.type)
-    problems += optimizer_choice.problems(recipe.train, kind.learning_rate)
+    problems += optimizer_choice.problems(recipe.train, adapter_types.find(recipe.adapter.type).learning_rate)
     packages += package_checks.missing_packages(recipe)
     graphs = compilation.check_cuda_graphs(
         recipe.speed.compile, recipe.speed.activation_checkpointing, recipe.speed.offload

@@ -64,8 +64,7 @@ def check(recipe: Recipe) -> list[str]:
             return [*notes, *_audit(recipe, files, rows, ends, longest)]
     tokenizer, rows, ends, note = load_tokenizer(recipe)
     long = _audit(recipe, tokenizer, rows, ends, longest)
-    date = recipe.data.template_date
-    notes += text_limits.check(recipe.eval, tokenizer, rows, limit, date, with_hub=False)
+    notes += text_limits.check(recipe.eval, tokenizer, rows, limit, recipe.data.template_date, with_hub=False)
     notes += [note] if note else []
     return [*notes, *long]
 

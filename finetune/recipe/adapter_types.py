@@ -77,8 +77,7 @@ def adalora(options: dict[str, Any], steps: int, shapes: Shapes, family: str = "
     of the steps is left.
     """
     options = dict(options)
-    rank = options.pop("r")
-    options.setdefault("target_r", rank)
+    options.setdefault("target_r", options.pop("r"))
     options.setdefault("init_r", ceil(1.5 * options["target_r"]))
     options.setdefault("tinit", steps // 10)
     options.setdefault("tfinal", steps // 3)

@@ -33,8 +33,7 @@ def check_free(output_dir: str | None) -> None:
     path = Path(output_dir or "")
     if not can_be_path(str(path)):
         what, texts = "this name can't be a folder name", {"fix": "train.output_dir=runs/my-run"}
-        problem = Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path")
-        raise UserError(problem)
+        raise UserError(Problem(what, "train.output_dir", "", str(path)[:200], **texts, code="path"))
     if output_dir is None or not path.exists() or (path.is_dir() and not _entries(path)):
         return
     held = ", ".join(_entries(path)[:6]) if path.is_dir() else "a file"

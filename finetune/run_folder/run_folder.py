@@ -441,8 +441,7 @@ def resolved_yaml(recipe: Recipe, chosen: dict[str, tuple[Any, str]]) -> str:
     Args:
         chosen: dotted key -> (value, who chose it and why). Keys that recipes don't have become comments.
     """
-    origin = visible(recipe.origin.path.name)
-    lines = [f"# All settings of this run, from {origin}."]
+    lines = [f"# All settings of this run, from {visible(recipe.origin.path.name)}."]
     lines += ["# Each comment names the source of the value: recipe, override, launch, hardware or default."]
     chosen = dict(chosen)
     for section in type(recipe).model_fields:

@@ -182,8 +182,7 @@ def _checkpoint_contexts(routers: list[tuple[Any, int]]) -> tuple[Any, Any]:
 
 def _again(norm: torch.nn.Module, *inputs: torch.Tensor) -> Any:
     """Run a norm's forward, and recompute it in the backward pass."""
-    own = type(norm).forward
-    return checkpoint(own, norm, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(type(norm).forward, norm, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def norms_of(layer: nn.Module) -> list[Any]:

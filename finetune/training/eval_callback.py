@@ -155,16 +155,14 @@ class Validate(TrainerCallback):
         best = "  best so far" if self.best_step == step else ""
         said = "  ".join(f"{name} {value:.4f}" for name, value in scores.items())
         self.screen.say(f"step {step}: {said}{best}")
-        record = {"step": step, "epoch": epoch, **scores, "eval_seconds": seconds}
-        self.metrics.append(record)
+        self.metrics.append({"step": step, "epoch": epoch, **scores, "eval_seconds": seconds})
 
     def restore(self, model: nn.Module, state: TrainerState, checks: RunChecks) -> None:
         """Restore the best weights, and add a run check that counts the evaluations."""
         steps = state.global_step
         every = self.settings.eval_steps or steps
         expected = sum(step % every == 0 or step == steps for step in range(1, steps + 1))
-        how = "evaluations that ran"
-        checks.add("eval.eval_steps", expected, self.times, how)
+        checks.add("eval.eval_steps", expected, self.times, "evaluations that ran")
         if not self.weights:
             return
         for name, parameter in trainable_parameters.trainable(model).items():
@@ -189,8 +187,7 @@ def asked(
     """Return the callback for evaluation during training, if `eval.eval_steps` is set."""
     if recipe.eval.eval_steps is None:
         return []
-    ends = tokenizer_setup.declared_ends(recipe.model)
-    rows = held_out(recipe.data, tokenizer, recipe.train.seed, ends)
+    rows = held_out(recipe.data, tokenizer, recipe.train.seed, tokenizer_setup.declared_ends(recipe.model))
     config: Any = getattr(adapted, "peft_config", {}).get("default")
     # before this step, the ranks exceed the budget
     in_budget: int = config.total_step - config.tfinal if adalora.allocates(adapted) else 0

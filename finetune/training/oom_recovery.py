@@ -172,8 +172,7 @@ def held(model: Any, optimizer: object, batches: MicroBatches) -> str:
     largest = sorted(taken.items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {size / 2**30:.3g}" for name, size in largest if size > 0)
     text = f"memory in use, GiB: {text}" + (f"; {most / 2**30:.3g} in total" if most else "")
-    rows = math.ceil(batches.rows / batches.parts)
-    return "; ".join(filter(None, [text, batches.needs(model, rows)]))
+    return "; ".join(filter(None, [text, batches.needs(model, math.ceil(batches.rows / batches.parts))]))
 
 
 def fixes(

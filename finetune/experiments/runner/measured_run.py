@@ -174,8 +174,7 @@ def make(job: RunCommand, *, cpu: bool) -> bool:
     code = start(words, str(log), environment, cpu=cpu, more=True, shown=shown)
     if code in (Exit.STOPPED, 130, -2, -15):
         what, fix = f"a signal stopped the run {job.folder.name}", "run the same command again to continue"
-        problem = Problem(what, where=str(job.folder), fix=fix, code="experiment")
-        raise UserError(problem, code=Exit.STOPPED)
+        raise UserError(Problem(what, where=str(job.folder), fix=fix, code="experiment"), code=Exit.STOPPED)
     safe_files.make_folder(job.folder.parent, job.folder.name)
     failed = "" if code == 0 else why(log.read_text(encoding="utf-8", errors="replace"), code)
     mark = {"identity": own, "seconds": time.monotonic() - started, "failed": failed}

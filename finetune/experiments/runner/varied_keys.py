@@ -61,8 +61,7 @@ def key_problem(key: str, value: object, at: str) -> Problem | None:
     if names[0] in known[section] and (len(names) == 1 or not inner or names[1] in inner):
         return None
     path = (section, *names[: 2 if names[0] in known[section] else 1])
-    raw = under(path, value)
-    return recipe_errors.unknown_key(path, raw, {path: at}, known)
+    return recipe_errors.unknown_key(path, under(path, value), {path: at}, known)
 
 
 def under(path: Sequence[str], value: object) -> Any:

@@ -92,14 +92,12 @@ def run(recipe: Recipe, command: list[str], screen: Console) -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     rows = [(p.name, f"{p.tensors}", f"{p.values}", _verdict(p), p.digest[:16]) for p in parts]
-    columns = ("part", "tensors", "values", "", "sha256")
-    screen.table("resumed run and run without a stop", columns, rows)
+    screen.table("resumed run and run without a stop", ("part", "tensors", "values", "", "sha256"), rows)
     own = [text for text in shorter if text not in ALWAYS]
     changed = f" (with {', '.join(own)})" if own else ""
     said = f"compared {HALF} + {last - HALF} steps with a resume and {last} steps without a stop{changed}"
     screen.say("", f"{said} in {time.monotonic() - started:.0f} s")
-    fix = "report this as a bug, with the recipe"
-    refuse(parts, "a resumed run differs from a run without a stop", fix)
+    refuse(parts, "a resumed run differs from a run without a stop", "report this as a bug, with the recipe")
     screen.say("verified: a resumed run of this recipe equals a run without a stop, bit for bit")
 
 
@@ -193,8 +191,7 @@ def refuse(parts: list[Part], what: str, fix: str) -> None:
     """Raise a UserError that names the parts that differ (exit 4)."""
     wrong = [f"{part.name}: {', '.join(part.differing[:3])}" for part in parts if part.differing]
     if wrong:
-        problem = Problem(what, found="; ".join(wrong), fix=fix, code="run-check")
-        raise UserError(problem, code=Exit.ARTIFACT)
+        raise UserError(Problem(what, found="; ".join(wrong), fix=fix, code="run-check"), code=Exit.ARTIFACT)
 
 
 def _train(words: list[str]) -> None:

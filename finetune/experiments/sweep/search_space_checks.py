@@ -93,8 +93,7 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
         if not left:
             what, found = "this machine can run none of the choices", "; ".join(gone.values())
             fix = "add a choice that this machine can run"
-            problem = Problem(what, key, found=found, fix=fix, code="hardware")
-            raise UserError(problem, code=Exit.ENVIRONMENT)
+            raise UserError(Problem(what, key, found=found, fix=fix, code="hardware"), code=Exit.ENVIRONMENT)
         kept[key] = kept[key].model_copy(update={"choices": left})
     if recipe.train.max_steps is None and not recipe.data.streaming:
         changing = [key for key in space.parameters if key.startswith("data.")]

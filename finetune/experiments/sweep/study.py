@@ -402,8 +402,7 @@ def make_way(folder: Path, screen: Console) -> None:
                 error.problems[0].found,
             )
             fix = "run the same command again when that run has ended"
-            problem = Problem(what, where=str(run), found=found, fix=fix, code="experiment")
-            raise UserError(problem) from error
+            raise UserError(Problem(what, where=str(run), found=found, fix=fix, code="experiment")) from error
         safe_files.remove(moved, lock.LOCK)
         screen.say(f"the folder `final` holds an earlier best recipe; finetune moved it to {moved}")
     safe_files.write_bytes(folder, begun.name, best.read_bytes())
@@ -443,5 +442,4 @@ def final(requested: SweepRequest) -> None:
         raise Stopped(f"the final run was stopped{by}; to continue, run the same command again, or: {fix}")
     if code:
         texts = {"found": f"exit code {code}", "fix": fix, "code": "experiment"}
-        problem = Problem("the final run failed", where=str(folder), **texts)
-        raise UserError(problem, code=Exit.of(code))
+        raise UserError(Problem("the final run failed", where=str(folder), **texts), code=Exit.of(code))

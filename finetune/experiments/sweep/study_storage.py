@@ -263,8 +263,7 @@ def _hash(trial: FrozenTrial, value: float | None = None, state: TrialState | No
     kinds = {name: distribution_to_json(kind) for name, kind in trial.distributions.items()}
     told = [trial.params, kinds, trial.user_attrs, trial.intermediate_values]
     parts = [trial.number, state.name, value, *told]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def is_lost(trial: FrozenTrial) -> bool:
