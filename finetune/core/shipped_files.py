@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
-from finetune.core import strict_yaml
+from finetune.core import safe_files, strict_yaml
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError, nearest
 
@@ -68,7 +67,7 @@ def copy(name: str, target: Path) -> list[Path]:
     """Copy a recipe and the shipped files that it names into `target`, and return the new files.
 
     Raises:
-        UserError: there is no such recipe, or a file of that name exists (exit 2).
+        UserError: there is no such recipe, a file of that name exists, or a link is in the way (exit 2).
     """
     content = text(name)
     destination = target / recipes()[name].name
@@ -78,16 +77,22 @@ def copy(name: str, target: Path) -> list[Path]:
             Problem(what, where=where, fix="move the file, or copy to another folder", code="path")
         )
     target.mkdir(parents=True, exist_ok=True)
-    destination.write_text(re.sub(r"(?<=\$schema=)\S+", str(SCHEMA), content), encoding="utf-8")
     written = [destination]
     for path in _named_files(strict_yaml.parse(content, name).value):
-        source, place = folder("examples").parent / path, target / path
-        if place.exists():
-            continue
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, place) if source.is_dir() else shutil.copy(source, place)
-        written.append(place)
+        if not (target / path).exists():
+            _copy_files(folder("examples").parent / path, target, path)
+            written.append(target / path)
+    safe_files.write_text(target, destination.name, re.sub(r"(?<=\$schema=)\S+", str(SCHEMA), content))
     return written
+
+
+def _copy_files(source: Path, target: Path, name: str) -> None:
+    """Copy a shipped file or folder to `name` below `target`, without following a link there."""
+    files = [source] if source.is_file() else [file for file in sorted(source.rglob("*")) if file.is_file()]
+    for file in files:
+        copied = Path(name) / file.relative_to(source)
+        safe_files.make_folder(target, str(copied.parent))
+        safe_files.write_bytes(target, str(copied), file.read_bytes())
 
 
 def _named_files(value: object) -> list[str]:

@@ -7,19 +7,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-from huggingface_hub import ModelCard
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
+from finetune.core import foreign_yaml, regular_files, untrusted_files
+from finetune.core.errors import UserError
 from finetune.core.paths import local_path
 from finetune.core.weight_files import find_weight_files
 from finetune.hub import client
+from finetune.models import checkpoint_headers
 
 if TYPE_CHECKING:
     from finetune.recipe.schema import Model, Publish
 
+KEY = "model.name"
 LICENSES = {  # start of a LICENSE file (a regular expression) -> the Hub's name of the license
     r"\s*Apache License\s+Version 2\.0": "apache-2.0",
     r"\s*(The )?MIT License": "mit",
+}
+# Keys of a model card, and what finetune copies of them to the card of a run: plain names and addresses
+COPIED = {
+    "license": r"[\w.+-]{1,96}",
+    "license_name": r"[\w .,+()-]{1,96}",
+    "license_link": r"https?://[!-~]{1,500}|[\w.-]{1,96}",
 }
 
 
@@ -46,13 +55,21 @@ def find(model: Model, publish: Publish, config: dict[str, Any], *, online: bool
         publish: the recipe's publish section, which can set the name and the license.
         config: adapter_config.json, or an empty mapping.
         online: whether to look up the license on the Hub.
+
+    Raises:
+        UserError: the model is a local folder with links that leave it, special files, files that are too
+            large to read, or damaged weights (exit 2).
     """
     local = Path(model.name) if local_path(model.name) else None
     name = publish.base_model or (model.name if local is None else local.name)
     on_hub = publish.base_model is not None or local is None
     revision = (config.get("revision") or model.revision) if local is None else None
     hashes = {}
+    if local and local.is_dir():
+        untrusted_files.check_links(regular_files.entries(local), KEY)
+        regular_files.check_folder(local, KEY)
     if not on_hub and local and local.is_dir():
+        checkpoint_headers.tensors(local)
         hashes = {path.name: client.sha256(path) for path in find_weight_files(local)}
     if publish.license:
         license, source = {"license": publish.license}, "publish.license"
@@ -70,7 +87,7 @@ def _license(
         if said:
             return said, "the README of the base model"
     if folder and (folder / "LICENSE").is_file():
-        text = (folder / "LICENSE").read_text(encoding="utf-8", errors="replace")
+        text = _text_of(folder / "LICENSE")
         for start, name in LICENSES.items():
             if re.match(start, text):
                 return {"license": name}, "the LICENSE of the base model"
@@ -91,12 +108,21 @@ def _hub_readme(hub_id: str, revision: str | None, online: bool) -> Path | None:
         return None
 
 
-def _license_of_card(path: Path) -> dict[str, str]:
+def _text_of(path: Path) -> str:
+    """Return the text of a file, or the empty string if it is not in UTF-8."""
     try:
-        data = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
-    except (ValueError, yaml.YAMLError):  # the card has no readable metadata
-        return {}
-    keys = ("license", "license_name", "license_link")
-    return (
-        {key: str(data[key]) for key in keys if isinstance(data.get(key), str)} if "license" in data else {}
-    )
+        return regular_files.read_text(path, KEY)
+    except UnicodeDecodeError:
+        return ""
+
+
+def _license_of_card(path: Path) -> dict[str, str]:
+    block = REGEX_YAML_BLOCK.search(_text_of(path))
+    try:
+        data = foreign_yaml.read(block[2], path.name) if block else None
+    except UserError:  # the card has no readable metadata
+        data = None
+    given = data if isinstance(data, dict) else {}
+    texts = {key: given[key] for key in COPIED if isinstance(given.get(key), str)}
+    found = {key: text for key, text in texts.items() if re.fullmatch(COPIED[key], text, re.ASCII)}
+    return found if "license" in found else {}

@@ -17,6 +17,7 @@ from transformers import AutoConfig
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import progress, safe_files
+from finetune.core.privacy import masked
 from finetune.evaluation import reopen
 from finetune.export import (
     compared_texts,
@@ -134,7 +135,7 @@ def run(
         if notes := [*left, *report.get("notes", [])]:
             report["notes"] = notes
         report["seconds"] = round(time.monotonic() - started, 1)
-        safe_files.write_text(packed, REPORT, json.dumps(report, indent=1) + "\n")
+        safe_files.write_text(packed, REPORT, masked(json.dumps(report, indent=1)) + "\n")
         publish(packed, target, folder, report)
     return report
 

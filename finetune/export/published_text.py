@@ -13,6 +13,7 @@ from finetune.core.errors import Problem, UserError
 from finetune.core.paths import local_path
 from finetune.distributed import recorded_variables
 from finetune.hub import client
+from finetune.models import checkpoint_headers
 from finetune.recipe import recipe_errors
 from finetune.recipe.schema import Source
 from finetune.run_folder import run_folder
@@ -156,8 +157,4 @@ def text_of(path: Path) -> str:
         if path.suffix != ".safetensors":
             return file.read().decode("utf-8", "replace")
         size = int.from_bytes(file.read(8), "little")
-        return file.read(min(size, LARGEST_HEADER)).decode("utf-8", "replace")
-
-
-# Bytes. safetensors does not read a larger header.
-LARGEST_HEADER = 100_000_000
+        return file.read(min(size, checkpoint_headers.LARGEST_HEADER)).decode("utf-8", "replace")

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MOST_DIMENSIONS = 16
+LARGEST_HEADER = 100_000_000  # bytes. safetensors does not read a larger header
 # Bits per value, by dtype names of the safetensors format
 _BITS = {
     **dict.fromkeys(("F4",), 4),
@@ -92,6 +93,8 @@ def _header(path: Path) -> dict[str, list[int]]:
         length = int.from_bytes(file.read(8), "little")
         if length > size - 8:
             raise ValueError(f"its header would be {length:,} bytes, the file is {size:,}")
+        if length > LARGEST_HEADER:
+            raise ValueError(f"its header has {length:,} bytes, more than {LARGEST_HEADER:,}")
         header = json.loads(file.read(length))
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     ends = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)

@@ -23,13 +23,13 @@ from pydantic import (
 
 from finetune.core import strict_json
 
-LARGEST = 10**18  # the largest integer
+LARGEST = 10**18  # the largest integer, and the largest number that reports calculate with
 Scores = dict[str, float | None]
 Nothing = Annotated[dict[str, float], Field(max_length=0)]
 
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Count = Annotated[float, Field(allow_inf_nan=False, ge=0)]
+Finite = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+Count = Annotated[float, Field(ge=0, le=LARGEST)]
 
 
 class Shape(BaseModel):

@@ -197,6 +197,18 @@ def test_evaluate_with_a_damaged_earlier_result_ends_before_a_model_is_loaded(
     assert f"{name} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("key", ["counts", "edges", "percentiles"])
+def test_report_of_numbers_that_are_too_large_to_calculate_with_lists_their_file(
+    key: str, whole, tmp_path, capsys
+) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    content = json.loads((run / "data_report.json").read_text())
+    content["train"]["lengths"][key][-1] = 1e308
+    (run / "data_report.json").write_text(json.dumps(content))
+    assert answer(["report", str(run)]) == 0
+    assert "data_report.json" in (run / "report.html").read_text().partition("Missing files")[2]
+
+
 @pytest.mark.parametrize(
     ("words", "name"), [(["merge"], "merge.json"), (["export", "--to", "vllm"], "export.json")], ids=str
 )

@@ -147,3 +147,15 @@ def test_commands_on_a_run_folder_with_a_link_change_and_send_nothing_outside(
     assert main.main(["publish", str(run.path), "--dry-run"]) == 2
     assert "Traceback" not in capsys.readouterr().err
     assert [(one.name, one.read_text()) for one in outside.iterdir()] == [("victim", "as it was")]
+
+
+@pytest.mark.parametrize(
+    "name", ["quickstart.yaml", "examples", "examples/tiny_llama", "examples/tiny_llama/data"]
+)
+def test_copy_of_a_recipe_follows_no_link(name: str, places: tuple[Path, Path], capsys) -> None:
+    folder, outside = places
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).symlink_to(outside / "new" if name.endswith(".yaml") else outside)
+    assert main.main(["recipes", "quickstart", "--copy", str(folder)]) == 2
+    assert "finetune follows no link" in capsys.readouterr().err
+    assert [entry.name for entry in outside.iterdir()] == ["victim"]

@@ -40,7 +40,7 @@ OWN_FOLDERS: dict[str, tuple[set[str], str]] = {
     "cli/import_recipe.py": ({"mkdir"}, "the folder that the command line names"),
     "cli/init.py": ({"mkdir"}, "the folder that the command line names"),
     "cli/sweep.py": ({"mkdir"}, "the folder that the command line names"),
-    "core/shipped_files.py": ({"mkdir", "write_text", "copytree", "copy"}, "a copy that the user asks for"),
+    "core/shipped_files.py": ({"mkdir"}, "the folder that the command line names"),
     "core/standard_streams.py": ({"open"}, "/dev/null"),
     "data/arrow_store.py": ({"open", "unlink"}, "the user's own cache"),
     "data/preparation.py": ({"rmtree"}, "a new folder in the cache"),

@@ -11,7 +11,7 @@ from finetune.adapters import continue_from
 from finetune.cli import main
 from finetune.core import untrusted_files
 from finetune.core.errors import UserError
-from finetune.models import tokenizer_setup
+from finetune.models import checkpoint_headers, tokenizer_setup
 from finetune.recipe.schema import Model
 from support.paths import MODEL
 from support.rejected import refused
@@ -152,6 +152,16 @@ def test_export_of_an_adapter_with_nan_is_refused(to: str, trained, tmp_path, ca
     output = str(tmp_path / "exported")
     assert main.main(["export", str(adapter), "--to", to, "--adapter", "--output", output]) == 4
     assert "NaN or Inf" in capsys.readouterr().err
+
+
+def test_weights_with_a_header_that_is_too_large_to_read_are_refused(tmp_path) -> None:
+    """safetensors reads up to 100 MB. A sparse file could state a header of any size."""
+    size = checkpoint_headers.LARGEST_HEADER + 1
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(size.to_bytes(8, "little"))
+        file.truncate(8 + size)
+    with pytest.raises(UserError, match="its header has 100,000,001 bytes, more than 100,000,000"):
+        checkpoint_headers.tensors(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["eval.json", "adapter/tokenizer.json"])
