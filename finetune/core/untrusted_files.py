@@ -7,6 +7,7 @@ module imports no torch.
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -93,6 +94,11 @@ def check_links(files: Iterable[Path], key: str) -> None:
         raise UserError(*problems)
 
 
+def real_path(path: Path) -> Path:
+    """Return a path without links. `Path.resolve` raises for a link to itself; this returns the link."""
+    return Path(os.path.realpath(path))
+
+
 def only_pickles(key: str, found: str) -> Problem:
     fix = "convert the files where you trust them: from_pretrained(...), then save_pretrained(...)"
     what, why = "the weights are only in pickles", "a pickle can run code when it is opened"
@@ -111,11 +117,14 @@ def _links(files: Iterable[Path], key: str) -> Iterator[Problem]:
     for entry in files:
         if not entry.is_symlink():
             continue
-        home, target = entry.parent.resolve(), entry.resolve()
+        home, target = real_path(entry.parent), real_path(entry)
         # the Hub's cache: snapshots/<commit>/config.json -> ../../blobs/<hash>
         cached = (above for above in (home, *home.parents) if above.parent.name == "snapshots")
         blobs = next((commit.parent.parent / "blobs" for commit in cached), home)
-        if not (target.is_relative_to(home) or target.is_relative_to(blobs)):
+        if target.is_symlink():
+            what, fix = "a link leads to itself", "delete the link, or replace it with a file"
+            yield Problem(what, key, str(entry), fix=fix, code="unsafe-file")
+        elif not (target.is_relative_to(home) or target.is_relative_to(blobs)):
             what, fix = "a link leads out of its folder", "replace the link with a copy of the file"
             yield Problem(what, key, str(entry), f"a link to {target}", fix=fix, code="unsafe-file")
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from finetune.core import strict_yaml
+from finetune.core import strict_yaml, untrusted_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import can_be_path
 from finetune.data import template_sandbox
@@ -155,11 +155,11 @@ def _read(path: Path, depth: int = 1) -> tuple[dict[str, Any], dict[tuple[str, .
     merged: dict[str, Any] = {}
     where: dict[tuple[str, ...], str] = {}
     for name in named if isinstance(named, list) else [named]:
-        inside = path.parent.resolve()
+        inside = untrusted_files.real_path(path.parent)
         what, fix = "", "name a file in the folder of the task file"
         if not isinstance(name, str) or not can_be_path(name):
             what = "this name can't be a file name"
-        elif not (inside / name).resolve().is_relative_to(inside):
+        elif not untrusted_files.real_path(inside / name).is_relative_to(inside):
             what = "the included file is outside the folder of the task file"
         elif depth == DEEPEST:
             what, fix = f"more than {DEEPEST} files include each other", "merge some of the files"

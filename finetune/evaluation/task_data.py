@@ -6,6 +6,7 @@ So finetune finds local files with known suffixes and reads them with its own re
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ def local_files(task: dict[str, Any], where: Path) -> dict[str, list[Path]] | No
 
 def _existing_folder(name: str, where: Path) -> Path | None:
     """Return a folder next to the task file or in the working directory."""
-    places = (where.parent / name, Path(name).expanduser())
+    places = (where.parent / name, Path(os.path.expanduser(name)))
     return next((place for place in places if place.is_dir()), None)
 
 
@@ -144,7 +145,7 @@ def _matches(
 
 
 def _files(place: Path, pattern: str) -> list[Path]:
-    path = place / Path(pattern).expanduser()
+    path = place / os.path.expanduser(pattern)
     if path.is_file():
         return [path]
     matches = match_paths(str(path), Path(), KEY) if any(mark in pattern for mark in "*?[") else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,7 +95,7 @@ def recipe_of(source: Source, overrides: Sequence[str]) -> Recipe:
     base = {"name": config.get("base_model_name_or_path"), "revision": config.get("revision")}
     chosen = [text.partition("=")[2] for text in overrides if text.startswith("model.name=")]
     name = str((chosen or [base["name"] or ""])[-1])
-    if not name or (local_path(name) and not Path(name).expanduser().exists()):
+    if not name or (local_path(name) and not os.path.exists(os.path.expanduser(name))):
         what, fix = "the base model of the adapter is not on this machine", "add model.name=PATH"
         raise UserError(Problem(what, "model.name", str(place), name or "no name", fix=fix, code="path"))
     kind = "full" if not config.get("peft_type") else str(config["peft_type"]).lower()

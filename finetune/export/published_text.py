@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from itertools import chain, count
 from pathlib import Path
@@ -79,7 +80,7 @@ def evaluated_files(results: dict[str, Any]) -> list[str]:
     places += [part.get("source", "") for part in results.get("sources", [])]
     files = list(dict.fromkeys(_PLACE.sub("", place) for place in places))
     # Notes in eval.json have absolute paths
-    return files + [str(Path(file).expanduser().resolve()) for file in files]
+    return files + [os.path.realpath(os.path.expanduser(file)) for file in files]
 
 
 def last_names(paths: Iterable[str]) -> dict[str, str]:
@@ -87,7 +88,7 @@ def last_names(paths: Iterable[str]) -> dict[str, str]:
     names: dict[str, str] = {}
     of_file: dict[Path, str] = {}
     for path in paths:
-        file = Path(path).expanduser().resolve()
+        file = Path(os.path.realpath(os.path.expanduser(path)))
         if file not in of_file and not Path(path).is_absolute():  # the path can be relative to another folder
             file = next((known for known in of_file if str(known).endswith(f"/{Path(path)}")), file)
         names[path] = of_file.setdefault(file, numbered(Path(path).name, of_file.values()))

@@ -525,6 +525,30 @@ class Comparison(Shape):
     types: dict[str, Any]
 
 
+class StudyAttributes(Shape):
+    """What `sweep` stores of a study."""
+
+    identity: dict[str, str] = {}
+    hashed: bool = False
+
+
+class TrialAttributes(Shape):
+    """What `sweep` stores of a trial, and the values that Optuna was asked to draw."""
+
+    worker: str = Field("", pattern=r"^(\S* \d{1,7} -?\d+(\.\d+)?)?$")
+    """Host, process id and start time of the process."""
+    alive: Finite = 0.0
+    own: bool = False
+    without: list[str] = []
+    again: int | None = None
+    times: int = Field(0, ge=0, le=LARGEST)
+    values: dict[str, Any] = {}
+    reason: str = ""
+    seconds: Finite = 0.0
+    started_seconds: Finite = 0.0
+    fixed_params: dict[str, Any] = {}
+
+
 SHAPES: dict[str, Any] = {
     "recipe.resolved.yaml": ResolvedRecipe,
     "environment.json": Environment,
@@ -545,6 +569,8 @@ SHAPES: dict[str, Any] = {
     "ablate.json": Mark,
     "compare.json": Mark | Comparison,
     "mark": Mark,
+    "study": StudyAttributes,
+    "trial": TrialAttributes,
 }
 
 

@@ -169,7 +169,7 @@ class RunFolder:
         path = self.file(name)
         below = path.relative_to(self.path)
         untrusted_files.check_links([self.path / part for part in (*below.parents[-2::-1], below)], "")
-        real = path.resolve()
+        real = untrusted_files.real_path(path)
         return safe_files.read_text(real.parent, real.name)
 
     def read_recipe(self) -> str:
@@ -312,11 +312,15 @@ def refuse_links(folder: Path) -> None:
 
     The link to the Hub's cache that `_fetch` makes is allowed.
     """
-    root, problems = folder.resolve(), list[Problem]()
+    root, problems = untrusted_files.real_path(folder), list[Problem]()
     for above, folders, files in os.walk(root):
         for entry in (Path(above) / name for name in (*folders, *files)):
             mode = entry.lstat().st_mode
-            if stat.S_ISLNK(mode) and not entry.resolve().is_relative_to(root) and not _is_own_link(entry):
+            target = untrusted_files.real_path(entry) if stat.S_ISLNK(mode) else entry
+            if stat.S_ISLNK(mode) and target.is_symlink():
+                what, fix = "the link leads to itself", "delete it"
+                problems.append(Problem(what, where=str(entry), fix=fix, code="unsafe-file"))
+            elif stat.S_ISLNK(mode) and not target.is_relative_to(root) and not _is_own_link(entry):
                 what, fix = "the link leads out of its folder", "replace the link with a copy of the file"
                 found = os.readlink(entry)
                 problems.append(Problem(what, "", str(entry), found, fix=fix, code="unsafe-file"))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import platform
 import random
+import sqlite3
 from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -127,3 +131,56 @@ def test_study_of_a_release_with_fewer_keys_goes_on_and_one_of_another_recipe_is
             study.hold(found, Path("study"), IDENTITY | {"adapter.r": "4"})
         assert found.user_attrs == before
         study.hold(found, Path("study"), IDENTITY | dict.fromkeys(varied_keys.NO_RESULT, "5"))
+
+
+HOST = platform.node()
+TRIALS: list[dict[str, Any]] = [
+    *({"worker": value} for value in (5, None, [], "x", f"{HOST} a b", f"{HOST} -1 0", f"{HOST} {2**70} 1")),
+    *({"alive": value} for value in ("x", None, [], float("nan"), 1e300)),
+    *({"times": value} for value in ("x", None, 1e9, -1)),
+    {"again": [1]},
+    {"without": 5},
+    {"reason": 5},
+    {"own": "no"},
+]
+
+
+@pytest.mark.parametrize("attributes", TRIALS, ids=str)
+def test_study_with_an_odd_value_of_a_trial_is_refused(attributes: dict[str, Any], tmp_path) -> None:
+    with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "s") as found:
+        trial = found.ask()
+        for key, value in attributes.items():
+            trial.set_user_attr(key, value)
+        with pytest.raises(UserError, match="the stored study is damaged") as raised:
+            study.hold(found, tmp_path, IDENTITY)
+    assert raised.value.code == Exit.ARTIFACT
+
+
+@pytest.mark.parametrize("value", [5, [], {"a": []}, None], ids=str)
+def test_study_with_an_odd_identity_is_refused(value: Any, tmp_path) -> None:
+    with study_storage.opened(f"sqlite:///{tmp_path}/study.db", "s") as found:
+        found.set_user_attr("identity", value)
+        with pytest.raises(UserError, match="the stored study is damaged"):
+            study.hold(found, tmp_path, IDENTITY)
+
+
+ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT"
+PROGRAMS = {
+    "view": f"CREATE VIEW more AS {ENDLESS} x FROM c",
+    "trigger": "CREATE TRIGGER more AFTER INSERT ON study_user_attributes BEGIN "
+    f"INSERT INTO studies(study_name) {ENDLESS} 'a' || x FROM c; END",
+    "virtual table": "CREATE VIRTUAL TABLE more USING fts5(a)",
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_study_with_a_program_in_its_database_is_refused(program: str, tmp_path) -> None:
+    """A query of an endless view, or a write with an endless trigger, would never come back."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    search(url)
+    with contextlib.closing(sqlite3.connect(tmp_path / "study.db")) as database:
+        database.execute(PROGRAMS[program])
+        database.commit()
+    for ask in (lambda: study_storage.name_in(url, tmp_path), lambda: read(url)):
+        with pytest.raises(UserError, match=r"views, triggers or virtual tables"):
+            ask()

@@ -14,6 +14,7 @@ import pytest
 from finetune.cli import main
 from finetune.core import safe_files
 from finetune.core.errors import UserError
+from support.paths import MODEL, QUICKSTART
 
 
 @pytest.fixture
@@ -159,3 +160,28 @@ def test_copy_of_a_recipe_follows_no_link(name: str, places: tuple[Path, Path], 
     assert main.main(["recipes", "quickstart", "--copy", str(folder)]) == 2
     assert "finetune follows no link" in capsys.readouterr().err
     assert [entry.name for entry in outside.iterdir()] == ["victim"]
+
+
+@pytest.mark.parametrize("name", ["merged", "eval.json", "adapter/more.json", "adapter/adapter_config.json"])
+def test_commands_on_a_run_folder_with_a_link_to_itself_refuse_it(name: str, trained, capsys) -> None:
+    run = trained()
+    (run.path / name).unlink(missing_ok=True)
+    (run.path / name).symlink_to(run.path / name)
+    for words in (["merge"], ["evaluate"], ["export", "--to", "vllm"], ["publish", "--dry-run"]):
+        assert main.main([words[0], str(run.path), *words[1:]]) == 2
+        assert "leads to itself" in capsys.readouterr().err
+    assert main.main(["report", str(run.path)]) == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "more.txt", "additional_chat_templates/a.jinja"])
+def test_model_or_adapter_with_a_link_to_itself_is_refused(name: str, trained, tmp_path, capsys) -> None:
+    model = shutil.copytree(MODEL, tmp_path / "model", copy_function=os.link)
+    adapter = shutil.copytree(trained().adapter, tmp_path / "adapter")
+    for folder in (model, adapter):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to(folder / name)
+    assert main.main(["check", str(QUICKSTART), f"model.name={model}"]) == 2
+    assert "leads to itself" in capsys.readouterr().err
+    assert main.main(["export", str(adapter), "--to", "vllm", "--output", str(tmp_path / "made")]) == 2
+    assert "leads to itself" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
 from finetune.core import packages
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.run_folder import file_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -167,6 +168,8 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
     options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
     # SQLAlchemy below 2.1 does not select psycopg 3 by itself
     full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
+    if url.startswith("sqlite"):
+        _refuse_programs(full)
     made = optuna.storages.RDBStorage(full, engine_kwargs={"pool_pre_ping": True, **options})
     stack.callback(made.engine.dispose)
     stack.callback(made.remove_session)
@@ -176,6 +179,22 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
         if said != "ok":  # for example if a page has lost a row
             raise ValueError(said)
     return made
+
+
+def _refuse_programs(url: str) -> None:
+    """Refuse a SQLite file with views, triggers or virtual tables, which no study has (ValueError).
+
+    A query of a view, or a write with a trigger, may never end.
+    """
+    engine = sqlalchemy.create_engine(url)
+    try:
+        with engine.connect() as connection:
+            query = "SELECT count(*) FROM sqlite_master WHERE type NOT IN ('table', 'index')"
+            found = connection.exec_driver_sql(f"{query} OR sql LIKE '%VIRTUAL%'").scalar()
+    finally:
+        engine.dispose()
+    if found:
+        raise ValueError("the database has views, triggers or virtual tables")
 
 
 def describe(trial: optuna.Trial) -> None:
@@ -216,6 +235,10 @@ def verify(study: Study, where: str) -> list[int]:
     """
     try:
         trials = {one.number: one for one in study.get_trials(deepcopy=False)}
+        file_shapes.check("study", study.user_attrs)
+        for one in trials.values():
+            fixed = {key: value for key, value in one.system_attrs.items() if key == "fixed_params"}
+            file_shapes.check("trial", {**one.user_attrs, **fixed})
         kept = {name: value for name, value in study.user_attrs.items() if name.startswith(HASH)}
         hashes = {int(name.removeprefix(HASH)): value for name, value in kept.items()}
         told = {number for number, one in trials.items() if one.state.is_finished() and not is_lost(one)}
