@@ -10,6 +10,7 @@ from finetune.cli import arguments
 from finetune.core import safe_files, standard_streams
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError
+from finetune.core.paths import writing
 
 if TYPE_CHECKING:
     from finetune.importers.translation import Translation
@@ -53,8 +54,9 @@ def import_recipe(options: argparse.Namespace) -> dict[str, Any]:
     if path.exists():
         raise UserError(Problem(f"{path} exists", fix="--output with another name", code="path"))
     state = reading.import_recipe(options.file, options.tool, options.gpus)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    safe_files.write_text(path.parent, path.name, recipe_text.write(state, options.file))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safe_files.write_text(path.parent, path.name, recipe_text.write(state, options.file))
     compared = _compare(state, path) if options.verify else None
     launched = ["--accelerate", state.accelerate] if state.accelerate else []
     if not options.quiet:

@@ -11,6 +11,7 @@ from finetune.core import safe_files, standard_streams
 from finetune.core.command_lines import command
 from finetune.core.errors import Problem, UserError, nearest
 from finetune.core.formatting import labelled
+from finetune.core.paths import writing
 
 # option -> question, default
 QUESTIONS = {
@@ -40,9 +41,10 @@ def init(options: argparse.Namespace) -> dict[str, Any]:
         near = nearest(answers.adapter, adapter_types.all_types())
         fix = f"--adapter {near or 'lora'}"
         raise UserError(Problem("no such adapter type", found=answers.adapter, fix=fix, code="adapter-type"))
-    path.parent.mkdir(parents=True, exist_ok=True)
     length = _max_length(answers.model)
-    safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), max_length=length))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        safe_files.write_text(path.parent, path.name, new_recipe.write(answers, str(path), max_length=length))
     try:
         notes = checker.check(loader.load(path))
     except UserError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import lru_cache
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,9 +118,15 @@ def without_paths(value: object, known: dict[str, str], *, free: bool = False) -
         return [without_paths(item, known, free=free) for item in value]
     if not isinstance(value, str):
         return value
-    longest_first = "|".join(map(re.escape, sorted((p for p in known if len(p) > 1), key=len, reverse=True)))
-    text = re.sub(rf"(?<![\w/])(?:{longest_first})(?![\w-])", lambda found: known[found[0]], value)
+    text = _pattern_of(tuple(known)).sub(lambda found: known[found[0]], value)
     return text if free else _PATH.sub("", text)
+
+
+@lru_cache(maxsize=8)
+def _pattern_of(paths: tuple[str, ...]) -> re.Pattern[str]:
+    """Return the pattern of any of these paths. The longest path matches first."""
+    longest_first = sorted((path for path in paths if len(path) > 1), key=len, reverse=True)
+    return re.compile(rf"(?<![\w/])(?:{'|'.join(map(re.escape, longest_first))})(?![\w-])")
 
 
 def recipe_without_paths(text: str, known: dict[str, str], base: Base) -> str:

@@ -15,6 +15,7 @@ from finetune.core import html_pages, safe_files
 from finetune.core.console import Console
 from finetune.core.formatting import duration, figure, percent, precision
 from finetune.core.paths import writing
+from finetune.core.privacy import masked
 from finetune.core.visible_text import CONTINUED, visible_lines
 from finetune.data import preview
 from finetune.distributed import recorded_variables
@@ -53,7 +54,7 @@ def run(path: str | Path, output: str | Path | None = None) -> tuple[Path, Verdi
     verdict = judge(found)
     page, target = render(found, verdict), Path(output or found.path / "report.html")
     with writing(target):
-        safe_files.write_text(target.parent, target.name, page)
+        safe_files.write_text(target.parent, target.name, masked(page))
     return target, verdict
 
 

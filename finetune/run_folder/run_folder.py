@@ -47,6 +47,10 @@ _REPAIR = {  # how to repair a damaged file
     "merge.json": "delete the file and merge again",
     "export.json": "delete the file and export again",
 }
+# Largest size in bytes of a file that grows with the run or its data, and of each other file
+_LARGEST = dict.fromkeys((*EVALUATIONS, "metrics.jsonl", "validation.jsonl"), safe_files.LARGEST)
+_LARGEST |= {"data_report.json": 16 * 2**20}
+_LARGEST_OF_OTHERS = 4 * 2**20
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")
 HELD_OUT = "validation.jsonl"  # a copy of the validation set, so that the run can be evaluated anywhere
 # Files that are published with the weights, so that the run can be opened elsewhere
@@ -163,14 +167,14 @@ class RunFolder:
 
         Raises:
             OSError: the file is missing or can't be opened.
-            UserError: a link leads out of the folder, or the path is not a regular file (exit 2).
+            UserError: a link leads out of the folder, or the file is not regular or too large (exit 2).
             ValueError: the text is not UTF-8.
         """
         path = self.file(name)
         below = path.relative_to(self.path)
         untrusted_files.check_links([self.path / part for part in (*below.parents[-2::-1], below)], "")
         real = untrusted_files.real_path(path)
-        return safe_files.read_text(real.parent, real.name)
+        return safe_files.read_text(real.parent, real.name, _LARGEST.get(name, _LARGEST_OF_OTHERS))
 
     def read_recipe(self) -> str:
         """Return the text of recipe.resolved.yaml (exit 4 if it is not text)."""

@@ -209,6 +209,28 @@ def test_report_of_numbers_that_are_too_large_to_calculate_with_lists_their_file
     assert "data_report.json" in (run / "report.html").read_text().partition("Missing files")[2]
 
 
+@pytest.mark.parametrize("name", ["checks.json", "environment.json", "data_report.json", "export.json"])
+def test_report_of_a_run_with_a_file_that_is_too_large_lists_it(name: str, whole, tmp_path, capsys) -> None:
+    """A page of millions of run checks would take minutes."""
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    with (run / name).open("a+") as file:
+        file.truncate(2**25)
+    assert answer(["report", str(run)]) == 0
+    missing = (run / "report.html").read_text().partition("Missing files")[2]
+    assert f"finetune can&#39;t read {name} (the file is too large" in missing
+
+
+@pytest.mark.parametrize("source", ["~nobody-of-this-name/a.jsonl", "~/a.jsonl", "x" * 5000])
+def test_publish_of_an_evaluation_that_names_an_odd_file_ends_without_a_traceback(
+    source: str, whole, tmp_path, capsys
+) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    content = json.loads((run / "eval.json").read_text())
+    content["sources"] = [{"source": source, "rows": 1}]
+    (run / "eval.json").write_text(json.dumps(content))
+    assert answer(["publish", str(run), "--dry-run"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "name"), [(["merge"], "merge.json"), (["export", "--to", "vllm"], "export.json")], ids=str
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import platform
 import random
 import sqlite3
@@ -15,6 +16,7 @@ import pytest
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from finetune.core import safe_files
 from finetune.core.errors import Exit, UserError
 from finetune.experiments.runner import varied_keys
 from finetune.experiments.sweep import study, study_storage, sweep_report
@@ -184,3 +186,17 @@ def test_study_with_a_program_in_its_database_is_refused(program: str, tmp_path)
     for ask in (lambda: study_storage.name_in(url, tmp_path), lambda: read(url)):
         with pytest.raises(UserError, match=r"views, triggers or virtual tables"):
             ask()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "large"])
+def test_journal_that_would_never_end_is_refused(kind: str, tmp_path) -> None:
+    path = tmp_path / "study.log"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, safe_files.LARGEST + 1)
+    with pytest.raises(UserError, match=r"only regular files|too large"):
+        read(f"journal:{path}")

@@ -185,3 +185,15 @@ def test_model_or_adapter_with_a_link_to_itself_is_refused(name: str, trained, t
     assert "leads to itself" in capsys.readouterr().err
     assert main.main(["export", str(adapter), "--to", "vllm", "--output", str(tmp_path / "made")]) == 2
     assert "leads to itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["init", "import"])
+def test_command_with_an_output_that_cannot_be_written_ends_with_a_message(
+    command: str, tmp_path, capsys
+) -> None:
+    (tmp_path / "sft.yaml").write_text("model_name_or_path: a/b\ndataset_name: c/d\nuse_peft: true\n")
+    given = (
+        ["--model", str(MODEL), "--data", "a.jsonl"] if command == "init" else [str(tmp_path / "sft.yaml")]
+    )
+    assert main.main([command, *given, "--output", "/proc/self/recipe.yaml"]) == 2
+    assert "finetune can't write to this path" in capsys.readouterr().err

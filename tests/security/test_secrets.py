@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import string
 import subprocess
 import sys
@@ -381,3 +382,17 @@ def test_command_line_with_a_secret_is_printed_masked(monkeypatch, capsys) -> No
     said = capsys.readouterr()
     assert SHAPES["gitlab"][-8:] not in said.out and "canary-pw" not in said.out
     assert SHAPES["hub"] not in said.err and "unrecognized arguments" in said.err
+
+
+def test_folder_with_the_name_of_a_secret_is_masked_in_reports(
+    trained, tmp_path, monkeypatch, capsys
+) -> None:
+    """The report of an export has the path of its folder."""
+    run = tmp_path / "canary-of-a-folder" / "run"
+    shutil.copytree(trained().path, run)
+    monkeypatch.setenv("MY_API_KEY", "canary-of-a-folder")
+    assert main.main(["export", str(run), "--to", "vllm"]) == 0
+    assert main.main(["report", str(run)]) == 0
+    texts = [path.read_text() for path in run.rglob("*") if path.suffix in (".json", ".html", ".txt")]
+    assert texts and not any("canary-of-a-folder" in text for text in texts)
+    assert "canary-of-a-folder" not in "".join(capsys.readouterr())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
 import re
 import shlex
@@ -19,7 +20,7 @@ from optuna.distributions import distribution_to_json
 from optuna.trial import TrialState
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 
-from finetune.core import packages
+from finetune.core import packages, regular_files, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
 from finetune.run_folder import file_shapes
 
@@ -164,7 +165,10 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
     if url.startswith(JOURNAL):
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
-        return JournalStorage(JournalFileBackend(url.removeprefix(JOURNAL)))
+        path = url.removeprefix(JOURNAL)
+        if os.path.exists(path):  # a read of a pipe never ends
+            regular_files.check_regular(Path(path), limit=safe_files.LARGEST)
+        return JournalStorage(JournalFileBackend(path))
     options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
     # SQLAlchemy below 2.1 does not select psycopg 3 by itself
     full = re.sub(r"^postgres(ql)?://", "postgresql+psycopg://", url)
