@@ -95,9 +95,10 @@ def refusals(path: Path) -> Iterator[None]:
     """Refuse a checkpoint whose structure differs from finetune's own (exit 4)."""
     from safetensors import SafetensorError
 
+    odd = (LookupError, ValueError, TypeError, AttributeError, StopIteration, RecursionError, SafetensorError)
     try:
         yield
-    except (LookupError, ValueError, TypeError, AttributeError, StopIteration, SafetensorError) as error:
+    except odd as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         what, fix = "finetune can't restore the checkpoint", "choose another checkpoint with --resume=step-N"
         problem = Problem(what, where=str(path), found=said, fix=fix, code="checkpoint")

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 LAYERS, PARTS, WIDTH, VOCABULARY, POSITIONS = 1000, 2**14, 2**24, 2**26, 2**32
+MOST_KEYS = 25_000  # of an object such as id2label, which transformers copies often
+MOST_TOKENS = 1000  # of a list such as eos_token_id, which each step of an answer is compared with
 # The most that a size may be, by the last words of its name; the first that fits holds
 _MOST = (
     ("layers", LAYERS),
@@ -47,6 +49,15 @@ _SECTIONS = frozenset({"decoder", "generator", "text_config", "text_encoder"})
 def problems(entries: Iterable[tuple[str, Any]], path: str, key: str) -> Iterator[Problem]:
     """Keys of a config whose value has another type, or is a size that is negative, zero or too large."""
     for name, value in entries:
+        if isinstance(value, dict) and len(value) > MOST_KEYS:
+            what, found, expected = (
+                "an object of the model's config has too many keys",
+                f"{name}: {len(value):,} keys",
+                f"at most {MOST_KEYS:,}",
+            )
+            fix = "remove the keys that the model does not need"
+            yield Problem(what, key, path, found, expected, fix=fix, code="model-config")
+            continue
         if expected := _other_type(name, value):
             what, found = "a value of the model's config has the wrong type", f"{name}: {value!r}"[:200]
             fix = "correct the file, or download the model again"
@@ -72,6 +83,8 @@ def _other_type(name: str, value: object) -> str:
         return "a number"
     if name == "model_type" and not isinstance(value, str):
         return "a string"
+    if name.endswith("_token_id") and isinstance(value, list) and len(value) > MOST_TOKENS:
+        return f"at most {MOST_TOKENS:,} ids"
     if name in _SECTIONS and not isinstance(value, dict):
         return "an object"
     is_names = isinstance(value, list) and all(isinstance(one, str) for one in value)

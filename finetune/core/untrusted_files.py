@@ -315,7 +315,7 @@ def _too_many_tokens(count: int, path: Path, key: str) -> Iterator[Problem]:
 
 _LOOKS: dict[str, Callable[[Path, str], Iterator[Problem]]] = {
     "config.json": _model_config,
-    "generation_config.json": _config,
+    "generation_config.json": _model_config,
     "tokenizer_config.json": _tokenizer_config,
     "tokenizer.json": _tokenizer,
     "added_tokens.json": _added_tokens,

@@ -6,13 +6,15 @@ A folder may hold more of them: `consolidated.safetensors`, shards of an older s
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from finetune.core import regular_files
-from finetune.core.errors import Problem, UserError
+from finetune.core.errors import Exit, Problem, UserError, first_line
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -64,6 +66,25 @@ def check_weight_files(folder: Path, key: str = "model.name") -> None:
         fix = "use the model's checkpoint in the format of transformers"
     what, expected = "the folder has no weights that transformers reads", " or ".join(_expected_names(folder))
     raise UserError(Problem(what, key, str(folder), found, expected, fix, code="model-files"))
+
+
+@contextlib.contextmanager
+def opened(path: str | Path) -> Iterator[Any]:
+    """Open a safetensors file for torch, without reading a tensor.
+
+    Raises:
+        UserError: the file is damaged (exit 4).
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            yield file
+    except SafetensorError as error:
+        what, found = "the file is damaged or is not a safetensors file", first_line(error)
+        fix = "restore the file from a copy, or download it again"
+        problem = Problem(what, where=str(path), found=found, fix=fix, code="model-files")
+        raise UserError(problem, code=Exit.ARTIFACT) from None
 
 
 def is_plain_name(file: object) -> bool:

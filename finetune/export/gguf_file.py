@@ -6,11 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 
-from finetune.core import progress
+from finetune.core import progress, weight_files
 from finetune.core.errors import Exit, Problem, UserError
-from finetune.core.weight_files import find_weight_files
 from finetune.export.gguf_families import load_gguf
 
 if TYPE_CHECKING:
@@ -46,8 +44,8 @@ def opened(folder: Path) -> Iterator[Checkpoint]:
     """Open all safetensors files of a folder."""
     with contextlib.ExitStack() as stack:
         files = {}
-        for path in find_weight_files(folder):
-            file: Any = stack.enter_context(safe_open(str(path), "pt"))
+        for path in weight_files.find_weight_files(folder):
+            file: Any = stack.enter_context(weight_files.opened(path))
             files |= dict.fromkeys(file.keys(), file)
         yield Checkpoint(files)
 

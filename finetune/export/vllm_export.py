@@ -6,10 +6,8 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
-
+from finetune.core import weight_files
 from finetune.core.errors import Problem, UserError
-from finetune.core.weight_files import find_weight_files
 from finetune.export import folder_export, vllm_rules
 
 if TYPE_CHECKING:
@@ -45,8 +43,8 @@ def check_adapter(adapter: Path) -> int:
     found = vllm_rules.refusals(config)
     if not found:
         names: list[str] = []
-        for path in find_weight_files(adapter):
-            with safe_open(str(path), "pt") as file:
+        for path in weight_files.find_weight_files(adapter):
+            with weight_files.opened(path) as file:
                 names += file.keys()
         found = [f"the tensor {name}" for name in vllm_rules.unexpected(names)[:3]]
     if found:

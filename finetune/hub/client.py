@@ -260,8 +260,10 @@ def commit(name: str, revision: str) -> str:
     processes that it starts. Without a network, the commit comes from the Hub's cache.
 
     Raises:
-        UserError: there is no such model, or it can't be reached (exit 3).
+        UserError: no model can have this name (exit 2). There is no such model, or the Hub can't be reached
+            (exit 3).
     """
+    check_name(name, "model.name")
     known, key = json.loads(os.environ.get(COMMITS, "{}")), f"{name}@{revision}"
     if COMMIT.fullmatch(revision) or key in known:
         return known.get(key, revision)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightRenaming, rename_source_key
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -20,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name, should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from finetune.core import upstream_private
+from finetune.core import upstream_private, weight_files
 from finetune.core.errors import Problem, UserError
 from finetune.kernels.ops import E4M3, quantize_rows
 from finetune.quantization import stacked_experts, stored_weights
@@ -142,7 +141,7 @@ def stored_layers(files: list[str]) -> set[str]:
     names = set[str]()
     for path in files:
         if str(path).endswith(".safetensors"):
-            with safe_open(path, framework="pt") as file:
+            with weight_files.opened(path) as file:
                 keys: list[str] = list(file.keys())
             names |= {key.removesuffix(f".{SCALE}") for key in keys if key.endswith(f".{SCALE}")}
     return names

@@ -18,7 +18,7 @@ from finetune.autoconfig.memory_estimate import Widths
 from finetune.core import verified_files
 from finetune.core.errors import UserError
 from finetune.data import preparation, prepared_cache
-from finetune.models import architecture, module_lists
+from finetune.models import architecture, model_files, module_lists
 from finetune.models.tokenizer_setup import load_tokenizer
 from finetune.planning import dataset_estimate, measured_rates
 from finetune.recipe.loader import load
@@ -193,6 +193,19 @@ def test_plan_does_not_use_prepared_data_of_another_key(data, tokenizer) -> None
     pointer.write_text(verified_files.signed({"recipe": pointer.name, "key": "../../elsewhere"}))
     rows = dataset_estimate.rows_of(data, model, 1, 0)
     assert rows and "the plan ignores the prepared data, because" in rows.how
+
+
+def test_plan_does_not_use_prepared_data_of_another_template_for_tools(data, tokenizer, tmp_path) -> None:
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    template = folder / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ messages }}")
+    prepared, model = preparation.prepare(data, tokenizer, 0, None), Model(name=str(folder))
+    assert prepared.path
+    prepared_cache.remember(data, 0, model, model_files.tokenizer_files(model), prepared.path)
+    assert prepared_cache.recall(data, 0, model, model_files.tokenizer_files(model)) == prepared.path
+    template.write_text("{{ messages }}{{ tools }}")
+    assert prepared_cache.recall(data, 0, model, model_files.tokenizer_files(model)) is None
 
 
 def fill_cache(cache: Path, data: Path) -> dict[str, Callable[[], tuple[Any, str]]]:

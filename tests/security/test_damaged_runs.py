@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from finetune.checkpointing import training_state
 from finetune.cli import main
 from finetune.core import safe_files
 from finetune.core.errors import UserError
@@ -197,6 +198,16 @@ def test_evaluate_with_a_damaged_earlier_result_ends_before_a_model_is_loaded(
     assert f"{name} is damaged" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", [b"", b"x" * 100, b"\x08" + b"\0" * 7 + b"[1, 2, 3", b"\xff" * 8])
+def test_compare_with_damaged_weights_ends_without_a_traceback(
+    content: bytes, whole, tmp_path, capsys
+) -> None:
+    run = damaged_runs.copied(whole, tmp_path / "run")
+    (run / "adapter" / "adapter_model.safetensors").unlink()  # a hard link of `whole`
+    (run / "adapter" / "adapter_model.safetensors").write_bytes(content)
+    assert answer(["compare", str(whole), str(run)]) == 4
+
+
 @pytest.mark.parametrize("key", ["counts", "edges", "percentiles"])
 def test_report_of_numbers_that_are_too_large_to_calculate_with_lists_their_file(
     key: str, whole, tmp_path, capsys
@@ -296,3 +307,13 @@ def test_figures_of_damaged_runs_of_an_experiment_are_refused(block: int, whole,
             except Exception as error:  # any other exception is a traceback for the user
                 raise AssertionError(f"seed {seed}: {file.name}: {what}") from error
         file.write_bytes(before)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"dict":' * 100_000, "5", "null", "[]", '{"ranks": []}', "\0", "NaN"]
+)
+def test_checkpoint_whose_state_is_none_is_refused(text: str, tmp_path) -> None:
+    (tmp_path / "state.json").write_text(text)
+    with pytest.raises(UserError, match="can't restore the checkpoint") as raised:
+        training_state.structure(tmp_path)
+    assert raised.value.code == 4

@@ -39,6 +39,18 @@ def test_an_index_names_files_of_its_folder(name: Any, weightless, capsys) -> No
     refused(weightless, capsys, says=("outside of its folder", untrusted_files.INDEX))
 
 
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_config_with_too_many_values_is_refused(name: str, weightless, capsys) -> None:
+    """A million stop tokens or labels made `plan` and `train` slow."""
+    content = json.loads((weightless / name).read_text()) | {"eos_token_id": [1] * 1001}
+    (weightless / name).write_text(json.dumps(content))
+    refused(weightless, capsys, says=("eos_token_id", "at most 1,000 ids"))
+    (weightless / name).write_text(
+        json.dumps(content | {"eos_token_id": 1, "id2label": dict.fromkeys(range(30_000))})
+    )
+    refused(weightless, capsys, says=("id2label", "at most 25,000"))
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -139,6 +151,18 @@ def test_export_of_an_adapter_with_an_odd_tokenizer_is_refused(
     (adapter / "tokenizer.json").write_text(json.dumps(content))
     assert main.main(["export", str(adapter), "--to", "gguf", "--output", str(tmp_path / "exported")]) == 2
     assert "token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["mlx", "gguf", "vllm"])
+@pytest.mark.parametrize("content", [b"", b"\x08" + b"\0" * 7 + b"[1, 2, 3", b"\xff" * 8], ids=str)
+def test_export_of_an_adapter_with_damaged_weights_is_refused(
+    content: bytes, to: str, trained, tmp_path, capsys
+) -> None:
+    adapter = shutil.copytree(trained().adapter, tmp_path / "adapter")
+    (adapter / "adapter_model.safetensors").write_bytes(content)
+    output = str(tmp_path / "exported")
+    assert main.main(["export", str(adapter), "--to", to, "--adapter", "--output", output]) in (2, 4)
+    assert str(adapter) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", ["mlx", "gguf", "vllm"])

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import weight_files
 from finetune.core.errors import Exit, Problem, UserError
 from finetune.core.formatting import figure
-from finetune.core.weight_files import find_weight_files
 from finetune.run_folder import comparability
 from finetune.run_folder.comparability import Differences
 from finetune.run_folder.run_folder import RunFolder, open_run
@@ -134,10 +134,9 @@ def weights(a: RunFolder, b: RunFolder) -> Differences:
 
 
 def tensors(folder: RunFolder) -> Iterator[tuple[str, Any]]:
-    from safetensors import safe_open
-
-    for path in find_weight_files(folder.weights, ""):
-        with safe_open(path, framework="pt") as file:
+    """Yield the name and the values of each trained tensor."""
+    for path in weight_files.find_weight_files(folder.weights, ""):
+        with weight_files.opened(path) as file:
             yield from ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (not a dict)
 
 

@@ -53,6 +53,15 @@ def test_export_of_a_family_reads_and_answers_prompts_as_transformers_does(
     assert check["stop_tokens"]["missing"] == []
 
 
+@pytest.mark.parametrize("unknown", ["<unk>", "<none>", None])
+def test_vocabulary_has_the_type_of_the_unknown_token_only_if_it_is_in_it(unknown: str | None) -> None:
+    content = json.loads(exports.tokenizer_of("spm").backend_tokenizer.to_str())
+    content["model"]["unk_token"] = unknown
+    tokens, types = gguf_tokenizer.vocabulary(content, 700)
+    named = {tokens[place] for place, kind in enumerate(types) if kind == gguf_tokenizer.UNKNOWN}
+    assert named == ({"<unk>"} if unknown == "<unk>" else set())
+
+
 @pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0"])
 def test_export_in_a_type_stays_within_its_tolerance(kind: str, saved: Any, tmp_path: Path) -> None:
     report = exported(saved("llama_tied"), tmp_path / "out", kind)
