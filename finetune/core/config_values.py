@@ -19,6 +19,7 @@ _MOST = (
     ("heads", PARTS),
     ("n_head", PARTS),
     ("experts", PARTS),
+    ("num_labels", MOST_KEYS),
     ("vocab_size", VOCABULARY),
     ("hidden_size", WIDTH),
     ("intermediate_size", WIDTH),

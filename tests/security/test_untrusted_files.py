@@ -49,6 +49,8 @@ def test_config_with_too_many_values_is_refused(name: str, weightless, capsys) -
         json.dumps(content | {"eos_token_id": 1, "id2label": dict.fromkeys(range(30_000))})
     )
     refused(weightless, capsys, says=("id2label", "at most 25,000"))
+    (weightless / name).write_text(json.dumps(content | {"eos_token_id": 1, "num_labels": 10**9}))
+    refused(weightless, capsys, says=("num_labels", "25,000"))
 
 
 @pytest.mark.parametrize(
