@@ -15,6 +15,7 @@ from finetune.core.command_lines import command
 from finetune.core.errors import Exit, Problem, Stopped, UserError
 from finetune.core.weight_files import find_weight_files
 from finetune.export import published_text
+from finetune.models import checkpoint_headers
 from finetune.recipe.loader import load as load_recipe
 from finetune.run_folder import run_folder
 from finetune.run_folder.run_folder import RunFolder
@@ -92,6 +93,7 @@ def stage(
 ) -> dict[str, Path]:
     """Collect the files to upload, except the card: links to weights, and copies without local paths."""
     check_shapes(folder)
+    checkpoint_headers.tensors(weights, "")
     known = published_text.local_names(folder, recipe, base)
     patterns = (*(ADAPTER if kind == "adapter" else MODEL), *TOKENIZER)
     names = [file.name for name in run_folder.PUBLISHED if (file := folder.file(name)).exists()]

@@ -29,7 +29,7 @@ _BITS = {
 _LAYER = re.compile(r"\.\d+\.")
 
 
-def tensors(folder: Path) -> dict[str, list[int]]:
+def tensors(folder: Path, key: str = "model.name") -> dict[str, list[int]]:
     """Return the shape of each tensor, by name, in the weight files that transformers reads from a folder.
 
     This reads only the headers, which takes milliseconds for any size.
@@ -38,13 +38,13 @@ def tensors(folder: Path) -> dict[str, list[int]]:
         UserError: a file is missing, truncated or not safetensors (exit 2).
     """
     found: dict[str, list[int]] = {}
-    for path in find_weight_files(folder):
+    for path in find_weight_files(folder, key):
         try:
             found |= _header(path)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            refuse_lfs_pointer(path, "model.name")
+            refuse_lfs_pointer(path, key)
             what, text = "the file is damaged or is not a safetensors file", str(error)
-            problem = Problem(what, "model.name", str(path), text, fix=DOWNLOAD, code="model-files")
+            problem = Problem(what, key, str(path), text, fix=DOWNLOAD, code="model-files")
             raise UserError(problem) from error
     return found
 

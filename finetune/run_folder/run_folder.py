@@ -48,7 +48,9 @@ _REPAIR = {  # how to repair a damaged file
     "export.json": "delete the file and export again",
 }
 # Largest size in bytes of a file that grows with the run or its data, and of each other file
-_LARGEST = dict.fromkeys((*EVALUATIONS, "metrics.jsonl", "validation.jsonl"), safe_files.LARGEST)
+_LARGEST: dict[str, int] = dict.fromkeys(
+    (*EVALUATIONS, "metrics.jsonl", "validation.jsonl"), safe_files.LARGEST
+)
 _LARGEST |= {"data_report.json": 16 * 2**20}
 _LARGEST_OF_OTHERS = 4 * 2**20
 _SETTING = re.compile(r"  (?P<note># )?(?P<key>\w+): (?P<rest>.*)")

@@ -199,13 +199,14 @@ def test_evaluate_with_a_damaged_earlier_result_ends_before_a_model_is_loaded(
 
 
 @pytest.mark.parametrize("content", [b"", b"x" * 100, b"\x08" + b"\0" * 7 + b"[1, 2, 3", b"\xff" * 8])
-def test_compare_with_damaged_weights_ends_without_a_traceback(
+def test_compare_and_publish_of_damaged_weights_end_without_a_traceback(
     content: bytes, whole, tmp_path, capsys
 ) -> None:
     run = damaged_runs.copied(whole, tmp_path / "run")
     (run / "adapter" / "adapter_model.safetensors").unlink()  # a hard link of `whole`
     (run / "adapter" / "adapter_model.safetensors").write_bytes(content)
     assert answer(["compare", str(whole), str(run)]) == 4
+    assert answer(["publish", str(run), "--dry-run"]) == 2
 
 
 @pytest.mark.parametrize("key", ["counts", "edges", "percentiles"])
