@@ -50,7 +50,7 @@ def parse(text: str, source: str) -> Document:
     """Parse one YAML document. Collect duplicate keys, tags and aliases in `problems`.
 
     Raises:
-        UserError: `text` is not YAML, is too large or is nested too deeply.
+        UserError: `text` is not YAML or not UTF-8, is too large or is nested too deeply.
     """
     if len(text) > MAX_BYTES:
         found, expected = f"{len(text):,} characters", f"at most {MAX_BYTES:,}"
@@ -72,6 +72,9 @@ def parse(text: str, source: str) -> Document:
             document.problems.append(Problem(what, where=_mark(source, extra), fix=fix, code="yaml-syntax"))
     except yaml.YAMLError as error:
         raise UserError(_syntax_problem(error, source)) from None
+    except UnicodeEncodeError:  # bytes of a command line that are not UTF-8
+        what, fix = "the text is not UTF-8", "rename the file, or correct the encoding of the terminal"
+        raise UserError(Problem(what, where=source, fix=fix, code="yaml-syntax")) from None
     return document
 
 

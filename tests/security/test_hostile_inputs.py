@@ -645,3 +645,10 @@ LONG_LIST = ", ".join(f"name{number}" for number in range(5000))
 def test_long_override_is_refused_soon(key: str, commands) -> None:
     ended = commands.run("check", str(QUICKSTART), f"{key}=[{LONG_LIST}]")
     assert not ended.wrong and ended.code == 2 and len(ended.said) < 100_000, ended
+
+
+@pytest.mark.parametrize("key", ["data.name", "model.name", "train.output_dir"])
+def test_override_with_bytes_that_are_not_utf8_is_refused(key: str) -> None:
+    """The command line of Linux may hold any bytes, which Python reads as half surrogate pairs."""
+    with pytest.raises(errors.UserError, match="the text is not UTF-8"):
+        loader.load(QUICKSTART, [f"{key}={os.fsdecode(bytes([255, 254, 128]))}"])
