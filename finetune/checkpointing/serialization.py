@@ -93,11 +93,14 @@ def restore(value: object, tensors: dict[str, Tensor]) -> Any:
 @contextlib.contextmanager
 def refusals(path: Path) -> Iterator[None]:
     """Refuse a checkpoint whose structure differs from finetune's own (exit 4)."""
+    import torch
     from safetensors import SafetensorError
 
-    odd = (LookupError, ValueError, TypeError, AttributeError, StopIteration, RecursionError, SafetensorError)
+    odd = (LookupError, ValueError, TypeError, AttributeError, StopIteration, RuntimeError, SafetensorError)
     try:
         yield
+    except torch.OutOfMemoryError:  # a RuntimeError
+        raise
     except odd as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         what, fix = "finetune can't restore the checkpoint", "choose another checkpoint with --resume=step-N"

@@ -123,7 +123,9 @@ def check_memory(checkpoint_bytes: int, free: int) -> None:
 
 
 def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
-    """Read the parts of a checkpoint. A part that differs between processes comes from this process.
+    """Read the parts of a checkpoint by name, and its `path`.
+
+    A part that differs between processes comes from this process.
 
     Raises:
         UserError: a part is missing (exit 4). The machine has no memory for all its processes to read the
@@ -145,7 +147,7 @@ def read(path: Path, groups: Path = GROUPS) -> dict[str, Any]:
     with serialization.refusals(path):
         own = layout.pop("ranks")[rank]
         read = {name: serialization.restore(value, _tensors(path, name)) for name, value in layout.items()}
-        return {**read, **serialization.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
+        return {"path": path, **read, **serialization.restore(own, _tensors(path, "ranks", f"ranks.{rank}."))}
 
 
 def _tensors(path: Path, name: str, begin: str = "") -> dict[str, torch.Tensor]:
@@ -171,10 +173,15 @@ def structure(path: Path) -> dict[str, Any]:
 
 
 def put_back(trainer: Trainer, *names: str) -> None:
-    """Restore these parts into the trainer. Free large parts, which would else stay in memory."""
+    """Restore these parts into the trainer. Free large parts, which would else stay in memory.
+
+    Raises:
+        UserError: a part has another structure than finetune writes (exit 4).
+    """
     for name in names:
         saved = trainer.resumed[name] if name in RANKS else trainer.resumed.pop(name)
-        PARTS[name][1](trainer, saved)
+        with serialization.refusals(trainer.resumed["path"]):
+            PARTS[name][1](trainer, saved)
 
 
 def random_state() -> dict[str, Any]:

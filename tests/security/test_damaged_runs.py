@@ -10,9 +10,11 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from finetune.checkpointing import training_state
 from finetune.cli import main
@@ -317,4 +319,18 @@ def test_checkpoint_whose_state_is_none_is_refused(text: str, tmp_path) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(UserError, match="can't restore the checkpoint") as raised:
         training_state.structure(tmp_path)
+    assert raised.value.code == 4
+
+
+STATES = [False, None, [1, 2], {"state": 5}, {"state": {"0": 5}}, {"param_groups": 5}, {"param_groups": []}]
+STATES += [{"state": {"7": {"step": torch.ones(1)}}}]
+
+
+@pytest.mark.parametrize("saved", STATES, ids=str)
+def test_checkpoint_with_an_odd_state_of_the_optimizer_is_refused(saved: Any) -> None:
+    """The structure is JSON, so it can hold any value."""
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    trainer: Any = SimpleNamespace(optimizer=optimizer, resumed={"path": Path("step-3"), "optimizer": saved})
+    with pytest.raises(UserError, match="can't restore the checkpoint") as raised:
+        training_state.put_back(trainer, "optimizer")
     assert raised.value.code == 4
