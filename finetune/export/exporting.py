@@ -6,7 +6,6 @@ Each export ends with the serving check.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
@@ -17,7 +16,6 @@ from transformers import AutoConfig
 
 from finetune.autoconfig import mixed_precision
 from finetune.core import progress, safe_files
-from finetune.core.privacy import masked
 from finetune.evaluation import reopen
 from finetune.export import (
     compared_texts,
@@ -135,7 +133,7 @@ def run(
         if notes := [*left, *report.get("notes", [])]:
             report["notes"] = notes
         report["seconds"] = round(time.monotonic() - started, 1)
-        safe_files.write_text(packed, REPORT, masked(json.dumps(report, indent=1)) + "\n")
+        serving_check.write_report(packed, REPORT, report)
         publish(packed, target, folder, report)
     return report
 

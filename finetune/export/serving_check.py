@@ -8,14 +8,16 @@ compared with the fine-tuned model.
 from __future__ import annotations
 
 import contextlib
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
 
-from finetune.core import model_config
+from finetune.core import model_config, safe_files
 from finetune.core.errors import Exit, Problem, UserError, first_line
+from finetune.core.privacy import masked
 from finetune.data import encoding
 from finetune.evaluation import scoring
 
@@ -323,3 +325,8 @@ def refuse_different(found: dict[str, Any], path: Path) -> None:
         problems.append(Problem(what, where=where, fix="--quantize f16", code="export", **texts))
     if problems:
         raise UserError(*problems, code=Exit.ARTIFACT)
+
+
+def write_report(folder: Path, name: str, report: dict[str, Any]) -> None:
+    """Write the report of an export, with the serving check, into its folder. Secrets are masked."""
+    safe_files.write_text(folder, name, masked(json.dumps(report, indent=1)) + "\n")
