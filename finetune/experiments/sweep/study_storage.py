@@ -166,7 +166,7 @@ def _storage(url: str, stack: contextlib.ExitStack) -> Any:
         from optuna.storages.journal import JournalFileBackend, JournalStorage
 
         path = url.removeprefix(JOURNAL)
-        if os.path.exists(path):  # a read of a pipe never ends
+        if os.path.exists(path) and not os.path.isdir(path):  # a read of a pipe never ends
             regular_files.check_regular(Path(path), limit=safe_files.LARGEST)
         return JournalStorage(JournalFileBackend(path))
     options: dict[str, Any] = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else {}
