@@ -305,6 +305,8 @@ OWN_TYPE = {  # keys of a type that the config describes -> finetune's column
     "field_output": "output",
     "field_system": "system",
 }
+COLUMNS = (("field_messages", "messages"), ("field", "text"), ("field_tools", "tools"))
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 DATASET = {  # keys of an entry of `datasets` that finetune has for each source
     "path": "name",
     "name": "subset",
@@ -367,18 +369,7 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
     sources, columns, roles = [], {}, {}
     for number, given in enumerate(entries):
         entry, key = dict(given), f"datasets.{number}"
-        source = {
-            ours: entry.pop(theirs) for theirs, ours in DATASET.items() if entry.get(theirs) is not None
-        }
-        files = _files(source.get("name", ""), entry.pop("data_files", None))
-        for name in files or [source.get("name")]:
-            sources.append({**source, "name": name})
-        state.record(
-            TRANSLATED,
-            key,
-            given.get("path"),
-            f"data.name: {', '.join(map(str, files)) or given.get('path')}",
-        )
+        sources += _sources_of(state, entry, key)
         if isinstance(entry.get("type"), dict):
             _own_type(state, entry.pop("type"), columns, key)
         _format(state, entry, key, where)
@@ -410,14 +401,38 @@ def _datasets(state: Translation, entries: list[dict[str, Any]], where: str) -> 
     state.recipe["data.name"] = plain[0] if len(plain) == 1 and isinstance(plain[0], str) else plain
     if len(sources) == 1 and isinstance(plain[0], dict):
         state.recipe |= {f"data.{name}": value for name, value in plain[0].items()}
+    common.other_columns(state, [_renamed(entry) for entry in entries])
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     state.recipe |= {"data.columns": columns} if columns else {}
     state.recipe |= {"data.role_map": roles} if roles else {}
 
 
+def _sources_of(state: Translation, entry: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """Take the path, the files and the split from an entry of `datasets`."""
+    source = {ours: entry.pop(theirs) for theirs, ours in DATASET.items() if entry.get(theirs) is not None}
+    path = source.get("name", "")
+    files = _files(path, entry.pop("data_files", None))
+    state.record(TRANSLATED, key, path, f"data.name: {', '.join(map(str, files)) or path}")
+    names = files or [path]
+    split = source.get("split")
+    if split is not None and all(str(name).endswith(FILES) for name in names):
+        del source["split"]
+        listed = SAME if split == "train" else NOT_SUPPORTED
+        state.record(listed, f"{key}.split", split, "finetune reads the whole file")
+    return [{**source, "name": name} for name in names]
+
+
+def _renamed(entry: dict[str, Any]) -> dict[str, str]:
+    """Return finetune's column -> the column of a source."""
+    own = entry["type"] if isinstance(entry.get("type"), dict) else {}
+    found = {ours: own[theirs] for theirs, ours in OWN_TYPE.items() if own.get(theirs)}
+    found |= {ours: entry[theirs] for theirs, ours in COLUMNS if entry.get(theirs)}
+    return {ours: theirs for ours, theirs in found.items() if (ours, theirs) != ("messages", "conversations")}
+
+
 def _columns(state: Translation, entry: dict[str, Any], columns: dict[str, str], key: str) -> None:
     """Translate the names of the columns of a source."""
-    for theirs, ours in (("field_messages", "messages"), ("field", "text"), ("field_tools", "tools")):
+    for theirs, ours in COLUMNS:
         value = entry.pop(theirs, None)
         if ours == "messages" and value == "conversations":
             state.record(SAME, f"{key}.{theirs}", value, "finetune detects the column conversations")

@@ -180,6 +180,18 @@ def column(state: Translation, columns: dict[str, str], ours: str, theirs: str, 
         state.record("translated", key, theirs, f"data.columns: {{{ours}: {theirs}}}")
 
 
+def other_columns(state: Translation, renamed: list[dict[str, str]]) -> None:
+    """Record that `data.columns` does not fit all sources.
+
+    Args:
+        renamed: finetune's column -> the column of the data, for each source.
+    """
+    kinds = [{ours: theirs for ours, theirs in one.items() if ours != theirs} for one in renamed]
+    if any(kind != kinds[0] for kind in kinds):
+        text = "it holds for all sources, and these have other columns; rename the columns in the data"
+        state.unsupported("data.columns", {name: kind[name] for kind in kinds for name in kind}, text)
+
+
 def keep_last_weights(state: Translation) -> None:
     """Keep the weights of the last step, as the tools do. finetune's default keeps the best checkpoint."""
     if "eval.eval_steps" in state.recipe:

@@ -285,6 +285,8 @@ def _described(state: Translation, names: list[str], folder: Path, where: str) -
         if tags:
             state.record(TRANSLATED, f"dataset.{name}.tags", tags, f"data.role_map: {roles or 'not needed'}")
         state.record(TRANSLATED, "dataset", name, f"data.name: {sources[-1]}")
+    compared = [*names, *[name.strip() for name in str(state.source.get("eval_dataset") or "").split(",")]]
+    common.other_columns(state, [_columns(known[name]) for name in compared if name in known])
     state.recipe["data.name"] = sources[0] if len(sources) == 1 and isinstance(sources[0], str) else sources
     columns = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
     state.recipe |= {"data.columns": columns} if columns else {}

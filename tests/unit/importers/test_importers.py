@@ -406,6 +406,37 @@ def test_long_texts_are_cut_into_pieces_as_in_axolotl(more, too_long, tmp_path) 
     assert (kind_of(state, "data.too_long") == {NOT_SUPPORTED}) is bool(more)
 
 
+@pytest.mark.parametrize(
+    ("tool", "given", "named"),
+    [
+        ("axolotl", {"datasets": [{"path": "a", "field": "body"}, {"path": "b"}]}, True),
+        ("axolotl", {"datasets": [{"path": "a", "field": "body"}, {"path": "b", "field": "body"}]}, False),
+        ("axolotl", {"datasets": [{"path": "a"}, {"path": "b", "field_messages": "conversations"}]}, False),
+        ("llamafactory", {"dataset": "mine,chats"}, True),
+        ("llamafactory", {"dataset": "mine,hub"}, False),
+        ("llamafactory", {"dataset": "mine", "eval_dataset": "chats"}, True),
+    ],
+)
+def test_columns_that_not_all_sources_have_are_named(tool, given, named, tmp_path) -> None:
+    state = imported(tmp_path, tool, **given)
+    assert (NOT_SUPPORTED in kind_of(state, "data.columns")) is named
+
+
+@pytest.mark.parametrize(
+    ("path", "split", "kept", "kind"),
+    [
+        ("rows.jsonl", "train", None, SAME),
+        ("rows.jsonl", "train[:80%]", None, NOT_SUPPORTED),
+        ("org/rows", "train[:80%]", "train[:80%]", None),
+    ],
+)
+def test_a_file_has_no_split(path, split, kept, kind, tmp_path) -> None:
+    state = imported(tmp_path, "axolotl", datasets=[{"path": path, "split": split}])
+    assert state.recipe.get("data.split") == kept
+    found = [entry.kind for entry in state.entries if entry.key == "datasets.0.split"]
+    assert found == ([kind] if kind else [])
+
+
 def test_a_type_that_the_config_describes_gives_columns(tmp_path) -> None:
     own = {"field_instruction": "question", "field_output": "answer", "format": "Q: {instruction}"}
     state = imported(tmp_path, "axolotl", datasets=[{"path": "a.jsonl", "type": own}])
