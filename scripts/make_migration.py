@@ -73,8 +73,9 @@ Read the list before you train: a key that is not supported may change the resul
 difference, it prints the number of examples:
 
 - TRL is installed with finetune, so TRL itself prepares the batch.
-- For axolotl and LLaMA-Factory, finetune has its own small implementation of their prompt formats: axolotl's `chat_template`,
-  `alpaca` and `completion`, and LLaMA-Factory's templates {templates}. Other formats and chats with tools are `not compared`.
+- If axolotl or LLaMA-Factory is installed in the same environment, its own code prepares the batch.
+- Otherwise, finetune has its own small implementation of their prompt formats: axolotl's `chat_template`, `alpaca` and
+  `completion`, and LLaMA-Factory's templates {templates}. Other formats and chats with tools are `not compared`.
 
 Three differences are typical. LLaMA-Factory trains on a line break after the end of a turn. axolotl trains on the end of a turn only
 if it is the EOS token or one of `eot_tokens`, and has its own prompt for alpaca data. To train on the tool's prompt, set

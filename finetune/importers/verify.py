@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import tempfile
 from collections import Counter
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby, islice, product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,7 @@ from finetune.data.encoding import Encoded, make_encoder
 from finetune.data.examples import BadRow, Example, Row
 from finetune.data.formats import convert, detect
 from finetune.data.loss_mask import IGNORED
-from finetune.importers import prompt_formats
+from finetune.importers import installed_tools, prompt_formats
 from finetune.importers.prompt_formats import NotCompared, Tokens
 from finetune.importers.translation import NOT_SUPPORTED
 from finetune.preflight import token_checks
@@ -125,23 +126,30 @@ def _of_tool(state: Translation, recipe: Recipe, rows: list[Row]) -> tuple[str, 
     if state.tool == "TRL":
         return f"TRL {version('trl')}", _of_trl(recipe, rows)
     tokenizer, found = token_checks.load_with_template(recipe), list[Tokens | str]()
+    limit, reason = recipe.data.max_length, ""
+    try:
+        reader = installed_tools.reader_of(state, tokenizer, limit)
+    except NotCompared as error:
+        reader, reason = None, f" ({error})"
     for row in rows:
         example = _example(recipe, row)
         if isinstance(example, BadRow):
             found.append(f"finetune does not accept the example: {example}")
             continue
         try:
-            ids, labels = _by_format(state, recipe, row, example, tokenizer)
-        except NotCompared as reason:
-            found.append(f"not compared: {reason}")
+            own = reader or partial(_by_format, state, recipe, tokenizer)
+            ids, labels = own(example, row)
+        except NotCompared as error:
+            found.append(f"not compared: {error}")
             continue
-        limit = recipe.data.max_length
         found.append(Tokens(ids[:limit], [IGNORED, *labels[1:limit]]))
-    return f"finetune's own implementation of {state.tool}'s prompt formats", found
+    if reader:
+        return installed_tools.name_of(state.tool), found
+    return f"finetune's own implementation of {state.tool}'s prompt formats{reason}", found
 
 
 def _by_format(
-    state: Translation, recipe: Recipe, row: Row, example: Example, tokenizer: PreTrainedTokenizerBase
+    state: Translation, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, example: Example, row: Row
 ) -> Tokens:
     keys = {entry.key: entry.value for entry in state.entries}
     on_all = recipe.data.train_on == "all"

@@ -16,7 +16,7 @@ from finetune.core.errors import UserError
 from finetune.data import chat_templates
 from finetune.data.chat_texts import render_chat
 from finetune.data.examples import Example, Row
-from finetune.importers import llamafactory, prompt_formats, reading, recipe_text, verify
+from finetune.importers import installed_tools, llamafactory, prompt_formats, reading, recipe_text, verify
 from finetune.importers.prompt_formats import NotCompared
 from finetune.recipe import loader
 from support.paths import DATA, MODEL
@@ -201,3 +201,35 @@ def test_the_command_prints_the_comparison(tmp_path, capsys) -> None:
     assert main.main(["import", str(path), "--verify", "--json", "--output", str(tmp_path / "b.yaml")]) == 0
     said = json.loads(capsys.readouterr().out)["result"]["verify"]
     assert said["same"] == said["examples"] == 2 and said["differences"] == []
+
+
+@pytest.mark.parametrize("kind", ["chat_template", "alpaca", "completion"])
+def test_an_installed_axolotl_gives_the_ids_of_finetunes_implementation(kind, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("axolotl.prompt_strategies", reason="needs axolotl")
+    row = {"instruction": "Add.", "input": "1, 2", "output": "3"} if kind == "alpaca" else {"text": "One."}
+    rows = None if kind == "chat_template" else [row] * 2
+    same_as_its_own_code(axolotl(kind), rows, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("more", [{}, {"train_on_prompt": True}, {"mask_history": True}])
+@pytest.mark.parametrize("template", ["default", "alpaca", "chatml", "qwen"])
+def test_an_installed_llamafactory_gives_the_ids_of_finetunes_implementation(
+    template, more, tmp_path, monkeypatch
+) -> None:
+    pytest.importorskip("llamafactory.data.template", reason="needs LLaMA-Factory")
+    given = {"model_name_or_path": str(MODEL), "stage": "sft", "dataset": "mine", "template": template}
+    same_as_its_own_code({**given, **more}, None, tmp_path, monkeypatch)
+
+
+def same_as_its_own_code(
+    given: dict[str, Any], rows: list[dict[str, Any]] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the lines that the tool gives with those of finetune's implementation of its formats."""
+    lines = []
+    for name in ("installed", "own"):
+        (tmp_path / name).mkdir()
+        found = verified(tmp_path / name, given, rows)
+        assert ("own implementation" in found.by) is (name == "own")
+        lines.append(found.lines()[1:])
+        monkeypatch.setattr(installed_tools, "reader_of", lambda *_: None)
+    assert lines[0] == lines[1]
