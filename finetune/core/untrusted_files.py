@@ -220,23 +220,40 @@ def _adapter_config(path: Path, key: str) -> Iterator[Problem]:
     yield from _odd_values(content, path, key)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) < _LARGEST_NUMBER  # NaN is not less
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _is_pattern(value: object) -> bool:
+    return isinstance(value, str) or _are_names(value)
+
+
+def _are_places(value: object) -> bool:
+    return all(type(one) is int for one in (value if isinstance(value, list) else [value]))
+
+
+_NAMES, _PATTERN = (_are_names, "a list of names"), (_is_pattern, "a list of names, or a pattern")
+_USUAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # what PEFT writes into adapter_config.json
+    **dict.fromkeys(("r", "lora_alpha"), (_is_number, "a number")),
+    **dict.fromkeys(("target_parameters", "modules_to_save"), _NAMES),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern", "feedforward_modules"), _PATTERN),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (lambda value: isinstance(value, dict), "an object")),
+    "layers_to_transform": (_are_places, "a list of integers"),
+}
+
+
 def _odd_values(content: dict[str, Any], path: Path, key: str) -> Iterator[Problem]:
     """Find values of LoRA that PEFT does not write."""
-    fix = "save the adapter again with PEFT"
-    for name in ("r", "lora_alpha"):
+    what, fix = "the config of the adapter has an odd value", "save the adapter again with PEFT"
+    for name, (is_usual, expected) in _USUAL.items():
         value = content.get(name)
-        is_number = isinstance(value, int | float) and abs(value) < _LARGEST_NUMBER  # NaN is not less
-        if value is not None and not is_number:
-            what, found, expected = (
-                "the config of the adapter has an odd value",
-                f"{name}: {value}"[:200],
-                "a number",
-            )
+        if value is not None and not is_usual(value):
+            found = f"{name}: {value}"[:200]
             yield Problem(what, key, str(path), found, expected, fix, code="adapter-files")
-    named = content.get("target_parameters") or []
-    if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
-        what, found = "the config of the adapter has an odd value", f"target_parameters: {named}"[:200]
-        yield Problem(what, key, str(path), found, "a list of names", fix, code="adapter-files")
     if content.get("megatron_config") is not None:
         what, fix = "finetune reads no adapter of Megatron", "convert the adapter to plain PEFT"
         found = f"megatron_config: {content['megatron_config']}"[:200]
