@@ -109,7 +109,7 @@ def train(
     from finetune.preflight import checker
     from finetune.training import pipeline
 
-    checker.run(recipe)
+    checker.check_without_examples(recipe)
     verbosity = "quiet" if quiet else "normal"
     return Run(pipeline.run(recipe, verbosity=verbosity, resumes=resume, callbacks=callbacks).path)
 

@@ -63,7 +63,7 @@ class Launch:
         return launch_environment.parallel("CP")
 
     @property
-    def rows_apart(self) -> int:
+    def data_parallel_size(self) -> int:
         """Groups of processes with sequences of their own."""
         return self.processes // self.sharing
 

@@ -48,11 +48,11 @@ BESIDE = (".*.tmp", "nonfinite-step-*")
 MARKS = {"recipe.resolved.yaml", "checks.json", renames.FILES["checks.json"], lock.LOCK}
 
 
-def nothing_to_do(output_dir: str | None, requested: str | None, recipe: dict[str, Any]) -> bool:
-    """Return whether the run to resume is finished already. Nothing is loaded.
+def check_folder(output_dir: str | None, requested: str | None, recipe: dict[str, Any]) -> bool:
+    """Check the folder of a run, and return whether the run to resume is finished. Nothing is loaded.
 
     Args:
-        requested: the value of --resume; `None`: a new run.
+        requested: the value of --resume; `None`: a new run, which needs a free folder.
 
     Raises:
         UserError: the folder belongs to something else, has no checkpoint, or has weights that were not
@@ -182,7 +182,7 @@ def begin(
 def forget(folder: RunFolder, screen: Console) -> None:
     """Remove files of an earlier start, perhaps with another recipe, that this run would take for its own.
 
-    `nothing_to_do` has checked that the folder belongs to finetune.
+    `is_finished` has checked that the folder belongs to finetune.
     """
     for path in (folder.file(run_folder.HELD_OUT), folder.adapter, folder.model):
         if path.exists():

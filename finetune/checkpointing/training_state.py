@@ -38,14 +38,14 @@ class Trainer(Protocol):
     """The attributes of the Trainer that a checkpoint saves and restores."""
 
     accelerator: Any
-    batches: Any
+    batches_digest: Any
     contract: Any
     epoch_rng: Any
     lr_scheduler: Any
     model: Any
     optimizer: Any
     regularizer: Any
-    remembered: Any
+    in_checkpoints: Any
     resumed: Any
     state: Any
     writer: Any
@@ -275,11 +275,11 @@ def _set_scaler(trainer: Trainer, saved: object) -> None:
 
 
 def _callbacks(trainer: Trainer) -> dict[str, Any]:
-    return {name: callback.state_dict() for name, callback in trainer.remembered.items()}
+    return {name: callback.state_dict() for name, callback in trainer.in_checkpoints.items()}
 
 
 def _set_callbacks(trainer: Trainer, saved: dict[str, Any]) -> None:
-    for name, callback in trainer.remembered.items():
+    for name, callback in trainer.in_checkpoints.items():
         if name in saved:  # a checkpoint of an older version may lack it: the callback then starts new
             callback.load_state_dict(saved[name])
 
@@ -299,7 +299,7 @@ PARTS: dict[str, tuple[Any, Any]] = {  # name -> (save from the trainer, restore
     "epoch_rng": (lambda trainer: trainer.epoch_rng, lambda trainer, kept: set_random_state(kept)),
     "log": (lambda trainer: trainer.log_state(), lambda trainer, kept: trainer.restore_log(kept)),
     "batches": (
-        lambda trainer: torch.as_tensor(trainer.batches, dtype=torch.int64),
+        lambda trainer: torch.as_tensor(trainer.batches_digest, dtype=torch.int64),
         lambda trainer, kept: trainer.restore_batches(kept),
     ),
 }

@@ -44,7 +44,7 @@ def data(options: argparse.Namespace) -> dict[str, Any]:
     recipe = load(options)
     page = Path(options.html) if options.html is not None else None
     with located(recipe):
-        checker.run(recipe, with_weights=False)
+        checker.check_without_examples(recipe, with_weights=False)
         if options.prepare is not None and recipe.data.streaming:
             what, key = "--prepare can't prepare a stream, which is read during training", "data.streaming"
             fix = "data.streaming: false"

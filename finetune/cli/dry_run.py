@@ -28,7 +28,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
             raises the same errors before it loads weights.
     """
     screen, where = Console(quiet=options.quiet), recipe.train.output_dir
-    if resume.nothing_to_do(where, options.resume, recipe.model_dump(mode="json")):
+    if resume.check_folder(where, options.resume, recipe.model_dump(mode="json")):
         screen.say(f"{where} is finished: nothing to do")
         return {"run": where, "finished": True}
     if options.accelerate and not launcher.launched():
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, recipe: Recipe, notes: list[str]) -> dict[s
     planned = plan_report.run(recipe, options.overrides, screen, request)
     launched = ["--accelerate", options.accelerate] if options.accelerate else []
     again = shlex.join(launcher.command_line([*arguments.train_again(options), *launched]))
-    then = f"it would resume after step {start.found.step}; " if start.found else ""
+    then = f"it would resume after step {start.checkpoint.step}; " if start.checkpoint else ""
     if start.unseen:
         screen.say(f"note: {', '.join(start.unseen)}: looked at when the launch's processes train")
     screen.say("", f"dry run: nothing was trained; {then}next: {again}")

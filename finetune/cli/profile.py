@@ -22,7 +22,7 @@ def profile(options: argparse.Namespace) -> dict[str, Any]:
     from finetune.preflight import checker
 
     with located(recipe := load(options)):
-        checker.run(recipe)
+        checker.check_without_examples(recipe)
         quieten_libraries()
         with fast_imports(quiet=options.quiet):
             from finetune.profiling import profiler

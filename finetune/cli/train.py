@@ -58,7 +58,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
 
     recipe, main = load(options), os.environ.get("RANK", "0") == "0"
     with located(recipe):
-        notes = checker.run(recipe) + publish_target.check_recipe(recipe)
+        notes = checker.check_without_examples(recipe) + publish_target.check_recipe(recipe)
         if options.dry_run:
             from finetune.cli import dry_run
 

@@ -90,9 +90,9 @@ def prepare(
 
     sources = source_loading.fingerprints(data)
     folder = cache_folder(data) / _key(data, tokenizer, seed, [vocabulary, sorted(declared)], sources)
-    found, note = _find(folder)
-    cached = found is not None
-    if found is None:
+    reports_by_split, note = _read_cached(folder)
+    cached = reports_by_split is not None
+    if reports_by_split is None:
         building = prepared_cache.start(folder.parent)
         # Preparation allocates millions of small lists without cycles, so garbage collection only costs time
         gc.disable()
@@ -104,8 +104,8 @@ def prepare(
         finally:
             gc.enable()
             shutil.rmtree(building, ignore_errors=True)
-        found = _read_back(folder)
-    found["train"] |= {
+        reports_by_split = _read_back(folder)
+    reports_by_split["train"] |= {
         "sources": sources,
         # Not cached, because other files in the folder can change
         "passed_by": source_loading.passed_by(data),
@@ -116,12 +116,12 @@ def prepare(
         sorted(sources.values()),
     ]
     train: Any = Dataset.from_file(str(folder / prepared_cache.ROWS))
-    reports = {name: Report(**values) for name, values in found.items()}
+    reports = {name: Report(**values) for name, values in reports_by_split.items()}
     reports["train"].notes += [note] if note else []
     return Prepared(train, reports, folder, cached, content)
 
 
-def _find(folder: Path) -> tuple[dict[str, Any] | None, str]:
+def _read_cached(folder: Path) -> tuple[dict[str, Any] | None, str]:
     """Return the reports of cached data and a note. The reports are `None` if the data must be prepared."""
     try:
         found = prepared_cache.read(folder)

@@ -62,7 +62,7 @@ TRACKERS = {  # name in train.report_to -> module, package; other trackers have 
 }
 
 
-def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
+def check_without_examples(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
     """Check the files, packages and module names of a valid recipe, in under a second and without torch.
 
     Args:
@@ -96,7 +96,7 @@ def run(recipe: Recipe, *, with_weights: bool = True) -> list[str]:
 
 
 def check(recipe: Recipe) -> list[str]:
-    """`finetune check`: do the checks of `run`, and check the first examples and the output folder.
+    """`finetune check`: also check the first examples and the output folder.
 
     Raises:
         UserError: every problem found; exit 2, or 3 if only the environment is wrong.
@@ -105,7 +105,14 @@ def check(recipe: Recipe) -> list[str]:
     problems: list[Problem] = []
     lacking: list[Problem] = []
     refused = set[str]()
-    for look in (run, publish_target.check_recipe, _first_examples, _tokens, _cache_folder, _output_folder):
+    for look in (
+        check_without_examples,
+        publish_target.check_recipe,
+        _first_examples,
+        _tokens,
+        _cache_folder,
+        _output_folder,
+    ):
         if look is _tokens and (
             "_first_examples" in refused or any(one.key == "model.name" for one in problems)
         ):

@@ -45,7 +45,9 @@ def setup_of(recipe: Recipe) -> Setup:
         rows=attention_choice.RowLayout(flat, recipe.data.max_length, prompt),
         weights=machine_setup.Weights(stored, partial(fp8_support.against_fp8, recipe)),
     )
-    packing_support.check(config, recipe.data, recipe.train, setup.attention.value, setup.launch.rows_apart)
+    packing_support.check(
+        config, recipe.data, recipe.train, setup.attention.value, setup.launch.data_parallel_size
+    )
     machine_checks.check(recipe, config, setup)
     return setup
 

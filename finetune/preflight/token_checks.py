@@ -103,16 +103,16 @@ def load_tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase, int, set[in
     """Load the tokenizer with the limits of its model.
 
     Returns:
-        The tokenizer, the number of rows of the model's embedding, the model's end tokens, and a note if the
-        padding token had to change.
+        The tokenizer, the size of the vocabulary (the rows of the model's embedding), the model's end tokens,
+        and a note if the padding token had to change.
     """
     tokenizer, config = load_with_template(recipe), model_files.read_config(recipe.model)
     if recipe.adapter.source:
         held = config.get_text_config().vocab_size
         continue_from.check_tokens(recipe.adapter, recipe.model.add_tokens, tokenizer.get_vocab(), held)
-    rows = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
-    note = token_limits.apply(tokenizer, config, rows)
-    return tokenizer, rows, tokenizer_setup.declared_ends(recipe.model, config), note
+    vocabulary = tokenizer_setup.vocabulary(recipe.model, tokenizer, config)
+    note = token_limits.apply(tokenizer, config, vocabulary)
+    return tokenizer, vocabulary, tokenizer_setup.declared_ends(recipe.model, config), note
 
 
 def check_texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -96,8 +96,8 @@ def claimed(output_dir: str | None, name: str) -> Iterator[str | None]:
     if os.environ.get("RANK", "0") != "0":
         yield output_dir
         return
-    made = output_dir is None or not Path(output_dir).exists()
-    first = made and output_dir is None and not Path("runs").exists()
+    creates_folder = output_dir is None or not Path(output_dir).exists()
+    creates_runs = creates_folder and output_dir is None and not Path("runs").exists()
     folder = Path(output_dir or dated(name))
     make(str(folder))
     path = folder / LOCK
@@ -111,9 +111,9 @@ def claimed(output_dir: str | None, name: str) -> Iterator[str | None]:
             yield str(folder)
         finally:
             path.unlink(missing_ok=True)
-            if made and folder.exists() and not any(folder.iterdir()):
+            if creates_folder and folder.exists() and not any(folder.iterdir()):
                 folder.rmdir()
-                if first and not any(folder.parent.iterdir()):
+                if creates_runs and not any(folder.parent.iterdir()):
                     folder.parent.rmdir()
 
 

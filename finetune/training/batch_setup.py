@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def settle_batch(run: RunContext, batch: Batch, arguments: SFTConfig) -> Batch:
     """Return the batch with the micro-batch size of a correction of this run or of the resumed run."""
     size, share = run.correction.micro_batch, batch.per_device * batch.accumulation
-    if run.found and run.recipe.train.per_device_train_batch_size is None:
-        size = run.found.contract["chosen"].get(auto_correction.MICRO_BATCH)
+    if run.checkpoint and run.recipe.train.per_device_train_batch_size is None:
+        size = run.checkpoint.contract["chosen"].get(auto_correction.MICRO_BATCH)
     if not size or share % size:
         return batch
     smaller = with_micro_batch(batch, size)
@@ -51,8 +51,8 @@ def search_batch(
     rows: batch_search.SearchData,
 ) -> Batch:
     """Return the largest micro-batch size that fits, or the size of the checkpoint's run."""
-    if run.found:
-        return batch_search.as_before(batch, run.found.contract)
+    if run.checkpoint:
+        return batch_search.as_before(batch, run.checkpoint.contract)
     compiled = fast["speed.compile"].value == "on" if fast["speed.loss"].value == "chunked" else None
     step = batch_search.StepKind(compiled, step_work.optimizer_bytes_per_parameter(run.recipe, run.setup))
     with run.setup.autocast():

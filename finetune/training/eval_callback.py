@@ -178,7 +178,7 @@ class Validate(TrainerCallback):
             checks.add("best weights saved", expected, f"{loss:.6f}", how, ok=ok)
 
 
-def asked(
+def validation_callbacks(
     recipe: Recipe,
     tokenizer: PreTrainedTokenizerBase,
     adapted: nn.Module,

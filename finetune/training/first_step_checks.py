@@ -62,7 +62,7 @@ class FirstStep(TrainerCallback):
     def __init__(self, checks: RunChecks, setup: Setup, planned: Planned) -> None:
         self.checks, self.planned = checks, planned
         self.compiled_graphs = 0
-        self.processes = setup.launch.rows_apart
+        self.processes = setup.launch.data_parallel_size
         self.dtype, self.attention = setup.compute_dtype, setup.attention.value
         self.seen_dtype = "none seen"
         # TransformerEngine's GEMMs are no torch operations

@@ -27,8 +27,11 @@ if TYPE_CHECKING:
     from finetune.training.trainer import Trainer
 
 
-def add(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
-    """Add run checks that the Accelerator has the precision and the number of processes of the launch."""
+def add_launch_checks(trainer: Trainer, launch: Launch, checks: RunChecks) -> None:
+    """Add run checks that the Accelerator has the precision, processes, fp8 and sharding of the launch.
+
+    A callback checks the prepared model, before the first step.
+    """
     accelerator, how, code = trainer.accelerator, "the Accelerator", Exit.ENVIRONMENT
     checks.add("precision", launch.precision, accelerator.mixed_precision, how, code=code)
     checks.add("processes", launch.processes, accelerator.num_processes, how, code=code)

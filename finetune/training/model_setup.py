@@ -11,7 +11,6 @@ from finetune.models import loading, model_files, module_names, router_loss, tok
 from finetune.preflight import adapter_names, gradient_probe
 from finetune.quantization import qat
 from finetune.speed import fused_experts
-from finetune.training import optimizers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,9 +23,8 @@ if TYPE_CHECKING:
 def adapted_model(
     run: RunContext, arguments: SFTConfig, dataset: Dataset, tokenizer: PreTrainedTokenizerBase, steps: int
 ) -> Any:
-    """Check the schedule, then load the base model in its quantization and attach the adapter."""
+    """Load the base model in its quantization, and attach the adapter."""
     recipe, setup, checks = run.recipe, run.setup, run.checks
-    optimizers.check_schedule(arguments, steps)
     base = loading.load(recipe.model, setup, str(arguments.device), checks)
     names = module_names.of_model(base)
     storage, kind = setup.storage.value, recipe.adapter.type

@@ -81,7 +81,7 @@ class MicroBatches:
         """Return the error of a step that can't run again or can't be divided further.
 
         Args:
-            memory_use: the result of `memory_use`, which describes the memory in use.
+            memory_use: the text of `held`, which describes the memory in use.
         """
         rows = math.ceil(self.rows / self.parts)
         least = [n for n in range(1, rows) if self.rows % n == 0]  # sizes that divide a process's share

@@ -29,7 +29,7 @@ class OptimizerChoice(NamedTuple):
     """The recipe's optimizer: an instance for LoRA+, or a class and options for the Trainer."""
 
     kind_and_options: tuple[Any, dict[str, Any]]
-    made: Optimizer | None = None
+    instance: Optimizer | None = None
 
     @property
     def kind(self) -> Any:

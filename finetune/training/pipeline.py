@@ -50,6 +50,7 @@ from finetune.training import (
     checkpoint_room,
     launch_checks,
     model_setup,
+    optimizers,
     resolved_recipe,
     resume_facts,
     saved_evaluation,
@@ -111,7 +112,7 @@ def run(
         Stopped: told to end, by a signal or `until`.
     """
     with only_run():
-        return _claim_and_run(recipe, _Asked(resumes, verbosity, callbacks), until, command=command)
+        return _claim_and_run(recipe, _RunOptions(resumes, verbosity, callbacks), until, command=command)
 
 
 _RUNNING = threading.Lock()
@@ -130,7 +131,9 @@ def only_run() -> Iterator[None]:
         _RUNNING.release()
 
 
-def _claim_and_run(recipe: Recipe, requested: _Asked, until: Until | None, *, command: bool) -> RunFolder:
+def _claim_and_run(
+    recipe: Recipe, requested: _RunOptions, until: Until | None, *, command: bool
+) -> RunFolder:
     """Lock the run folder, and run again with stronger settings while the first step runs out of memory."""
     resumes, verbosity = requested.resumes, requested.verbosity
     correction = auto_correction.from_environment() if command else auto_correction.NONE
@@ -138,7 +141,7 @@ def _claim_and_run(recipe: Recipe, requested: _Asked, until: Until | None, *, co
     if os.environ.get("RANK", "0") != "0":
         verbosity = "quiet"
     correction = correction._replace(restarts=command and restart_together.possible())
-    if not correction.folder and resume.nothing_to_do(where, resumes, recipe.model_dump(mode="json")):
+    if not correction.folder and resume.check_folder(where, resumes, recipe.model_dump(mode="json")):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:  # another process may not be finished, and would wait
             collectives.joined(detection.detect().device)
             collectives.agree(resume_facts.recipe_facts(recipe, finished=True))
@@ -173,7 +176,7 @@ def release_memory() -> None:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _RunOptions:
     """The arguments of `run` in addition to the recipe."""
 
     resumes: str | None
@@ -182,12 +185,12 @@ class _Asked:
 
 
 def _run(
-    recipe: Recipe, where: str | None, stop: Stop, requested: _Asked, correction: Correction
+    recipe: Recipe, where: str | None, stop: Stop, requested: _RunOptions, correction: Correction
 ) -> RunFolder:
     """Run once; raises `StartAgain` if the first step needs stronger settings."""
     run, data = _begin(recipe, where, requested, correction)
     loaded = _load(run, data, where)
-    is_repeated = run.found is not None or bool(correction.changes)
+    is_repeated = run.checkpoint is not None or bool(correction.changes)
     with (
         recording(run.console, run.checks, run.folder, run.setup, again=is_repeated),
         trackers.running(data.arguments, run.folder) as tracked,
@@ -223,17 +226,20 @@ class _Loaded:
 
 
 def _begin(
-    recipe: Recipe, where: str | None, requested: _Asked, correction: Correction
+    recipe: Recipe, where: str | None, requested: _RunOptions, correction: Correction
 ) -> tuple[RunContext, _RunData]:
-    """Start the process group and the run folder, prepare the data and find the checkpoint to resume."""
+    """Join the processes, prepare the data and find the checkpoint to resume.
+
+    `start_checks.check_start` does the same checks for `--dry-run`, without a run folder.
+    """
     setup = choice_checks.setup_of(recipe)
     attention_functions.register(setup.attention.value)
     screen = Console(quiet=requested.verbosity == "quiet", verbose=requested.verbosity == "verbose")
-    batch = split_batch(recipe.train, setup.launch.rows_apart)
+    batch = split_batch(recipe.train, setup.launch.data_parallel_size)
     collectives.start(setup.hardware.device)
     arguments = training_arguments.training_arguments(recipe.train, recipe.data, setup, batch)
     collectives.agree(resume_facts.recipe_facts(recipe))
-    folder = start_folder(where, arguments)
+    folder = shared_folder(where, arguments)
     tasks.check_metric(recipe.eval, lm_eval_harness.check(recipe.eval, recipe.model))
     tasks.general_texts(recipe.eval)  # a fault of theirs would end the run after its last step
     set_seed(recipe.train.seed)
@@ -242,11 +248,13 @@ def _begin(
     with progress.phase(screen, "preparing the data"):
         tokenizer, prepared = training_data.prepare_in_turn(recipe, setup)
     token_checks.check_texts(recipe, tokenizer)
-    checkpoint = find_checkpoint(recipe.train, requested.resumes, setup)
+    checkpoint = find_checkpoint(recipe.train, requested.resumes, setup, folder)
     run = RunContext(recipe, setup, RunChecks(), screen, folder, checkpoint, correction)
     batch = batch_setup.settle_batch(run, batch, arguments)
     rows = None if recipe.data.streaming else len(prepared.train)
-    length = resume_facts.RunLength(batch, count_steps(recipe.train, rows, batch, setup.launch.rows_apart))
+    steps = count_steps(recipe.train, rows, batch, setup.launch.data_parallel_size)
+    optimizers.check_schedule(arguments, steps)
+    length = resume_facts.RunLength(batch, steps)
     contract = resume_facts.contract_of(recipe, setup, length, tokenizer, prepared, arguments)
     if checkpoint:
         checkpoint.notes.extend(resume_contract.compare(checkpoint.contract, contract, checkpoint.path))
@@ -257,7 +265,7 @@ def _load(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     """Load the model, attach the adapter, apply the speed options, and find the micro-batch size.
 
     Args:
-        where: the run folder on this rank; `None` on other ranks than 0.
+        where: the run folder that rank 0 has locked; `train.output_dir` on the other ranks.
     """
     with progress.phase(run.console, "loading the model"):
         return _load_model(run, data, where)
@@ -273,7 +281,7 @@ def _load_model(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
     with stage("tried the speed options on the model", "speed"):
         fast = speed_setup.make_fast(run, adapted, data.arguments, work)
     checkpoint_room.check_space(adapted, recipe, setup, where)
-    base = checkpoint_room.frozen_fingerprint(adapted, run.found, run.checks)
+    base = checkpoint_room.frozen_fingerprint(adapted, run.checkpoint, run.checks)
     if recipe.train.per_device_train_batch_size == "auto" and not run.correction.micro_batch:
         shown = batch_search.SearchData(train, recipe.data, cast("int", data.tokenizer.pad_token_id))
         batch = batch_setup.search_batch(run, adapted, batch, fast, shown)
@@ -283,12 +291,14 @@ def _load_model(run: RunContext, data: _RunData, where: str | None) -> _Loaded:
 
 
 def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> _Loaded:
-    """Print the plan of the run, and write its settings and the initial adapter into the run folder.
+    """Print the plan of the run, and write its settings into the run folder.
+
+    If the initialization of the adapter changed the base model, the initial adapter is written, too.
 
     Returns:
         `loaded` with the run's choices in the contract of its checkpoints.
     """
-    recipe, setup, folder, report = run.recipe, run.setup, run.folder, data.prepared.report
+    recipe, setup, folder, reports = run.recipe, run.setup, run.folder, data.prepared.report
     adapted, plan = loaded.adapted, loaded.plan
     choices = resolved_recipe.choices(run, plan.batch, plan.steps, adapted, plan.choices)
     run.correction.add_run_checks(run.checks)
@@ -296,15 +306,15 @@ def _write_start(run: RunContext, data: _RunData, loaded: _Loaded) -> _Loaded:
     loaded = replace(loaded, plan=replace(plan, contract=contract))
     if not setup.launch.main:
         return loaded
-    resolved_recipe.write_start(run, choices, report, adapted, data.arguments)
+    resolved_recipe.write_start(run, choices, reports, adapted, data.arguments)
     repeats = launch_checks.notes_on_repeats(
-        recipe.train, data.rows, plan.batch, setup.launch.rows_apart, plan.steps
+        recipe.train, data.rows, plan.batch, setup.launch.data_parallel_size, plan.steps
     )
-    terminal.show_plan(run.console, recipe, choices, report, [*run.checks.notes, *repeats])
+    terminal.show_plan(run.console, recipe, choices, reports, [*run.checks.notes, *repeats])
     safe_files.make_folder(folder.path, "checkpoints/.staging")
     with safe_files.replace_folder(folder.path, "checkpoints/.staging/initial") as private:
         initialization.save_initial(adapted, private)
-    resume.begin(folder, run.found, contract, run.console)
+    resume.begin(folder, run.checkpoint, contract, run.console)
     return loaded
 
 
@@ -326,12 +336,12 @@ def _train(
     inputs = TrainerInputs(adapted, data.arguments, data.prepared.train, data.tokenizer)
     trainer = build(run, inputs, loaded.plan, stop, callbacks)
     tracked.follow(trainer)
-    launch_checks.add(trainer, setup.launch, run.checks)
+    launch_checks.add_launch_checks(trainer, setup.launch, run.checks)
     report = data.prepared.report["train"]
     training_data.add_data_checks(recipe, data.tokenizer, report, run.console, run.checks)
     with stop.later(), contextlib.closing(trainer.writer):
         with stage("trained the model", code=Exit.TRAINING):
-            train(trainer, recipe.adapter, run.found, run.checks)
+            train(trainer, recipe.adapter, run.checkpoint, run.checks)
         router_loss.restore(adapted.config, router)
         training_data.add_stream_check(data.prepared, run.console, run.checks)
         live = verify_saved.remember(adapted, data.prepared.train, setup)
@@ -354,15 +364,16 @@ def _evaluate(run: RunContext, live: verify_saved.Live, validations: Sequence[Va
     terminal.show_result(run.console, run.folder, run.checks, result)
 
 
-def find_checkpoint(section: Train, resumes: str | None, setup: Setup) -> VerifiedCheckpoint | None:
+def find_checkpoint(
+    section: Train, resumes: str | None, setup: Setup, folder: RunFolder
+) -> VerifiedCheckpoint | None:
     """Return the checkpoint to resume from, which rank 0 verified."""
     stopping.check(section, resumes, setup.launch.keeper)
-    folder = RunFolder(Path(section.output_dir or ""))
     return collectives.from_main(lambda: resume.find(folder, resumes))
 
 
-def start_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
-    """The run folder, which rank 0 has claimed and names for all, and the Trainer's own place in it.
+def shared_folder(where: str | None, arguments: SFTConfig) -> RunFolder:
+    """Return the run folder, which rank 0 has locked and names for all, and let the Trainer write into it.
 
     Raises:
         UserError: not all processes see it (exit 3).

@@ -1,4 +1,4 @@
-"""Write `recipe.resolved.yaml` and `environment.json` when a run starts."""
+"""Write `recipe.resolved.yaml`, `data_report.json` and `environment.json` when a run starts."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def library_defaults(recipe: Recipe, adapted: nn.Module, arguments: TrainingArgu
 def write_start(
     run: RunContext,
     chosen: run_folder.Choices,
-    data: dict[str, Report],
+    reports: dict[str, Report],
     adapted: nn.Module,
     arguments: TrainingArguments,
 ) -> None:
@@ -152,6 +152,6 @@ def write_start(
     values = {**library_defaults(run.recipe, adapted, arguments), **chosen}
     folder.write_text(folder.recipe.name, run_folder.resolved_yaml(run.recipe, values))
     load_recipe(folder.recipe)  # later commands read this file, so check now that it loads
-    folder.write("data_report.json", {name: asdict(split) for name, split in data.items()})
+    folder.write("data_report.json", {name: asdict(split) for name, split in reports.items()})
     environment = describe_environment(run.setup.hardware, run.setup.launch)
     folder.write("environment.json", {**environment, "sft_config": arguments.to_sanitized_dict()})

@@ -27,7 +27,7 @@ class RunContext:
     checks: RunChecks
     console: Console
     folder: RunFolder
-    found: VerifiedCheckpoint | None = None
+    checkpoint: VerifiedCheckpoint | None = None
     """The checkpoint that the run resumes."""
     correction: Correction = NONE
     """What an earlier start changed, because the first step ran out of memory."""

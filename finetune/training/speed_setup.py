@@ -35,7 +35,7 @@ def make_fast(
     with setup.autocast():  # before layers are compiled, so that they see only shapes of training
         packing_isolation.prove_same(proved, PROOF_TOKENS, kernel, flat, checks)
     name = collectives.from_main(lambda: setup.hardware.name)  # ranks may have different GPUs
-    section, before = resume_contract.as_chosen(recipe.speed, run.found, name)
+    section, before = resume_contract.as_chosen(recipe.speed, run.checkpoint, name)
     corrected = run.correction.choice(auto_correction.CHECKPOINTING)
     if corrected:
         section = section.model_copy(update={"activation_checkpointing": corrected.value})

@@ -20,14 +20,14 @@ class PlannedStart(NamedTuple):
     """What a run would start with."""
 
     prepared: Prepared
-    found: VerifiedCheckpoint | None
+    checkpoint: VerifiedCheckpoint | None
     """The checkpoint that it would resume."""
     unseen: list[str]
     """What only the processes of the launch can check."""
 
 
 def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> PlannedStart:
-    """Prepare the data, and refuse what `train` refuses before it loads a weight.
+    """Prepare the data, and refuse what `train` refuses before it loads a weight (`pipeline._begin`).
 
     Args:
         resumes: the checkpoint to resume, as `--resume` has it.
@@ -37,7 +37,7 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Plann
         UserError: a launch, a folder, a checkpoint, examples, or values of SFTConfig or of the schedule.
     """
     setup, checkpoint = choice_checks.setup_of(recipe), resume.find_in(recipe.train.output_dir, resumes)
-    batch = split_batch(recipe.train, setup.launch.rows_apart)
+    batch = split_batch(recipe.train, setup.launch.data_parallel_size)
     alone = setup.launch.processes == 1  # else SFTConfig would wait for processes that have ended
     sft_config = (
         training_arguments.training_arguments(recipe.train, recipe.data, setup, batch) if alone else None
@@ -46,7 +46,7 @@ def check_start(recipe: Recipe, resumes: str | None, *, launches: bool) -> Plann
     tokenizer, prepared = load_data.prepare_data(recipe)
     token_checks.check_texts(recipe, tokenizer)
     rows = None if recipe.data.streaming else len(prepared.train)
-    steps = count_steps(recipe.train, rows, batch, setup.launch.rows_apart)
+    steps = count_steps(recipe.train, rows, batch, setup.launch.data_parallel_size)
     if sft_config:
         optimizers.check_schedule(sft_config, steps)
     if sft_config and not launches:

@@ -47,7 +47,7 @@ class Trainer(SFTTrainer):
 
     resumed: dict[str, Any] | None = None
     """The parts of the checkpoint that this run resumes."""
-    batches: Any = 0
+    batches_digest: Any = 0
     """Digest of all batches of this process so far."""
     epoch_rng: Any = None
     loader: Any = None
@@ -56,7 +56,7 @@ class Trainer(SFTTrainer):
     """Bytes of gradients in the last step, if finetune exchanges them itself."""
     ends_step = False
     """Whether this forward pass is the last of its step."""
-    walked: Any = None
+    modules_of: Any = None
     """The wrapped model of these `modules`."""
     modules: list[torch.nn.Module]
 
@@ -73,7 +73,7 @@ class Trainer(SFTTrainer):
         self.schedule, self.writer = parts.schedule, parts.schedule.writer
         self.contract, self.corrector, self.regularizer = parts.contract, parts.corrector, parts.regularizer
         self.fixed_shape, self.loader_timeout = parts.fixed_shape, parts.loader_timeout
-        self.remembered = {type(part).__name__: part for part in parts.remembered}
+        self.in_checkpoints = {type(part).__name__: part for part in parts.in_checkpoints}
         self.sums: dict[str, Any] = defaultdict(int)
         """The sums of the loss since the last log, as tensors that are read only when logged."""
         weights = {name: weight.data for name, weight in trainable_parameters.trainable(adapted).items()}
@@ -83,8 +83,8 @@ class Trainer(SFTTrainer):
             train_dataset=dataset,
             processing_class=tokenizer,
             callbacks=list(parts.callbacks),
-            optimizers=(parts.optimizer.made, None),
-            optimizer_cls_and_kwargs=None if parts.optimizer.made else parts.optimizer.kind_and_options,
+            optimizers=(parts.optimizer.instance, None),
+            optimizer_cls_and_kwargs=None if parts.optimizer.instance else parts.optimizer.kind_and_options,
         )
         for name, weight in trainable_parameters.trainable(adapted).items():
             weight.data = weights[
@@ -142,7 +142,7 @@ class Trainer(SFTTrainer):
                 self.ends_step = last and number == len(divided)
                 apart = gradient_reduction.ours(model) or last != self.ends_step
                 unsynced = self.accelerator.no_sync(model) if apart else contextlib.nullcontext()
-                with unsynced, self.in_training(model):
+                with unsynced, self.without_repeated_train_calls(model):
                     if self.first_step.planned.has_graphs:  # release the outputs of the previous pass
                         torch.compiler.cudagraph_mark_step_begin()
                     total = total + super().training_step(model, inputs, items)
@@ -187,15 +187,15 @@ class Trainer(SFTTrainer):
         return self.state.global_step < self.first_step.first
 
     @contextlib.contextmanager
-    def in_training(self, model: nn.Module) -> Iterator[None]:
+    def without_repeated_train_calls(self, model: nn.Module) -> Iterator[None]:
         """Skip `model.train()`, which transformers calls before every forward pass, if all modules train
         already.
 
         It visits all modules, which takes 12 ms for 32 layers with LoRA while the GPU is idle. No module may
         be replaced after the first step.
         """
-        if self.walked is not model:
-            self.walked, self.modules = model, list(model.modules())
+        if self.modules_of is not model:
+            self.modules_of, self.modules = model, list(model.modules())
 
         def train(mode: bool = True) -> Any:
             still = mode and all(module.training for module in self.modules)
@@ -230,7 +230,7 @@ class Trainer(SFTTrainer):
     ) -> Any:
         inputs = dict(inputs)
         counts = inputs.pop("num_labels", None), inputs.pop("num_tokens", None)
-        self.batches = training_state.digest(self.batches, inputs)
+        self.batches_digest = training_state.digest(self.batches_digest, inputs)
         if self.fixed_shape:
             _, documents, longest = self.fixed_shape
             part = static_shapes.tokens_of(self.fixed_shape, self.micro_batches.parts)
@@ -336,7 +336,7 @@ class Trainer(SFTTrainer):
         self.restore_totals(saved)
 
     def restore_batches(self, saved: object) -> None:
-        self.batches = torch.as_tensor(saved, device=self.args.device)
+        self.batches_digest = torch.as_tensor(saved, device=self.args.device)
 
     def train_from(self, checkpoint: Path | None) -> None:
         """Train from the beginning, or resume from a checkpoint.
@@ -447,14 +447,14 @@ class _Before:
     """Save the state that a step changes before its update, to restore it if the step runs again."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self.random, self.batches = training_state.random_state(), trainer.batches
+        self.random, self.batches_digest = training_state.random_state(), trainer.batches_digest
         self.totals = _with_copied_sums(trainer.totals())
         self.seen, self.computed = trainer.first_step.counts(), trainer.loss.counts()
 
     def put_back(self, trainer: Trainer) -> None:
         training_state.set_random_state(self.random)
         trainer.restore_totals(_with_copied_sums(self.totals))
-        trainer.restore_batches(self.batches)
+        trainer.restore_batches(self.batches_digest)
         trainer.first_step.restore_counts(self.seen)
         trainer.loss.restore_counts(self.computed)
         if trainer.model is not None:

@@ -1,4 +1,4 @@
-"""Build finetune's Trainer with its callbacks and arguments."""
+"""The parts that finetune adds to TRL's Trainer."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class TrainerParts:
     schedule: Schedule
     """Decides when to save and when to stop."""
     metrics: step_metrics.Metrics | None = None
-    """Measures how long a step waits for its batch."""
+    """Writes metrics.jsonl, and measures how long a step waits for its batch."""
     nonfinite: nan_detection.NonFinite | None = None
     validations: Sequence[Validate] = ()
-    """The callback for evaluation during training, or `None`."""
+    """The callback for evaluation during training. Empty without `eval.eval_steps`."""
     contract: Mapping[str, Any] = field(default_factory=dict)
     """The facts that must be equal when a run resumes from a checkpoint."""
-    remembered: Sequence[Any] = ()
+    in_checkpoints: Sequence[Any] = ()
     """Parts with `state_dict` and `load_state_dict`: checkpoints hold their state."""
     corrector: Corrector | None = None
     """Starts the run again with stronger settings if its first step runs out of memory."""

@@ -60,14 +60,15 @@ def build(
     loss = lm_head_loss.HeadLoss(plan.choices["speed.loss"].value, compiled=compiled)
     optimizer = optimizers.choose(inputs.arguments, adapted, recipe.adapter, recipe.speed)
     micro_batches = batch_setup.micro_batches(run, plan.batch, plan.choices)
-    compile_choices = {"compiled": plan.choices["speed.compile"], "graphs": plan.choices["CUDA graphs"]}
-    decided = (plan.steps, plan.batch.effective, loss, optimizer, micro_batches)
-    first_step = first_step_checks.FirstStep(
-        checks, setup, first_step_checks.Planned(*decided, **compile_choices)
+    expected = first_step_checks.Planned(
+        plan.steps, plan.batch.effective, loss, optimizer, micro_batches,
+        compiled=plan.choices["speed.compile"], graphs=plan.choices["CUDA graphs"],
+    )  # fmt: skip
+    first_step = first_step_checks.FirstStep(checks, setup, expected)
+    metrics = step_metrics.Metrics(
+        run.folder, run.console, setup, batch=plan.batch.effective, flops_per_token=plan.flops_per_token
     )
-    batch_facts = {"batch": plan.batch.effective, "flops_per_token": plan.flops_per_token}
-    metrics = step_metrics.Metrics(run.folder, run.console, setup, **batch_facts)
-    validations = eval_callback.asked(recipe, inputs.tokenizer, adapted, metrics)
+    validations = eval_callback.validation_callbacks(recipe, inputs.tokenizer, adapted, metrics)
     writer = Writer(run.folder.checkpoints, recipe.train.save_total_limit)
     schedule = stopping.Schedule(recipe.train, stop, writer, setup.launch.keeper)
     unusable = nan_detection.callbacks(
@@ -85,8 +86,8 @@ def build(
         nonfinite=next((one for one in unusable if isinstance(one, nan_detection.NonFinite)), None),
         validations=validations,
         contract=plan.contract,
-        remembered=(schedule, micro_batches, metrics, *unusable, *validations),
-        corrector=None if run.found else batch_setup.corrector(run, adapted, plan.batch, plan.choices),
+        in_checkpoints=(schedule, micro_batches, metrics, *unusable, *validations),
+        corrector=None if run.checkpoint else batch_setup.corrector(run, adapted, plan.batch, plan.choices),
         regularizer=adalora.regularizer(adapted, recipe.adapter.ours("orth_reg_every") or 1),
         fixed_shape=batch_setup.fixed_shape(run, inputs.dataset, plan.batch, plan.choices),
         loader_timeout=recipe.train.dataloader_timeout,

@@ -35,7 +35,8 @@ def with_floats(train_keys: dict[str, Any]) -> dict[str, Any]:
 def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> SFTConfig:
     """Return the SFTConfig of a recipe's `train:` and of what finetune decides itself.
 
-    In a launch of several processes, the process group must have been started.
+    In a launch of several processes on CPUs, `collectives.start` must have joined them. On GPUs, SFTConfig
+    starts the process group.
     """
     new_name = "activation_checkpointing" in upstream_options.fields(
         upstream_options.SFT_CONFIG
@@ -66,7 +67,7 @@ def training_arguments(train: Train, data: Data, setup: Setup, batch: Batch) -> 
         "ddp_timeout": launch_environment.timeout_seconds() + launch_environment.NCCL_LATER,
         "logging_nan_inf_filter": False,  # it would log an old average in place of NaN
         "disable_tqdm": True,
-        "save_strategy": "no",  # a whole run is saved at its end
+        "save_strategy": "no",  # `stopping.Schedule` decides when to save
     }
     try:
         config = SFTConfig(**{**decided, **length, **train_keys})

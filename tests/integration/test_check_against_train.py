@@ -189,7 +189,7 @@ def test_check_and_train_refuse_a_bad_recipe_in_the_same_words(
     assert code, "check accepts it"
 
     def train() -> None:
-        checker.run(recipe)
+        checker.check_without_examples(recipe)
         pipeline.run(recipe, verbosity="quiet", callbacks=[StopAfterFirstStep()])
 
     train_code, train_said = verdict(train)

@@ -75,7 +75,7 @@ def test_what_goes_by_a_whole_run_is_cut_too(small, two_layers, tmp_path, monkey
     runs = []
 
     def fail(short: schema.Recipe, **_: Any) -> None:
-        checker.run(short)
+        checker.check_without_examples(short)
         runs.append(short)
         raise MemoryError
 

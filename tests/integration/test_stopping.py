@@ -219,7 +219,7 @@ def test_where_there_is_nothing_to_go_on_from(train, tmp_path, capsys) -> None:
     train("--resume=auto", code=2)
     for mark in resume.MARKS:  # of a run that got no further
         (tmp_path / "run" / mark).write_text(f"process {2**22 + 1} on here, since then")
-        assert not resume.nothing_to_do(str(tmp_path / "run"), "auto", {})
+        assert not resume.check_folder(str(tmp_path / "run"), "auto", {})
         (tmp_path / "run" / mark).rename(tmp_path / "run" / lock.LOCK)
     train(code=2)
     said = capsys.readouterr().err
@@ -240,13 +240,13 @@ def test_what_was_trained_and_saved_is_not_begun_again(tmp_path) -> None:
         (run / name).mkdir(parents=True)
     for name in ("recipe.resolved.yaml", "checks.json", "checkpoints/contract.json"):
         (run / name).write_text("{}")
-    assert not resume.nothing_to_do(str(run), "auto", {})
+    assert not resume.check_folder(str(run), "auto", {})
     (run / "adapter" / "tokenizer_config.json").write_text("{}")
     for asked in ("auto", "newest"):
         with pytest.raises(UserError, match=f"not evaluated.*\n.*\n.*finetune evaluate {run}"):
-            resume.nothing_to_do(str(run), asked, {})
+            resume.check_folder(str(run), asked, {})
     (run / "checkpoints" / "step-3").mkdir()
-    assert not resume.nothing_to_do(str(run), "auto", {}), "it goes on after its last step"
+    assert not resume.check_folder(str(run), "auto", {}), "it goes on after its last step"
 
 
 def test_a_finished_run_may_be_asked_for_otherwise(tmp_path, monkeypatch) -> None:
@@ -266,9 +266,9 @@ def test_a_finished_run_may_be_asked_for_otherwise(tmp_path, monkeypatch) -> Non
         RunFolder(tmp_path / "run").write("checkpoints/contract.json", {**kept, "facts": {}, "chosen": {}})
         now: dict[str, Any] = {"model": {}, "data": {"name": name, "cache_dir": "here"}}
         now["eval"] = {"generate": False}
-        assert resume.nothing_to_do("run", "auto", now)
+        assert resume.check_folder("run", "auto", now)
         with pytest.raises(UserError, match=r"data\.name"):
-            resume.nothing_to_do("run", "auto", now | {"data": {"name": other}})
+            resume.check_folder("run", "auto", now | {"data": {"name": other}})
 
 
 def test_how_to_go_on_is_a_command_that_does(tmp_path) -> None:

@@ -128,7 +128,7 @@ def run(request: AblationRequest, *, quiet: bool = False) -> dict[str, Any]:
     given = optimizations.read(request.optimizations)
     optimizations.check_values(given, own.adapter.type)
     steps = optimizations.of_type(given, own.adapter.type)
-    checker.run(own)
+    checker.check_without_examples(own)
     optimizations.check_baseline(own, request.path, request.overrides, steps)
     for config in optimizations.configs(steps):
         launcher.check(launcher.find(config))
@@ -210,7 +210,9 @@ def begin(bench: Bench) -> list[dict[str, Any]]:
 def refusal(bench: Bench, variant: Variant) -> str:
     """Return the error of `finetune check` for a variant, or an empty string."""
     try:
-        checker.run(load_recipe(bench.request.path, [*bench.request.overrides, *variant.overrides]))
+        checker.check_without_examples(
+            load_recipe(bench.request.path, [*bench.request.overrides, *variant.overrides])
+        )
     except UserError as error:
         return in_one_line(error)
     return ""

@@ -415,7 +415,7 @@ def check_baseline(own: Recipe, path: str, overrides: list[str], steps: Ablation
     choice_checks.pinned(own)
     baseline = varied_keys.overrides(steps.baseline.set)
     try:
-        for look in (checker.run, choice_checks.setup_of):
+        for look in (checker.check_without_examples, choice_checks.setup_of):
             look(loader.load(path, [*overrides, *baseline]))
     except UserError as error:
         places = {key: steps.place("baseline", "set", key) for key in steps.baseline.set}

@@ -164,7 +164,7 @@ def plan(requested: ComparisonRequest, steps: dict[str, int] | None = None) -> l
             try:
                 recipe = load_recipe(requested.path, overrides)
                 if seed == own.train.seed:
-                    checker.run(recipe)
+                    checker.check_without_examples(recipe)
             except UserError as error:
                 problems |= {str(problem): problem for problem in error.problems}
                 codes.append(error.code)

@@ -81,7 +81,7 @@ def look(path: str, given: list[str], space: Space, *, refused: bool = False) ->
             machine can run none of the choices of a key (exit 3).
     """
     recipe = loader.load(path, given)
-    notes = checker.run(recipe)
+    notes = checker.check_without_examples(recipe)
     device = choice_checks.setup_of(recipe).hardware.device
     lacking = corners(path, given, recipe, space)
     if refused:
@@ -200,7 +200,7 @@ def _try(
         value = multiplied(key, value, one, {}, recipe)
         tried = loader.load(path, [*given, *requested, *overrides({key: value})])
         if one.choices is not None:
-            checker.run(tried)
+            checker.check_without_examples(tried)
             choice_checks.setup_of(tried)
     except UserError as error:
         return error

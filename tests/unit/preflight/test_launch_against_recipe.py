@@ -162,7 +162,7 @@ def test_rows_that_processes_share_can_be_cut(launched) -> None:
     )
     assert launch_environment.row_options(flat=False) == {"pad_to_multiple_of": 8}
     eight = Launch("accelerate", 8, 0, "bf16", "launch", "")
-    assert (eight.sharing, eight.rows_apart) == (4, 2)
+    assert (eight.sharing, eight.data_parallel_size) == (4, 2)
 
 
 def test_row_options_keep_the_multiples_of_a_kernel_and_of_the_launch(launched) -> None:
@@ -209,7 +209,7 @@ def test_ia3_is_told_where_its_factors_are_rounded(
     given = ["adapter.type=ia3", f"train.learning_rate={rate}", f"model.quantization={base}"]
     asked = loader.load(QUICKSTART, given)
     later = checker.advice(asked)  # which finetune.cli.train leaves to the plan that a run shows
-    shown = [note for note in checker.run(asked) if note not in later]
+    shown = [note for note in checker.check_without_examples(asked) if note not in later]
     assert ("rounds IA3's factors" in " ".join(shown)) == said
 
 

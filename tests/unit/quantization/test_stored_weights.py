@@ -76,7 +76,7 @@ def test_check_plan_and_train_give_one_verdict_on_a_quantized_checkpoint(
     quantized_checkpoints.declare(model, **DECLARED[name])
     recipe = recipe_of(model, f"adapter.type={kind}")
     quantizes = adapter_types.find(kind).storage != ""
-    code, said = verdict(checker.run, recipe)
+    code, said = verdict(checker.check_without_examples, recipe)
     if name in STAYS:
         refused = kind == "full" or (quantizes and name == "int8")
         on_cpu = name == "int8" and kind == "dora"  # exit 3 where there is no GPU
@@ -92,7 +92,7 @@ def test_check_plan_and_train_give_one_verdict_on_a_quantized_checkpoint(
 @pytest.mark.parametrize("method", upstream_methods())
 def test_every_other_method_of_transformers_is_refused_with_its_name(method: str, model: Path) -> None:
     quantized_checkpoints.declare(model, quant_method=method)
-    code, said = verdict(checker.run, recipe_of(model))
+    code, said = verdict(checker.check_without_examples, recipe_of(model))
     assert code == Exit.INPUT and f"weights that {method} quantized" in said and "16-bit checkpoint" in said
     assert verdict(choice_checks.setup_of, recipe_of(model)) == (code, said)
 
@@ -126,7 +126,7 @@ def test_check_asked_for_another_storage_than_the_checkpoint_names_both(
 ) -> None:
     quantized_checkpoints.declare(model, **DECLARED[name])
     recipe = recipe_of(model, f"model.quantization={asked}")
-    code, said = verdict(checker.run, recipe)
+    code, said = verdict(checker.check_without_examples, recipe)
     assert verdict(choice_checks.setup_of, recipe) == (code, said)
     assert code == (0 if accepted else Exit.INPUT)
     assert accepted or name == "gptq" or (asked in said and f"stored in {name}" in said)
@@ -147,9 +147,9 @@ def test_check_refuses_options_that_need_whole_weights_on_a_quantized_checkpoint
 ) -> None:
     shutil.copy(MODEL / "model.safetensors", model)
     recipe = recipe_of(model, *(override.split() if "loftq" in override else [override]))
-    assert verdict(checker.run, recipe)[0] == 0
+    assert verdict(checker.check_without_examples, recipe)[0] == 0
     quantized_checkpoints.declare(model, **DECLARED["nf4"])
-    code, said = verdict(checker.run, recipe)
+    code, said = verdict(checker.check_without_examples, recipe)
     assert code == Exit.INPUT and f"{key}: the checkpoint is stored in nf4" in said, said
     assert verdict(choice_checks.setup_of, recipe) == (code, said)
 
@@ -164,9 +164,9 @@ def test_advice_on_a_quantized_checkpoint_passes_check(model: Path) -> None:
     ]
     for name, refused, advised in cases:
         quantized_checkpoints.declare(model, **DECLARED[name])
-        code, said = verdict(checker.run, recipe_of(model, refused))
+        code, said = verdict(checker.check_without_examples, recipe_of(model, refused))
         assert code == Exit.INPUT and advised.replace("=", ": ") in said
-        assert verdict(checker.run, recipe_of(model, advised))[0] == 0
+        assert verdict(checker.check_without_examples, recipe_of(model, advised))[0] == 0
 
 
 @pytest.mark.parametrize("file", ["quantize_config.json", "quant_config.json"])
@@ -175,8 +175,8 @@ def test_check_finds_gptq_and_awq_weights_that_only_their_old_file_declares(file
     name = "model.layers.0.self_attn.q_proj.qweight"
     save_file({name: torch.zeros(4, 4, dtype=torch.int32)}, model / "model.safetensors")
     recipe = recipe_of(model)
-    code, said = verdict(checker.run, recipe)
+    code, said = verdict(checker.check_without_examples, recipe)
     assert code == Exit.INPUT and f"{file}" in said and "16-bit checkpoint" in said
     assert verdict(choice_checks.setup_of, recipe) == (code, said)
     save_file({"model.norm.weight": torch.ones(4)}, model / "model.safetensors")
-    assert "16-bit" not in verdict(checker.run, recipe)[1]  # a file that was left behind
+    assert "16-bit" not in verdict(checker.check_without_examples, recipe)[1]  # a file that was left behind

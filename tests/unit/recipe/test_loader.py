@@ -225,7 +225,7 @@ def test_paths_are_looked_up_beside_the_recipe_too(recipe_file, tmp_path, monkey
     assert source_loading.files(str(every), "data.name") == [odd / "x[2].jsonl"]
     for nothing in ("['', rows.jsonl]", "[{name: ''}, rows.jsonl]"):  # not all that is beside it
         with pytest.raises(UserError, match=r"data\.name: a source has no name"):
-            checker.run(loader.load(path, [f"data.name={nothing}"]))
+            checker.check_without_examples(loader.load(path, [f"data.name={nothing}"]))
     monkeypatch.chdir(tmp_path)
     assert loader.load(path).data.name == "rows.jsonl"
 
