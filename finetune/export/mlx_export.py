@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from finetune.core import safe_files
 from finetune.core.errors import Problem, UserError
 from finetune.core.paths import writing
 from finetune.export import folder_export, gguf_lora, mlx_lora, mlx_reader, serving_check
@@ -38,13 +40,35 @@ def check(config: ModelConfig, _quantize: str) -> None:
 
 def write(job: ExportJob, folder: Path) -> dict[str, Any]:
     """Write the merged weights, and compare transformers' answers with the fine-tuned model's."""
-    report: dict[str, Any] = {"files": folder_export.copy(job.source, folder)}
+    folder_export.copy(job.source, folder)
+    write_names(folder)
+    report: dict[str, Any] = {"files": folder_export.sizes(folder)}
     if mlx_reader.installed():
         report["serving_check"] = _check(folder, job, job.quantize)
     else:
         report["serving_check"] = folder_export.check(folder, job, job.quantize)
         report["notes"] = ["mlx-lm itself was not run: transformers read the files that mlx-lm reads"]
+    config: Any = job.config.get_text_config()
+    if config.model_type == "gemma2":
+        text = f"mlx-lm has no sliding window for Gemma 2; texts over {config.sliding_window} tokens differ"
+        report["notes"] = [*report.get("notes", []), text]
     return report | {"serve": ["mlx_lm.server --model .", "mlx_lm.chat --model ."]}
+
+
+def write_names(folder: Path) -> None:
+    """Add the names of config.json that mlx-lm reads. transformers 5 writes others, and reads both."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = dict(config.get("rope_parameters") or {})
+    if "sliding_attention" in rope:  # Gemma 3 has two bases
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
+    if (theta := rope.pop("rope_theta", None)) is not None:
+        config["rope_theta"] = theta
+    if rope.get("rope_type", "default") != "default":
+        config["rope_scaling"] = rope
+    if "num_local_experts" in config:
+        config.setdefault("num_experts", config["num_local_experts"])
+    safe_files.write_text(folder, "config.json", json.dumps(config, indent=2) + "\n")
 
 
 def check_adapter(adapter: Path) -> None:
